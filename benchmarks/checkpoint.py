@@ -37,7 +37,7 @@ import megatron.environment  # noqa: E402, F401  isort: skip  reports missing pa
 import torch
 import torch.distributed as dist
 
-from benchmarks.turns import Bar, ratio_quartiles, rotated, surroundings
+from benchmarks.turns import Bar, measurement_info, ratio_quartiles, rotated
 from megatron.checkpoint import AsyncSaver, CapturedState, TensorRecord, open_checkpoint, save
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
@@ -102,21 +102,21 @@ def check_load(tensors: Sequence[torch.Tensor], load: Callable[[], Any]) -> None
 
 def save_once(rank: Rank, num_bytes: int, folder: Path) -> Path:
     """Save a state in a process of ``run_ranks``. Collective."""
-    grid = build_grid(Topology.of_world(rank.size, tensor=rank.size, pipe=1), rank.number)
+    grid = build_grid(Topology.from_world_size(rank.size, tensor=rank.size, pipe=1), rank.idx)
     return save(folder, 1, make_state(num_bytes, grid)(), {}, grid.host)
 
 
-def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: Path) -> Result:
+def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other_checkpoint: Path) -> Result:
     """Measure all contenders in turns in a process of ``run_ranks``. Collective.
 
     Args:
         folder: for the files of all contenders.
-        other: a checkpoint of the same state, saved by another number of ranks.
+        other_checkpoint: a checkpoint of the same state, saved by another number of ranks.
     """
-    grid = build_grid(Topology.of_world(rank.size, tensor=rank.size, pipe=1), rank.number)
+    grid = build_grid(Topology.from_world_size(rank.size, tensor=rank.size, pipe=1), rank.idx)
     records = make_state(num_bytes, grid)
     tensors = {record.name: record.tensor for record in records()}
-    background, files_bytes = AsyncSaver(grid.host), dict[str, int]()
+    async_saver, files_bytes = AsyncSaver(grid.host), dict[str, int]()
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         """Call ``work``; return the seconds of the slowest rank and the result."""
@@ -159,8 +159,8 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
 
     def ours_async() -> Seconds:
         root = empty_folder("async")
-        stall_s, _ = timed(lambda: background.save(root, CapturedState(1, records(), {})))
-        remaining_s, _ = timed(background.finish)
+        stall_s, _ = timed(lambda: async_saver.save(root, CapturedState(1, records(), {})))
+        remaining_s, _ = timed(async_saver.finish)
         return {"stall of an async save": stall_s, "async save until durable": stall_s + remaining_s}
 
     def torch_save() -> Seconds:
@@ -183,7 +183,7 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
         return {"torch.save": save_s, "torch.save + fsync": save_s + flush_s, "torch.load": load_s}
 
     def reshard() -> Seconds:
-        return {"reshard": timed(lambda: open_checkpoint(other, grid.host).load(records()))[0]}
+        return {"reshard": timed(lambda: open_checkpoint(other_checkpoint, grid.host).load(records()))[0]}
 
     seconds: dict[str, list[float]] = {}
     turns = {turn.__name__: turn for turn in (ours, ours_async, torch_save, reshard)}
@@ -192,7 +192,7 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
             for measure, value in turns[name]().items():
                 if round_idx:
                     seconds.setdefault(measure, []).append(value)
-    background.close()
+    async_saver.close()
     state_bytes = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
     dist.all_reduce(state_bytes)
     return Result(seconds, int(state_bytes), files_bytes)
@@ -240,20 +240,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
     os.environ["DS_ACCELERATOR"] = "cpu"
     num_bytes, cores = int(args.megabytes * 1e6), len(os.sched_getaffinity(0))
-    output: dict[str, Any] = {**surroundings(), "options": {k: str(v) for k, v in vars(args).items()}, "teams": {}}
+    output: dict[str, Any] = {**measurement_info(), "options": {k: str(v) for k, v in vars(args).items()}, "teams": {}}
     with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as name:
         folder = Path(name)
-        for ranks in args.ranks:
-            other_ranks = 1 if ranks > 1 else 2
-            saved = run_ranks(
-                other_ranks, save_once, num_bytes, folder / f"{other_ranks}-saved-for-{ranks}", threads=1
+        for num_ranks in args.ranks:
+            num_other_ranks = 1 if num_ranks > 1 else 2
+            saved_checkpoint = run_ranks(
+                num_other_ranks, save_once, num_bytes, folder / f"{num_other_ranks}-saved-for-{num_ranks}", threads=1
             )[0]
-            team_folder, threads = folder / f"{ranks}-ranks", max(1, cores // ranks)
+            team_folder, threads = folder / f"{num_ranks}-ranks", max(1, cores // num_ranks)
             limits: dict[str, Any] = {"threads": threads, "deadline_s": 600.0}
-            result: Result = run_ranks(ranks, measure_rank, num_bytes, args.rounds, team_folder, saved, **limits)[0]
-            print(table(ranks, result), flush=True)
+            result: Result = run_ranks(
+                num_ranks, measure_rank, num_bytes, args.rounds, team_folder, saved_checkpoint, **limits
+            )[0]
+            print(table(num_ranks, result), flush=True)
             bars = [asdict(bar) | {"is_met": bar.is_met} for bar in bars_of(result.seconds)]
-            output["teams"][str(ranks)] = asdict(result) | {"bars": bars}
+            output["teams"][str(num_ranks)] = asdict(result) | {"bars": bars}
     if args.json:
         args.json.write_text(json.dumps(output, indent=1) + "\n")
     return output

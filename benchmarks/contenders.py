@@ -98,7 +98,9 @@ class T5Sizes:
     @property
     def target_length(self) -> int:
         denoisers = spans.parse_denoisers("R", noise_density=0.15, mean_span_length=3.0)
-        return self.dec_seq_length or spans.longest_target(spans.raw_length(self.enc_seq_length, denoisers), denoisers)
+        return self.dec_seq_length or spans.max_target_length(
+            spans.raw_length(self.enc_seq_length, denoisers), denoisers
+        )
 
     @property
     def tokens_per_sample(self) -> int:
@@ -146,12 +148,14 @@ FLAGS = {
 }
 
 
-def config_of(sizes: Sizes, more: str = "") -> Config:
+def make_config(model_sizes: Sizes, extra_flags: str = "") -> Config:
     """Return the configuration of one process without dropout, parsed from flags; sizes of 0 are left out."""
-    size_flags = {"--" + name.replace("_", "-"): str(size) for name, size in vars(sizes).items() if size}
+    size_flags = {"--" + name.replace("_", "-"): str(size) for name, size in vars(model_sizes).items() if size}
     argv = [word for pair in size_flags.items() for word in pair]
-    argv += f"{FLAGS[sizes.family]} --attention-dropout 0 --hidden-dropout 0 --data-path none {more}".split()
-    return parse(argv, world_size=1, family=sizes.family).with_vocab(sizes.vocab_size)
+    argv += (
+        f"{FLAGS[model_sizes.family]} --attention-dropout 0 --hidden-dropout 0 --data-path none {extra_flags}".split()
+    )
+    return parse(argv, world_size=1, family=model_sizes.family).with_vocab(model_sizes.vocab_size)
 
 
 SEED = 1234
@@ -168,10 +172,10 @@ class Block(nn.Module):
         input, output [b, s, h]
     """
 
-    def __init__(self, sizes: GPTSizes) -> None:
+    def __init__(self, model_sizes: GPTSizes) -> None:
         super().__init__()
-        h = sizes.hidden_size
-        self.num_heads = sizes.num_attention_heads
+        h = model_sizes.hidden_size
+        self.num_heads = model_sizes.num_attention_heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(h), nn.LayerNorm(h)
         self.qkv, self.attention_out = nn.Linear(h, 3 * h), nn.Linear(h, h)
         self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
@@ -193,12 +197,12 @@ class PlainGPT(nn.Module):
     It has ``torch.nn`` layers with pre-norms, causal SDPA and a tied head.
     """
 
-    def __init__(self, sizes: GPTSizes) -> None:
+    def __init__(self, model_sizes: GPTSizes) -> None:
         super().__init__()
-        self.word = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
-        self.position = nn.Embedding(sizes.seq_length, sizes.hidden_size)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
-        self.final_norm = nn.LayerNorm(sizes.hidden_size)
+        self.word = nn.Embedding(model_sizes.vocab_size, model_sizes.hidden_size)
+        self.position = nn.Embedding(model_sizes.seq_length, model_sizes.hidden_size)
+        self.blocks = nn.ModuleList(Block(model_sizes) for _ in range(model_sizes.num_layers))
+        self.final_norm = nn.LayerNorm(model_sizes.hidden_size)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -213,15 +217,15 @@ class MeanLoss(nn.Module):
     """Wrapper that maps tokens and labels to the mean loss of a Hugging Face model.
 
     Args:
-        names: names of the model's keyword arguments to which the labels are passed.
+        label_names: names of the model's keyword arguments to which the labels are passed.
     """
 
-    def __init__(self, inner: nn.Module, names: tuple[str, ...] = ("labels",)) -> None:
+    def __init__(self, inner: nn.Module, label_names: tuple[str, ...] = ("labels",)) -> None:
         super().__init__()
-        self.inner, self.names = inner, names
+        self.inner, self.label_names = inner, label_names
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.inner(input_ids=tokens, use_cache=False, **dict.fromkeys(self.names, labels)).loss
+        return self.inner(input_ids=tokens, use_cache=False, **dict.fromkeys(self.label_names, labels)).loss
 
 
 class PlainLoop:
@@ -229,20 +233,20 @@ class PlainLoop:
 
     Args:
         model: module that maps tokens and labels to the mean loss.
-        pair_of: function from a batch to tokens and labels.
+        split_batch: function from a batch to tokens and labels.
         dtype: bf16 runs the forward pass under autocast; the weights are fp32.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        pair_of: Callable[[Fields], tuple[torch.Tensor, torch.Tensor]],
+        split_batch: Callable[[Fields], tuple[torch.Tensor, torch.Tensor]],
         *,
-        kind: str,
+        device_type: str,
         dtype: str,
     ) -> None:
-        self.device, self.dtype = device.bind(kind, 0), device.DTYPES[dtype]
-        self.model, self.pair_of = model.to(self.device).train(), pair_of
+        self.device, self.dtype = device.bind(device_type, 0), device.DTYPES[dtype]
+        self.model, self.split_batch = model.to(self.device).train(), split_batch
         matrices = [p for p in model.parameters() if p.dim() >= 2]
         vectors = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
@@ -250,7 +254,7 @@ class PlainLoop:
 
     def step(self, batch: Fields) -> torch.Tensor:
         """Train on ``batch`` and return the loss as a tensor, so that the host does not wait for a GPU."""
-        tokens, labels = (tensor.to(self.device) for tensor in self.pair_of(batch))
+        tokens, labels = (tensor.to(self.device) for tensor in self.split_batch(batch))
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
             loss = self.model(tokens, labels)
         loss.backward()
@@ -260,12 +264,14 @@ class PlainLoop:
         return loss.detach()
 
 
-def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
+def our_weights(model_sizes: GPTSizes) -> dict[str, torch.Tensor]:
     """Return the initial weights of every contender, by our logical names."""
-    return filled(DecoderModel(model_args_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
+    return initial_weights(
+        DecoderModel(model_args_from(make_config(model_sizes).model)), gpt2_rule(STD, model_sizes.num_layers)
+    )
 
 
-def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
+def initial_weights(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
     """Return the initial weights of our ``model`` by name, generated on as many threads as there are cores."""
     parameters = dict(named_parameters(model))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -274,11 +280,11 @@ def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -> Step:
+def our_step(model_sizes: Sizes, batch_size: int, device_type: str, dtype: str, extra_flags: str = "") -> Step:
     """Return the training step of our engine, built from flags like a user's run.
 
     Args:
-        more: additional flags.
+        extra_flags: additional flags.
     """
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
@@ -286,12 +292,12 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     from megatron.training.mock_data import mock_tokenizer
     from megatron.training.setup import build_engine
 
-    os.environ.setdefault("DS_ACCELERATOR", kind)
-    script = importlib.import_module(FAMILIES[sizes.family].program.removesuffix(".py").replace("/", "."))
-    config = config_of(
-        sizes,
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
+    script = importlib.import_module(FAMILIES[model_sizes.family].program.removesuffix(".py").replace("/", "."))
+    config = make_config(
+        model_sizes,
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
-        f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000 {more}",
+        f"--seed {SEED} --{dtype} --device {device_type} --train-iters 1000 {extra_flags}",
     )
     world = start(config)
     streams = DropoutStreams(SEED)
@@ -305,16 +311,16 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     return step
 
 
-def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
+def hf_step(model_sizes: GPTSizes, batch_size: int, device_type: str, dtype: str) -> Step:
     """Return the step of Hugging Face's model in the plain loop."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=sizes.vocab_size,
-        n_positions=sizes.seq_length,
-        n_embd=sizes.hidden_size,
-        n_layer=sizes.num_layers,
-        n_head=sizes.num_attention_heads,
+        vocab_size=model_sizes.vocab_size,
+        n_positions=model_sizes.seq_length,
+        n_embd=model_sizes.hidden_size,
+        n_layer=model_sizes.num_layers,
+        n_head=model_sizes.num_attention_heads,
         activation_function="gelu_new",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -325,20 +331,24 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with device.bind(kind, 0):  # weights are initialized on the GPU, although they are then replaced
+    with device.bind(device_type, 0):  # weights are initialized on the GPU, although they are then replaced
         model = GPT2LMHeadModel(config)
-    model.load_state_dict(from_ours(our_weights(sizes), sizes.num_attention_heads))
-    return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
+    model.load_state_dict(from_ours(our_weights(model_sizes), model_sizes.num_attention_heads))
+    return PlainLoop(
+        MeanLoss(model, ("labels", "shift_labels")), _tokens_and_labels, device_type=device_type, dtype=dtype
+    ).step
 
 
-def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compiled: bool = False) -> Step:
+def plain_step(
+    model_sizes: GPTSizes, batch_size: int, device_type: str, dtype: str, *, is_compiled: bool = False
+) -> Step:
     """Return the training step of ``PlainGPT`` in the plain loop."""
-    model = PlainGPT(sizes)
-    hf_weights = from_ours(our_weights(sizes), sizes.num_attention_heads)
-    model.load_state_dict(dict(_plain_state(hf_weights)))
+    model = PlainGPT(model_sizes)
+    hf_weights = from_ours(our_weights(model_sizes), model_sizes.num_attention_heads)
+    model.load_state_dict(dict(_to_plain_names(hf_weights)))
     if is_compiled:
         model.compile(dynamic=False)
-    return PlainLoop(model, _shifted, kind=kind, dtype=dtype).step
+    return PlainLoop(model, _tokens_and_labels, device_type=device_type, dtype=dtype).step
 
 
 _PLAIN_NAMES = {
@@ -354,9 +364,9 @@ _PLAIN_NAMES = {
 }
 
 
-def _plain_state(theirs: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _to_plain_names(hf_weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert Hugging Face's weights to the names of ``PlainGPT``; Hugging Face stores the matrices transposed."""
-    for name, weight in theirs.items():
+    for name, weight in hf_weights.items():
         stem, _, suffix = name.removeprefix("transformer.").rpartition(".")
         if stem == "lm_head":
             continue
@@ -365,70 +375,72 @@ def _plain_state(theirs: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
         yield f"{block}{_PLAIN_NAMES[stem]}.{suffix}", weight.t() if is_matrix else weight
 
 
-def _shifted(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_and_labels(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels [b, s]."""
     return batch["text"][:, :-1].contiguous(), batch["text"][:, 1:].contiguous()
 
 
-def t5_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
+def t5_weights(model_sizes: T5Sizes) -> dict[str, torch.Tensor]:
     """Return the initial weights of every contender, by our logical names."""
-    config = config_of(sizes)
-    args = t5_model_args_from(config.model, config.own)
-    return filled(T5Model(args), t5_rule(args, config.model.init_method_std))
+    config = make_config(model_sizes)
+    args = t5_model_args_from(config.model, config.family_config)
+    return initial_weights(T5Model(args), t5_rule(args, config.model.init_method_std))
 
 
-def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
+def t5_hf_step(model_sizes: T5Sizes, batch_size: int, device_type: str, dtype: str) -> Step:
     """Return the step of Hugging Face's model in the plain loop."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=sizes.vocab_size,
-        d_model=sizes.hidden_size,
-        d_kv=sizes.hidden_size // sizes.num_attention_heads,
-        d_ff=4 * sizes.hidden_size,
-        num_layers=sizes.num_layers,
-        num_heads=sizes.num_attention_heads,
+        vocab_size=model_sizes.vocab_size,
+        d_model=model_sizes.hidden_size,
+        d_kv=model_sizes.hidden_size // model_sizes.num_attention_heads,
+        d_ff=4 * model_sizes.hidden_size,
+        num_layers=model_sizes.num_layers,
+        num_heads=model_sizes.num_attention_heads,
         dropout_rate=0.0,
         use_cache=False,
         attn_implementation="sdpa",
         pad_token_id=START_ID,
         decoder_start_token_id=START_ID,
     )
-    with device.bind(kind, 0):
+    with device.bind(device_type, 0):
         model = T5ForConditionalGeneration(config)
-    model.load_state_dict(t5_from_ours(t5_weights(sizes), sizes.num_attention_heads))
-    return PlainLoop(MeanLoss(model), _pair, kind=kind, dtype=dtype).step
+    model.load_state_dict(t5_from_ours(t5_weights(model_sizes), model_sizes.num_attention_heads))
+    return PlainLoop(MeanLoss(model), _inputs_and_targets, device_type=device_type, dtype=dtype).step
 
 
-def _pair(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs_and_targets(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs [b, s_e] and targets [b, s_d]; Hugging Face's model shifts the targets itself."""
     return batch["inputs"], batch["targets"]
 
 
-def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
+def llama_hf_step(model_sizes: LlamaSizes, batch_size: int, device_type: str, dtype: str) -> Step:
     """Return the step of Hugging Face's model in the plain loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from megatron.training.setup import weight_rule
+    from megatron.training.setup import init_rule
 
-    our_config = config_of(sizes)
+    our_config = make_config(model_sizes)
     settings = {name: value for name, value in FORMAT.fields(our_config).items() if name != "architectures"}
     config = LlamaConfig(
         **settings | {"use_cache": False, "attn_implementation": "sdpa", "loss_type": "ForCausalLM"},
         bos_token_id=None,
         eos_token_id=None,
     )
-    with device.bind(kind, 0):
+    with device.bind(device_type, 0):
         model = LlamaForCausalLM(config)
-    weights = filled(build_model(our_config, None), weight_rule(our_config))
+    weights = initial_weights(build_model(our_config, None), init_rule(our_config))
     model.load_state_dict(FORMAT.from_ours(weights, our_config))
-    return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
+    return PlainLoop(
+        MeanLoss(model, ("labels", "shift_labels")), _tokens_and_labels, device_type=device_type, dtype=dtype
+    ).step
 
 
-_OURS: dict[str, Contender] = {"ours": ours, "ours-compiled": partial(ours, more="--compile")}
+_OURS: dict[str, Contender] = {"ours": our_step, "ours-compiled": partial(our_step, extra_flags="--compile")}
 CONTENDERS: dict[str, dict[str, Contender]] = {
-    "gpt2": {**_OURS, "hf": hf, "plain": plain, "plain-compiled": partial(plain, is_compiled=True)},
-    "t5": {**_OURS, "hf": t5_hf},
-    "llama": {**_OURS, "hf": llama_hf},
+    "gpt2": {**_OURS, "hf": hf_step, "plain": plain_step, "plain-compiled": partial(plain_step, is_compiled=True)},
+    "t5": {**_OURS, "hf": t5_hf_step},
+    "llama": {**_OURS, "hf": llama_hf_step},
 }
 """Family -> name of a contender -> function that builds its training step."""

@@ -48,7 +48,7 @@ import megatron.environment  # noqa: E402, F401  isort: skip  reports missing pa
 import numpy as np
 import orjson
 
-from benchmarks.turns import Bar, Team, rates_in_turns, ratio_quartiles, surroundings
+from benchmarks.turns import Bar, Team, measurement_info, rates_in_turns, ratio_quartiles
 from megatron import tokenizer
 from megatron.data import IndexedDataset, IndexedDatasetBuilder, preprocess
 from megatron.data.cache import IndexCache
@@ -84,19 +84,24 @@ def _sources() -> tuple[Source, Source, Source]:
 
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:80]
     module_texts = [path.read_text(encoding="utf-8", errors="ignore").replace("\0", "") for path in modules]
-    module_texts = [page for page in module_texts if page]
+    module_texts = [module_text for module_text in module_texts if module_text]
 
     def paragraphs(language: str) -> list[str]:
         paths = sorted((ROOT / "examples" / "corpus" / language).rglob("*.txt"))
-        return [part for path in paths for part in path.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+        return [
+            paragraph
+            for path in paths
+            for paragraph in path.read_text(encoding="utf-8").split("\n\n")
+            if paragraph.strip()
+        ]
 
     def varied(texts: list[list[str]], words: list[str], totals: list[int] | None) -> Source:
         def text(rng: random.Random) -> str:
-            parts = rng.choices(texts, k=rng.randint(2, 30))
-            words_drawn = iter(rng.choices(words, cum_weights=totals, k=sum(map(len, parts))))
+            chosen_texts = rng.choices(texts, k=rng.randint(2, 30))
+            words_drawn = iter(rng.choices(words, cum_weights=totals, k=sum(map(len, chosen_texts))))
             return "\n\n".join(
-                "".join(next(words_drawn) if word.isalpha() and rng.random() < 0.3 else word for word in part)
-                for part in parts
+                "".join(next(words_drawn) if word.isalpha() and rng.random() < 0.3 else word for word in chosen_text)
+                for chosen_text in chosen_texts
             )
 
         return text
@@ -110,7 +115,7 @@ def _sources() -> tuple[Source, Source, Source]:
         lines = [line.split(b" ", 2) for line in file]
     totals = list(itertools.accumulate(int(line[1]) for line in lines))
     chinese_words = [line[0].decode() for line in lines]
-    english_words = sorted({word for page in module_texts for word in re.findall(r"[A-Za-z]{2,}", page)})
+    english_words = sorted({word for module_text in module_texts for word in re.findall(r"[A-Za-z]{2,}", module_text)})
     chinese = varied([rjieba.cut(text) for text in paragraphs("zh")], chinese_words, totals)
     english = varied([re.split(r"(\W+)", text) for text in paragraphs("en")], english_words, None)
     return chinese, english, code
@@ -151,12 +156,12 @@ def run_reference(corpus: Path, prefix: Path, encoder: Encoder, num_workers: int
         for ids in pool.imap(encoder.encode, lines, chunk_size):
             out.write(np.array(ids, np.uint16).tobytes())
             lengths.append(len(ids))
-    sizes = np.array(lengths, np.int64)
+    lengths_array = np.array(lengths, np.int64)
     with open(prefix.with_suffix(".idx"), "wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, 8, len(sizes), len(sizes) + 1))
-        file.write(sizes.astype("<i4").tobytes())
-        file.write(((np.cumsum(sizes) - sizes) * 2).astype("<i8").tobytes())
-        file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+        file.write(HEADER.pack(MAGIC, VERSION, 8, len(lengths_array), len(lengths_array) + 1))
+        file.write(lengths_array.astype("<i4").tobytes())
+        file.write(((np.cumsum(lengths_array) - lengths_array) * 2).astype("<i8").tobytes())
+        file.write(np.arange(len(lengths_array) + 1, dtype="<i8").tobytes())
 
 
 BPE, GIGATOKEN = "bpe", "gigatoken"
@@ -187,14 +192,16 @@ def measure_preprocessing(
     """
     hashes: dict[str, str] = {}
 
-    def turn(name: str, who: str, num_workers: int) -> float:
-        seconds, tokens = in_process(job, vocabulary, name, who, num_workers, corpora[name], folder / "out")
+    def turn(name: str, contender: str, num_workers: int) -> float:
+        seconds, tokens = run_in_process(
+            run_job, vocabulary, name, contender, num_workers, corpora[name], folder / "out"
+        )
         if hashes.setdefault(name, tokens) != tokens:
-            raise RuntimeError(f"contenders must write the same tokens; {who} with {name} does not")
+            raise RuntimeError(f"contenders must write the same tokens; {contender} with {name} does not")
         return corpora[name].stat().st_size / 1e6 / seconds
 
-    def label(name: str, who: str, num_workers: int) -> str:
-        return f"{name}, {num_workers} worker{'s' * (num_workers > 1)}, {who}"
+    def label(name: str, contender: str, num_workers: int) -> str:
+        return f"{name}, {num_workers} worker{'s' * (num_workers > 1)}, {contender}"
 
     cases = list(itertools.product(corpora, (OURS, REFERENCE), workers))
     rates = rates_in_turns({label(*case): partial(turn, *case) for case in cases}, rounds)
@@ -205,14 +212,16 @@ def measure_preprocessing(
     return rates, bars
 
 
-def job(vocabulary: Path, name: str, who: str, num_workers: int, corpus: Path, folder: Path) -> tuple[float, str]:
-    """Run one job of our tool or the reference (``who``); return its seconds and a hash of the tokens."""
+def run_job(
+    vocabulary: Path, name: str, contender: str, num_workers: int, corpus: Path, folder: Path
+) -> tuple[float, str]:
+    """Run one job of our tool or the reference (``contender``); return its seconds and a hash of the tokens."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     prefix, make_tokenizer = folder / "tokens", partial(tokenizer.build, tokenizer_path=vocabulary)
     eod_id = make_tokenizer().eod_id
     start = time.perf_counter()
-    if who == OURS:
+    if contender == OURS:
         preprocess.run(
             preprocess.Job(
                 inputs=[corpus],
@@ -229,21 +238,21 @@ def job(vocabulary: Path, name: str, who: str, num_workers: int, corpus: Path, f
         return seconds, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Call:
+class FunctionCall:
     """A function call for a ``Team`` of one process."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
         self.result = partial(function, *args)
 
 
-def in_process(function: Callable[..., Any], *args: Any) -> Any:
+def run_in_process(function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)`` from a new process, so that nothing is cached between turns."""
-    with closing(Team(function.__name__, Call, (function, args))) as team:
+    with closing(Team(function.__name__, FunctionCall, (function, args))) as team:
         team.ready()
         return team.ask("result")[0]
 
 
-SEQ_LENGTH, SAMPLES = 1024, 32
+SEQ_LENGTH, NUM_SAMPLES = 1024, 32
 
 
 def write_tokens(prefix: Path, num_documents: int) -> None:
@@ -251,11 +260,11 @@ def write_tokens(prefix: Path, num_documents: int) -> None:
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(prefix, vocab_size=8192) as writer:
         for first in range(0, num_documents, 100_000):
-            sizes = rng.integers(1, 1000, min(100_000, num_documents - first))
-            writer.add(rng.integers(0, 8192, int(sizes.sum())), sizes)
+            document_lengths = rng.integers(1, 1000, min(100_000, num_documents - first))
+            writer.add(rng.integers(0, 8192, int(document_lengths.sum())), document_lengths)
 
 
-class Start:
+class StartRank:
     """A rank that opens the corpus and reads its first samples."""
 
     def __init__(self, prefix: Path, cache: Path, rank: int) -> None:
@@ -269,9 +278,9 @@ class Start:
         documents = split_documents(file.num_documents, "949,50,1")[0]
         samples = SampleIndex(
             file, documents=documents, length=SEQ_LENGTH, overlap=1, seed=1234,
-            asked_by=f"--seq-length {SEQ_LENGTH}", cache=cache,
+            length_flag=f"--seq-length {SEQ_LENGTH}", cache=cache,
         )  # fmt: skip
-        for idx in range(SAMPLES * self.rank, SAMPLES * (self.rank + 1)):
+        for idx in range(NUM_SAMPLES * self.rank, NUM_SAMPLES * (self.rank + 1)):
             samples[idx]
         return time.perf_counter() - start, _private_bytes() - before
 
@@ -281,7 +290,7 @@ def _private_bytes() -> int:
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_start(folder: Path, num_documents: int, ranks: int) -> dict[str, tuple[float, int]]:
+def measure_start(folder: Path, num_documents: int, num_ranks: int) -> dict[str, tuple[float, int]]:
     """Start with an empty cache, then again with that cache.
 
     Returns:
@@ -290,7 +299,7 @@ def measure_start(folder: Path, num_documents: int, ranks: int) -> dict[str, tup
     write_tokens(folder / "corpus", num_documents)
     results = {}
     for name in ("empty cache", "cache of the first start"):
-        with closing(Team(name, Start, (folder / "corpus", folder / "cache"), size=ranks)) as team:
+        with closing(Team(name, StartRank, (folder / "corpus", folder / "cache"), size=num_ranks)) as team:
             team.ready()
             answers = team.ask("run")
         results[name] = (max(seconds for seconds, _ in answers), max(added for _, added in answers))
@@ -324,7 +333,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the parts, print the table and write the JSON file."""
     args = parse_args(argv)
-    result: dict[str, Any] = {**surroundings(), "options": {name: str(value) for name, value in vars(args).items()}}
+    result: dict[str, Any] = {**measurement_info(), "options": {name: str(value) for name, value in vars(args).items()}}
     with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as temporary:
         folder = Path(temporary)
         if "preprocessing" in args.parts:

@@ -48,11 +48,11 @@ from benchmarks.kill_job import (
     STEP,
     Case,
     Job,
+    JobTimeoutError,
     Moment,
-    Stuck,
     draw_moments,
     preload,
-    saving_now,
+    save_activity,
     write_corpus,
 )
 from megatron.checkpoint import open_checkpoint
@@ -63,9 +63,9 @@ from megatron.mpu.groups import SINGLE
 from megatron.training import run_lock
 from megatron.training.callbacks.metrics_writer import read_metrics
 
-RESTARTED = 4
+RESTARTS_EXHAUSTED = 4
 """Exit code of a launcher whose rank was killed and that has no restarts left."""
-MOST_RESTARTS = 2
+MAX_RESTARTS = 2
 """Maximum number of restarts of a launcher; it ends the job by design after a third restart without progress."""
 
 
@@ -79,7 +79,7 @@ class Kill:
         at: time of the kill, as ``time.time()``.
     """
 
-    number: Number
+    number: StartKey
     phase: str
     victims: str
     at: float
@@ -100,7 +100,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Whole:
+class UndisturbedRun:
     """The undisturbed run, which is the reference for the killed runs."""
 
     start: Start
@@ -108,70 +108,77 @@ class Whole:
     corpus: Path
 
 
-def run_whole(case: Case, corpus: Path, place: Path) -> Whole:
+def run_undisturbed(case: Case, corpus: Path, folder: Path) -> UndisturbedRun:
     """Run ``case`` without a kill.
 
     Raises:
         RuntimeError: the run fails.
     """
-    chain = Chain(case, corpus, place, random.Random(0), iter(()))
-    chain.live(0)
+    chain = KilledRun(case, corpus, folder, random.Random(0), iter(()))
+    chain.run_launcher(0)
     if chain.outcome.problems:
         raise RuntimeError("\n".join(chain.outcome.problems))
-    (start,) = read_starts(chain.record).values()
-    return Whole(start, losses(chain.run), corpus)
+    (start,) = read_starts(chain.record_dir).values()
+    return UndisturbedRun(start, read_losses(chain.run_dir), corpus)
 
 
-def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, moments: Iterable[Moment]) -> Outcome:
+def run_killed(
+    case: Case, undisturbed: UndisturbedRun, folder: Path, rng: random.Random, moments: Iterable[Moment]
+) -> Outcome:
     """Run ``case``, kill each start at the next of ``moments`` until the run finishes, and check all starts.
 
-    Moments that the run does not reach are dropped. The folder ``place`` is removed if there are no problems.
+    Moments that the run does not reach are dropped. The folder ``folder`` is removed if there are no problems.
     """
-    chain = Chain(case, whole.corpus, place, draw, iter(moments))
+    chain = KilledRun(case, undisturbed.corpus, folder, rng, iter(moments))
     while not chain.is_done:
-        chain.live(draw.randint(0, MOST_RESTARTS))
-    chain.judge(whole)
+        chain.run_launcher(rng.randint(0, MAX_RESTARTS))
+    chain.check_starts(undisturbed)
     if not chain.outcome.problems:
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     return chain.outcome
 
 
-class Chain:
+class KilledRun:
     """A run over several launchers, each of which resumes it. A launcher starts the ranks one or more times."""
 
-    def __init__(self, case: Case, corpus: Path, place: Path, draw: random.Random, moments: Iterator[Moment]) -> None:
-        self.case, self.place, self.run, self.record = case, place, place / "run", place / "record"
-        self.record.mkdir(parents=True)
+    def __init__(self, case: Case, corpus: Path, folder: Path, rng: random.Random, moments: Iterator[Moment]) -> None:
+        self.case, self.folder, self.run_dir, self.record_dir = case, folder, folder / "run", folder / "record"
+        self.record_dir.mkdir(parents=True)
         self.outcome = Outcome(case)
         self.is_done = False
-        self._argv = case.flags(corpus, self.run)
-        self._draw, self._moments = draw, moments
+        self._argv = case.flags(corpus, self.run_dir)
+        self._rng, self._moments = rng, moments
 
-    def live(self, max_restarts: int) -> None:
+    def run_launcher(self, max_restarts: int) -> None:
         """Run one launcher to its end and check its results."""
-        out = self.outcome
-        newest = newest_step(self.run)
+        outcome = self.outcome
+        newest = newest_step(self.run_dir)
         job = Job(
-            self.place / f"life-{out.lives}", out.lives, self.record, self._argv, self.case.num_ranks, max_restarts
+            self.folder / f"life-{outcome.lives}",
+            outcome.lives,
+            self.record_dir,
+            self._argv,
+            self.case.num_ranks,
+            max_restarts,
         )
         try:
             victims = self._kill_starts(job)
-        except Stuck as error:
+        except JobTimeoutError as error:
             return self._give_up(str(error))
         finally:
-            job.end()
-        begin_steps = read_starts(self.record).get((out.lives, 0), Start()).begins.values()
-        if any(begin != newest for begin in begin_steps):
-            out.problems.append(
-                f"launcher {out.lives} resumes after step {set(begin_steps)}, the newest checkpoint is {newest}"
+            job.kill_launcher()
+        resume_steps = read_starts(self.record_dir).get((outcome.lives, 0), Start()).resume_steps.values()
+        if any(resume_step != newest for resume_step in resume_steps):
+            outcome.problems.append(
+                f"launcher {outcome.lives} resumes after step {set(resume_steps)}, the newest checkpoint is {newest}"
             )
-        out.lives += 1
-        if job.code not in (0, -9 if victims == LAUNCHER else RESTARTED) or (job.code and victims is None):
+        outcome.lives += 1
+        if job.code not in (0, -9 if victims == LAUNCHER else RESTARTS_EXHAUSTED) or (job.code and victims is None):
             return self._give_up(f"a start ended with code {job.code} without a kill:\n{job.output[-12000:]}")
-        out.problems += broken(self.run)
+        outcome.problems += broken_checkpoints(self.run_dir)
         self.is_done = job.code == 0
-        if not self.is_done and self._draw.random() < 0.2:
-            out.hints_spoilt += spoil_hint(self.run, self._draw)
+        if not self.is_done and self._rng.random() < 0.2:
+            outcome.hints_spoilt += corrupt_latest(self.run_dir, self._rng)
         return None
 
     def _kill_starts(self, job: Job) -> str | None:
@@ -192,19 +199,19 @@ class Chain:
 
     def _kill(self, job: Job, start: int, moment: Moment) -> str | None:
         """Kill ``start`` at ``moment``; return the victims, or None if the start ended before."""
-        if moment.phase == LOAD and not newest_step(self.run):
+        if moment.phase == LOAD and not newest_step(self.run_dir):
             moment = replace(moment, phase=STEP)  # there is nothing to load yet
-        if not job.reaches(start, moment):
+        if not job.wait_for_moment(start, moment):
             return None
         kill = Kill((self.outcome.lives, start), self._phase(job, start, moment), moment.victims, time.time())
-        if not job.kill(moment, self._draw):
+        if not job.kill(moment, self._rng):
             return None
         if job.next_start(start) is not None or job.code != 0:  # a job with code 0 had finished before the kill
             self.outcome.kills.append(kill)
         return moment.victims
 
     def _phase(self, job: Job, start: int, moment: Moment) -> str:
-        now, disk = job.phase(start, moment.rank), saving_now(self.run)
+        now, disk = job.phase(start, moment.rank), save_activity(self.run_dir)
         if not disk or now not in (STEP, SAVE):
             return now
         return f"{SAVE}, {disk}" if now == SAVE else f"{now}, a save {disk}"
@@ -213,29 +220,29 @@ class Chain:
         self.outcome.problems.append(problem)
         self.outcome.is_bricked = self.is_done = True
 
-    def judge(self, whole: Whole) -> None:
+    def check_starts(self, undisturbed: UndisturbedRun) -> None:
         """Compare all starts with the undisturbed run."""
-        out, starts = self.outcome, read_starts(self.record)
-        out.problems += problems(self.case, starts, whole.start)
-        out.to_next_step_s = [*self._seconds_to_next_step(starts)]
-        if not out.is_bricked:
-            if losses(self.run) != whole.losses:
-                out.problems.append("the metrics differ from the undisturbed run")
-            has_saved = bool(starts[max(starts)].durable)
-            out.problems += left_over(self.run, self.case.keep_last, has_saved=has_saved)
+        outcome, starts = self.outcome, read_starts(self.record_dir)
+        outcome.problems += find_problems(self.case, starts, undisturbed.start)
+        outcome.to_next_step_s = [*self._seconds_to_next_step(starts)]
+        if not outcome.is_bricked:
+            if read_losses(self.run_dir) != undisturbed.losses:
+                outcome.problems.append("the metrics differ from the undisturbed run")
+            has_saved = bool(starts[max(starts)].durable_steps)
+            outcome.problems += leftover_files(self.run_dir, self.case.keep_last, has_saved=has_saved)
 
-    def _seconds_to_next_step(self, starts: dict[Number, Start]) -> Iterator[float]:
+    def _seconds_to_next_step(self, starts: dict[StartKey, Start]) -> Iterator[float]:
         """Yield the seconds from each kill to the first step of the launcher's next start, if it reached a step."""
         for kill in self.outcome.kills:
-            life, idx = kill.number
-            following = starts.get((life, idx + 1))
-            if following is not None and following.times:
-                yield min(following.times) - kill.at
+            launcher_idx, idx = kill.number
+            next_start = starts.get((launcher_idx, idx + 1))
+            if next_start is not None and next_start.times:
+                yield min(next_start.times) - kill.at
 
 
 # Records of a run's ranks over all starts, and checks of the records and of the run folder.
 
-Number = tuple[int, int]
+StartKey = tuple[int, int]
 
 
 @dataclass
@@ -243,17 +250,17 @@ class Start:
     """Records of one start; a rank that was killed early has no entries.
 
     Args:
-        begins: rank -> step after which it resumes.
+        resume_steps: rank -> step after which it resumes.
         loaded: rank -> name of the checkpoint that it loaded.
         steps: rank -> step -> (loss, checksums of the samples read).
-        durable: steps of the durable checkpoints that rank 0 reported to the launcher.
+        durable_steps: steps of the durable checkpoints that rank 0 reported to the launcher.
         times: times of all steps of all ranks, as ``time.time()``.
     """
 
-    begins: dict[int, int] = field(default_factory=dict)
+    resume_steps: dict[int, int] = field(default_factory=dict)
     loaded: dict[int, str | None] = field(default_factory=dict)
     steps: dict[int, dict[int, tuple[str, tuple[int, ...]]]] = field(default_factory=dict)
-    durable: list[int] = field(default_factory=list)
+    durable_steps: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     @property
@@ -261,9 +268,9 @@ class Start:
         return max((step for steps in self.steps.values() for step in steps), default=0)
 
 
-def read_starts(record: Path) -> dict[Number, Start]:
+def read_starts(record: Path) -> dict[StartKey, Start]:
     """Return the starts by (index of the launcher, index of its start), in chronological order."""
-    starts: dict[Number, Start] = {}
+    starts: dict[StartKey, Start] = {}
     for path in record.glob("rank-*.jsonl"):
         rank = int(path.stem.removeprefix("rank-"))
         for line in path.read_bytes().splitlines():
@@ -271,72 +278,74 @@ def read_starts(record: Path) -> dict[Number, Start]:
     return dict(sorted(starts.items()))
 
 
-def _add(starts: dict[Number, Start], rank: int, line: dict) -> None:
+def _add(starts: dict[StartKey, Start], rank: int, line: dict) -> None:
     start = starts.setdefault(tuple(line["start"]), Start())
     if "begins" in line:
-        start.begins[rank], start.loaded[rank] = line["begins"], line["loaded"]
+        start.resume_steps[rank], start.loaded[rank] = line["begins"], line["loaded"]
     elif "step" in line:
         start.steps.setdefault(rank, {})[line["step"]] = (line["loss"], tuple(line["tokens"]))
         start.times.append(line["at"])
     else:
-        start.durable.append(line["durable"])
+        start.durable_steps.append(line["durable"])
 
 
-def losses(folder: Path) -> list[tuple[int, str, str]]:
+def read_losses(folder: Path) -> list[tuple[int, str, str]]:
     """Return (step, loss, gradient norm) from a run's metrics, as hexadecimal numbers."""
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
     return [(r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex()) for r in records]
 
 
-def problems(case: Case, starts: dict[Number, Start], whole: Start) -> Iterator[str]:
-    """Yield the differences of the starts from the undisturbed run ``whole``."""
-    yield from _steps_that_differ(starts, whole)
-    yield from _detours(case, starts)
-    yield from _samples_lost(case, starts, whole)
+def find_problems(case: Case, starts: dict[StartKey, Start], undisturbed: Start) -> Iterator[str]:
+    """Yield the differences of the starts from the undisturbed run ``undisturbed``."""
+    yield from _differing_steps(starts, undisturbed)
+    yield from _wrong_resumes(case, starts)
+    yield from _lost_samples(case, starts, undisturbed)
 
 
-def _steps_that_differ(starts: dict[Number, Start], whole: Start) -> Iterator[str]:
+def _differing_steps(starts: dict[StartKey, Start], undisturbed: Start) -> Iterator[str]:
     for key, start in starts.items():
         for rank, steps in start.steps.items():
             for step, (loss, tokens) in steps.items():
-                wanted_loss, wanted_tokens = whole.steps[rank].get(step, ("none", ()))
+                wanted_loss, wanted_tokens = undisturbed.steps[rank].get(step, ("none", ()))
                 if loss != wanted_loss:
                     yield f"start {key}, rank {rank}: the loss of step {step} is {loss}, undisturbed {wanted_loss}"
                 if tokens != wanted_tokens:
                     yield f"start {key}, rank {rank}: step {step} read other samples than in the undisturbed run"
 
 
-def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
+def _wrong_resumes(case: Case, starts: dict[StartKey, Start]) -> Iterator[str]:
     """Yield starts that resume from a wrong step: ranks disagree, or more steps are lost than ``case`` allows."""
     last_done = durable = 0
     for key, start in starts.items():
-        for begin in set(start.begins.values()):
-            if len(set(start.begins.values())) > 1:
-                yield f"start {key}: ranks resume after different steps: {start.begins}"
-            if begin < durable:
-                yield f"start {key} resumes after step {begin}, although the checkpoint of step {durable} was durable"
-            if last_done - begin > case.most_lost:
-                yield f"start {key} resumes after step {begin}: {last_done - begin} steps of {last_done} are lost"
+        for resume_step in set(start.resume_steps.values()):
+            if len(set(start.resume_steps.values())) > 1:
+                yield f"start {key}: ranks resume after different steps: {start.resume_steps}"
+            if resume_step < durable:
+                yield f"start {key} resumes after step {resume_step}, although checkpoint {durable} was durable"
+            if last_done - resume_step > case.max_lost_steps:
+                num_lost = last_done - resume_step
+                yield f"start {key} resumes after step {resume_step}: {num_lost} of {last_done} steps are lost"
         for rank, name in start.loaded.items():
-            if start.begins[rank] != (int(name.split("-")[1]) if name else 0):
-                yield f"start {key}, rank {rank}: resumes after step {start.begins[rank]} from {name}"
+            if start.resume_steps[rank] != (int(name.split("-")[1]) if name else 0):
+                yield f"start {key}, rank {rank}: resumes after step {start.resume_steps[rank]} from {name}"
         last_done = max(last_done, start.last_step)
-        durable = max([durable, *start.durable])
+        durable = max([durable, *start.durable_steps])
 
 
-def _samples_lost(case: Case, starts: dict[Number, Start], whole: Start) -> Iterator[str]:
+def _lost_samples(case: Case, starts: dict[StartKey, Start], undisturbed: Start) -> Iterator[str]:
     """Yield ranks that lost or repeated samples. Steps after the one from which the next start resumes do not count."""
-    for rank in whole.steps:
-        path: list[tuple[int, ...]] = []
+    for rank in undisturbed.steps:
+        samples_by_step: list[tuple[int, ...]] = []
         for key, start in starts.items():
-            if rank in start.begins:
-                if start.begins[rank] > len(path):
-                    yield f"start {key}, rank {rank}: resumes after step {start.begins[rank]}, {len(path)} are done"
+            if rank in start.resume_steps:
+                if start.resume_steps[rank] > len(samples_by_step):
+                    resumed, num_done = start.resume_steps[rank], len(samples_by_step)
+                    yield f"start {key}, rank {rank}: resumes after step {resumed}, {num_done} are done"
                     break
-                del path[start.begins[rank] :]
-            path += [tokens for _, (_, tokens) in sorted(start.steps.get(rank, {}).items())]
-        read = Counter(sum(path, ()))
-        expected = Counter(sum((tokens for _, (_, tokens) in sorted(whole.steps[rank].items())), ()))
+                del samples_by_step[start.resume_steps[rank] :]
+            samples_by_step += [tokens for _, (_, tokens) in sorted(start.steps.get(rank, {}).items())]
+        read = Counter(sum(samples_by_step, ()))
+        expected = Counter(sum((tokens for _, (_, tokens) in sorted(undisturbed.steps[rank].items())), ()))
         if read != expected or any(times > 1 for times in read.values()):
             lost, repeated = sum((expected - read).values()), sum((read - expected).values())
             yield f"rank {rank}: {lost} samples lost, {repeated} repeated over {case.steps} steps"
@@ -344,10 +353,10 @@ def _samples_lost(case: Case, starts: dict[Number, Start], whole: Start) -> Iter
 
 # The folder of a run, between two starts and at its end.
 
-JUNK = (b"", b"step-0000", b"\x00\xff\xfe", b"step-99999999\n")
+CORRUPT_CONTENTS = (b"", b"step-0000", b"\x00\xff\xfe", b"step-99999999\n")
 
 
-def broken(run: Path) -> Iterator[str]:
+def broken_checkpoints(run: Path) -> Iterator[str]:
     """Yield each folder with the name of a checkpoint that is incomplete or contains another step."""
     root = run / CHECKPOINTS
     for path in root.glob("step-*") if root.is_dir() else ():
@@ -366,15 +375,15 @@ def newest_step(run: Path) -> int:
     return step_of(checkpoints[0]) if checkpoints else 0
 
 
-def spoil_hint(run: Path, draw: random.Random) -> bool:
+def corrupt_latest(run: Path, rng: random.Random) -> bool:
     """Corrupt ``latest`` as a kill during an in-place write could (row A05); return True if the file exists."""
-    hint = run / CHECKPOINTS / LATEST
-    if hint.exists():
-        hint.write_bytes(draw.choice(JUNK))
-    return hint.exists()
+    latest_path = run / CHECKPOINTS / LATEST
+    if latest_path.exists():
+        latest_path.write_bytes(rng.choice(CORRUPT_CONTENTS))
+    return latest_path.exists()
 
 
-def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
+def leftover_files(run: Path, num_kept: int, *, has_saved: bool) -> Iterator[str]:
     """Yield files of a finished run other than its results.
 
     Args:
@@ -383,13 +392,13 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     """
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:
-        if path.name.startswith(".") or path.name == run_lock.NAME:
+        if path.name.startswith(".") or path.name == run_lock.LOCK_NAME:
             yield f"{path.relative_to(run)} was not removed"
     if not has_saved:
         return
     checkpoints = newest_first(list_checkpoints(root))
-    if kept and len(checkpoints) > kept + 1:  # the checkpoint that the last start loaded is kept, too
-        yield f"{len(checkpoints)} checkpoints remain, more than --keep-last {kept}"
+    if num_kept and len(checkpoints) > num_kept + 1:  # the checkpoint that the last start loaded is kept, too
+        yield f"{len(checkpoints)} checkpoints remain, more than --keep-last {num_kept}"
     if (root / LATEST).read_text().strip() != checkpoints[0].name:
         yield f"{LATEST} does not name the newest checkpoint"
 
@@ -442,17 +451,17 @@ def main(argv: Sequence[str] | None = None) -> Tally:
             parser.error(f"--folder must be a folder that can be created, got {args.folder}: {error}")
     preload()
     work_dir = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
-    draw, tally = random.Random(args.seed), Tally()
-    corpus, wholes = write_corpus(work_dir), dict[str, Whole]()
+    rng, tally = random.Random(args.seed), Tally()
+    corpus, undisturbed_runs = write_corpus(work_dir), dict[str, UndisturbedRun]()
     while tally.kills < args.kills:
         run_idx = len(tally.outcomes)
         layout = args.layout[run_idx % len(args.layout)]
-        case = Case(layout, args.steps, draw.choice((1, 1, 2)), draw.choice((0, 1, 2)), draw.random() < 0.5)
-        if layout not in wholes:
-            wholes[layout] = run_whole(Case(layout, args.steps), corpus, work_dir / f"whole-{layout}")
-        run_draw = random.Random(draw.random())
-        moments = draw_moments(run_draw, case.num_ranks, args.kills - tally.kills)
-        outcome = run_killed(case, wholes[layout], work_dir / f"run-{run_idx}", run_draw, moments)
+        case = Case(layout, args.steps, rng.choice((1, 1, 2)), rng.choice((0, 1, 2)), rng.random() < 0.5)
+        if layout not in undisturbed_runs:
+            undisturbed_runs[layout] = run_undisturbed(Case(layout, args.steps), corpus, work_dir / f"whole-{layout}")
+        run_rng = random.Random(rng.random())
+        moments = draw_moments(run_rng, case.num_ranks, args.kills - tally.kills)
+        outcome = run_killed(case, undisturbed_runs[layout], work_dir / f"run-{run_idx}", run_rng, moments)
         tally.outcomes.append(outcome)
         verdict = "BRICKED" if outcome.is_bricked else "WRONG" if outcome.problems else "as undisturbed"
         print(f"{tally.kills:4} kills | {case.name}: {len(outcome.kills)} kills in {outcome.starts} starts, {verdict}")

@@ -87,7 +87,7 @@ class Case:
         return LAYOUTS[self.layout][0]
 
     @property
-    def most_lost(self) -> int:
+    def max_lost_steps(self) -> int:
         """Maximum number of steps lost by a kill: one save interval, plus one if a save may be in progress."""
         return self.interval * (2 if self.is_async else 1)
 
@@ -104,8 +104,8 @@ class Case:
         extra = f"{LAYOUTS[self.layout][1]} --train-iters {self.steps} --save-interval {self.interval}"
         extra += f" --keep-last {self.keep_last}" if self.keep_last else ""
         extra += " --async-save" if self.is_async else ""
-        going_on = ["--save", str(folder), "--resume", "--load-if-exists"]
-        return [*SIZES, "--data-path", str(prefix), *extra.split(), *going_on]
+        resume_flags = ["--save", str(folder), "--resume", "--load-if-exists"]
+        return [*SIZES, "--data-path", str(prefix), *extra.split(), *resume_flags]
 
 
 def write_corpus(folder: Path, num_documents: int = 300, seed: int = 0) -> Path:
@@ -125,9 +125,9 @@ START, LOAD, STEP, SAVE, END = "start", "load", "step", "save", "end"
 PHASES = (START, LOAD, STEP, SAVE)
 """Phases for which kills are drawn. A kill may also hit the end of a run, if the run ends while the kill is pending."""
 WEIGHTS = (2, 2, 4, 4)
-SPAN_S = {START: 1.2, LOAD: 0.15, STEP: 0.06, SAVE: 0.15}
+MAX_DELAY_S = {START: 1.2, LOAD: 0.15, STEP: 0.06, SAVE: 0.15}
 """Phase -> maximum delay in seconds between the start of the phase and a kill, which may hit the next phase."""
-MOST_ENTRIES = 3
+MAX_ENTRIES = 3
 ONE, ALL, LAUNCHER = "one rank", "all ranks", "the launcher"
 VICTIMS = (ONE, ALL, LAUNCHER)
 VICTIM_WEIGHTS = (6, 4, 1)
@@ -144,24 +144,24 @@ class Moment:
     rank: int
 
 
-def draw_moments(draw: random.Random, num_ranks: int, number: int) -> Iterator[Moment]:
-    """Yield ``number`` random moments."""
-    for _ in range(number):
-        phase = draw.choices(PHASES, WEIGHTS)[0]
-        entry = draw.randint(1, MOST_ENTRIES) if phase in (STEP, SAVE) else 1
-        victims = draw.choices(VICTIMS, VICTIM_WEIGHTS)[0]
-        yield Moment(phase, entry, draw.uniform(0, SPAN_S[phase]), victims, draw.randrange(num_ranks))
+def draw_moments(rng: random.Random, num_ranks: int, num_moments: int) -> Iterator[Moment]:
+    """Yield ``num_moments`` random moments."""
+    for _ in range(num_moments):
+        phase = rng.choices(PHASES, WEIGHTS)[0]
+        entry = rng.randint(1, MAX_ENTRIES) if phase in (STEP, SAVE) else 1
+        victims = rng.choices(VICTIMS, VICTIM_WEIGHTS)[0]
+        yield Moment(phase, entry, rng.uniform(0, MAX_DELAY_S[phase]), victims, rng.randrange(num_ranks))
 
 
-def phase_of(at: str) -> str:
-    """Return the phase of a rank whose current operation is ``at`` (``megatron.runtime.exit_guard``)."""
-    if at.startswith("loading"):
+def phase_of(operation: str) -> str:
+    """Return the phase of a rank whose current operation is ``operation`` (``megatron.runtime.exit_guard``)."""
+    if operation.startswith("loading"):
         return LOAD
-    if at.startswith("saving"):
+    if operation.startswith("saving"):
         return SAVE
-    if at.startswith(("step", "a step", "the first step")):
+    if operation.startswith(("step", "a step", "the first step")):
         return STEP
-    if at.startswith("ending"):
+    if operation.startswith("ending"):
         return END
     return START
 
@@ -194,7 +194,7 @@ DEADLINE_S = 240.0
 _POLL_S = 0.002
 
 
-class Stuck(RuntimeError):
+class JobTimeoutError(RuntimeError):
     """A launcher or its ranks did not end in time."""
 
 
@@ -202,17 +202,17 @@ class Job:
     """The launcher and the ranks of a run.
 
     Args:
-        place: folder for the output and for the launcher's own files.
-        life: index of this launcher among the launchers of the run.
-        record: folder for the records of the ranks.
+        folder: folder for the output and for the launcher's own files.
+        launcher_idx: index of this launcher among the launchers of the run.
+        record_dir: folder for the records of the ranks.
         max_restarts: maximum number of restarts by the launcher.
     """
 
     def __init__(
-        self, place: Path, life: int, record: Path, argv: list[str], num_ranks: int, max_restarts: int
+        self, folder: Path, launcher_idx: int, record_dir: Path, argv: list[str], num_ranks: int, max_restarts: int
     ) -> None:
-        self.place, self.num_ranks = place, num_ranks
-        place.mkdir()
+        self.folder, self.num_ranks = folder, num_ranks
+        folder.mkdir()
         self.code: int | None = None
         launcher_flags = [
             "--nproc-per-node",
@@ -223,32 +223,32 @@ class Job:
             ",".join(MODULES),
         ]
         self.pid = fork_launcher(
-            [*launcher_flags, __file__, *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)}
+            [*launcher_flags, __file__, *argv], folder, {"KILL_LIFE": str(launcher_idx), "KILL_RECORD": str(record_dir)}
         )
         self._deadline = time.monotonic() + DEADLINE_S
 
     @property
     def output(self) -> str:
-        return (self.place / "output").read_text(errors="replace")
+        return (self.folder / "output").read_text(errors="replace")
 
     def next_start(self, after: int) -> int | None:
         """Wait until a start later than ``after`` has all its ranks; return its index, None if the launcher ends."""
         while not self.has_ended():
-            newest = self._newest()
+            newest = self._newest_start()
             if newest > after and len(self.ranks()) == self.num_ranks:
                 return newest
             time.sleep(_POLL_S)
         return None
 
-    def reaches(self, start: int, moment: Moment) -> bool:
+    def wait_for_moment(self, start: int, moment: Moment) -> bool:
         """Wait until ``start`` reaches ``moment``; return False if the start or the launcher ends before."""
-        status_page = None if moment.phase == START else self._page(start, moment.rank)
+        status_map = None if moment.phase == START else self._map_status_file(start, moment.rank)
         entries, previous = int(moment.phase == START), ""
         while entries < moment.entry:
             if self._is_over(start):
                 return False
-            status_page = status_page or self._page(start, moment.rank)
-            current = rank_status.read_position(status_page[:]).doing if status_page else ""
+            status_map = status_map or self._map_status_file(start, moment.rank)
+            current = rank_status.parse_status(status_map[:]).operation if status_map else ""
             entries += _is_entry(previous, current, moment.phase)
             previous = current
             time.sleep(_POLL_S)
@@ -261,17 +261,17 @@ class Job:
 
     def phase(self, start: int, rank: int) -> str:
         """Return the current phase of a rank."""
-        page = self._page(start, rank)
-        return phase_of(rank_status.read_position(page[:]).doing if page else "")
+        status_map = self._map_status_file(start, rank)
+        return phase_of(rank_status.parse_status(status_map[:]).operation if status_map else "")
 
-    def kill(self, moment: Moment, draw: random.Random) -> bool:
+    def kill(self, moment: Moment, rng: random.Random) -> bool:
         """Send SIGKILL to the victims; return True if there was one."""
         ranks = self.ranks()
         if moment.victims == LAUNCHER:
             os.kill(self.pid, signal.SIGKILL)  # the ranks die with it
             _wait_until_gone(ranks, self._deadline)
             return True
-        victims = draw.sample(ranks, len(ranks)) if moment.victims == ALL else ranks[moment.rank : moment.rank + 1]
+        victims = rng.sample(ranks, len(ranks)) if moment.victims == ALL else ranks[moment.rank : moment.rank + 1]
         for pid in victims:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -296,55 +296,57 @@ class Job:
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > self._deadline:
-                self.end()
-                raise Stuck(f"the launcher did not end within {DEADLINE_S:.0f} s:\n{self.output[-3000:]}")
+                self.kill_launcher()
+                raise JobTimeoutError(f"the launcher did not end within {DEADLINE_S:.0f} s:\n{self.output[-3000:]}")
         return self.code is not None
 
-    def end(self) -> None:
+    def kill_launcher(self) -> None:
         """Kill the launcher, and with it its ranks, if it still runs."""
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _is_over(self, start: int) -> bool:
-        return self.has_ended() or self._newest() != start
+        return self.has_ended() or self._newest_start() != start
 
-    def _newest(self) -> int:
+    def _newest_start(self) -> int:
         return max((int(path.name.removeprefix("start-")) for path in self._starts()), default=-1)
 
     def _starts(self) -> list[Path]:
-        return self._found("megatron-launch-*/start-*")
+        return self._glob("megatron-launch-*/start-*")
 
-    def _found(self, pattern: str) -> list[Path]:
+    def _glob(self, pattern: str) -> list[Path]:
         """Return the launcher's own files that match ``pattern``; [] while it removes them."""
         with suppress(FileNotFoundError):
-            return list(self.place.glob(pattern))
+            return list(self.folder.glob(pattern))
         return []
 
-    def _page(self, start: int, rank: int) -> mmap.mmap | None:
+    def _map_status_file(self, start: int, rank: int) -> mmap.mmap | None:
         """Return the memory map of a rank's status file, which outlives the rank; None if it does not exist yet."""
-        for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
+        for path in self._glob(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
-                return mmap.mmap(file.fileno(), rank_status.SIZE, access=mmap.ACCESS_READ)
+                return mmap.mmap(file.fileno(), rank_status.BUFFER_BYTES, access=mmap.ACCESS_READ)
         return None
 
 
-def _is_entry(before: str, now: str, phase: str) -> bool:
+def _is_entry(previous: str, current: str, phase: str) -> bool:
     """Return True if a rank has entered ``phase`` between two readings of its operation.
 
     Each step is an entry. A load may be too short for a reading, so leaving START counts as entering it.
     """
     if phase == LOAD:
-        return phase_of(before) == START and phase_of(now) != START
-    if phase_of(now) != phase:
+        return phase_of(previous) == START and phase_of(current) != START
+    if phase_of(current) != phase:
         return False
-    return phase_of(before) != phase or (now.startswith("step ") and now.split(",")[0] != before.split(",")[0])
+    return phase_of(previous) != phase or (
+        current.startswith("step ") and current.split(",")[0] != previous.split(",")[0]
+    )
 
 
 def _wait_until_gone(pids: list[int], deadline: float) -> None:
     while any(_is_alive(pid) for pid in pids):
         if time.monotonic() > deadline:
-            raise Stuck(f"ranks {pids} have outlived their launcher")
+            raise JobTimeoutError(f"ranks {pids} have outlived their launcher")
         time.sleep(_POLL_S)
 
 
@@ -355,7 +357,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def fork_launcher(argv: list[str], place: Path, env: dict[str, str]) -> int:
+def fork_launcher(argv: list[str], folder: Path, env: dict[str, str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -364,8 +366,8 @@ def fork_launcher(argv: list[str], place: Path, env: dict[str, str]) -> int:
     code = 1
     try:
         die_with_parent()
-        tempfile.tempdir = str(place)
-        descriptor = os.open(place / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        tempfile.tempdir = str(folder)
+        descriptor = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
@@ -381,7 +383,7 @@ def fork_launcher(argv: list[str], place: Path, env: dict[str, str]) -> int:
         os._exit(code)
 
 
-def saving_now(run: Path) -> str:
+def save_activity(run: Path) -> str:
     """Return "being written", "being removed" or "" according to the files in the checkpoints folder."""
     names = [path.name for path in (run / CHECKPOINTS).iterdir()] if (run / CHECKPOINTS).is_dir() else []
     if any(name.startswith(".tmp-") for name in names):
@@ -400,10 +402,10 @@ def _record_file() -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
-def record(**told: Any) -> None:
+def record(**fields: Any) -> None:
     """Append a line to this rank's record."""
     start = [int(os.environ["KILL_LIFE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
-    os.write(_record_file(), json.dumps({"start": start, "at": time.time(), **told}).encode() + b"\n")
+    os.write(_record_file(), json.dumps({"start": start, "at": time.time(), **fields}).encode() + b"\n")
 
 
 class Recorder(Callback):
@@ -421,12 +423,12 @@ class Recorder(Callback):
 
 def record_run() -> None:
     """Record samples and durable checkpoints of the run, and disable plots and the speed measurement."""
-    speed_monitor.MATMUL_SECONDS = 0.0
-    metrics_writer.draw_losses = lambda *_: None
-    take, note_durable = batch_iterators.TimedBatches.__next__, progress_file.note_committed_step
+    speed_monitor.MATMUL_S = 0.0
+    metrics_writer.plot_losses = lambda *_: None
+    next_batch, note_durable = batch_iterators.TimedBatches.__next__, progress_file.report_committed_step
 
-    def take_and_sum(batches: batch_iterators.TimedBatches) -> Any:
-        batch = take(batches)
+    def record_batch(batches: batch_iterators.TimedBatches) -> Any:
+        batch = next_batch(batches)
         _samples_read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
         return batch
 
@@ -434,8 +436,8 @@ def record_run() -> None:
         note_durable(step)
         record(durable=step)
 
-    progress_file.note_committed_step = note_durable_and_record
-    batch_iterators.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
+    progress_file.report_committed_step = note_durable_and_record
+    batch_iterators.TimedBatches.__next__ = record_batch  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

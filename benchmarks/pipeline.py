@@ -56,8 +56,8 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 import tds
 from benchmarks.contenders import GPTSizes
 from benchmarks.pipe.model import Bounds, Case, Contender, build, loss_fn
-from benchmarks.step_profile import measure
-from benchmarks.turns import Bar, Team, ratio_quartiles, rotated, surroundings
+from benchmarks.step_profile import measure_memory
+from benchmarks.turns import Bar, Team, measurement_info, ratio_quartiles, rotated
 from tds.schedule import Costs, schedule_named, simulate
 from tds.schedule.simulate import placement_for
 
@@ -71,7 +71,7 @@ LOSS_TOLERANCE, NUM_EQUAL_LOSSES = 1e-5, 3
 SIDE_BY_SIDE = "side by side"
 
 
-def all_cuts(num_layers: int, num_chunks: int) -> list[Bounds]:
+def all_splits(num_layers: int, num_chunks: int) -> list[Bounds]:
     """Return the bounds of all splits into non-empty chunks."""
     return [
         (0, *inner_bounds, num_layers) for inner_bounds in itertools.combinations(range(1, num_layers), num_chunks - 1)
@@ -93,15 +93,15 @@ def best_chunks(case: Case, layers_s: Sequence[float], num_chunks: int, schedule
         thirds = tuple(sum(layers_s[start:stop]) / 3 for start, stop in itertools.pairwise(bounds))
         return simulate(actions, Costs(thirds, thirds, thirds), num_chunks, placement).step_s
 
-    return min(all_cuts(len(layers_s), case.num_stages * num_chunks), key=step_s)
+    return min(all_splits(len(layers_s), case.num_stages * num_chunks), key=step_s)
 
 
-def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, str]:
+def deepspeed_splits(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, str]:
     """Return split -> partition method, for all splits that DeepSpeed's partition methods can produce."""
     names = [spec.typename.__name__ for spec in specs]
-    sizes = [sum(p.numel() for p in spec.build().parameters()) for spec in specs]
-    cuts = {
-        tuple(map(int, partition_balanced(weights=sizes, num_parts=num_stages))): "parameters",
+    num_parameters = [sum(p.numel() for p in spec.build().parameters()) for spec in specs]
+    splits = {
+        tuple(map(int, partition_balanced(weights=num_parameters, num_parts=num_stages))): "parameters",
         tuple(map(int, partition_uniform(num_items=len(specs), num_parts=num_stages))): "uniform",
     }
     types = sorted(set(names))
@@ -110,32 +110,39 @@ def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, 
     ):
         weights = [int(name in chosen_types) for name in names]
         bounds = tuple(map(int, partition_balanced(weights=weights, num_parts=num_stages)))
-        cuts.setdefault(bounds, "type:" + "|".join(f"^{name}$" for name in chosen_types))
-    return {bounds: method for bounds, method in cuts.items() if all(a < b for a, b in itertools.pairwise(bounds))}
+        splits.setdefault(bounds, "type:" + "|".join(f"^{name}$" for name in chosen_types))
+    return {bounds: method for bounds, method in splits.items() if all(a < b for a, b in itertools.pairwise(bounds))}
 
 
-def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
+def format_split(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
     """Return the transformer layers of each chunk as text, such as "5.5+2.5"; embedding, norm and head do not count."""
     halves = [0.5 if spec.typename.__name__ in ("Attention", "Mlp") else 0.0 for spec in specs]
     return "+".join(f"{sum(halves[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
 
 
-def line_up(case: Case, layers_s: Sequence[float]) -> list[Contender]:
+def make_contenders(case: Case, layers_s: Sequence[float]) -> list[Contender]:
     """Return the contenders of a case, given the seconds of each layer."""
     specs = case.specs()
-    best = min(all_cuts(len(specs), case.num_stages), key=lambda bounds: slowest_s(bounds, layers_s))
-    methods = deepspeed_cuts(specs, case.num_stages)
+    best = min(all_splits(len(specs), case.num_stages), key=lambda bounds: slowest_s(bounds, layers_s))
+    methods = deepspeed_splits(specs, case.num_stages)
     stock = min(methods, key=lambda bounds: slowest_s(bounds, layers_s))
 
-    def contender(kind: str, bounds: Bounds, schedule: str = "1f1b", chunks: int = 1) -> Contender:
-        cut = format_cut(bounds, specs)
-        name = f"{kind} {schedule} {cut}"
-        partition = methods[bounds] if kind == "stock" else bounds
-        return Contender(name=name, kind=kind, partition=partition, cut=cut, schedule=schedule, chunks=chunks)
+    def contender(engine_type: str, bounds: Bounds, schedule: str = "1f1b", num_chunks: int = 1) -> Contender:
+        split_text = format_split(bounds, specs)
+        name = f"{engine_type} {schedule} {split_text}"
+        partition = methods[bounds] if engine_type == "stock" else bounds
+        return Contender(
+            name=name,
+            kind=engine_type,
+            partition=partition,
+            split_text=split_text,
+            schedule=schedule,
+            num_chunks=num_chunks,
+        )
 
     return [
-        Contender(name="one process", kind="alone", keeps_freed=True),
-        Contender(name=SIDE_BY_SIDE, kind=SIDE_BY_SIDE, keeps_freed=True),
+        Contender(name="one process", kind="alone", should_keep_freed=True),
+        Contender(name=SIDE_BY_SIDE, kind=SIDE_BY_SIDE, should_keep_freed=True),
         contender("stock", stock),
         *(contender("torch", bounds) for bounds in dict.fromkeys((best, stock))),
         *(contender("ours", bounds) for bounds in dict.fromkeys((best, stock))),
@@ -167,7 +174,7 @@ class ContenderRank:
     def memory(self, step: int) -> int:
         """Train a step; return the peak bytes of live tensors."""
         batches = self.case.batches(step)
-        return sum(measure(lambda: self.built.step(batches)))
+        return sum(measure_memory(lambda: self.built.step(batches)))
 
     def layer_seconds(self, repeats: int = 5) -> list[float]:
         """Return the seconds of each layer's forward plus backward for one micro-batch; the last includes the loss."""
@@ -224,10 +231,10 @@ class Record:
         return statistics.median(self.speeds(case))
 
 
-def fastest(case: Case, records: Mapping[str, Record], kind: str) -> Record | None:
+def fastest(case: Case, records: Mapping[str, Record], engine_type: str) -> Record | None:
     """Return the record of this kind with the highest median speed."""
-    of_kind = [record for record in records.values() if record.contender.kind == kind]
-    return max(of_kind, key=lambda record: record.speed(case), default=None)
+    candidates = [record for record in records.values() if record.contender.kind == engine_type]
+    return max(candidates, key=lambda record: record.speed(case), default=None)
 
 
 def check_losses(records: Mapping[str, Record]) -> None:
@@ -248,8 +255,8 @@ def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
     ours = fastest(case, records, "ours")
     if case.bar is None or ours is None:
         return
-    for engine_kind, bar in (("stock", 1.04), ("torch", 1.05), (SIDE_BY_SIDE, case.bar)):
-        other = fastest(case, records, engine_kind)
+    for engine_type, bar in (("stock", 1.04), ("torch", 1.05), (SIDE_BY_SIDE, case.bar)):
+        other = fastest(case, records, engine_type)
         if other is not None:
             text = f"our best ({ours.contender.name}) to {other.contender.name}"
             yield Bar(text, ratio_quartiles(ours.speeds(case), other.speeds(case)), at_least=bar)
@@ -258,11 +265,11 @@ def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
         contender = record.contender
         if contender.kind != "ours" or contender.schedule != "1f1b":
             continue
-        torch_record = records.get(f"torch 1f1b {contender.cut}")
+        torch_record = records.get(f"torch 1f1b {contender.split_text}")
         if torch_record is not None:
             speeds = ratio_quartiles(record.speeds(case), torch_record.speeds(case))
             yield Bar(f"{contender.name} to torch's", speeds, at_least=0.98)
-        if stock is not None and stock.contender.cut == contender.cut:
+        if stock is not None and stock.contender.split_text == contender.split_text:
             memory = record.first_stage_bytes / stock.first_stage_bytes
             text = f"memory of the first stage, {contender.name} to {stock.contender.name}"
             yield Bar(text, (memory, memory, memory), at_most=1.0)
@@ -274,7 +281,7 @@ def rows_of(case: Case, records: Mapping[str, Record]) -> list[dict[str, Any]]:
     rows = [
         {
             "contender": record.contender.name,
-            "cut": record.contender.cut,
+            "cut": record.contender.split_text,
             "tokens_per_s": record.speed(case),
             "ms_per_step": case.tokens / record.speed(case) * 1e3,
             "cpu_ms_per_step": statistics.median(record.cpu_s) * 1e3,
@@ -295,21 +302,21 @@ def table(case: Case, rows: Sequence[Mapping[str, Any]]) -> str:
         f"  {'':32}{'tokens/s':>10}{'ms/step':>10}{'CPU ms':>9}{'of two':>8}{'MiB stage 0':>13}{'third loss':>12}",
     ]
     for row in rows:
-        of_two = "" if row["of_side_by_side"] is None else f"{row['of_side_by_side']:.3f}"
+        ratio_text = "" if row["of_side_by_side"] is None else f"{row['of_side_by_side']:.3f}"
         memory = f"{row['first_stage_bytes'] / 2**20:.1f}" if row["first_stage_bytes"] else ""
         lines.append(
             f"  {row['contender']:32}{row['tokens_per_s']:10.0f}{row['ms_per_step']:10.1f}{row['cpu_ms_per_step']:9.1f}"
-            f"{of_two:>8}{memory:>13}{row['losses'][-1]:12.6f}"
+            f"{ratio_text:>8}{memory:>13}{row['losses'][-1]:12.6f}"
         )
     return "\n".join(lines)
 
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Record]:
     """Measure all contenders of a case."""
-    probe = Contender(name="probe", kind=SIDE_BY_SIDE, keeps_freed=True)
+    probe = Contender(name="probe", kind=SIDE_BY_SIDE, should_keep_freed=True)
     with closing(team_of(case, probe, args.start_method)) as team:
         layers_s = [statistics.fmean(answer) for answer in zip(*team.ask("layer_seconds"), strict=True)]
-    contenders = line_up(case, layers_s)
+    contenders = make_contenders(case, layers_s)
     if args.only:
         contenders = [answer for answer in contenders if any(text in answer.name for text in args.only)]
     if not contenders:
@@ -368,10 +375,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.start_method == "forkserver":  # the server imports once, so that a process starts in a fraction of a second
         multiprocessing.set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.pipeline"])
     case = Case(name="", sizes=SMALL if args.smoke else MAIN, micro_batch_size=2 if args.smoke else 4)
-    result: dict[str, Any] = {"surroundings": surroundings(), "cases": {}}
+    result: dict[str, Any] = {"surroundings": measurement_info(), "cases": {}}
     text = []
-    for m in args.micro_batches:
-        case = replace(case, name=f"m={m}", num_micro_batches=m, bar=0.93 if m == 8 else None)
+    for num_micro_batches in args.micro_batches:
+        case = replace(
+            case,
+            name=f"m={num_micro_batches}",
+            num_micro_batches=num_micro_batches,
+            bar=0.93 if num_micro_batches == 8 else None,
+        )
         records = run_case(case, args)
         rows, case_bars = rows_of(case, records), list(bars(case, records))
         text.append("\n".join([table(case, rows), *(bar.text for bar in case_bars), ""]))

@@ -13,7 +13,7 @@ before and after each step, and each step time is scaled to the machine's speed 
 Memory is counted in a separate step: the bytes of live tensors before the step plus the peak that the step adds in
 torch's allocator (``benchmarks.step_profile``).
 
-Writes table.txt, plan.json and machine-N.json to DIR. ``rows_now`` recomputes the estimates from plan.json.
+Writes table.txt, plan.json and machine-N.json to DIR. ``recompute_rows`` recomputes the estimates from plan.json.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silence the memory prof
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
-from benchmarks.step_profile import bytes_alive, measure
-from benchmarks.turns import surroundings
+from benchmarks.step_profile import live_bytes, measure_memory
+from benchmarks.turns import measurement_info
 from megatron.arguments import parse, resolve_dtype
 from megatron.config import Config
 from megatron.costs.memory import BYTES
@@ -82,25 +82,25 @@ class Case:
     """One training run: a model family, a number of ranks and the flags of the layout."""
 
     family: str
-    ranks: int = 1
+    num_ranks: int = 1
     flags: str = ""
 
     @property
     def name(self) -> str:
         words = [word.removeprefix("--") for word in self.flags.split()]
-        return " ".join([self.family, f"{self.ranks} rank{'s' if self.ranks > 1 else ''}", *words])
+        return " ".join([self.family, f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}", *words])
 
     def argv(self, *, is_smoke: bool = False) -> list[str]:
         """Return the command line of the training script."""
-        sizes = (SMOKE if is_smoke else SIZES)[self.family]
+        size_flags = (SMOKE if is_smoke else SIZES)[self.family]
         common = COMMON.replace("--hidden-dropout 0 ", "") if self.family == "llama" else COMMON
-        return f"{sizes} {common} {self.flags}".split()
+        return f"{size_flags} {common} {self.flags}".split()
 
 
 TENSOR, PIPE = "--model-parallel-size 2", "--pipe-parallel-size 2"
 RECOMPUTE = "--checkpoint-activations"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 128 --moe-aux-loss-coeff 0.01"
-SHARED_OUT = f"{EXPERTS} --expert-model-parallel-size 2"
+EXPERT_PARALLEL = f"{EXPERTS} --expert-model-parallel-size 2"
 CASES = (
     Case("gpt2"),
     Case("gpt2", 1, RECOMPUTE),
@@ -132,22 +132,22 @@ EXPERT_CASES = (
     Case("llama", 2, f"{EXPERTS} --zero-stage 1"),
     Case("llama", 2, f"{EXPERTS} {TENSOR}"),
     Case("llama", 2, f"{EXPERTS} {PIPE}"),
-    Case("llama", 2, SHARED_OUT),
-    Case("llama", 2, f"{SHARED_OUT} --bf16 --zero-stage 1"),
-    Case("llama", 4, f"{SHARED_OUT} --zero-stage 1"),
-    Case("llama", 4, f"{SHARED_OUT} {PIPE}"),
-    Case("llama", 4, f"{SHARED_OUT} {TENSOR} --sequence-parallel"),
+    Case("llama", 2, EXPERT_PARALLEL),
+    Case("llama", 2, f"{EXPERT_PARALLEL} --bf16 --zero-stage 1"),
+    Case("llama", 4, f"{EXPERT_PARALLEL} --zero-stage 1"),
+    Case("llama", 4, f"{EXPERT_PARALLEL} {PIPE}"),
+    Case("llama", 4, f"{EXPERT_PARALLEL} {TENSOR} --sequence-parallel"),
 )
 """Cases that run only with --memory-only: the step times of layers with experts have not been measured."""
 
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
-LOOKS = 7
+NUM_REFERENCE_READINGS = 7
 """Number of readings of the reference before and after a step, whose median is used."""
-COUNTED_AFTER = 2
+STEPS_BEFORE_COUNT = 2
 """Number of steps before memory is counted, so that the optimizer states exist."""
 
-UNTIMED = Machine(
+PLACEHOLDER_MACHINE = Machine(
     name="a CPU with unknown rates",
     memory_bytes=2**34,
     devices_per_node=8,
@@ -156,116 +156,116 @@ UNTIMED = Machine(
     memory_bandwidth=1e10,
     update_bandwidth=1e10,
     overhead_s=1e-5,
-    intra=Link.of(1e9, 1e-4),
-    inter=Link.of(1e9, 1e-4),
+    intra=Link.uniform(1e9, 1e-4),
+    inter=Link.uniform(1e9, 1e-4),
     is_cpu=True,
 )
 """Machine for memory estimates, which depend on ``is_cpu`` only."""
 
 
 @dataclass
-class Measured:
+class RankMeasurement:
     """Measurements of one rank.
 
     Args:
         steps_s: seconds of each timed step.
         reference_s: seconds of the reference computation around each step, equal on all ranks; empty if not measured.
-        held_bytes: bytes of the tensors that are alive before a step.
+        live_bytes: bytes of the tensors that are alive before a step.
         added_bytes: peak of the bytes that the step adds.
     """
 
     stage: int
     steps_s: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
-    held_bytes: int = 0
+    live_bytes: int = 0
     added_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        return self.held_bytes + self.added_bytes
+        return self.live_bytes + self.added_bytes
 
 
-def config_of(case: Case, *, is_smoke: bool = False) -> Config:
+def make_config(case: Case, *, is_smoke: bool = False) -> Config:
     """Return the configuration that the training script of the family builds from the flags."""
     config = parse(
         case.argv(is_smoke=is_smoke),
-        world_size=case.ranks,
+        world_size=case.num_ranks,
         family=case.family,
         env={},
-        defaults=getattr(program_of(case.family), "DEFAULTS", None),
+        defaults=getattr(load_program(case.family), "DEFAULTS", None),
     )
     return resolve_dtype(config.with_vocab(config.model.vocab_size or 0), "fp32")
 
 
-def program_of(family: str) -> Any:
+def load_program(family: str) -> Any:
     """Return the module ``pretrain_<family>``."""
     return importlib.import_module(FAMILIES[family].program.removesuffix(".py").replace("/", "."))
 
 
-def estimate_of(case: Case, machine: Machine = UNTIMED, *, is_smoke: bool = False) -> Estimate:
+def make_estimate(case: Case, machine: Machine = PLACEHOLDER_MACHINE, *, is_smoke: bool = False) -> Estimate:
     """Return the planner's estimate for a case on ``machine``."""
-    config = config_of(case, is_smoke=is_smoke)
-    return Planner(config, machine).estimate(layout_of(config, case.ranks))
+    config = make_config(case, is_smoke=is_smoke)
+    return Planner(config, machine).estimate(layout_of(config, case.num_ranks))
 
 
-def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int) -> Measured:
+def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int) -> RankMeasurement:
     """Train in one process of ``run_ranks``. Collective.
 
     Args:
         steps: timed steps after one warm-up step; 0: count memory only.
     """
     budget = TimingBudget().shared_by(rank.size, rank.threads)
-    reference = Reference(rank, budget.now, LOOKS) if steps else None
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # silence the engines
-        return train(case, is_smoke, steps, rank.meet, reference)
+    reference = Reference(rank, budget.now, NUM_REFERENCE_READINGS) if steps else None
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # silence the engines
+        return train(case, is_smoke, steps, rank.barrier, reference)
 
 
 def train(
     case: Case,
     is_smoke: bool,
     steps: int,
-    meet: Callable[[], None] = lambda: None,
+    barrier: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
-) -> Measured:
+) -> RankMeasurement:
     """Train this rank's part of ``case``. Collective.
 
     Args:
-        meet: barrier before each step.
+        barrier: barrier before each step.
         reference: timed before and after each step.
     """
-    bytes_before = bytes_alive()
-    config = config_of(case, is_smoke=is_smoke)
-    world, program = initialize.start(config), program_of(case.family)
+    bytes_before = live_bytes()
+    config = make_config(case, is_smoke=is_smoke)
+    world, program = initialize.start(config), load_program(case.family)
     streams = make_streams(config, world)
     global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, world, streams, program.model_provider, program.forward_step)
     data = RunData({"train": random_data(config)} if world.reads_data else {}, None)
     batches = data.batches("train", config, world)
-    measured = Measured(world.grid.pipe.rank)
-    num_steps = max(COUNTED_AFTER, 1 + steps if steps else 0)
+    measured = RankMeasurement(world.grid.pipe.rank)
+    num_steps = max(STEPS_BEFORE_COUNT, 1 + steps if steps else 0)
     for step in range(num_steps):
-        meet()
+        barrier()
         start = time.perf_counter()
         engine.train_step(batches, step)
         seconds = time.perf_counter() - start
-        meet()
-        reference_s = [] if reference is None else [reference.beside()]
+        barrier()
+        reference_s = [] if reference is None else [reference.read_mean()]
         if steps and step:  # the first step warms up
             measured.steps_s.append(seconds)
             measured.reference_s += reference_s
     gc.collect()
     _wait_for_threads()
-    measured.held_bytes, measured.added_bytes = measure(lambda: engine.train_step(batches, num_steps))
-    measured.held_bytes -= bytes_before
+    measured.live_bytes, measured.added_bytes = measure_memory(lambda: engine.train_step(batches, num_steps))
+    measured.live_bytes -= bytes_before
     return measured
 
 
 def _wait_for_threads(turns: int = 40, turn_s: float = 0.01) -> None:
     """Wait until gloo's threads have released the buffers of sent messages, at most ``turns * turn_s`` seconds."""
-    least, quiet_turns = bytes_alive(), 0
+    least, quiet_turns = live_bytes(), 0
     for _ in range(turns):
         time.sleep(turn_s)
-        now = bytes_alive()
+        now = live_bytes()
         least, quiet_turns = min(least, now), 0 if now != least else quiet_turns + 1
         if quiet_turns == turns // 10:
             return
@@ -314,18 +314,20 @@ class Row:
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def row_of(case: Case, estimate: Estimate, ranks: Sequence[Measured], calibrated_s: float = 0.0) -> Row:
+def make_row(case: Case, estimate: Estimate, measurements: Sequence[RankMeasurement], calibrated_s: float = 0.0) -> Row:
     """Compare the estimate of one case with the measurements of all ranks.
 
     Args:
         calibrated_s: seconds of the reference computation during calibration; 0 to use step times without scaling.
     """
     steps = []
-    for step in range(len(ranks[0].steps_s)):
-        reference_s = ranks[0].reference_s[step] if ranks[0].reference_s else 0.0
+    for step in range(len(measurements[0].steps_s)):
+        reference_s = measurements[0].reference_s[step] if measurements[0].reference_s else 0.0
         speed = calibrated_s / reference_s if calibrated_s and reference_s else 1.0
-        steps.append(max(rank.steps_s[step] for rank in ranks) * speed)
-    worst = max(ranks, key=lambda rank: abs(estimate.memory[rank.stage].total / rank.peak_bytes - 1))
+        steps.append(max(measurement.steps_s[step] for measurement in measurements) * speed)
+    worst = max(
+        measurements, key=lambda measurement: abs(estimate.memory[measurement.stage].total / measurement.peak_bytes - 1)
+    )
     return Row(
         name=case.name,
         estimated_s=estimate.step_s,
@@ -333,7 +335,7 @@ def row_of(case: Case, estimate: Estimate, ranks: Sequence[Measured], calibrated
         estimated_bytes=estimate.memory[worst.stage].total,
         measured_bytes=worst.peak_bytes,
         stage=worst.stage,
-        parts=dict(estimate.parts),
+        parts=dict(estimate.seconds_by_activity),
         bubble=estimate.bubble,
     )
 
@@ -341,7 +343,7 @@ def row_of(case: Case, estimate: Estimate, ranks: Sequence[Measured], calibrated
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, with the number of rows within the allowed errors of time and memory."""
 
-    def cells(estimated: float, measured: float | None, ratio: float | None, is_met: bool | None) -> str:
+    def format_cells(estimated: float, measured: float | None, ratio: float | None, is_met: bool | None) -> str:
         if measured is None or ratio is None:
             return f"{'-':>11}{'-':>11}{'-':>8}{'':5}"
         return f"{estimated:11.1f}{measured:11.1f}{ratio:8.3f}{'' if is_met else ' FAR':5}"
@@ -354,8 +356,10 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         measured_ms = None if row.measured_s is None else row.measured_s * 1e3
-        step = cells(row.estimated_s * 1e3, measured_ms, row.time_ratio, row.is_time_met)
-        memory = cells(row.estimated_bytes / 2**20, row.measured_bytes / 2**20, row.memory_ratio, row.is_memory_met)
+        step = format_cells(row.estimated_s * 1e3, measured_ms, row.time_ratio, row.is_time_met)
+        memory = format_cells(
+            row.estimated_bytes / 2**20, row.measured_bytes / 2**20, row.memory_ratio, row.is_memory_met
+        )
         lines.append(f"{row.name:{width}}{step}{memory}".rstrip())
     time_ratios = [row.time_ratio for row in rows if row.time_ratio is not None]
     memory_ratios = [row.memory_ratio for row in rows]
@@ -369,13 +373,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
+def to_recording(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
     """Return the measurements and machines for plan.json, without the machines' notes, which contain a host name."""
     by_ranks = {str(ranks): json.loads(replace(machine, notes="").to_json()) for ranks, machine in machines.items()}
     return {"is_smoke": is_smoke, "machines": by_ranks, "rows": [row.as_data() for row in rows]}
 
 
-def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
+def recompute_rows(recording: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of a recording: its measurements with the planner's current estimates.
 
     Raises:
@@ -389,7 +393,9 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
     }
     for values in recording["rows"]:
         case = cases[values["name"]]
-        estimate = estimate_of(case, machines.get(case.ranks, UNTIMED), is_smoke=recording["is_smoke"])
+        estimate = make_estimate(
+            case, machines.get(case.num_ranks, PLACEHOLDER_MACHINE), is_smoke=recording["is_smoke"]
+        )
         yield Row(
             name=case.name,
             estimated_s=estimate.step_s,
@@ -397,7 +403,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
             estimated_bytes=estimate.memory[values["stage"]].total,
             measured_bytes=values["measured_bytes"],
             stage=values["stage"],
-            parts=dict(estimate.parts),
+            parts=dict(estimate.seconds_by_activity),
             bubble=estimate.bubble,
         )
 
@@ -420,7 +426,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace) -> list[Case]:
+def select_cases(args: argparse.Namespace) -> list[Case]:
     """Return the layouts selected by the options.
 
     Raises:
@@ -436,22 +442,22 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train the layouts; print and write the table."""
     args = parse_args(argv)
-    cases = chosen(args)
+    cases = select_cases(args)
     if args.list:
         print("\n".join(case.name for case in cases))
         return {}
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     machines: dict[int, Machine] = {}
-    for case in sorted(cases, key=lambda case: case.ranks):
-        if not args.memory_only and case.ranks not in machines:  # calibrate right before the layouts are timed
-            machines[case.ranks] = machine_of(case.ranks, args)
-        rows.append(compare(case, machines.get(case.ranks), args))
+    for case in sorted(cases, key=lambda case: case.num_ranks):
+        if not args.memory_only and case.num_ranks not in machines:  # calibrate right before the layouts are timed
+            machines[case.num_ranks] = calibrate_machine(case.num_ranks, args)
+        rows.append(compare(case, machines.get(case.num_ranks), args))
         _log(f"{len(rows)} of {len(cases)}: {table(rows[-1:]).splitlines()[2]}")
     text = table(rows)
     print(text)
-    result = {"surroundings": surroundings(), "load": os.getloadavg()}
-    result |= recorded(rows, machines, is_smoke=args.smoke)
+    result = {"surroundings": measurement_info(), "load": os.getloadavg()}
+    result |= to_recording(rows, machines, is_smoke=args.smoke)
     (args.out / "table.txt").write_text(text + "\n")
     (args.out / "plan.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {args.out}/table.txt, plan.json")
@@ -460,22 +466,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def machine_of(ranks: int, args: argparse.Namespace) -> Machine:
-    """Calibrate this machine with ``ranks`` processes at once, and save the result."""
+def calibrate_machine(num_ranks: int, args: argparse.Namespace) -> Machine:
+    """Calibrate this machine with ``num_ranks`` processes at once, and save the result."""
     budget = TimingBudget()
     if args.smoke:
-        budget = TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=512, numbers=2**16, widest=128)
-    machine = calibrate(ranks, "cpu", report=_log, pace=budget, round_s=budget.window_s)
-    machine.save(args.out / f"machine-{ranks}.json")
+        budget = TimingBudget(
+            window_s=0.01, windows=1, num_repetitions=1, max_side=512, num_elements=2**16, max_hidden_size=128
+        )
+    machine = calibrate(num_ranks, "cpu", report=_log, timing_budget=budget, round_s=budget.window_s)
+    machine.save(args.out / f"machine-{num_ranks}.json")
     return machine
 
 
 def compare(case: Case, machine: Machine | None, args: argparse.Namespace) -> Row:
     """Train one layout and return its row; without a machine nothing is timed."""
     steps = 0 if machine is None else min(args.steps, 2) if args.smoke else args.steps
-    ranks = run_ranks(case.ranks, train_rank, case, args.smoke, steps, deadline_s=600.0)
-    machine = machine or UNTIMED
-    return row_of(case, estimate_of(case, machine, is_smoke=args.smoke), ranks, machine.reference_s)
+    measurements = run_ranks(case.num_ranks, train_rank, case, args.smoke, steps, deadline_s=600.0)
+    machine = machine or PLACEHOLDER_MACHINE
+    return make_row(case, make_estimate(case, machine, is_smoke=args.smoke), measurements, machine.reference_s)
 
 
 def _log(text: str) -> None:

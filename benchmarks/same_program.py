@@ -8,7 +8,7 @@
 
 | part | what must be the same |
 |---|---|
-| losses | losses and checkpoints of GPT-2, T5, BERT and LLaMA with experts on tp 2 x pp 2, with dropout (``CLIPS``) |
+| losses | losses and checkpoints of four families on tp 2 x pp 2, with dropout (``CLIP_TOLERANCES``) |
 | resume | runs resumed from checkpoints of the other checkout, native and DeepSpeed's, bitwise; older fixtures |
 | files | .bin and .idx byte for byte; keys of metrics.jsonl, stages.json, dump.json, plan.json, machine.json |
 | words | docs/flags.md, --help, --dry-run of 20 layouts, messages and exit codes of ten bad inputs: byte for byte |
@@ -60,7 +60,7 @@ from benchmarks.scripts import SCRIPTS  # noqa: E402
 
 FIXTURE_TESTS = ("test_format_1.py", "test_formats.py")
 TEXTS, TOKENIZER = "examples/corpus/*/*.txt", "tests/golden/tokenizer.json"
-TRAINED = {
+FAMILY_FLAGS = {
     "gpt2": "--seq-length 32", "t5": "--enc-seq-length 32", "bert": "--seq-length 32",
     "llama": "--seq-length 32 --num-experts 4 --moe-z-loss-coeff 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1",
 }  # fmt: skip
@@ -70,17 +70,17 @@ SIZES = (
     "--warmup 0 --log-interval 1 --eval-iters 0 --split 900,50,50 --device cpu --progress plain"
 )
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
-CLIPS = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
+CLIP_TOLERANCES = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
 """Flags -> allowed difference of losses and tensors: 0 (bitwise) without clipping, 1e-12 or 1e-6 with clipping.
 
 The gradient norm of every step is above 0.1, so that --clip-grad 0.1 clips in every step.
 """
-NORM_WITHIN = 1e-5
+NORM_TOLERANCE = 1e-5
 """Allowed difference of logged gradient norms, whose sums may round differently.
 
 With --clip-grad 0 the norms have no effect on the run, so the losses are still compared bitwise.
 """
-STOP, LAST = 3, 6
+RESUME_STEP, LAST_STEP = 3, 6
 """Step from whose checkpoint runs are resumed, and last step."""
 LAYOUTS = [
     ("gpt2", 1, ""), ("gpt2", 4, GRID), ("gpt2", 8, f"{GRID} --zero-stage 1"), ("gpt2", 4, "--zero-stage 3"),
@@ -109,11 +109,11 @@ BAD_INPUTS = [
 ]
 SPEED_BAR, HELP_BAR_S = 1.02, 0.35
 DEADLINE_S = 900
-TURNS = 7
+NUM_TURNS = 7
 """Number of steps per pair; the ratio of the pair is the median of the ratios of its steps."""
 
 T = TypeVar("T")
-Found = tuple[list[str], str]
+ComparisonResult = tuple[list[str], str]
 """Result of a comparison: the differences, and a summary to print."""
 
 
@@ -158,14 +158,14 @@ class Checkout:
                 process.kill()
                 raise
 
-    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment variables for a program of this checkout, including ``more``."""
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment variables for a program of this checkout, including ``extra``."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_")}
         variables |= {"PYTHONPATH": str(self.root), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "COLUMNS": "100"}
         variables |= {
             "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1"),
             "TOKENIZERS_PARALLELISM": "false",
-            **(more or {}),
+            **(extra or {}),
         }
         # Byte code is cached, as for a user, in a separate folder for each checkout.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -175,7 +175,7 @@ class Checkout:
     def train(self, family: str, folder: Path, data: str, flags: str) -> Path:
         """Train on four ranks in the run folder ``folder``, and return it."""
         launch = "-m megatron.launch --nproc-per-node 4 --preload torch,deepspeed"
-        self.run(f"{launch} {SCRIPTS[family]} {SIZES} {TRAINED[family]} {data} {flags} --save {folder}")
+        self.run(f"{launch} {SCRIPTS[family]} {SIZES} {FAMILY_FLAGS[family]} {data} {flags} --save {folder}")
         return folder
 
     def tokenize(self, texts: Iterable[Path], tokenizer: Path, prefix: Path, code: int = 0) -> None:
@@ -188,40 +188,40 @@ class Checkout:
 class Job:
     """Inputs and state shared by all parts."""
 
-    here: Checkout
+    current: Checkout
     other: Checkout
     folder: Path
     args: argparse.Namespace
     reasons: Mapping[str, str]
     failed: list[str] = field(default_factory=list)
-    warm: list[Checkout] = field(default_factory=list)
+    warmed_up: list[Checkout] = field(default_factory=list)
 
     @contextmanager
-    def comparison(self, line: str) -> Iterator[list[Found]]:
+    def comparison(self, line: str) -> Iterator[list[ComparisonResult]]:
         """Yield a list that receives the results of the comparison ``line``, then print the verdict.
 
         An error in the block counts as a difference.
         """
-        results: list[Found] = []
+        results: list[ComparisonResult] = []
         start = time.monotonic()
         try:
             yield results
         except Exception as error:
             results.append(([f"could not be compared: {type(error).__name__}: {error}"], ""))
-        found = [difference for part, _ in results for difference in part]
+        differences = [difference for result_differences, _ in results for difference in result_differences]
         may_differ = line.startswith(("files: ", "words: ", "speed: "))
-        reason = compare.reason_of(line, self.reasons) if found and may_differ else None
-        self.failed.extend([line] if found and not reason else [])
-        verdict = "same    " if not found else "reason  " if reason else "DIFFERS "
+        reason = compare.reason_of(line, self.reasons) if differences and may_differ else None
+        self.failed.extend([line] if differences and not reason else [])
+        verdict = "same    " if not differences else "reason  " if reason else "DIFFERS "
         summary = reason or ", ".join(text for _, text in results if text)
         print(f"{verdict}{line} ({time.monotonic() - start:.0f} s) {summary}".rstrip(), flush=True)
-        print("".join(f"    {difference}\n" for difference in found), end="", flush=True)
+        print("".join(f"    {difference}\n" for difference in differences), end="", flush=True)
 
-    def both(self) -> Iterator[tuple[str, Checkout]]:
-        yield "here", self.here
+    def checkouts(self) -> Iterator[tuple[str, Checkout]]:
+        yield "here", self.current
         yield "other", self.other
 
-    def few(self, cases: Iterable[T]) -> list[T]:
+    def limit_cases(self, cases: Iterable[T]) -> list[T]:
         """Return the first of ``cases`` with --smoke, otherwise all."""
         return list(cases)[: 1 if self.args.smoke else None]
 
@@ -236,30 +236,36 @@ class Job:
 
 def losses(job: Job) -> None:
     """Train each family in both checkouts."""
-    for family in job.few(TRAINED):
-        for flags, within in job.few(CLIPS.items()):
+    for family in job.limit_cases(FAMILY_FLAGS):
+        for flags, tolerance in job.limit_cases(CLIP_TOLERANCES.items()):
             with job.comparison(f"losses: {family} {flags}") as results:
                 run = job.folder / f"{family}-{flags.replace(' ', '')}"
                 runs = [
-                    checkout.train(family, run / side, job.data(), f"{GRID} {flags}") for side, checkout in job.both()
+                    checkout.train(family, run / side, job.data(), f"{GRID} {flags}")
+                    for side, checkout in job.checkouts()
                 ]
-                results.append(same_runs(*runs, within))
+                results.append(same_runs(*runs, tolerance))
 
 
-def same_runs(here: Path, other: Path, within: float) -> Found:
+def same_runs(current: Path, other: Path, tolerance: float) -> ComparisonResult:
     """Compare losses, gradient norms and last checkpoints of two runs, from the first step that both have."""
     differences: list[str] = []
-    for key, allowed in (("loss", within), ("grad_norm", NORM_WITHIN)):
-        metrics = [read_metric(run, key) for run in (here, other)]
+    for key, allowed in (("loss", tolerance), ("grad_norm", NORM_TOLERANCE)):
+        metrics = [read_metric(run, key) for run in (current, other)]
         first = max(min(values) for values in metrics)
-        here_values, two = ({step: value for step, value in values.items() if step >= first} for values in metrics)
-        differences += compare.differing_numbers(f"{key} of step", here_values, two, allowed)
-    tensors = read_checkpoint(here), read_checkpoint(other)
-    differences += compare.differing_numbers("tensor", *tensors, within)
-    if max(two) != LAST:
-        differences.append(f"the run of {other} must reach step {LAST}, got {max(two)}")
+        current_values, other_values = (
+            {step: value for step, value in values.items() if step >= first} for values in metrics
+        )
+        differences += compare.differing_numbers(f"{key} of step", current_values, other_values, allowed)
+    tensors = read_checkpoint(current), read_checkpoint(other)
+    differences += compare.differing_numbers("tensor", *tensors, tolerance)
+    if max(other_values) != LAST_STEP:
+        differences.append(f"the run of {other} must reach step {LAST_STEP}, got {max(other_values)}")
     tensor_text = f"tensors up to {compare.furthest(*tensors)[0]:.1e} apart"
-    return differences, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(here_values)]:.4f}, {tensor_text}"
+    return (
+        differences,
+        f"{len(other_values)} steps, last loss {read_metric(current, 'loss')[max(current_values)]:.4f}, {tensor_text}",
+    )
 
 
 def read_metric(run: Path, key: str) -> dict[int, float]:
@@ -285,47 +291,49 @@ def read_checkpoint(run: Path) -> dict[str, Any]:
         arrays |= {f"{path.name} {name}": array for name, array in load_file(path).items()}
     for path in sorted(checkpoint_of(run).glob("*.pt")):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        arrays |= {f"{path.name} {place}": tensor.numpy(force=True) for place, tensor in tensors_in(state)}
+        arrays |= {f"{path.name} {tensor_path}": tensor.numpy(force=True) for tensor_path, tensor in tensors_in(state)}
     return arrays
 
 
-def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def tensors_in(value: Any, tensor_path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every tensor in nested containers with its path."""
     if isinstance(value, (dict, list, tuple)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_in(inner, f"{place}/{key}")
+            yield from tensors_in(inner, f"{tensor_path}/{key}")
     elif hasattr(value, "numpy"):
-        yield place, value
+        yield tensor_path, value
 
 
 def resume(job: Job) -> None:
     """Resume runs in this checkout from checkpoints of the other one."""
-    for form in job.few(("native", "deepspeed")):
-        for family in job.few(TRAINED):
+    for form in job.limit_cases(("native", "deepspeed")):
+        for family in job.limit_cases(FAMILY_FLAGS):
             with job.comparison(f"resume: {family}, checkpoint format {form}") as results:
                 run, flags = (
                     job.folder / f"resume-{family}-{form}",
                     f"{GRID} --fp32 --clip-grad 0 --checkpoint-format {form}",
                 )
-                uninterrupted = job.other.train(family, run / "other", job.data(), f"{flags} --save-interval {STOP}")
-                flags += f" --load {checkpoint_of(uninterrupted, STOP)}"
-                results.append(same_resumed(job.here.train(family, run / "here", job.data(), flags), uninterrupted))
+                uninterrupted = job.other.train(
+                    family, run / "other", job.data(), f"{flags} --save-interval {RESUME_STEP}"
+                )
+                flags += f" --load {checkpoint_of(uninterrupted, RESUME_STEP)}"
+                results.append(same_resumed(job.current.train(family, run / "here", job.data(), flags), uninterrupted))
     with job.comparison("resume: fixtures of older commits, byte for byte") as results:
-        here, other = fixtures(job.here.root), fixtures(job.other.root)
-        results.append((compare.differing_names("files under format_1", here, other), f"{len(other)} files"))
+        current, other = fixtures(job.current.root), fixtures(job.other.root)
+        results.append((compare.differing_names("files under format_1", current, other), f"{len(other)} files"))
     with job.comparison("resume: fixtures of older commits, their tests") as results:
-        files = [path for name in FIXTURE_TESTS for path in sorted((job.here.root / "tests").rglob(name))]
+        files = [path for name in FIXTURE_TESTS for path in sorted((job.current.root / "tests").rglob(name))]
         if len(files) != len(FIXTURE_TESTS):
             raise FileNotFoundError(f"tests must have one {' and one '.join(FIXTURE_TESTS)}, found {files}")
-        passed = job.here.run(["-m", "pytest", "-p", "no:cacheprovider", *map(str, files)])
+        passed = job.current.run(["-m", "pytest", "-p", "no:cacheprovider", *map(str, files)])
         results.append(([], passed.splitlines()[-1]))
 
 
-def same_resumed(here: Path, whole: Path) -> Found:
+def same_resumed(current: Path, uninterrupted: Path) -> ComparisonResult:
     """Compare a run that was resumed after step STOP with one that was not interrupted."""
-    differences, summary = same_runs(here, whole, 0.0)
-    if (first := min(read_metric(here, "loss"))) != STOP + 1:
-        differences.append(f"the resumed run must start at step {STOP + 1}, got {first}")
+    differences, summary = same_runs(current, uninterrupted, 0.0)
+    if (first := min(read_metric(current, "loss"))) != RESUME_STEP + 1:
+        differences.append(f"the resumed run must start at step {RESUME_STEP + 1}, got {first}")
     return differences, summary
 
 
@@ -343,13 +351,13 @@ def files(job: Job) -> None:
     """Compare the files that the programs write."""
     tokenizer = job.other.root / TOKENIZER
     with job.comparison("files: token files, byte for byte") as results:
-        for side, checkout in job.both():
+        for side, checkout in job.checkouts():
             (job.folder / side).mkdir()
             checkout.tokenize(sorted(job.other.root.glob(TEXTS)), tokenizer, job.folder / side / "corpus")
-        here, other = (checksums((job.folder / side).glob("corpus.*")) for side, _ in job.both())
-        results.append((compare.differing_names("token files", here, other), ", ".join(sorted(dict(other)))))
+        current, other = (checksums((job.folder / side).glob("corpus.*")) for side, _ in job.checkouts())
+        results.append((compare.differing_names("token files", current, other), ", ".join(sorted(dict(other)))))
     with job.comparison("files: keys of metrics.jsonl, stages.json, dump.json") as results:
-        for side, checkout in job.both():
+        for side, checkout in job.checkouts():
             flags = f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {job.folder}/dump-{side}"
             checkout.train("gpt2", job.folder / f"files-{side}", job.data(), flags)
         for name in ("files-{}/metrics.jsonl", "files-{}/stages.json", "dump-{}/dump.json", "dump-{}/rank-00000.jsonl"):
@@ -359,23 +367,23 @@ def files(job: Job) -> None:
         texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]
         for text, line in zip(texts, ('{"text": "a"}\n', "no JSON\n"), strict=True):
             text.write_text(line, encoding="utf-8")
-        for side, checkout in job.both():
+        for side, checkout in job.checkouts():
             checkout.tokenize(texts, tokenizer, job.folder / f"plan-{side}", code=2)
         results.append(same_keys(job, "plan-{}.parts/plan.json"))
     with job.comparison("files: keys of machine.json") as results:
-        for side, checkout in job.both():
+        for side, checkout in job.checkouts():
             checkout.run(f"tools/plan.py --calibrate {job.folder}/machine-{side}.json --ranks 1")
         results.append(same_keys(job, "machine-{}.json"))
-        sizes = "--model gpt2 --num-layers 4 --hidden-size 64 --gpus 4"
-        plan = partial(Checkout.run, command=f"tools/plan.py {sizes} --machine {job.folder}/machine-other.json")
+        size_flags = "--model gpt2 --num-layers 4 --hidden-size 64 --gpus 4"
+        plan = partial(Checkout.run, command=f"tools/plan.py {size_flags} --machine {job.folder}/machine-other.json")
         results.append(same_text(job, plan))
 
 
-def same_keys(job: Job, name: str) -> Found:
+def same_keys(job: Job, name: str) -> ComparisonResult:
     """Compare the keys of a file that both checkouts wrote; {} in ``name`` stands for "here" or "other"."""
-    here, other = (keys_in(job.folder / name.format(side)) for side, _ in job.both())
+    current, other = (keys_in(job.folder / name.format(side)) for side, _ in job.checkouts())
     shown = Path(name).name.replace("-{}", "")
-    return compare.differing_names(shown, here, other), f"{shown} {len(other)} keys"
+    return compare.differing_names(shown, current, other), f"{shown} {len(other)} keys"
 
 
 def keys_in(path: Path) -> set[str]:
@@ -390,17 +398,19 @@ def keys_in(path: Path) -> set[str]:
 def words(job: Job) -> None:
     """Compare the texts that users read."""
     with job.comparison("words: docs/flags.md") as results:
-        results.append(same_text(job, lambda where: (where.root / "docs/flags.md").read_text("utf-8")))
-    for program in job.few(sorted({path for _, where in job.both() for path in programs_of(where.root)})):
+        results.append(same_text(job, lambda checkout: (checkout.root / "docs/flags.md").read_text("utf-8")))
+    for program in job.limit_cases(
+        sorted({path for _, checkout in job.checkouts() for path in programs_of(checkout.root)})
+    ):
         with job.comparison(f"words: --help of {program}") as results:
             results.append(same_text(job, partial(help_of, program=program)))
-    for family, ranks, flags in job.few(LAYOUTS):
+    for family, ranks, flags in job.limit_cases(LAYOUTS):
         with job.comparison(f"words: --dry-run of {family} on {ranks} ranks {flags}") as results:
             command = f"{SCRIPTS[family]} {SIZES} {job.data()} --dry-run {flags}"
             run = partial(Checkout.run, command=command, env={"WORLD_SIZE": str(ranks)}, code=None)
             results.append(same_text(job, run, "exit code 0"))
     (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")
-    for program, flags in job.few(BAD_INPUTS):
+    for program, flags in job.limit_cases(BAD_INPUTS):
         with job.comparison(f"words: bad input {program} {flags}") as results:
             bad = flags.format(folder=job.folder, data=job.data() if "{data}" in flags else "")
             run = partial(Checkout.run, command=f"{program} {bad}", code=None)
@@ -419,22 +429,22 @@ def programs_of(root: Path) -> Iterator[str]:
             yield f"bash {path.relative_to(root).as_posix()}"
 
 
-def help_of(where: Checkout, program: str) -> str:
+def help_of(checkout: Checkout, program: str) -> str:
     """Return the full help of a program, by --help-all if it exists, without the lines about these two flags."""
-    text = where.run(f"{program} --help", code=None)
+    text = checkout.run(f"{program} --help", code=None)
     if "--help-all" in text:
-        text = where.run(f"{program} --help-all", code=None)
+        text = checkout.run(f"{program} --help-all", code=None)
     return re.sub(r"^  (-h, --help|--help-all)  .*\n", "", text, flags=re.M)
 
 
-def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") -> Found:
+def same_text(job: Job, get_text: Callable[[Checkout], str], ending: str = "") -> ComparisonResult:
     """Compare the texts of both checkouts.
 
     Args:
         ending: pattern for the last line of the other checkout's text, which rules out an unexpected error.
     """
-    here, other = text_of(job.here), text_of(job.other)
-    differences = compare.differing_texts("differences (- there, + here)", here, other)
+    current, other = get_text(job.current), get_text(job.other)
+    differences = compare.differing_texts("differences (- there, + here)", current, other)
     last_line = other.rstrip().rpartition("\n")[2]
     if ending and not re.fullmatch(ending, last_line):
         differences.append(f"the other checkout's text must end with {ending!r}, got {other.strip()[-500:]!r}")
@@ -443,46 +453,48 @@ def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") ->
 
 def tests(job: Job) -> None:
     """Find tests that were lost."""
-    for flags in job.few(("", " --all")):
+    for flags in job.limit_cases(("", " --all")):
         with job.comparison(f"tests: names of tests{flags}") as results:
             collect = f"-m pytest --collect-only -q -o addopts=--strict-markers -p no:cacheprovider{flags}"
-            here, other = (compare.collected_tests(checkout.run(collect)) for _, checkout in job.both())
-            results.append(compare.lost_tests(here, other, job.reasons))
+            current, other = (compare.collected_tests(checkout.run(collect)) for _, checkout in job.checkouts())
+            results.append(compare.lost_tests(current, other, job.reasons))
 
 
 def speed(job: Job) -> None:
     """Time both checkouts with the benchmarks that both have; the order of the turns changes from pair to pair."""
     for name in job.args.benchmarks:
-        take_pair, cases = BENCHMARKS[name]
-        for case in job.few(cases):
+        measure_pair, cases = BENCHMARKS[name]
+        for case in job.limit_cases(cases):
             with job.comparison(f"speed: {name} {case}".strip()) as results:
-                results.append(same_speed(job, partial(take_pair, job, f"{name} {case}")))
+                results.append(same_speed(job, partial(measure_pair, job, f"{name} {case}")))
 
 
 Seconds = dict[str, list[float]]
 """Name of a measurement -> seconds of each turn."""
 
 
-def same_speed(job: Job, take_pair: Callable[[Sequence[Checkout]], Mapping[Checkout, Seconds]]) -> Found:
+def same_speed(job: Job, measure_pair: Callable[[Sequence[Checkout]], Mapping[Checkout, Seconds]]) -> ComparisonResult:
     """Compare the times of both checkouts in pairs of measurements.
 
     Args:
-        take_pair: function that measures the checkouts in the given order; returns checkout -> seconds.
+        measure_pair: function that measures the checkouts in the given order; returns checkout -> seconds.
     """
     ratios: Seconds = {}
     seconds: Seconds = {}
     for pair_idx in range(job.args.pairs):
-        seconds_of = take_pair([job.here, job.other][:: 1 if pair_idx % 2 else -1])
-        for name in sorted(seconds_of[job.here].keys() & seconds_of[job.other].keys()):
-            here, other = seconds_of[job.here][name], seconds_of[job.other][name]
-            ratios.setdefault(name, []).append(statistics.median(a / b for a, b in zip(here, other, strict=True)))
-            seconds.setdefault(name, []).append(statistics.median(here))
+        seconds_of = measure_pair([job.current, job.other][:: 1 if pair_idx % 2 else -1])
+        for name in sorted(seconds_of[job.current].keys() & seconds_of[job.other].keys()):
+            current, other = seconds_of[job.current][name], seconds_of[job.other][name]
+            ratios.setdefault(name, []).append(statistics.median(a / b for a, b in zip(current, other, strict=True)))
+            seconds.setdefault(name, []).append(statistics.median(current))
         latest = ", ".join(f"{name} {values[-1]:.3f}" for name, values in ratios.items())
         print(f"    pair {pair_idx + 1} of {job.args.pairs}: {latest}", file=sys.stderr, flush=True)
     return judge_speed(ratios, seconds, job.args.pairs)
 
 
-def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[float]], pairs: int) -> Found:
+def judge_speed(
+    ratios: Mapping[str, list[float]], seconds: Mapping[str, list[float]], num_pairs: int
+) -> ComparisonResult:
     """Return the measurements that are slower than allowed or have too few pairs."""
     problems, summary = [], []
     for name, values in sorted(ratios.items()):
@@ -493,13 +505,11 @@ def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[fl
         if name == "--help":
             text += f", {(median_s := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
             problems += [f"--help takes {median_s:.2f} s, allowed {HELP_BAR_S}"] if median_s > HELP_BAR_S else []
-        problems += (
-            [f"{name}: the interval must be below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
-        )
+        problems += [f"{name}: the interval must be below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
         summary.append(text)
-    if len(max(ratios.values(), key=len, default=[])) < pairs:
+    if len(max(ratios.values(), key=len, default=[])) < num_pairs:
         problems.append(
-            f"{pairs} pairs must be comparable, got { ({name: len(values) for name, values in ratios.items()}) }"
+            f"{num_pairs} pairs must be comparable, got { ({name: len(values) for name, values in ratios.items()}) }"
         )
     return problems, "\n    ".join(summary)
 
@@ -510,17 +520,17 @@ def in_turns(job: Job, benchmark: str, turns: Sequence[Checkout]) -> dict[Checko
     with ExitStack() as stack:
         workers = {checkout: stack.enter_context(checkout.worker(benchmark.split())) for checkout in turns}
         for worker in workers.values():
-            answer_of(worker)
-        for turn_idx in range(TURNS):
+            read_answer(worker)
+        for turn_idx in range(NUM_TURNS):
             for checkout in turns[:: 1 if turn_idx % 2 else -1]:
                 workers[checkout].stdin.write("\n")
                 workers[checkout].stdin.flush()
-                for name, seconds in json.loads(answer_of(workers[checkout])).items():
+                for name, seconds in json.loads(read_answer(workers[checkout])).items():
                     seconds_of[checkout].setdefault(name, []).append(seconds)
     return seconds_of
 
 
-def answer_of(worker: Any) -> str:
+def read_answer(worker: Any) -> str:
     """Return the next line of a worker's stdout; raise RuntimeError if the worker has ended."""
     line: str = worker.stdout.readline()
     if not line:
@@ -532,9 +542,9 @@ def start_up(job: Job, _: str, turns: Sequence[Checkout]) -> dict[Checkout, Seco
     """Run benchmarks/start_up.py in each checkout. An untimed first run creates byte code and sample data."""
     seconds_of: dict[Checkout, Seconds] = {}
     for checkout in turns:
-        if checkout not in job.warm:
+        if checkout not in job.warmed_up:
             checkout.run("benchmarks/start_up.py --runs 1")
-            job.warm.append(checkout)
+            job.warmed_up.append(checkout)
         results = json.loads(checkout.run("benchmarks/start_up.py --runs 1").splitlines()[0])
         seconds_of[checkout] = {
             name: [row["wall_s"]] for name, row in results.items() if isinstance(row, dict) and "wall_s" in row
@@ -547,7 +557,7 @@ BENCHMARKS = {
     "pipeline": (in_turns, ("gpt2",)),
     "start_up": (start_up, ("",)),
 }
-PARTS = {part.__name__: part for part in (losses, resume, files, words, tests, speed)}
+PARTS = {part_function.__name__: part_function for part_function in (losses, resume, files, words, tests, speed)}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -578,12 +588,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparisons; return the exit code."""
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # also removes the temporary folder
+    signal.signal(
+        signal.SIGTERM, lambda signal_number, _: sys.exit(128 + signal_number)
+    )  # also removes the temporary folder
     with tempfile.TemporaryDirectory(prefix="same-program-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder  # document orders, stores and byte code are removed with it
         job = Job(Checkout(ROOT), Checkout(args.other.resolve()), Path(folder), args, args.reasons)
-        for part in args.only:
-            PARTS[part](job)
+        for part_function in args.only:
+            PARTS[part_function](job)
     print(
         f"verdict: NOT THE SAME: {len(job.failed)} of the comparisons above differ"
         if job.failed

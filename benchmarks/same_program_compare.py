@@ -11,73 +11,75 @@ from typing import Any
 
 import numpy as np
 
-SHOWN = 20
+MAX_SHOWN = 20
 """Maximum number of printed lines of a difference, or of names in a list."""
 BOOTSTRAP_DRAWS = 10_000
 
 
-def differing_numbers(what: str, here: Mapping[Any, Any], other: Mapping[Any, Any], within: float = 0.0) -> list[str]:
-    """Compare numbers or arrays by name: bitwise if ``within`` is 0, otherwise by the largest absolute difference."""
-    differences = differing_names(f"names of {what}", here, other)
-    for name in here.keys() & other.keys():
-        array, other_array = np.asarray(here[name]), np.asarray(other[name])
+def differing_numbers(
+    label: str, current: Mapping[Any, Any], other: Mapping[Any, Any], tolerance: float = 0.0
+) -> list[str]:
+    """Compare numbers or arrays by name: bitwise if ``tolerance`` is 0, otherwise by their largest difference."""
+    differences = differing_names(f"names of {label}", current, other)
+    for name in current.keys() & other.keys():
+        array, other_array = np.asarray(current[name]), np.asarray(other[name])
         if (array.shape, array.dtype) != (other_array.shape, other_array.dtype):
             differences.append(
-                f"{what} {name}: {array.dtype} {array.shape} here, {other_array.dtype} {other_array.shape} there"
+                f"{label} {name}: {array.dtype} {array.shape} here, {other_array.dtype} {other_array.shape} there"
             )
-    largest, name_of_largest = furthest(here, other)
-    if name_of_largest is not None and not (within and largest <= within):
+    largest, name_of_largest = furthest(current, other)
+    if name_of_largest is not None and not (tolerance and largest <= tolerance):
         differences.append(
-            f"{what}: differ by up to {largest:.2e}, most at {name_of_largest}; allowed {within or 'no difference'}"
+            f"{label}: differ by up to {largest:.2e}, most at {name_of_largest}; allowed {tolerance or 'no difference'}"
         )
     return differences
 
 
-def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, Any]:
+def furthest(current: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, Any]:
     """Return the largest absolute difference and its name; (0, None) without a difference.
 
     Values that differ in shape or dtype are skipped.
     """
-    largest, at = 0.0, None
-    for name in here.keys() & other.keys():
-        array, other_array = np.asarray(here[name]), np.asarray(other[name])
+    largest, name_of_largest = 0.0, None
+    for name in current.keys() & other.keys():
+        array, other_array = np.asarray(current[name]), np.asarray(other[name])
         if (array.shape, array.dtype) == (
             other_array.shape,
             other_array.dtype,
         ) and array.tobytes() != other_array.tobytes():
             distance = float(np.max(np.abs(array.astype(np.float64) - other_array.astype(np.float64))))
-            if at is None or not distance <= largest:  # NaN counts as the largest
-                largest, at = distance, name
-    return largest, at
+            if name_of_largest is None or not distance <= largest:  # NaN counts as the largest
+                largest, name_of_largest = distance, name
+    return largest, name_of_largest
 
 
-def differing_names(what: str, here: Iterable[Any], other: Iterable[Any]) -> list[str]:
+def differing_names(label: str, current: Iterable[Any], other: Iterable[Any]) -> list[str]:
     """Compare two sets, such as names, keys or (file, checksum) pairs."""
-    only_here, only_other = set(here) - set(other), set(other) - set(here)
-    differences = [] if set(other) else [f"{what}: nothing to compare"]
-    differences += [f"{what}: lost {shown(only_other)}"] if only_other else []
-    return differences + ([f"{what}: new {shown(only_here)}"] if only_here else [])
+    only_current, only_other = set(current) - set(other), set(other) - set(current)
+    differences = [] if set(other) else [f"{label}: nothing to compare"]
+    differences += [f"{label}: lost {format_names(only_other)}"] if only_other else []
+    return differences + ([f"{label}: new {format_names(only_current)}"] if only_current else [])
 
 
-def differing_texts(what: str, here: str, other: str) -> list[str]:
+def differing_texts(label: str, current: str, other: str) -> list[str]:
     """Compare texts byte for byte; return the removed (-) and added (+) lines."""
-    difference = difflib.unified_diff(other.splitlines(), here.splitlines(), lineterm="", n=0)
+    difference = difflib.unified_diff(other.splitlines(), current.splitlines(), lineterm="", n=0)
     lines = [line for line in difference if not line.startswith(("---", "+++", "@@"))]
     if not lines:
-        return [] if here == other else [f"{what}: line endings differ"]
-    more = [f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else []
-    return [f"{what}:", *(f"    {line}" for line in lines[:SHOWN] + more)]
+        return [] if current == other else [f"{label}: line endings differ"]
+    more = [f"... {len(lines) - MAX_SHOWN} more lines"] if len(lines) > MAX_SHOWN else []
+    return [f"{label}:", *(f"    {line}" for line in lines[:MAX_SHOWN] + more)]
 
 
-def keys_of(value: Any, place: str = "") -> Iterator[str]:
+def keys_of(value: Any, path: str = "") -> Iterator[str]:
     """Yield the path of each key in a JSON value; items of a list share one path."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield f"{place}/{key}"
-            yield from keys_of(inner, f"{place}/{key}")
+            yield f"{path}/{key}"
+            yield from keys_of(inner, f"{path}/{key}")
     elif isinstance(value, list):
         for inner in value:
-            yield from keys_of(inner, f"{place}[]")
+            yield from keys_of(inner, f"{path}[]")
 
 
 def collected_tests(output: str) -> Counter[str]:
@@ -86,18 +88,20 @@ def collected_tests(output: str) -> Counter[str]:
     return Counter(f"{path.rpartition('/')[2]}::{test}" for path, _, test in files)
 
 
-def lost_tests(here: Counter[str], other: Counter[str], reasons: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the tests of ``other`` that are missing in ``here`` without a reason, and a summary."""
-    lost, new = sorted((other - here).elements()), sorted((here - other).elements())
+def lost_tests(current: Counter[str], other: Counter[str], reasons: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the tests of ``other`` that are missing in ``current`` without a reason, and a summary."""
+    lost, new_tests = sorted((other - current).elements()), sorted((current - other).elements())
     explained = {name: reason for name in lost if (reason := reason_of(name, reasons)) is not None}
-    new_file_of = {test: file for file, _, test in (name.partition("::") for name in new)}
+    new_file_of = {test: file for file, _, test in (name.partition("::") for name in new_tests)}
     losses = [] if other else ["the other checkout has no tests to compare"]
     for name in (name for name in lost if name not in explained):
         new_file = new_file_of.get(name.partition("::")[2])
         losses.append(f"lost {name}" + (f" (new in {new_file})" if new_file else ""))
-    counts = f"{other.total()} there, {here.total()} here, {sum(name in explained for name in lost)} gone with a reason"
+    counts = (
+        f"{other.total()} there, {current.total()} here, {sum(name in explained for name in lost)} gone with a reason"
+    )
     listed = [f"    gone {name} -- {reason}" for name, reason in explained.items()] + [
-        f"    new {name}" for name in new
+        f"    new {name}" for name in new_tests
     ]
     return losses, "\n".join([counts, *listed])
 
@@ -111,7 +115,7 @@ def read_reasons(text: str) -> dict[str, str]:
     reasons = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
-            name, _, reason = (part.strip() for part in line.partition(" -- "))
+            name, _, reason = (field.strip() for field in line.partition(" -- "))
             if not name or not reason:
                 raise ValueError(f"a reason must be written as NAME -- reason, got {line!r}")
             reasons[name] = reason
@@ -134,7 +138,9 @@ def median_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, floa
     return statistics.median(ratios), low, high
 
 
-def shown(names: Iterable[Any]) -> str:
-    """Return the sorted names as text, at most ``SHOWN`` of them."""
+def format_names(names: Iterable[Any]) -> str:
+    """Return the sorted names as text, at most ``MAX_SHOWN`` of them."""
     ordered = sorted(map(str, names))
-    return ", ".join(ordered[:SHOWN]) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")
+    return ", ".join(ordered[:MAX_SHOWN]) + (
+        f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
+    )

@@ -34,13 +34,13 @@ def step_time(family: str, serve: Callable[..., None]) -> None:
     contenders = importlib.import_module("benchmarks.contenders").CONTENDERS[family]
     step = contenders["ours"](work.sizes, work.batch_size, work.kind, work.dtype)
 
-    def take(number: int) -> dict[str, float]:
-        batch = work.sizes.batch(work.batch_size, number)
-        begin = time.perf_counter()
+    def run_turn(step_idx: int) -> dict[str, float]:
+        batch = work.sizes.batch(work.batch_size, step_idx)
+        start_time = time.perf_counter()
         float(step(batch))
-        return {"step": time.perf_counter() - begin}
+        return {"step": time.perf_counter() - start_time}
 
-    serve(take)
+    serve(run_turn)
 
 
 def pipeline(_: str, serve: Callable[..., None]) -> None:
@@ -60,12 +60,10 @@ def pipeline(_: str, serve: Callable[..., None]) -> None:
             ours = [model.Contender(name=schedule, schedule=schedule, **settings) for schedule in SCHEDULES]
             teams = stack.enter_context(cuts.assembled(case, ours, "forkserver"))
 
-        def take(step: int) -> dict[str, float]:
-            return {
-                name: max(schedule["seconds"] for schedule in team.ask("run", step, 1)) for name, team in teams.items()
-            }
+        def run_turn(step: int) -> dict[str, float]:
+            return {name: max(answer["seconds"] for answer in team.ask("run", step, 1)) for name, team in teams.items()}
 
-        serve(take)
+        serve(run_turn)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def serve(take: Callable[[int], dict[str, float]]) -> None:
-        take(0)
+    def serve(run_turn: Callable[[int], dict[str, float]]) -> None:
+        run_turn(0)
         print("ready", file=answers, flush=True)
         for step, _ in enumerate(sys.stdin, 1):
-            print(json.dumps(take(step)), file=answers, flush=True)
+            print(json.dumps(run_turn(step)), file=answers, flush=True)
 
     BENCHMARKS[args.benchmark](args.family, serve)
 

@@ -26,7 +26,7 @@ import megatron.environment  # noqa: E402, F401  isort: skip  reports missing pa
 from megatron.arguments import parse
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import Layout
-from megatron.planner.machine import SHEETS, Machine, device
+from megatron.planner.machine import DATA_SHEETS, Machine, gpu_machine
 from tds.schedule import Costs, schedule_named, simulate
 
 # A GPT of 7 billion parameters on p stages of ``tensor`` devices each, with d replicas. The planner gives the seconds
@@ -66,26 +66,26 @@ class Prediction:
     Args:
         series: "strong" or "weak".
         seconds: component of ``TERMS`` -> seconds, from the simulation.
-        closed_s: the planner's step time in seconds, without a simulation.
+        planner_s: the planner's step time in seconds, without a simulation.
         tokens: tokens of a step.
         fits: the layout fits in the memory of a device.
     """
 
     series: str
-    stages: int
-    replicas: int
+    num_stages: int
+    num_replicas: int
     tensor: int
     schedule: str
-    micro_batches: int
+    num_micro_batches: int
     seconds: dict[str, float]
-    closed_s: float
+    planner_s: float
     tokens: int
     fits: bool
     mfu: float
 
     @property
-    def devices(self) -> int:
-        return self.stages * self.replicas * self.tensor
+    def num_devices(self) -> int:
+        return self.num_stages * self.num_replicas * self.tensor
 
     @property
     def step_s(self) -> float:
@@ -100,8 +100,8 @@ class Prediction:
         return self.seconds[term] / self.step_s
 
 
-def predictions(
-    machine: Any, *, tensor: int = 1, schedule: str = "1f1b", devices: Sequence[int] = DEVICES, flags: str = MODEL
+def predict(
+    machine: Any, *, tensor: int = 1, schedule: str = "1f1b", device_counts: Sequence[int] = DEVICES, flags: str = MODEL
 ) -> list[Prediction]:
     """Return the predictions of both series for every number of devices and every possible number of stages."""
 
@@ -109,15 +109,19 @@ def predictions(
     config = config.with_vocab(config.model.vocab_size or 0)
     planner = Planner(config, machine)
     results = []
-    for total in devices:
-        for stages in STAGES:
-            replicas, remainder = divmod(total, stages * tensor)
-            if remainder or not replicas or stages > config.model.num_layers:
+    for num_devices in device_counts:
+        for num_stages in STAGES:
+            num_replicas, remainder = divmod(num_devices, num_stages * tensor)
+            if remainder or not num_replicas or num_stages > config.model.num_layers:
                 continue
             layout = Layout(
-                tensor=tensor, pipe=stages, data=replicas, schedule=schedule, dtype=config.precision.dtype or "bf16"
+                tensor=tensor,
+                pipe=num_stages,
+                data=num_replicas,
+                schedule=schedule,
+                dtype=config.precision.dtype or "bf16",
             )
-            for series, num_micro_batches in (("strong", STRONG_SAMPLES / replicas), ("weak", WEAK_MICRO_BATCHES)):
+            for series, num_micro_batches in (("strong", STRONG_SAMPLES / num_replicas), ("weak", WEAK_MICRO_BATCHES)):
                 if num_micro_batches >= 1 and num_micro_batches == int(num_micro_batches):
                     results.append(
                         predict_step(planner, replace(layout, num_micro_batches=int(num_micro_batches)), series)
@@ -130,50 +134,54 @@ def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
     estimate = planner.estimate(layout)
     m, p = layout.num_micro_batches, layout.pipe
     # wait_s is the time of the all-reduces over tensor ranks, per micro-batch.
-    units, wait_s = planner.units(layout), float(estimate.parts["tensor"]) / m
-    pieces = tuple(
+    units, tensor_wait_s = planner.unit_seconds(layout), float(estimate.seconds_by_activity["tensor"]) / m
+    chunk_times = tuple(
         (forward, backward / 2, backward / 2)
         for start, stop in itertools.pairwise(estimate.bounds)
-        for forward in [sum(unit.forward for unit in units[start:stop]) + wait_s / 2]
-        for backward in [sum(unit.backward for unit in units[start:stop]) + wait_s / 2]
+        for forward in [sum(unit.forward for unit in units[start:stop]) + tensor_wait_s / 2]
+        for backward in [sum(unit.backward for unit in units[start:stop]) + tensor_wait_s / 2]
     )
     message_s = estimate.traffic["pipeline"].seconds / (2 * m) if p > 1 else 0.0
     no_message_s, step_with_messages_s = (
-        _simulated(pieces, layout.schedule, m, transfer) for transfer in (0.0, message_s)
+        _simulate_step(chunk_times, layout.schedule, m, transfer) for transfer in (0.0, message_s)
     )
-    tensor_s = m * wait_s
-    busy_s = m * sum(map(sum, pieces)) / p
+    tensor_s = m * tensor_wait_s
+    busy_s = m * sum(map(sum, chunk_times)) / p
     seconds = {
         "compute": busy_s - tensor_s,
         "tensor": tensor_s,
         "bubble": no_message_s - busy_s,
         "messages": step_with_messages_s - no_message_s,
-        "sums": estimate.parts["data"],
-        "update": estimate.parts["update"],
+        "sums": estimate.seconds_by_activity["data"],
+        "update": estimate.seconds_by_activity["update"],
     }
     step_s = sum(seconds.values())
     return Prediction(
         series=series,
-        stages=p,
-        replicas=layout.data,
+        num_stages=p,
+        num_replicas=layout.data,
         tensor=layout.tensor,
         schedule=layout.schedule,
-        micro_batches=m,
+        num_micro_batches=m,
         seconds=seconds,
-        closed_s=estimate.step_s,
+        planner_s=estimate.step_s,
         tokens=estimate.tokens,
-        fits=estimate.most_bytes <= planner.machine.usable_bytes,
+        fits=estimate.max_bytes <= planner.machine.usable_bytes,
         mfu=estimate.flops / step_s / estimate.peak_flops,
     )
 
 
-def best(found: Sequence[Prediction], series: str, devices: int) -> Prediction | None:
-    """Return the fastest layout of a series on ``devices`` devices that fits in memory."""
-    fitting = [one for one in found if one.series == series and one.devices == devices and one.fits]
-    return max(fitting, key=lambda one: one.tokens_per_s, default=None)
+def fastest_layout(candidates: Sequence[Prediction], series: str, num_devices: int) -> Prediction | None:
+    """Return the fastest layout of a series on ``num_devices`` devices that fits in memory."""
+    fitting = [
+        prediction
+        for prediction in candidates
+        if prediction.series == series and prediction.num_devices == num_devices and prediction.fits
+    ]
+    return max(fitting, key=lambda prediction: prediction.tokens_per_s, default=None)
 
 
-def table(found: Sequence[Prediction]) -> str:
+def table(predictions: Sequence[Prediction]) -> str:
     """Return the fastest layout that fits, for each series and every third number of devices, in Markdown."""
     lines = [
         "| series | devices | stages x replicas | micro-batches | s per step | tokens/s | compute | bubble | messages "
@@ -181,10 +189,10 @@ def table(found: Sequence[Prediction]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for series in ("strong", "weak"):
-        for devices in sorted({row.devices for row in found})[::3]:
-            row = best(found, series, devices)
+        for num_devices in sorted({row.num_devices for row in predictions})[::3]:
+            row = fastest_layout(predictions, series, num_devices)
             if row is None:
-                lines.append(f"| {series} | {devices:,} | none fits |" + " |" * 10)
+                lines.append(f"| {series} | {num_devices:,} | none fits |" + " |" * 10)
                 continue
             shares = [
                 row.share("compute") + row.share("tensor"),
@@ -192,27 +200,29 @@ def table(found: Sequence[Prediction]) -> str:
                 row.mfu,
             ]
             lines.append(
-                f"| {series} | {devices:,} | {row.stages} x {row.replicas:,} | {row.micro_batches} | "
+                f"| {series} | {num_devices:,} | {row.num_stages} x {row.num_replicas:,} | {row.num_micro_batches} | "
                 f"{row.step_s:.2f} | {row.tokens_per_s:,.0f} | {' | '.join(f'{share:.1%}' for share in shares)} | "
-                f"{row.closed_s / row.step_s:.3f} |"
+                f"{row.planner_s / row.step_s:.3f} |"
             )
     return "\n".join(lines)
 
 
 @cache
-def _simulated(pieces: tuple[tuple[float, float, float], ...], schedule: str, m: int, transfer_s: float) -> float:
+def _simulate_step(
+    chunk_times: tuple[tuple[float, float, float], ...], schedule: str, m: int, transfer_s: float
+) -> float:
     """Return the seconds of a simulated step."""
 
-    forward, of_input, of_weights = (tuple(column) for column in zip(*pieces, strict=True))
+    forward, input_backward, weight_backward = (tuple(column) for column in zip(*chunk_times, strict=True))
     actions = schedule_named(schedule)
-    stages = [actions(len(pieces), m, stage) for stage in range(len(pieces))]
-    return float(simulate(stages, Costs(forward, of_input, of_weights, transfer=transfer_s)).step_s)
+    stages = [actions(len(chunk_times), m, stage) for stage in range(len(chunk_times))]
+    return float(simulate(stages, Costs(forward, input_backward, weight_backward, transfer=transfer_s)).step_s)
 
 
 # Sections of docs/scaling.md that are generated between markers; the rest of the page is written by hand.
 
 
-def replaced(text: str, name: str, section: str) -> str:
+def replace_section(text: str, name: str, section: str) -> str:
     """Return ``text`` with the text between the markers of ``name`` replaced by ``section``.
 
     Raises:
@@ -236,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> list[Prediction]:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     machines = parser.add_mutually_exclusive_group()
-    machines.add_argument("--gpu", choices=tuple(SHEETS), default="h100-80g", help="default: %(default)s")
+    machines.add_argument("--gpu", choices=tuple(DATA_SHEETS), default="h100-80g", help="default: %(default)s")
     machines.add_argument("--machine", type=Path, metavar="FILE", help="a machine written by tools/plan.py --calibrate")
     parser.add_argument("--tensor", type=int, default=1, help="tensor ranks of each stage (default: 1)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
@@ -248,14 +258,14 @@ def main(argv: Sequence[str] | None = None) -> list[Prediction]:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         page = Path(shutil.copy(PAGE, args.out / PAGE.name))
-    machine = Machine.load(args.machine) if args.machine else device(args.gpu)
-    results = predictions(machine, tensor=args.tensor, schedule=args.schedule)
+    machine = Machine.load(args.machine) if args.machine else gpu_machine(args.gpu)
+    results = predict(machine, tensor=args.tensor, schedule=args.schedule)
     if not results:
         raise SystemExit(f"--tensor {args.tensor} leaves no layout on {DEVICES[-1]:,} devices; use a smaller size")
     title = f"GPT 7B, s 2048, bf16, {machine.name}, {args.schedule}, tensor {args.tensor}"
     text = table(results)
     print(title, text, sep="\n")
-    new = replaced(page.read_text(encoding="utf-8"), "predicted", f"{title}.\n\n{text}")
+    new = replace_section(page.read_text(encoding="utf-8"), "predicted", f"{title}.\n\n{text}")
     page.write_text(new, encoding="utf-8")
     print(f"written: {page}")
     return results

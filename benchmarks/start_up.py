@@ -24,17 +24,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
-from benchmarks.turns import surroundings  # noqa: E402
+from benchmarks.turns import measurement_info  # noqa: E402
 
 FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
 
 
-def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
+def measure_command(command: list[str], until: str, num_ranks: int) -> tuple[float, float]:
     """Run a command and measure its time.
 
     Args:
         until: start of the line at which the wall time ends; "" for the end of the command.
-        ranks: number of ranks, for run scripts; 0 for other commands.
+        num_ranks: number of ranks, for run scripts; 0 for other commands.
 
     Returns:
         Wall seconds until that line, and CPU seconds of the whole command.
@@ -42,7 +42,7 @@ def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
     Raises:
         RuntimeError: the command fails, or prints no such line.
     """
-    env = {**os.environ, "GPUS_PER_NODE": str(ranks)} if ranks else dict(os.environ)
+    env = {**os.environ, "GPUS_PER_NODE": str(num_ranks)} if num_ranks else dict(os.environ)
     before, start, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -55,35 +55,33 @@ def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
                 wall_s = time.perf_counter() - start
     wall_s = wall_s or (0.0 if until else time.perf_counter() - start)
     if run.returncode or not wall_s:
-        raise RuntimeError(
-            f"{' '.join(command)} must succeed, got exit code {run.returncode}:\n{''.join(lines[-20:])}"
-        )
+        raise RuntimeError(f"{' '.join(command)} must succeed, got exit code {run.returncode}:\n{''.join(lines[-20:])}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def starts(ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
+def start_commands(num_ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
     """Return name -> (command, start of the line that ends the measurement, number of ranks)."""
     program = [sys.executable, "pretrain_gpt2.py"]
     run = ["bash", "run_gpt2.sh", *FIRST_STEP.split(), "--save", str(folder)]
     return {
         "--help": ([*program, "--help"], "", 0),
         "--dry-run": ([*program, "--dry-run", "--vocab-size", "8192"], "", 0),
-        "run_gpt2.sh --dry-run": (["bash", "run_gpt2.sh", "--dry-run"], "", ranks),
-        "first step": (run, "step 1/1", ranks),
+        "run_gpt2.sh --dry-run": (["bash", "run_gpt2.sh", "--dry-run"], "", num_ranks),
+        "first step": (run, "step 1/1", num_ranks),
     }
 
 
-def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
+def measure(num_runs: int, num_ranks: int) -> dict[str, dict[str, float]]:
     """Return name -> shortest wall seconds, and CPU seconds of that run."""
     make_data = [sys.executable, "tools/make_sample_data.py"]
     if code := subprocess.run(make_data, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(code)  # make_sample_data.py has printed the error
     results: dict[str, dict[str, float]] = {}
-    for run_idx in range(runs):
+    for run_idx in range(num_runs):
         with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
-            for name, (command, until, size) in starts(ranks, Path(folder) / "run").items():
-                wall, cpu = measured(command, until, size)
+            for name, (command, until, command_ranks) in start_commands(num_ranks, Path(folder) / "run").items():
+                wall, cpu = measure_command(command, until, command_ranks)
                 if run_idx == 0 or wall < results[name]["wall_s"]:
                     results[name] = {"wall_s": round(wall, 3), "cpu_s": round(cpu, 3)}
     return results
@@ -96,7 +94,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the training run (default: 4)")
     args = parser.parse_args()
     results = measure(args.runs, args.ranks)
-    sys.stdout.write(json.dumps({**surroundings(), "ranks": args.ranks, **results}) + "\n")
+    sys.stdout.write(json.dumps({**measurement_info(), "ranks": args.ranks, **results}) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,32 +29,32 @@ Event = tuple[int, int]
 """Address of a block, and the change of its size in bytes."""
 
 
-def measure(step: Callable[[], Any]) -> tuple[int, int]:
+def measure_memory(step: Callable[[], Any]) -> tuple[int, int]:
     """Return (bytes of tensors alive before ``step``, peak of the bytes added by it)."""
-    before = bytes_alive()
+    before = live_bytes()
     with profiler.profile(profile_memory=True, use_kineto=True) as recording:
         step()
-    return before, most_at_once(_events(recording.kineto_results.experimental_event_tree()), set(_storages()))
+    return before, peak_bytes(_events(recording.kineto_results.experimental_event_tree()), set(_storages()))
 
 
-def most_at_once(events: Iterable[Event], left: Container[int]) -> int:
+def peak_bytes(events: Iterable[Event], remaining: Container[int]) -> int:
     """Return the peak of allocated bytes after a sequence of allocations and releases.
 
     Args:
-        left: addresses of the blocks that exist after the last event. A block that was allocated in the events, was
-            not released in them, and is not in ``left`` is ignored.
+        remaining: addresses of the blocks that exist after the last event. A block that was allocated in the events,
+            was not released in them, and is not in ``remaining`` is ignored.
     """
-    changes, open_at = [], {}
+    changes, open_indices = [], {}
     for address, size in events:
         if size > 0:
-            if address in open_at:  # its release was not observed
-                changes[open_at[address]] = 0
-            open_at[address] = len(changes)
+            if address in open_indices:  # its release was not observed
+                changes[open_indices[address]] = 0
+            open_indices[address] = len(changes)
         else:
-            open_at.pop(address, None)
+            open_indices.pop(address, None)
         changes.append(size)
-    for address, change_idx in open_at.items():
-        if address not in left:
+    for address, change_idx in open_indices.items():
+        if address not in remaining:
             changes[change_idx] = 0
     return max(accumulate(changes, initial=0))
 
@@ -67,10 +67,10 @@ def _events(tree: Iterable[Any]) -> list[Event]:
         stack += event.children
         if event.name == "[memory]":
             changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, size) for _, address, size in sorted(changes, key=lambda each: each[0])]
+    return [(address, size) for _, address, size in sorted(changes, key=lambda change: change[0])]
 
 
-def bytes_alive() -> int:
+def live_bytes() -> int:
     """Return the bytes of all CPU tensors that Python can reach; memory shared by several tensors counts once."""
     return sum(_storages().values())
 
@@ -88,13 +88,13 @@ def _storages() -> dict[int, int]:
     return storages
 
 
-SHOWN = 10
-LONGEST_NAME = 160
+MAX_KERNELS = 10
+MAX_NAME_LENGTH = 160
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 """Pattern for the names of torch's fused attention kernels, forward and backward."""
 
 
-def look(step: Callable[[], Any], kind: str) -> dict[str, Any]:
+def profile_step(step: Callable[[], Any], device_type: str) -> dict[str, Any]:
     """Profile one step.
 
     Returns:
@@ -102,29 +102,33 @@ def look(step: Callable[[], Any], kind: str) -> dict[str, Any]:
         ``kernels_ms``: milliseconds of all kernels. ``attention_kernels``: names of the attention kernels.
         ``attention``: the backend that torch selects for each shape, according to torch._fused_sdp_choice.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
     with _Attention() as attention, profile(activities=activities) as profiled:
         step()
-        if kind == "cuda":
+        if device_type == "cuda":
             torch.cuda.synchronize()
-    return {**kernels_of(profiled.key_averages(), kind), "attention": attention.as_data()}
+    return {**kernels_of(profiled.key_averages(), device_type), "attention": attention.as_data()}
 
 
-def kernels_of(averages: Iterable[Any], kind: str) -> dict[str, Any]:
+def kernels_of(averages: Iterable[Any], device_type: str) -> dict[str, Any]:
     """Return ``kernels``, ``kernels_ms`` and ``attention_kernels`` of a profile's ``key_averages()``."""
     on_cpu = torch.autograd.DeviceType.CPU
     times = [
-        (each.key, each.self_cpu_time_total if kind == "cpu" else each.self_device_time_total, each.count)
-        for each in averages
-        if (each.device_type == on_cpu) == (kind == "cpu") and not each.is_user_annotation
+        (
+            average.key,
+            average.self_cpu_time_total if device_type == "cpu" else average.self_device_time_total,
+            average.count,
+        )
+        for average in averages
+        if (average.device_type == on_cpu) == (device_type == "cpu") and not average.is_user_annotation
     ]
-    times.sort(key=lambda each: (-each[1], each[0]))
+    times.sort(key=lambda average: (-average[1], average[0]))
     total = sum(time for _, time, _ in times)
     kernels = [
-        {"name": name[:LONGEST_NAME], "ms": time / 1e3, "share": time / total if total else 0.0, "count": count}
-        for name, time, count in times[:SHOWN]
+        {"name": name[:MAX_NAME_LENGTH], "ms": time / 1e3, "share": time / total if total else 0.0, "count": count}
+        for name, time, count in times[:MAX_KERNELS]
     ]
-    attention = [name[:LONGEST_NAME] for name, _, _ in times if ATTENTION.search(name)]
+    attention = [name[:MAX_NAME_LENGTH] for name, _, _ in times if ATTENTION.search(name)]
     return {"kernels": kernels, "kernels_ms": total / 1e3, "attention_kernels": attention}
 
 

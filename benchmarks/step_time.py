@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 import torch
 
-from benchmarks.contenders import CONTENDERS, LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
-from benchmarks.step_profile import look
-from benchmarks.turns import Bar, Team, quartiles, ratio_quartiles, rotated, surroundings
+from benchmarks.contenders import CONTENDERS, LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, make_config
+from benchmarks.step_profile import profile_step
+from benchmarks.turns import Bar, Team, measurement_info, quartiles, ratio_quartiles, rotated
 from megatron import device
 from megatron.costs import cost, decoder_cost, memory
 from megatron.models import registry
@@ -48,7 +48,7 @@ from megatron.models import registry
 PRODUCT = "matrix product"
 PRODUCTS = {"cpu": (2048, 8)}
 """Type of device -> side of the square matrices, and number of products in a turn."""
-PRODUCTS_ELSEWHERE = (8192, 50)
+GPU_PRODUCTS = (8192, 50)
 """Side and number of products on a GPU. Smaller products would be limited by launches, and MFU could exceed 1."""
 
 
@@ -77,7 +77,7 @@ class Record:
         turns_s: seconds of each turn.
         cpu_s: processor seconds of each turn over all threads; with one thread a busy machine does not distort them.
         reserved_bytes: peak memory reserved by the device's allocator, including its unused memory; 0 on a CPU.
-        looked: result of ``look`` for one more step, if requested.
+        profile: result of ``profile_step`` for one more step, if requested.
         compile_s: seconds spent in torch.compile, including the warm-up turn.
     """
 
@@ -89,22 +89,22 @@ class Record:
     idle_bytes: int = 0
     compile_s: float = 0.0
     reserved_bytes: int = 0
-    looked: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
 
 
-def products_of(kind: str, product_side: int = 0) -> tuple[int, int]:
+def products_of(device_type: str, product_side: int = 0) -> tuple[int, int]:
     """Return the side of the square matrices on this type of device, and the number of products in a turn."""
-    side, num_products = PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
+    side, num_products = PRODUCTS.get(device_type, GPU_PRODUCTS)
     return product_side or side, num_products
 
 
 def take_turns(
-    names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn", look_at: Sequence[str] = ()
+    names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn", profiled_names: Sequence[str] = ()
 ) -> dict[str, Record]:
     """Return a record for each contender and for the matrix product; the first turn is a warm-up and not recorded.
 
     Args:
-        look_at: contenders that run one more step at the end, under the profiler.
+        profiled_names: contenders that run one more step at the end, under the profiler.
 
     Raises:
         RuntimeError: a contender failed; the message has its traceback.
@@ -129,8 +129,8 @@ def take_turns(
                 else:
                     record.turns_s.append(answer["seconds"])
                     record.cpu_s.append(answer["cpu_s"])
-        for name in look_at:
-            (records[name].looked,) = teams[name].ask("look")
+        for name in profiled_names:
+            (records[name].profile,) = teams[name].ask("look")
         return records
 
 
@@ -159,27 +159,27 @@ class StepWorker:
 
     def look(self) -> dict[str, Any]:
         """Run one step under the profiler and return the result."""
-        return _looked(lambda: look(lambda: self._turn(0, 1), self._work.kind))
+        return _profile_or_error(lambda: profile_step(lambda: self._turn(0, 1), self._work.kind))
 
 
-def _looked(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _profile_or_error(profile: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the profile, or the error if the profiler does not work, so that the measured times are not lost."""
     try:
-        return look()
+        return profile()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _reserved_bytes(kind: str) -> int:
-    return 0 if kind == "cpu" else torch.accelerator.max_memory_reserved()
+def _reserved_bytes(device_type: str) -> int:
+    return 0 if device_type == "cpu" else torch.accelerator.max_memory_reserved()
 
 
 def _compile_s(name: str) -> float:
     if not name.endswith("-compiled"):
         return 0.0
-    from megatron.training.callbacks.compile_meter import compiled_here
+    from megatron.training.callbacks.compile_meter import process_compile_cost
 
-    return compiled_here().seconds
+    return process_compile_cost().seconds
 
 
 def _contender(name: str, work: Work) -> Any:
@@ -211,11 +211,11 @@ def _product(work: Work) -> Any:
 Contenders = dict[str, dict[str, Any]]
 
 
-OF_PRODUCTS = {"gpt2": {"ours": 0.72, "ours-compiled": 0.80}}
+MIN_MFU = {"gpt2": {"ours": 0.72, "ours-compiled": 0.80}}
 """Family -> contender -> required fraction of the rate of this machine's matrix products, on a CPU."""
-OF_THE_SHEET = {"gpt2": 0.50, "t5": 0.42}
+MIN_SHEET_MFU = {"gpt2": 0.50, "t5": 0.42}
 """Family -> required fraction of the peak in the GPU's data sheet, for the faster of ours and ours-compiled."""
-SPEEDS = {
+MIN_SPEED_RATIOS = {
     "gpt2": {
         ("ours", "plain"): 1.05,
         ("ours-compiled", "plain-compiled"): 1.05,
@@ -225,42 +225,42 @@ SPEEDS = {
     "t5": {("ours", "hf"): 1.3},
 }
 """Family -> (contender, other contender) -> required median ratio of their speeds, on a CPU."""
-IN_LESS_MEMORY = {"gpt2": ("hf", "plain"), "t5": ("hf",)}
+MEMORY_REFERENCES = {"gpt2": ("hf", "plain"), "t5": ("hf",)}
 
 
-def single(name: str, value: float, **bounds: float) -> Bar:
+def single_value_bar(name: str, value: float, **bounds: float) -> Bar:
     """Return the bar of a value that is measured once."""
     return Bar(name, (value, value, value), **bounds)
 
 
-def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = False) -> Iterator[Bar]:
+def bars(family: str, device_type: str, contenders: Contenders, *, is_large: bool = False) -> Iterator[Bar]:
     """Yield the required values for which the contenders took part.
 
     Args:
         is_large: the sizes are the large ones.
     """
-    if kind != "cpu" and not is_large:
+    if device_type != "cpu" and not is_large:
         return
-    if kind != "cpu":
+    if device_type != "cpu":
         shares = [contenders[name]["mfu_sheet"] for name in ("ours", "ours-compiled") if name in contenders]
         known = [share for share in shares if share is not None]
-        if known and family in OF_THE_SHEET:
-            yield single("MFU of the data sheet", max(known), at_least=OF_THE_SHEET[family])
+        if known and family in MIN_SHEET_MFU:
+            yield single_value_bar("MFU of the data sheet", max(known), at_least=MIN_SHEET_MFU[family])
         return
-    for name, share in OF_PRODUCTS.get(family, {}).items():
+    for name, share in MIN_MFU.get(family, {}).items():
         if name in contenders:
-            yield single(f"MFU of {name}", contenders[name]["mfu"], at_least=share)
-    for (ours, other), times in SPEEDS.get(family, {}).items():
+            yield single_value_bar(f"MFU of {name}", contenders[name]["mfu"], at_least=share)
+    for (ours, other), ratio in MIN_SPEED_RATIOS.get(family, {}).items():
         if ours in contenders and other in contenders:
-            yield Bar(f"speed of {ours} over {other}", contenders[other]["speed_of_ours"][ours], at_least=times)
-    for other in IN_LESS_MEMORY.get(family, ()):
+            yield Bar(f"speed of {ours} over {other}", contenders[other]["speed_of_ours"][ours], at_least=ratio)
+    for other in MEMORY_REFERENCES.get(family, ()):
         for ours in ("ours", "ours-compiled"):
             if ours in contenders and other in contenders:
                 share = contenders[ours]["peak_memory_bytes"] / contenders[other]["peak_memory_bytes"]
-                yield single(f"peak memory of {ours} over {other}'s", share, at_most=1.0)
+                yield single_value_bar(f"peak memory of {ours} over {other}'s", share, at_most=1.0)
 
 
-MODELS: dict[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
+MODELS: dict[str, type[Sizes]] = {model_sizes.family: model_sizes for model_sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OURS = ("ours", "ours-compiled")
 NAMES = {
     "gpt2": (*OURS, "hf", "plain", "plain-compiled"),
@@ -285,8 +285,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     early_args = parser.parse_known_args([word for word in words if word not in ("-h", "--help")])[0]
     family, is_large = early_args.model, early_args.size == LARGE_NAME
-    sizes: Sizes = LARGE[family] if is_large else MODELS[family]()
-    for name, default in vars(sizes).items():
+    model_sizes: Sizes = LARGE[family] if is_large else MODELS[family]()
+    for name, default in vars(model_sizes).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help="default: %(default)s")
     batch_size = LARGE_BATCH[family] if is_large else 8
     parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences in a step (default: %(default)s)")
@@ -309,10 +309,10 @@ def work_of(args: argparse.Namespace) -> Work:
     """Return the work that the options describe, in fp32 on CPU and bf16 on CUDA."""
     device_type = device.choose(args.device)
     sizes_class = MODELS[args.model]
-    sizes = sizes_class(**{name: getattr(args, name) for name in vars(sizes_class())})
+    model_sizes = sizes_class(**{name: getattr(args, name) for name in vars(sizes_class())})
     dtype = "bf16" if device_type == "cuda" else "fp32"
     return Work(
-        sizes=sizes,
+        sizes=model_sizes,
         batch_size=args.batch_size,
         steps=args.steps,
         kind=device_type,
@@ -332,10 +332,10 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     peak = 2.0 * side**3 * num_products / statistics.median(records[PRODUCT].turns_s)
     sheet = None if work.kind == "cpu" else memory.peak_flops(device.name(work.kind))
     tokens = work.batch_size * work.sizes.tokens_per_sample
-    costs = registry.costs_of(config_of(work.sizes))
+    costs = registry.costs_of(make_config(work.sizes))
     flops, full_attention_flops = (
         costs.flops_per_step(work.batch_size),
-        _flops_of_whole_matrices(costs, work.batch_size),
+        _full_attention_flops(costs, work.batch_size),
     )
     contenders = {}
     for name, record in records.items():
@@ -358,12 +358,16 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
             "reserved_memory_bytes": record.reserved_bytes,
             "memory_before_steps_bytes": record.idle_bytes,
             "losses": record.losses,
-            "looked": record.looked,
+            "looked": record.profile,
         }
-        for our in OURS if name not in OURS else ():
-            if our in records:
-                row.setdefault("speed_of_ours", {})[our] = ratio_quartiles(record.turns_s, records[our].turns_s)
-                row.setdefault("cpu_speed_of_ours", {})[our] = ratio_quartiles(record.cpu_s, records[our].cpu_s)
+        for our_name in OURS if name not in OURS else ():
+            if our_name in records:
+                row.setdefault("speed_of_ours", {})[our_name] = ratio_quartiles(
+                    record.turns_s, records[our_name].turns_s
+                )
+                row.setdefault("cpu_speed_of_ours", {})[our_name] = ratio_quartiles(
+                    record.cpu_s, records[our_name].cpu_s
+                )
         contenders[name] = row
     return {
         "peak_flops_per_s": peak,
@@ -378,22 +382,20 @@ def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
     """Raise RuntimeError if contenders differ by more than ``tolerance`` before the first update of the weights."""
     is_finite = all(map(math.isfinite, losses.values()))
     if not is_finite or max(losses.values()) - min(losses.values()) > tolerance:
-        raise RuntimeError(
-            f"the first losses of all contenders must agree within {tolerance}, got {losses}"
-        )
+        raise RuntimeError(f"the first losses of all contenders must agree within {tolerance}, got {losses}")
 
 
-def surroundings_of(work: Work) -> dict[str, Any]:
+def measurement_conditions(work: Work) -> dict[str, Any]:
     """Return the conditions of the measurement: command, commit, versions, machine and sizes."""
-    facts = surroundings()
-    processor = facts.pop("processor")
+    info = measurement_info()
+    processor = info.pop("processor")
     machine = {
         "device": device.name(work.kind) if work.kind == "cuda" else processor,
         "threads": work.threads,
         "memory_bytes": device.total_memory_bytes(work.kind),
     }
-    sizes = vars(work.sizes) | {"batch_size": work.batch_size}
-    return facts | {"machine": machine, "model": work.sizes.family, "dtype": work.dtype, "sizes": sizes}
+    model_sizes = vars(work.sizes) | {"batch_size": work.batch_size}
+    return info | {"machine": machine, "model": work.sizes.family, "dtype": work.dtype, "sizes": model_sizes}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -408,10 +410,10 @@ def table(result: dict[str, Any]) -> str:
             f"{row['mfu_whole']:7.3f}{sheet}{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}{compiled}"
         )
     for name, row in result["contenders"].items():
-        for our, (low, middle, high) in row.get("speed_of_ours", {}).items():
-            by_cpu = row["cpu_speed_of_ours"][our][1]
+        for our_name, (low, middle, high) in row.get("speed_of_ours", {}).items():
+            by_cpu = row["cpu_speed_of_ours"][our_name][1]
             spread = f"quartiles {low:.3f}, {high:.3f}"
-            lines.append(f"{our} is {middle:.3f} times as fast as {name} ({spread}); by CPU time {by_cpu:.3f}")
+            lines.append(f"{our_name} is {middle:.3f} times as fast as {name} ({spread}); by CPU time {by_cpu:.3f}")
     for name, row in result["contenders"].items():
         lines += _kernels(name, row["looked"]) if row["looked"] else []
     lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
@@ -423,10 +425,10 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     """Run the contenders, print the table and write the JSON file."""
     args = parse_args(argv)
     work = work_of(args)
-    facts = surroundings_of(work)  # before the turns, so that an error here does not lose measurements
-    look_at = [name for name in ("ours",) if args.look and name in args.contenders]
-    records = take_turns(args.contenders, work, args.rounds, start_method, look_at)
-    result = facts | summarize(records, work)
+    conditions = measurement_conditions(work)  # before the turns, so that an error here does not lose measurements
+    profiled_names = [name for name in ("ours",) if args.look and name in args.contenders]
+    records = take_turns(args.contenders, work, args.rounds, start_method, profiled_names)
+    result = conditions | summarize(records, work)
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -436,14 +438,14 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     return result
 
 
-def _kernels(name: str, looked: dict[str, Any]) -> Iterator[str]:
-    if "error" in looked:
-        yield f"no profile of {name}: {looked['error']}"
+def _kernels(name: str, profile: dict[str, Any]) -> Iterator[str]:
+    if "error" in profile:
+        yield f"no profile of {name}: {profile['error']}"
         return
-    yield f"kernels of a step of {name}, {looked['kernels_ms']:.1f} ms in total:"
-    for entry in looked["kernels"]:
+    yield f"kernels of a step of {name}, {profile['kernels_ms']:.1f} ms in total:"
+    for entry in profile["kernels"]:
         yield f"{entry['ms']:9.2f} ms {100 * entry['share']:5.1f} % {entry['count']:6} x {entry['name']}"
-    for entry in looked["attention"]:
+    for entry in profile["attention"]:
         yield f"attention of {entry['query']} on {entry['key']}: {entry['kernel']}, {entry['calls']} times"
 
 
@@ -452,7 +454,7 @@ def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
     return bars(family, work.kind, contenders, is_large=work.sizes == LARGE[family])
 
 
-def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
+def _full_attention_flops(costs: cost.Costs, batch_size: int) -> float:
     """Return the FLOPs of a step if attention counts every query with every key, including masked keys."""
     if isinstance(costs, decoder_cost.DecoderCosts):
         return batch_size * costs.seq_length * costs.flops_per_token(causal=False)

@@ -2,7 +2,7 @@
 
 A round consists of one turn of each contender. Speeds are compared within a round, so that a temporary slowdown of the
 machine affects all contenders. ``Team`` manages the processes of one contender; ``rates_in_turns`` takes turns within
-one process. ``surroundings`` returns the conditions of a measurement.
+one process. ``measurement_info`` returns the conditions of a measurement.
 
 torch is imported only by teams that need it, because the start and the memory of processes without it are measured,
 too.
@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S, FAREWELL_S = 3600.0, 20.0
+ANSWER_TIMEOUT_S, EXIT_TIMEOUT_S = 3600.0, 20.0
 """Seconds to wait for an answer of a process, and for its end."""
 
 
@@ -35,7 +35,7 @@ PATIENCE_S, FAREWELL_S = 3600.0, 20.0
 class Failure:
     """An answer that contains a traceback."""
 
-    told: str
+    message: str
 
 
 class Team:
@@ -79,15 +79,16 @@ class Team:
         """Wait until every process has its worker; raises like ``ask``."""
         return self._answers()
 
-    def ask(self, what: str, *args: Any) -> list[Any]:
-        """Call the method ``what`` of every worker and return the answers.
+    def ask(self, method_name: str, *args: Any) -> list[Any]:
+        """Call the method ``method_name`` of every worker and return the answers.
 
         Raises:
-            RuntimeError: a process failed, died or did not answer within ``PATIENCE_S``; the message has the traceback.
+            RuntimeError: a process failed, died or did not answer within ``ANSWER_TIMEOUT_S``; the message has the
+                traceback.
         """
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a process that ended has left its traceback, or is reported below
-                pipe.send((what, args))
+                pipe.send((method_name, args))
         return self._answers()
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class Team:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
-            process.join(FAREWELL_S)
+            process.join(EXIT_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -109,9 +110,9 @@ class Team:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
-            ready_pipes = wait([self._pipes[rank] for rank in missing], PATIENCE_S)
+            ready_pipes = wait([self._pipes[rank] for rank in missing], ANSWER_TIMEOUT_S)
             if not ready_pipes:
-                raise RuntimeError(f'"{self.name}": ranks {missing} must answer within {PATIENCE_S:g} s')
+                raise RuntimeError(f'"{self.name}": ranks {missing} must answer within {ANSWER_TIMEOUT_S:g} s')
             for pipe in ready_pipes:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -119,7 +120,7 @@ class Team:
                 except (EOFError, ConnectionResetError):
                     answers[rank] = Failure("died")
                 if isinstance(answers[rank], Failure):
-                    raise RuntimeError(f'"{self.name}", rank {rank}: {answers[rank].told}')
+                    raise RuntimeError(f'"{self.name}", rank {rank}: {answers[rank].message}')
         return [answers[rank] for rank in range(len(self._pipes))]
 
 
@@ -145,9 +146,9 @@ def _serve(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
                 MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
             )  # fmt: skip
-            patience = timedelta(seconds=PATIENCE_S)
+            timeout = timedelta(seconds=ANSWER_TIMEOUT_S)
             store_handle = dist.FileStore(str(store), size)
-            dist.init_process_group("gloo", store=store_handle, rank=rank, world_size=size, timeout=patience)
+            dist.init_process_group("gloo", store=store_handle, rank=rank, world_size=size, timeout=timeout)
         worker_object = worker(*args, rank)
         pipe.send(None)
         while (request := pipe.recv()) is not None:
@@ -162,10 +163,10 @@ def _serve(
         os._exit(0)  # without a shutdown of communication, which could hang because other processes have ended
 
 
-def rotated(names: Iterable[str], number: int) -> list[str]:
-    """Return the order of the contenders in round ``number``."""
+def rotated(names: Iterable[str], round_idx: int) -> list[str]:
+    """Return the order of the contenders in round ``round_idx``."""
     names = list(names)
-    shift = number % max(1, len(names))
+    shift = round_idx % max(1, len(names))
     return names[shift:] + names[:shift]
 
 
@@ -208,9 +209,9 @@ def rates_in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[flo
     return rates
 
 
-def ratio_quartiles(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+def ratio_quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
     """Return lower quartile, median and upper quartile of the ratio ours / theirs by round."""
-    return quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
+    return quartiles([a / b for a, b in zip(ours, other, strict=True)])
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -221,13 +222,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def surroundings() -> dict[str, Any]:
+def measurement_info() -> dict[str, Any]:
     """Return the command, commit, versions and processor."""
-    from megatron.training.run_record import commit
+    from megatron.training.run_record import git_commit
 
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        "commit": git_commit(),
         "versions": {name: _version(name) for name in ("torch", "deepspeed", "transformers")},
         "python": platform.python_version(),
         "processor": cpu_name(),

@@ -41,14 +41,14 @@ class MaskedBytes(torch.utils.data.Dataset):
     """Paragraphs of examples/corpus as bytes, padded to ``seq_length``, with some bytes masked.
 
     Args:
-        part: paragraphs to use; paragraph i is used if i % 20 is in ``part``.
+        remainders: paragraphs to use; paragraph i is used if i % 20 is in ``remainders``.
     """
 
-    def __init__(self, seq_length: int, part: range) -> None:
+    def __init__(self, seq_length: int, remainders: range) -> None:
         texts = sorted((Path(__file__).parent / "corpus").glob("*/*.txt"))
         lines = [line for text in texts for line in text.read_bytes().splitlines() if line]
         order = np.random.default_rng(0).permutation(len(lines))  # mix languages and subjects
-        self.lines = [lines[idx] for position, idx in enumerate(order) if position % 20 in part]
+        self.lines = [lines[idx] for position, idx in enumerate(order) if position % 20 in remainders]
         self.seq_length = seq_length
 
     def __len__(self) -> int:
@@ -71,16 +71,16 @@ class MaskedBytes(torch.utils.data.Dataset):
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the three datasets. They restart at their ends, so the requested numbers of samples do not matter."""
     length = get_args().seq_length
-    return tuple(MaskedBytes(length, part) for part in (range(18), range(18, 19), range(19, 20)))
+    return tuple(MaskedBytes(length, remainders) for remainders in (range(18), range(18, 19), range(19, 20)))
 
 
 def get_batch(data_iterator: Any) -> list[torch.Tensor]:
     """Return tokens, labels, is_masked [b, s] and is_text [b, 1, 1, s] on every rank of the tensor group."""
     data = None if data_iterator is None else next(data_iterator)
-    return fields_of(data)
+    return broadcast_fields(data)
 
 
-def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
+def broadcast_fields(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
     """Broadcast a micro-batch from the first rank of the tensor group, and return its tensors as in ``get_batch``."""
     fields = mpu.broadcast_data(KEYS, data, torch.int64)
     return [fields["tokens"], fields["labels"], fields["is_masked"], fields["is_text"].bool()[:, None, None, :]]
@@ -88,7 +88,7 @@ def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
 
 def get_batch_pipe(data: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     """Return (inputs of the first layer, inputs of the loss function in addition to the output)."""
-    tokens, labels, is_masked, is_text = fields_of(data)
+    tokens, labels, is_masked, is_text = broadcast_fields(data)
     if get_args().loss_as_layer:
         return (tokens, is_text, labels, is_masked), None
     return (tokens, is_text), (labels, is_masked)
@@ -134,9 +134,9 @@ class GatedAttention(nn.Module):
     The rows of ``up`` are ordered by head, so that each shard of rows contains q, k, v and gate of complete heads.
     """
 
-    def __init__(self, number: int, hidden_size: int, num_heads: int, dropout: float, group: mpu.Group) -> None:
+    def __init__(self, layer_idx: int, hidden_size: int, num_heads: int, dropout: float, group: mpu.Group) -> None:
         super().__init__()
-        self.number, self.dropout, self.streams = number, dropout, get_streams()
+        self.layer_idx, self.dropout, self.streams = layer_idx, dropout, get_streams()
         self.num_heads = mpu.divide("--num-attention-heads", num_heads, group)
         self.norm = nn.LayerNorm(hidden_size)
         self.up = mpu.ColumnParallelLinear(hidden_size, 4 * hidden_size, group=group)
@@ -149,7 +149,7 @@ class GatedAttention(nn.Module):
         q, k, v, gate = up.view(s, b, self.num_heads, 4, -1).permute(3, 1, 2, 0, 4)  # 4 x [b, a/t, s, d]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=is_text) * F.silu(gate)
         y = self.down(mixed.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, h]
-        y = self.streams.dropout(y, self.dropout, training=self.training, layer=self.number, site="gated attention")
+        y = self.streams.dropout(y, self.dropout, training=self.training, layer=self.layer_idx, site="gated attention")
         return x + y, is_text, *others
 
 
@@ -161,13 +161,13 @@ class FinalNorm(nn.LayerNorm):
         return super().forward(x), *others
 
 
-def logits_of(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
+def compute_logits(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
     """Return the logits [s, b, v/t], computed with the embedding's weight."""
     group = embedding.bytes.group
     return F.linear(mpu.copy_to_tensor_region(inputs[0], group), embedding.bytes.weight)
 
 
-def loss_of(logits: torch.Tensor, targets: Tensors) -> torch.Tensor:
+def masked_loss(logits: torch.Tensor, targets: Tensors) -> torch.Tensor:
     """Return the mean loss over the masked bytes of a micro-batch, a scalar that is averaged over micro-batches."""
     labels, is_masked = (target.transpose(0, 1) for target in targets)  # 2 x [s, b]
     losses = mpu.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=mpu.get_grid().tensor)
@@ -177,10 +177,10 @@ def loss_of(logits: torch.Tensor, targets: Tensors) -> torch.Tensor:
 def loss_layer(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
     """Return the loss, as the last layer of the pipeline; labels and is_masked were passed through all stages."""
     x, is_text, *targets = inputs
-    return loss_of(logits_of(embedding, (x, is_text)), tuple(targets))
+    return masked_loss(compute_logits(embedding, (x, is_text)), tuple(targets))
 
 
-def sizes() -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
+def constructor_args() -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
     """Return the constructor arguments of the embedding and of each layer."""
     args, group = get_args(), mpu.get_grid().tensor
     common = (args.hidden_size, args.num_attention_heads, args.hidden_dropout, group)
@@ -192,19 +192,19 @@ class MyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        embedding_args, layer_args = sizes()
+        embedding_args, layer_args = constructor_args()
         self.embedding = Embedding(*embedding_args)
         self.layers = nn.Sequential(*(GatedAttention(*arguments) for arguments in layer_args))
         self.norm = FinalNorm(get_args().hidden_size)
 
     def forward(self, tokens: torch.Tensor, is_text: torch.Tensor) -> torch.Tensor:
-        return logits_of(self.embedding, self.norm(self.layers(self.embedding((tokens, is_text)))))
+        return compute_logits(self.embedding, self.norm(self.layers(self.embedding((tokens, is_text)))))
 
 
 def forward_step(data_iterator: Any, model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of one micro-batch; not used in a pipeline."""
     tokens, labels, is_masked, is_text = get_batch(data_iterator)
-    loss = loss_of(model(tokens, is_text), (labels, is_masked))
+    loss = masked_loss(model(tokens, is_text), (labels, is_masked))
     return loss, {"lm loss": loss}
 
 
@@ -212,31 +212,31 @@ class MyModelPipe(PipelineModule):
     """The same layers as a list that is split into stages; the first and the last layer share the embedding weight."""
 
     def __init__(self) -> None:
-        embedding_args, layer_args = sizes()
+        embedding_args, layer_args = constructor_args()
         loss_as_layer = get_args().loss_as_layer
         tied = {"tied_weight_attr": "bytes.weight"}
-        last = loss_layer if loss_as_layer else logits_of
+        last_layer = loss_layer if loss_as_layer else compute_logits
         layers = [
             TiedLayerSpec("embedding", Embedding, *embedding_args, **tied),
             *[LayerSpec(GatedAttention, *args) for args in layer_args],
             LayerSpec(FinalNorm, get_args().hidden_size),
-            TiedLayerSpec("embedding", Embedding, *embedding_args, forward_fn=last, **tied),
+            TiedLayerSpec("embedding", Embedding, *embedding_args, forward_fn=last_layer, **tied),
         ]
         super().__init__(
             layers,
             topology=pipe_topology(mpu.get_grid().topology),
-            loss_fn=None if loss_as_layer else loss_of,
+            loss_fn=None if loss_as_layer else masked_loss,
             chunks=get_args().pipeline_chunks,
         )
         self.num_layers = len(layer_args)
 
     def logical_name(self, local_name: str) -> str:
         """Return the parameter's name in ``MyModel``, which determines its initial value and its checkpoint entry."""
-        first, _, rest = local_name.partition(".")
+        first, _, suffix = local_name.partition(".")
         if first == "tied_modules":
-            return rest  # "embedding.bytes.weight"
+            return suffix  # "embedding.bytes.weight"
         layer_idx = int(first) - 1
-        return f"layers.{layer_idx}.{rest}" if layer_idx < self.num_layers else f"norm.{rest}"
+        return f"layers.{layer_idx}.{suffix}" if layer_idx < self.num_layers else f"norm.{suffix}"
 
 
 def model_provider() -> nn.Module:

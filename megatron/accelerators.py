@@ -105,11 +105,11 @@ def enable(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) ->
         ValueError: a switch is neither 0 nor 1, a target does not exist, or two patches have the same target.
     """
     active = tuple(adaptor for adaptor in adaptors if is_on(adaptor, env))
-    targets = [(adaptor, patch, *_find(adaptor, patch)) for adaptor in active for patch in adaptor.patches]
+    targets = [(adaptor, patch, *_find_target(adaptor, patch)) for adaptor in active for patch in adaptor.patches]
     locations = [(id(owner), attribute) for _, _, owner, attribute in targets]
     for idx, (adaptor, patch, *_) in enumerate(targets):
         if locations[idx] in locations[:idx]:
-            raise ValueError(f"a target must be patched only once, got {patch.target} again in {_called(adaptor)}")
+            raise ValueError(f"a target must be patched only once, got {patch.target} again in {_describe(adaptor)}")
     applied = Applied(active, [])
     try:
         for _, patch, owner, attribute in targets:
@@ -149,13 +149,13 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> str:
     return value
 
 
-def _find(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
+def _find_target(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
     """Call ``target_of`` and convert its errors to a ValueError that names the adaptor and the fix."""
     try:
         return target_of(patch)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"every target of an adaptor must exist, got {patch.target} in {_called(adaptor)}: {error}. Update the "
+            f"every target of an adaptor must exist, got {patch.target} in {_describe(adaptor)}: {error}. Update the "
             f"plug-in for this version of {adaptor.part}, or set {adaptor.switch}=0 to disable its adaptors"
         ) from None
 
@@ -183,7 +183,7 @@ def _resolve(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-def _called(adaptor: Adaptor) -> str:
+def _describe(adaptor: Adaptor) -> str:
     return f"the {adaptor.part} adaptor {adaptor.name!r}"
 
 

@@ -31,10 +31,10 @@ def _by_plugin(function: _Call) -> _Call:
     """Decorate ``function`` so that a plug-in's hook replaces it; its first argument is a device or device type."""
 
     @functools.wraps(function)
-    def call(place: str | torch.device, *args: Any) -> Any:
-        plugin = accelerators.find(place if isinstance(place, str) else place.type)
+    def call(device: str | torch.device, *args: Any) -> Any:
+        plugin = accelerators.find(device if isinstance(device, str) else device.type)
         hook = plugin.hooks.get(function.__name__, function) if plugin else function
-        return hook(place, *args)
+        return hook(device, *args)
 
     return call  # type: ignore[return-value]
 
@@ -64,39 +64,39 @@ def choose(requested: str = "auto") -> str:
     return requested
 
 
-def is_available(kind: str) -> bool:
+def is_available(device_type: str) -> bool:
     """Return True if this machine has a usable device of this type."""
-    if plugin := accelerators.find(kind):
+    if plugin := accelerators.find(device_type):
         return plugin.is_available()
-    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+    return device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available())
 
 
-def prepare(kind: str) -> None:
+def prepare(device_type: str) -> None:
     """Run the preparation of the plug-in for this device type, if there is one."""
-    plugin = accelerators.find(kind)
+    plugin = accelerators.find(device_type)
     if plugin is not None and plugin.prepare is not None:
         plugin.prepare()
 
 
 @_by_plugin
-def bind(kind: str, local_rank: int) -> torch.device:
+def bind(device_type: str, local_rank: int) -> torch.device:
     """Make device ``local_rank`` of this type the current device and return it.
 
     Raises:
         ValueError: this process sees fewer devices.
     """
-    if kind == "cpu":
+    if device_type == "cpu":
         return torch.device("cpu")
     num_devices = torch.accelerator.device_count()
     if local_rank >= num_devices:
         raise ValueError(
-            f"LOCAL_RANK must be below the number of {kind} devices that this process sees, got {local_rank} and "
-            f"{num_devices}. Start as many ranks on each node as it has devices. If the launcher exposes only one "
+            f"LOCAL_RANK must be below the number of {device_type} devices that this process sees, got {local_rank} "
+            f"and {num_devices}. Start as many ranks on each node as it has devices. If the launcher exposes only one "
             "device to each process (CUDA_VISIBLE_DEVICES, srun --gpus-per-task), expose all of them (srun "
             "--gpu-bind=none), or set LOCAL_RANK=0"
         )
     torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank)
+    return torch.device(device_type, local_rank)
 
 
 def keep_freed_memory() -> bool:
@@ -107,21 +107,21 @@ def keep_freed_memory() -> bool:
 
 
 @_by_plugin
-def name(kind: str) -> str:
+def name(device_type: str) -> str:
     """Return the name of the device, such as "NVIDIA H100 80GB HBM3"."""
-    if kind == "cpu":
+    if device_type == "cpu":
         threads = torch.get_num_threads()
         return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
-    get_name = getattr(torch.get_device_module(kind), "get_device_name", None)
-    return get_name() if get_name is not None else kind
+    get_name = getattr(torch.get_device_module(device_type), "get_device_name", None)
+    return get_name() if get_name is not None else device_type
 
 
 @_by_plugin
-def identity(place: torch.device) -> str:
+def identity(device: torch.device) -> str:
     """Return an identifier of the device that is unique on its host; "" if it is unknown, and for the CPU."""
-    if place.type == "cpu":
+    if device.type == "cpu":
         return ""
-    properties = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
     uuid = getattr(properties, "uuid", None)
     if uuid is None:
         return ""
@@ -130,12 +130,12 @@ def identity(place: torch.device) -> str:
 
 
 @_by_plugin
-def model_name(place: torch.device) -> str:
+def model_name(device: torch.device) -> str:
     """Return the name of the device and its number of multiprocessors; "" for the CPU."""
-    if place.type == "cpu":
+    if device.type == "cpu":
         return ""
-    properties = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
-    return f"{name(place.type)}, {getattr(properties, 'multi_processor_count', 0)} multiprocessors"
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    return f"{name(device.type)}, {getattr(properties, 'multi_processor_count', 0)} multiprocessors"
 
 
 def versions() -> dict[str, str]:
@@ -147,60 +147,60 @@ def versions() -> dict[str, str]:
 
 
 @_by_plugin
-def backend(kind: str) -> str:
+def backend(device_type: str) -> str:
     """Return torch.distributed's backend for this device type; "" if only DeepSpeed knows it."""
-    plugin = accelerators.find(kind)
-    return plugin.backend if plugin else "nccl" if kind == "cuda" else "gloo"
+    plugin = accelerators.find(device_type)
+    return plugin.backend if plugin else "nccl" if device_type == "cuda" else "gloo"
 
 
 @_by_plugin
-def default_precision(kind: str) -> str:
+def default_precision(device_type: str) -> str:
     """Return the default number format: bf16 on GPUs that support it, otherwise fp16; fp32 on the CPU."""
-    if plugin := accelerators.find(kind):
+    if plugin := accelerators.find(device_type):
         return plugin.dtypes[0]
-    if kind == "cpu":
+    if device_type == "cpu":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def missing_dtype(kind: str, dtype: str | None) -> str | None:
+def missing_dtype(device_type: str, dtype: str | None) -> str | None:
     """Return the reason why a plug-in's device cannot compute in ``dtype``, or None; CPU and CUDA are not checked."""
-    plugin = accelerators.find(kind)
+    plugin = accelerators.find(device_type)
     if plugin is None or dtype is None or dtype in plugin.dtypes:
         return None
-    return f"--device {kind} supports {', '.join(plugin.dtypes)}, got --{dtype}. Use --{plugin.dtypes[0]}"
+    return f"--device {device_type} supports {', '.join(plugin.dtypes)}, got --{dtype}. Use --{plugin.dtypes[0]}"
 
 
 @_by_plugin
-def can_pin(kind: str) -> bool:
+def can_pin(device_type: str) -> bool:
     """Return True if the device can copy from pinned host memory while it computes."""
-    return kind != "cpu"
+    return device_type != "cpu"
 
 
 @_by_plugin
-def synchronize(kind: str) -> None:
+def synchronize(device_type: str) -> None:
     """Wait until the device has finished all queued work."""
-    if kind != "cpu":
+    if device_type != "cpu":
         torch.accelerator.synchronize()
 
 
 @_by_plugin
-def finish_copies(place: torch.device) -> None:
-    """Wait until the current stream of ``place`` has finished all queued work."""
-    if place.type != "cpu":
-        torch.accelerator.current_stream(place).synchronize()
+def finish_copies(device: torch.device) -> None:
+    """Wait until the current stream of ``device`` has finished all queued work."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
-def mark(place: torch.device) -> Any:
-    """Record and return an event after all work queued on the current stream of ``place``."""
-    event = torch.Event(place)
+def record_event(device: torch.device) -> Any:
+    """Record and return an event after all work queued on the current stream of ``device``."""
+    event = torch.Event(device)
     event.record()
     return event
 
 
-def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-    """Return uninitialized host memory for tensors of ``place``; pinned if copies can then overlap with computation."""
-    return torch.empty(shape, dtype=dtype, pin_memory=can_pin(place.type))
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialized host memory for tensors of ``device``; pinned if copies then overlap computation."""
+    return torch.empty(shape, dtype=dtype, pin_memory=can_pin(device.type))
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -215,12 +215,12 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
     source.record_stream(copy_stream)  # the allocator must not reuse its memory before the copy has read it
 
 
-def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Return a copy on ``place`` of the tensor that ``copy_to_host`` wrote to ``source``."""
-    if not can_pin(place.type):
-        return source.to(place, copy=True)
-    target = torch.empty(source.shape, dtype=source.dtype, device=place)
-    copy_stream, current = _copy_stream(place), torch.accelerator.current_stream(place)
+def copy_from_host(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on ``device`` of the tensor that ``copy_to_host`` wrote to ``source``."""
+    if not can_pin(device.type):
+        return source.to(device, copy=True)
+    target = torch.empty(source.shape, dtype=source.dtype, device=device)
+    copy_stream, current = _copy_stream(device), torch.accelerator.current_stream(device)
     copy_stream.wait_stream(current)
     with copy_stream:
         target.copy_(source, non_blocking=True)
@@ -228,35 +228,35 @@ def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
     return target
 
 
-def start_upload(tensors: Mapping[str, torch.Tensor], place: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
-    """Copy ``tensors`` to ``place``; return the copies, and a token for ``await_upload``.
+def start_upload(tensors: Mapping[str, torch.Tensor], device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
+    """Copy ``tensors`` to ``device``; return the copies, and a token for ``await_upload``.
 
     Pinned tensors are copied on a separate stream, overlapped with computation. On a device that cannot overlap, the
     copies are complete when this function returns.
     """
-    if not can_pin(place.type):
-        return {name: tensor.to(place) for name, tensor in tensors.items()}, None
-    copy_stream = _copy_stream(place, "uploads")
+    if not can_pin(device.type):
+        return {name: tensor.to(device) for name, tensor in tensors.items()}, None
+    copy_stream = _copy_stream(device, "uploads")
     with copy_stream:
-        copies = {name: tensor.to(place, non_blocking=True) for name, tensor in tensors.items()}
+        copies = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return copies, copy_stream.record_event()
 
 
-def await_upload(copies: Iterable[torch.Tensor], place: torch.device, uploaded: Any) -> None:
-    """Make the current stream of ``place`` wait for ``copies`` before later work. Does not block the host.
+def await_upload(copies: Iterable[torch.Tensor], device: torch.device, uploaded: Any) -> None:
+    """Make the current stream of ``device`` wait for ``copies`` before later work. Does not block the host.
 
     Args:
         uploaded: the token of ``start_upload``.
     """
     if uploaded is None:
         return
-    current = torch.accelerator.current_stream(place)
+    current = torch.accelerator.current_stream(device)
     current.wait_event(uploaded)
     for copy in copies:
         copy.record_stream(current)  # the next upload must not reuse its memory before the computation has read it
 
 
-def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+def replace_data(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     """Replace the data of ``parameter`` in place by ``tensor``, which may be on another device."""
     with torch.no_grad():
         if torch._has_compatible_shallow_copy_type(parameter, tensor):
@@ -266,17 +266,17 @@ def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 @functools.cache
-def _copy_stream(place: torch.device, use: str = "activations") -> torch.Stream:
-    return torch.Stream(place)
+def _copy_stream(device: torch.device, purpose: str = "activations") -> torch.Stream:
+    return torch.Stream(device)
 
 
 @_by_plugin
-def is_busy(place: torch.device) -> bool:
-    """Return True if the default stream of ``place`` has unfinished work."""
-    if place.type == "cpu":
+def is_busy(device: torch.device) -> bool:
+    """Return True if the default stream of ``device`` has unfinished work."""
+    if device.type == "cpu":
         return False
     try:
-        return not torch.get_device_module(place).default_stream(place).query()
+        return not torch.get_device_module(device).default_stream(device).query()
     except RuntimeError:  # the device has failed
         return False
 
@@ -287,19 +287,19 @@ def seed(value: int) -> None:
 
 
 @_by_plugin
-def default_generator(place: torch.device) -> torch.Generator:
-    """Return the generator used by torch's random functions on ``place``."""
-    if place.type == "cpu":
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator used by torch's random functions on ``device``."""
+    if device.type == "cpu":
         return torch.default_generator
-    index = place.index if place.index is not None else torch.accelerator.current_device_index()
-    return torch.get_device_module(place).default_generators[index]
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    return torch.get_device_module(device).default_generators[index]
 
 
-def rng_states(kind: str) -> dict[str, torch.Tensor]:
+def rng_states(device_type: str) -> dict[str, torch.Tensor]:
     """Return device type -> state of its default generator, as a byte tensor."""
     states = {"cpu": torch.get_rng_state()}
-    if kind != "cpu":
-        states[kind] = default_generator(torch.device(kind)).get_state()
+    if device_type != "cpu":
+        states[device_type] = default_generator(torch.device(device_type)).get_state()
     return states
 
 
@@ -311,31 +311,31 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
 
 
 @_by_plugin
-def peak_memory_bytes(kind: str) -> int:
+def peak_memory_bytes(device_type: str) -> int:
     """Return the peak memory of this process in bytes: of the device's allocator, or the resident size on the CPU."""
-    if kind != "cpu":
+    if device_type != "cpu":
         return torch.accelerator.max_memory_allocated()
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def count(kind: str) -> int:
+def num_devices(device_type: str) -> int:
     """Return the number of devices of this type that this process sees; for the CPU, the cores that it may use."""
-    return len(os.sched_getaffinity(0)) if kind == "cpu" else torch.accelerator.device_count()
+    return len(os.sched_getaffinity(0)) if device_type == "cpu" else torch.accelerator.device_count()
 
 
-def memory_of_others(kind: str) -> int:
+def memory_of_others(device_type: str) -> int:
     """Return the bytes in use on the current device outside of this process's allocator; 0 on the CPU."""
-    if kind == "cpu":
+    if device_type == "cpu":
         return 0
     free, total = torch.accelerator.get_memory_info()
     return max(0, total - free - torch.accelerator.memory_reserved())
 
 
 @_by_plugin
-def total_memory_bytes(kind: str) -> int:
+def total_memory_bytes(device_type: str) -> int:
     """Return the memory of the device in bytes; for the CPU, the memory of the node."""
-    if kind != "cpu":
+    if device_type != "cpu":
         return torch.accelerator.get_memory_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "megatron-tds"
 IMPORT_NAMES = {"pyyaml": "yaml"}
 """Package name -> import name, where the two differ."""
-OLDEST = (3, 11)
+MIN_PYTHON = (3, 11)
 EXIT_CODE = 2
 """Exit code of ``ConfigError``, whose module is not imported here."""
 Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
@@ -29,12 +29,12 @@ def install() -> None:
         sys.excepthook = hook_before(sys.excepthook)
 
 
-def hook_before(other: Hook) -> Hook:
-    """Return an exception hook that exits with code 2 if ``problem`` has a message, and otherwise calls ``other``."""
+def hook_before(next_hook: Hook) -> Hook:
+    """Return an exception hook that exits with code 2 if ``problem`` has a message; otherwise ``next_hook`` runs."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         exit_if_outside(error)
-        other(kind, error, trace)
+        next_hook(error_type, error, trace)
 
     return hook
 
@@ -56,27 +56,27 @@ def problem(error: BaseException) -> str | None:
 
     Returns None if the project is installed: a missing package is then a defect, and the traceback is needed.
     """
-    if sys.version_info < OLDEST:
-        needed, actual = ".".join(map(str, OLDEST)), ".".join(map(str, sys.version_info[:3]))
-        return f"Python {needed} or newer is needed, this is {actual} ({sys.executable}). {cure()}"
+    if sys.version_info < MIN_PYTHON:
+        needed, actual = ".".join(map(str, MIN_PYTHON)), ".".join(map(str, sys.version_info[:3]))
+        return f"Python {needed} or newer is needed, this is {actual} ({sys.executable}). {setup_advice()}"
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     package = error.name.partition(".")[0]
-    if package not in required() or is_installed():
+    if package not in required_packages() or is_installed():
         return None
-    return f"this Python ({sys.executable}) lacks {package}. {cure()}"
+    return f"this Python ({sys.executable}) lacks {package}. {setup_advice()}"
 
 
-def cure() -> str:
+def setup_advice() -> str:
     """Return the command that activates the environment, preceded by the command that creates it if it is missing."""
     venv = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
-    activate, script = _shown(venv / "bin" / "activate"), _shown(ROOT / "run_gpt2.sh")
+    activate, script = _display_path(venv / "bin" / "activate"), _display_path(ROOT / "run_gpt2.sh")
     if (venv / "bin" / "activate").exists():
         return f"Activate the project's environment: . {activate}"
     return f"Run `bash {script}` once, which creates the project's environment, then activate it: . {activate}"
 
 
-def required() -> set[str]:
+def required_packages() -> set[str]:
     """Return the import names of the packages that pyproject.toml requires; empty without that file."""
     import tomllib  # Python 3.11
 
@@ -96,7 +96,7 @@ def is_installed() -> bool:
     return any(Path(str(distribution.locate_file(""))).resolve() != ROOT for distribution in distributions)
 
 
-def _shown(path: Path) -> str:
+def _display_path(path: Path) -> str:
     """Return ``path`` as the user would type it: relative if it is below the working directory."""
     absolute = Path(os.path.abspath(path))
     working_dir = Path.cwd()

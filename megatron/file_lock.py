@@ -24,7 +24,7 @@ class FileLock:
     | flock | this process and the processes that it forks, until the last of them ends |
 
     The kernel releases the lock when its owner ends for any reason, so an unlocked file is stale and is taken over.
-    ``left`` is the text that an earlier holder left in the file, or b"".
+    ``previous_text`` is the text that an earlier holder left in the file, or b"".
 
     Args:
         wait_s: maps the holder's text to the number of seconds to wait for it.
@@ -42,7 +42,7 @@ class FileLock:
     def __init__(
         self,
         path: Path,
-        kind: Literal["lockf", "flock"],
+        lock_type: Literal["lockf", "flock"],
         *,
         wait_s: Callable[[bytes], float],
         describe: Callable[[bytes], str],
@@ -50,15 +50,15 @@ class FileLock:
         without_lock: Callable[[OSError, bytes], bool],
         poll_s: float = POLL_S,
     ) -> None:
-        self.path, self.left = path, b""
-        self._kind, self._without_lock = kind, without_lock
+        self.path, self.previous_text = path, b""
+        self._lock_type, self._without_lock = lock_type, without_lock
         self._descriptor: int | None = None
-        began = time.monotonic()
+        start = time.monotonic()
         while self._descriptor is None:
-            holder = self._try()
+            holder = self._try_acquire()
             if holder is None:
                 continue
-            if time.monotonic() - began >= wait_s(holder):
+            if time.monotonic() - start >= wait_s(holder):
                 raise error(describe(holder))
             time.sleep(poll_s)
 
@@ -77,7 +77,7 @@ class FileLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _try(self) -> bytes | None:
+    def _try_acquire(self) -> bytes | None:
         """Acquire the lock, or return the holder's text.
 
         Returns None without the lock if the file has just been removed.
@@ -96,7 +96,7 @@ class FileLock:
             text = os.pread(descriptor, 4096, 0)
             if problem is not None and (isinstance(problem, BlockingIOError) or not self._without_lock(problem, text)):
                 return text
-            self.left, self._descriptor = text, descriptor
+            self.previous_text, self._descriptor = text, descriptor
             return None
         finally:
             if self._descriptor is None:
@@ -105,7 +105,7 @@ class FileLock:
     def _lock(self, descriptor: int) -> OSError | None:
         """Lock the open file; return the error if that fails."""
         try:
-            getattr(fcntl, self._kind)(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            getattr(fcntl, self._lock_type)(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
             return problem
         return None

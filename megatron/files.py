@@ -17,16 +17,16 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-_HELD_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
 _CRC_POLYNOMIAL = 0xEDB88320  # without x^32; the highest bit of an int is the coefficient of x^0, as in zlib
 _ONE, _X = 1 << 31, 1 << 30
 
 
-def _nothing(operation: str, path: Path) -> None:
+def _no_op(operation: str, path: Path) -> None:
     return None
 
 
-before_operation: Callable[[str, Path], None] = _nothing
+before_operation: Callable[[str, Path], None] = _no_op
 """Called before each operation with its name and path; tests inject crashes and full disks here."""
 
 
@@ -65,21 +65,21 @@ class Stream:
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.size = self.crc = 0
         self.error: OSError | None = None
-        self._file, self._path, self._held = file, path, bytearray()
+        self._file, self._path, self._buffered = file, path, bytearray()
 
     def write(self, data: bytes | memoryview) -> int:
         """Write or buffer ``data``; return its length."""
-        if len(self._held) + len(data) > _HELD_BYTES:
+        if len(self._buffered) + len(data) > _BUFFER_BYTES:
             self.flush()
-        if len(data) > _HELD_BYTES:
+        if len(data) > _BUFFER_BYTES:
             self._write(data)
         else:
-            self._held += data
+            self._buffered += data
         return len(data)
 
     def flush(self) -> None:
         """Write the buffered data."""
-        buffered, self._held = self._held, bytearray()
+        buffered, self._buffered = self._buffered, bytearray()
         if buffered:
             self._write(buffered)
 
@@ -94,7 +94,7 @@ class Stream:
         self.crc = zlib.crc32(data, self.crc)
 
 
-def write_by(path: Path, produce: Callable[[Stream], None]) -> tuple[int, int]:
+def write_with(path: Path, produce: Callable[[Stream], None]) -> tuple[int, int]:
     """Call ``produce`` to write to ``path``, flush to disk, and return (size in bytes, crc32) of the file.
 
     Raises:
@@ -147,10 +147,10 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     Source: Peterson and Brown 1961, "Cyclic codes for error detection"; IEEE 802.3 (the polynomial); Mark Adler's
     note in zlib's crc32_combine.
     """
-    return _times(first, _x_to(8 * second_bytes)) ^ second
+    return _gf2_multiply(first, _x_power(8 * second_bytes)) ^ second
 
 
-def _times(a: int, b: int) -> int:
+def _gf2_multiply(a: int, b: int) -> int:
     product = 0
     while a:
         if a & _ONE:
@@ -161,12 +161,12 @@ def _times(a: int, b: int) -> int:
 
 
 @cache
-def _x_to(power: int) -> int:
+def _x_power(power: int) -> int:
     result, square = _ONE, _X
     while power:
         if power & 1:
-            result = _times(result, square)
-        square = _times(square, square)
+            result = _gf2_multiply(result, square)
+        square = _gf2_multiply(square, square)
         power >>= 1
     return result
 
@@ -207,13 +207,13 @@ def too_large_message() -> str:
     return f"larger than the limit of `ulimit -f`, {limit:,} bytes. Raise the limit (ulimit -f unlimited)"
 
 
-def allow_open_files(number: int) -> int:
-    """Raise this process's limit on open files and sockets to ``number`` if permitted; return the resulting limit."""
+def allow_open_files(num_files: int) -> int:
+    """Raise this process's limit on open files and sockets to ``num_files`` if permitted; return the new limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = number if hard_limit == resource.RLIM_INFINITY else min(number, hard_limit)
+    allowed = num_files if hard_limit == resource.RLIM_INFINITY else min(num_files, hard_limit)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard_limit))
-    return number if soft_limit == resource.RLIM_INFINITY else max(soft_limit, allowed)
+    return num_files if soft_limit == resource.RLIM_INFINITY else max(soft_limit, allowed)
 
 
 def rename(source: Path, target: Path) -> None:

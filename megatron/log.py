@@ -39,7 +39,7 @@ def configure(rank: int = 0, level: str | None = None) -> None:
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").lower()
     level = level if level in ("debug", "info", "warning", "error") else "info"
-    for handler_to_remove in _own_handlers():
+    for handler_to_remove in _module_handlers():
         _LOGGER.removeHandler(handler_to_remove)
     handler = _CurrentStderr()
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
@@ -50,17 +50,17 @@ def configure(rank: int = 0, level: str | None = None) -> None:
 
 def debug(message: str) -> None:
     """Log a detail on rank 0, shown with MEGATRON_LOG_LEVEL=debug."""
-    _ready().debug(message)
+    _get_logger().debug(message)
 
 
 def info(message: str) -> None:
     """Log ``message`` on rank 0."""
-    _ready().info(message)
+    _get_logger().info(message)
 
 
 def warning(message: str) -> None:
     """Log a warning, on any rank."""
-    _ready().warning("warning: " + message)
+    _get_logger().warning("warning: " + message)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,7 +77,7 @@ def warn_once_per_job(message: str) -> None:
 
 def error(message: str) -> None:
     """Log an error, on any rank."""
-    _ready().error(message)
+    _get_logger().error(message)
 
 
 def human_bytes(value: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB"), digits: int = 2) -> str:
@@ -89,13 +89,13 @@ def human_bytes(value: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB"),
     return f"{value / _BYTES[unit]:.{0 if unit == 'B' else digits}f} {unit}"
 
 
-def _ready() -> logging.Logger:
-    if not _own_handlers():
+def _get_logger() -> logging.Logger:
+    if not _module_handlers():
         configure()
     return _LOGGER
 
 
-def _own_handlers() -> list[logging.Handler]:
+def _module_handlers() -> list[logging.Handler]:
     """Return the handlers added by this module; a test runner or the user's program may have added others."""
     return [handler for handler in _LOGGER.handlers if isinstance(handler, _CurrentStderr)]
 

@@ -27,10 +27,10 @@ BLOCK_BYTES = 8 << 20
 PAUSES_S = (0.5, 2.0, 8.0)
 """Pauses in seconds before the second and further attempts."""
 
-_KEPT_BLOCKS = 3
+_CACHED_BLOCKS = 3
 _BUFFER_BYTES = 1 << 16
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
+_TIME_KEYS = ("LastModified", "mtime", "last_modified", "updated", "created")
 _T = TypeVar("_T")
 
 
@@ -57,8 +57,8 @@ def status(path: str | Path) -> Status:
         file_stat = Path(path).stat()
         return Status(file_stat.st_size, file_stat.st_mtime_ns)
     store, name = _store(str(path))
-    info = _tried(str(path), "reading its metadata", lambda: store.info(name))
-    changed = next((info[key] for key in _TIMES if info.get(key) is not None), 0)
+    info = _retry(str(path), "reading its metadata", lambda: store.info(name))
+    changed = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), 0)
     if isinstance(changed, datetime.datetime):
         changed = changed.timestamp()
     return Status(int(info["size"]), int(float(changed) * 1e9) if isinstance(changed, (int, float)) else 0)
@@ -72,12 +72,12 @@ def version(path: str) -> tuple[int, str]:
     """
     store, name = _store(path)
 
-    def ask() -> dict[str, Any]:
+    def request_info() -> dict[str, Any]:
         store.invalidate_cache()
         return store.info(name)
 
-    info = _tried(path, "reading its metadata", ask)
-    return int(info["size"]), " ".join(str(info[key]) for key in ("ETag", *_TIMES) if info.get(key) is not None)
+    info = _retry(path, "reading its metadata", request_info)
+    return int(info["size"]), " ".join(str(info[key]) for key in ("ETag", *_TIME_KEYS) if info.get(key) is not None)
 
 
 def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
@@ -98,7 +98,7 @@ def is_file(path: str) -> bool:
         DataError: ``path`` does not exist, or the store cannot be accessed.
     """
     store, name = _store(path)
-    return _tried(path, "reading its metadata", lambda: store.info(name))["type"] == "file"
+    return _retry(path, "reading its metadata", lambda: store.info(name))["type"] == "file"
 
 
 def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
@@ -110,7 +110,7 @@ def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
     store, name = _store(path)
     top = name.rstrip("/") + "/"
     store.invalidate_cache()  # files may have been added or removed since they were listed
-    names = _tried(path, "listing it", lambda: store.find(name))
+    names = _retry(path, "listing it", lambda: store.find(name))
     return sorted(
         (tuple(file_name.removeprefix(top).split("/")), store.unstrip_protocol(file_name)) for file_name in names
     )
@@ -125,14 +125,14 @@ def sizes_below(path: str) -> dict[tuple[str, ...], int]:
     store, name = _store(path)
     top = name.rstrip("/") + "/"
 
-    def ask() -> dict[str, dict[str, Any]]:
+    def list_files() -> dict[str, dict[str, Any]]:
         store.invalidate_cache()
         try:
             return store.find(name, detail=True)
         except FileNotFoundError:
             return {}
 
-    info_by_name = _tried(path, "listing it", ask)
+    info_by_name = _retry(path, "listing it", list_files)
     inside = {
         file_name.removeprefix(top): info for file_name, info in info_by_name.items() if file_name.startswith(top)
     }
@@ -157,7 +157,7 @@ def size_of(path: str) -> int | None:
     """
     store, name = _store(path)
 
-    def ask() -> int | None:
+    def request_size() -> int | None:
         store.invalidate_cache()
         try:
             info = store.info(name)
@@ -165,7 +165,7 @@ def size_of(path: str) -> int | None:
             return None
         return int(info["size"]) if info["type"] == "file" else None
 
-    return _tried(path, "reading its metadata", ask)
+    return _retry(path, "reading its metadata", request_size)
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
@@ -182,7 +182,7 @@ def read_range(path: str, start: int, stop: int) -> bytes:
             raise OSError(f"received {len(data)} of {stop - start} bytes")
         return data
 
-    return _tried(path, f"reading bytes {start}:{stop}", fetch)
+    return _retry(path, f"reading bytes {start}:{stop}", fetch)
 
 
 def read_chunks(path: str, size: int) -> Iterator[bytes]:
@@ -192,11 +192,11 @@ def read_chunks(path: str, size: int) -> Iterator[bytes]:
         DataError: as ``read_range``.
     """
     starts = range(0, size, BLOCK_BYTES)
-    with ThreadPoolExecutor(1) as ahead:
+    with ThreadPoolExecutor(1) as executor:
         pending = deque[Future[bytes]]()
         for start in starts:
-            pending.append(ahead.submit(read_range, path, start, min(start + BLOCK_BYTES, size)))
-            if len(pending) == _KEPT_BLOCKS:
+            pending.append(executor.submit(read_range, path, start, min(start + BLOCK_BYTES, size)))
+            if len(pending) == _CACHED_BLOCKS:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -213,13 +213,13 @@ def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
     """
     size, (store, name) = source.stat().st_size, _store(path)
 
-    def put() -> None:
+    def upload_once() -> None:
         try:
             store.put_file(str(source), name)
         except FileNotFoundError as error:
             if source.exists():
                 raise FileNotFoundError(f"no such bucket or folder: {error}") from error
-            raise _Gone(source) from error
+            raise _SourceDeleted(source) from error
         remote_size = size_of(path)
         if remote_size != size:
             raise OSError(f"the store has {remote_size or 0} of {size} bytes")
@@ -227,9 +227,9 @@ def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
             raise OSError("the uploaded file has another checksum")
 
     try:
-        _tried(path, f"uploading {source}", put)
-    except _Gone as gone:
-        raise FileNotFoundError(f"{gone} no longer exists") from gone
+        _retry(path, f"uploading {source}", upload_once)
+    except _SourceDeleted as deleted:
+        raise FileNotFoundError(f"{deleted} no longer exists") from deleted
 
 
 def checksum(path: str, size: int) -> int:
@@ -251,7 +251,7 @@ def write_bytes(path: str, data: bytes) -> None:
         DataError: the upload failed.
     """
     store, name = _store(path)
-    _tried(path, "uploading it", lambda: store.pipe_file(name, data))
+    _retry(path, "uploading it", lambda: store.pipe_file(name, data))
 
 
 def check_writable(path: str) -> None:
@@ -277,10 +277,10 @@ def remove(path: str) -> None:
         with suppress(FileNotFoundError):
             store.rm_file(name)
 
-    _tried(path, "deleting it", delete)
+    _retry(path, "deleting it", delete)
 
 
-class _Gone(Exception):
+class _SourceDeleted(Exception):
     """A local file disappeared while it was uploaded; the argument is its path."""
 
 
@@ -291,7 +291,7 @@ class RemoteFile(io.RawIOBase):
         super().__init__()
         self.path, self.size = path, status(path).size
         self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
-        self._ahead = ThreadPoolExecutor(1)
+        self._executor = ThreadPoolExecutor(1)
         self._position = 0
 
     def readable(self) -> bool:
@@ -320,20 +320,20 @@ class RemoteFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._ahead.shutdown(wait=True, cancel_futures=True)
+            self._executor.shutdown(wait=True, cancel_futures=True)
             self._blocks.clear()
         super().close()
 
-    def _block(self, number: int) -> Future[bytes]:
-        if number not in self._blocks:
-            self._blocks[number] = self._ahead.submit(self._fetch, number)
-            while len(self._blocks) > _KEPT_BLOCKS:
+    def _block(self, block_idx: int) -> Future[bytes]:
+        if block_idx not in self._blocks:
+            self._blocks[block_idx] = self._executor.submit(self._fetch, block_idx)
+            while len(self._blocks) > _CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
-        self._blocks.move_to_end(number)
-        return self._blocks[number]
+        self._blocks.move_to_end(block_idx)
+        return self._blocks[block_idx]
 
-    def _fetch(self, number: int) -> bytes:
-        start = number * BLOCK_BYTES
+    def _fetch(self, block_idx: int) -> bytes:
+        start = block_idx * BLOCK_BYTES
         return read_range(self.path, start, min(start + BLOCK_BYTES, self.size))
 
 
@@ -350,8 +350,8 @@ def _store(path: str) -> tuple[Any, str]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
-    """Call ``ask`` and return its result, retrying after PAUSES_S if it fails.
+def _retry(path: str, operation: str, request: Callable[[], _T]) -> _T:
+    """Call ``request`` and return its result, retrying after PAUSES_S if it fails.
 
     Raises:
         DataError: all attempts failed, or the error is permanent (missing file, rejected credentials).
@@ -359,8 +359,8 @@ def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
     pauses: Iterator[float] = iter(PAUSES_S)
     while True:
         try:
-            return ask()
-        except _Gone:
+            return request()
+        except _SourceDeleted:
             raise
         except (FileNotFoundError, IsADirectoryError) as error:
             raise DataError(f"{path} does not exist; check the name") from error
@@ -371,8 +371,8 @@ def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
             pause_s = next(pauses, None)
             if pause_s is None:
                 raise DataError(
-                    f"{path}: {what} failed {1 + len(PAUSES_S)} times ({reason}). Check the store, then continue with "
-                    "--resume."
+                    f"{path}: {operation} failed {1 + len(PAUSES_S)} times ({reason}). Check the store, then continue "
+                    "with --resume."
                 ) from error
-            log.warning(f"{path}: {what} failed ({reason}); retrying in {pause_s} s")
+            log.warning(f"{path}: {operation} failed ({reason}); retrying in {pause_s} s")
             time.sleep(pause_s)

@@ -24,14 +24,14 @@ OLDER = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single":
 """Name in torch 2.13 -> earlier name."""
 
 
-def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
-    """All-gather ``part`` of each rank into ``whole``. Options and return value are as in torch. Collective."""
-    return getattr(dist, name_of("all_gather_single"))(whole, part, **options)
+def all_gather_single(full: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
+    """All-gather ``shard`` of each rank into ``full``. Options and return value are as in torch. Collective."""
+    return getattr(dist, name_of("all_gather_single"))(full, shard, **options)
 
 
-def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
-    """Reduce-scatter ``whole`` of each rank into ``part``. Options and return value are as in torch. Collective."""
-    return getattr(dist, name_of("reduce_scatter_single"))(part, whole, **options)
+def reduce_scatter_single(shard: torch.Tensor, full: torch.Tensor, **options: Any) -> Any:
+    """Reduce-scatter ``full`` of each rank into ``shard``. Options and return value are as in torch. Collective."""
+    return getattr(dist, name_of("reduce_scatter_single"))(shard, full, **options)
 
 
 def name_of(name: str) -> str:
@@ -39,7 +39,7 @@ def name_of(name: str) -> str:
     return name if hasattr(dist, name) else OLDER[name]
 
 
-HAS_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+HAS_GROUPS = tuple(int(component) for component in torch.__version__.split(".")[:2]) >= (2, 12)
 """True if ``varlen_attn`` supports fewer key heads than query heads."""
 
 
@@ -67,12 +67,12 @@ def varlen_attention(
         if HAS_GROUPS:
             options["enable_gqa"] = True
         else:
-            key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+            key, value = (kv.repeat_interleave(query.shape[1] // kv.shape[1], 1) for kv in (key, value))
     output: Any = varlen_attn(query, key, value, cu_query, cu_key, max_query, max_key, **options)
     return output  # type: ignore[no-any-return]
 
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Maximum number of ``flex_attention`` graphs per process: one per shape, with and without gradients (torch: 8)."""
 
 
@@ -81,7 +81,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the output of torch's compiled ``flex_attention``; in ``torch.compile``, as part of the caller's graph.
 
     On a CPU, ``flex_attention`` is not compiled: it materializes all scores and has no gradients.
@@ -90,13 +90,13 @@ def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         query, output [b, a, s, d]; key, value [b, g, s_k, d]
 
     Raises:
-        Exception: torch's own types: there are more than ``MOST_GRAPHS`` shapes, or no kernel supports the head sizes.
+        Exception: torch's own types: there are more than ``MAX_GRAPHS`` shapes, or no kernel supports the head sizes.
     """
     from torch.nn.attention.flex_attention import flex_attention  # imported on use, since few runs need it
 
     is_uncompiled = torch.compiler.is_compiling() or query.device.type == "cpu"
     function: Any = flex_attention if is_uncompiled else compiled_flex_attention()
-    output: torch.Tensor = function(query, key, value, **how)
+    output: torch.Tensor = function(query, key, value, **options)
     return output
 
 
@@ -107,10 +107,10 @@ def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> C
 
     options: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = MOST_GRAPHS
+        options["recompile_limit"] = MAX_GRAPHS
     else:
         dynamo_config = torch._dynamo.config
-        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MOST_GRAPHS)
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MAX_GRAPHS)
     compiled: Callable[..., Any] = torch.compile(flex_attention, **options)
     return compiled
 

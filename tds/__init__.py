@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tds.deepspeed.alias import follow, install
+from tds.deepspeed.alias import forward_to_deepspeed, install
 
-follow(
+forward_to_deepspeed(
     __name__,
     {
         "PipelineEngine": "tds.deepspeed.engine",

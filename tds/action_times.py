@@ -23,54 +23,54 @@ class Work:
     """Measured times of one action and its waits for messages, in nanoseconds of the host's monotonic clock."""
 
     action: Action
-    began_ns: int
-    ended_ns: int
+    start_ns: int
+    end_ns: int
     waits: tuple[tuple[int, int], ...] = ()
 
     @property
-    def started_ns(self) -> int:
+    def compute_start_ns(self) -> int:
         """Arrival time of the last awaited message; the start of the action if it did not wait."""
-        return self.waits[-1][1] if self.waits else self.began_ns
+        return self.waits[-1][1] if self.waits else self.start_ns
 
     @property
     def work_ns(self) -> int:
         """Duration without the waits. Reading data before a wait counts as work."""
-        return self.ended_ns - self.began_ns - sum(after - before for before, after in self.waits)
+        return self.end_ns - self.start_ns - sum(after - before for before, after in self.waits)
 
 
 class Recorder:
     """Records clock marks around the actions of one step.
 
     Args:
-        exchange: the stage's ``P2PCommunicator``. The recorder reads its ``clock`` and its ``waits``.
+        communicator: the stage's ``P2PCommunicator``. The recorder reads its ``clock`` and its ``waits``.
     """
 
-    def __init__(self, exchange: Any) -> None:
-        self._exchange = exchange
-        self._began: Any = None
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self._start: Any = None
         self._num_waits = 0
         self._marks: list[tuple[Action, Any, Any, list[tuple[Any, Any]]]] = []
 
     def before(self) -> None:
         """Mark the start of an action."""
-        exchange = self._exchange
-        self._num_waits = len(exchange.waits)
-        self._began = exchange.clock.mark()
+        communicator = self._communicator
+        self._num_waits = len(communicator.waits)
+        self._start = communicator.clock.mark()
 
     def after(self, action: Action) -> None:
         """Mark the end of ``action``."""
-        exchange = self._exchange
-        self._marks.append((action, self._began, exchange.clock.mark(), exchange.waits[self._num_waits :]))
+        communicator = self._communicator
+        self._marks.append((action, self._start, communicator.clock.mark(), communicator.waits[self._num_waits :]))
 
-    def take(self, *, is_whole: bool = True) -> list[Work]:
+    def drain(self, *, is_complete: bool = True) -> list[Work]:
         """Return the actions recorded since the last call, after waiting for the device.
 
         Args:
-            is_whole: False after an error: omit the actions that the device has not reached, instead of waiting.
+            is_complete: False after an error: omit the actions that the device has not reached, instead of waiting.
         """
         marks, self._marks = self._marks, []
-        clock = self._exchange.clock
-        if not is_whole:
+        clock = self._communicator.clock
+        if not is_complete:
             marks = [mark for mark in marks if clock.is_reached(mark[2])]
         work = [_resolve(clock, *mark) for mark in marks]
         for _, start, end, _ in marks:
@@ -78,9 +78,9 @@ class Recorder:
         return work
 
 
-def _resolve(clock: Clock, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> Work:
+def _resolve(clock: Clock, action: Action, start: Any, end: Any, waits: list[tuple[Any, Any]]) -> Work:
     to_ns = clock.nanoseconds
-    return Work(action, to_ns(began), to_ns(ended), tuple((to_ns(before), to_ns(after)) for before, after in waits))
+    return Work(action, to_ns(start), to_ns(end), tuple((to_ns(before), to_ns(after)) for before, after in waits))
 
 
 def durations_of(work: Iterable[Work]) -> Durations:
@@ -99,23 +99,29 @@ def medians(durations: Durations) -> dict[tuple[type[Action], int], float]:
 def costs_of(
     stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int, placement: str = LOOP
 ) -> Costs:
-    """Return the costs of all pieces.
+    """Return the costs of all virtual stages.
 
-    If no backward of a piece is split, its full backward counts as ``backward_input`` and ``backward_weight`` is 0.
+    If no backward of a virtual stage is split, its full backward counts as ``backward_input``, and ``backward_weight``
+    is 0.
 
     Args:
         stages: for each stage, the time in seconds of each action type and chunk.
     """
-    placed = Placement(len(stages), num_chunks, placement)
-    pieces = [(stages[placed.stage_of(piece)], piece // len(stages)) for piece in range(placed.num_pieces)]
-    backward_input = [stage.get((BackwardInput, chunk), stage.get((Backward, chunk), 0.0)) for stage, chunk in pieces]
-    backward_weight = [stage.get((BackwardWeight, chunk), 0.0) for stage, chunk in pieces]
+    chunk_placement = Placement(len(stages), num_chunks, placement)
+    stage_chunks = [
+        (stages[chunk_placement.stage_of(virtual_stage)], virtual_stage // len(stages))
+        for virtual_stage in range(chunk_placement.num_virtual_stages)
+    ]
+    backward_input = [
+        stage.get((BackwardInput, chunk), stage.get((Backward, chunk), 0.0)) for stage, chunk in stage_chunks
+    ]
+    backward_weight = [stage.get((BackwardWeight, chunk), 0.0) for stage, chunk in stage_chunks]
     backward = [
         stage.get((Backward, chunk), sum(halves))
-        for (stage, chunk), halves in zip(pieces, zip(backward_input, backward_weight, strict=True), strict=True)
+        for (stage, chunk), halves in zip(stage_chunks, zip(backward_input, backward_weight, strict=True), strict=True)
     ]
     return Costs(
-        forward=tuple(stage.get((Forward, chunk), 0.0) for stage, chunk in pieces),
+        forward=tuple(stage.get((Forward, chunk), 0.0) for stage, chunk in stage_chunks),
         backward_input=tuple(backward_input),
         backward_weight=tuple(backward_weight),
         backward=tuple(backward),

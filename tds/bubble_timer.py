@@ -13,7 +13,7 @@ from typing import Any
 
 from tds.clocks import Clock, offset_to_wall_ns
 
-KEPT_STEPS = 1000
+MAX_STEPS = 1000
 Row = tuple[int, int, int]
 """(start, end, total wait) of one step on one stage, in nanoseconds of a clock that all stages share."""
 
@@ -24,23 +24,23 @@ class BubbleTimer:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._offset_ns = offset_to_wall_ns()
-        self._rows: deque[Row] = deque(maxlen=KEPT_STEPS)
-        self._number = 0
-        self._read: dict[str, int] = {}
+        self._rows: deque[Row] = deque(maxlen=MAX_STEPS)
+        self._num_steps = 0
+        self._num_read: dict[str, int] = {}
         self._pending: tuple[Any, Any, list[tuple[Any, Any]]] | None = None
 
-    def note(self, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> None:
+    def record(self, start: Any, end: Any, waits: list[tuple[Any, Any]]) -> None:
         """Store the marks around a step's actions and its waits for messages, without waiting for the device."""
         self._resolve()  # the previous step has completed by now
-        self._pending = began, ended, waits
+        self._pending = start, end, waits
 
     def drain(self, reader: str = "program") -> list[Row]:
-        """Return one row per step since this reader's last call; only the last ``KEPT_STEPS`` steps are stored."""
+        """Return one row per step since this reader's last call; only the last ``MAX_STEPS`` steps are stored."""
         self._resolve()
-        new = self._number - self._read.get(reader, 0)
-        self._read[reader] = self._number
+        num_new = self._num_steps - self._num_read.get(reader, 0)
+        self._num_read[reader] = self._num_steps
         self._clock.align()
-        return list(self._rows)[-new:] if new else []
+        return list(self._rows)[-num_new:] if num_new else []
 
     def _resolve(self) -> None:
         if self._pending is None:
@@ -50,5 +50,5 @@ class BubbleTimer:
         wait_ns = sum(clock.nanoseconds(wait_end) - clock.nanoseconds(wait_start) for wait_start, wait_end in waits)
         start_end = clock.nanoseconds(start) + self._offset_ns, clock.nanoseconds(end) + self._offset_ns
         self._rows.append((*start_end, wait_ns))
-        self._number += 1
+        self._num_steps += 1
         clock.free((start, end, *(mark for pair in waits for mark in pair)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tds.device import current, finish_stream, has_events, timing_event
+from tds.device import device_context, has_events, synchronize_stream, timing_event
 
 
 class HostClock:
@@ -44,12 +44,12 @@ class EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: list[Any] = []
+        self._pool: list[Any] = []
         self.align()
 
     def mark(self) -> Any:
         """Record and return an event that is reached when all work queued so far is done."""
-        event = self._free.pop() if self._free else timing_event(self.device)
+        event = self._pool.pop() if self._pool else timing_event(self.device)
         event.record()
         return event
 
@@ -60,7 +60,7 @@ class EventClock:
 
     def nanoseconds(self, mark: Any) -> int:
         """Wait for ``mark`` and return the time when it was reached, in nanoseconds of the host's monotonic clock."""
-        return self._aligned_ns + round(self.seconds(self._aligned, mark) * 1e9)
+        return self._reference_ns + round(self.seconds(self._reference_event, mark) * 1e9)
 
     def is_reached(self, mark: Any) -> bool:
         """Return True if the device has done all work queued before ``mark``."""
@@ -71,16 +71,16 @@ class EventClock:
 
         Events count milliseconds as 32-bit floats and drift from the host's clock, so long runs align repeatedly.
         """
-        with current(self.device):
-            self._aligned = timing_event(self.device)
-            finish_stream(self.device)
-            self._aligned.record()
-            self._aligned.synchronize()
-            self._aligned_ns = time.perf_counter_ns()
+        with device_context(self.device):
+            self._reference_event = timing_event(self.device)
+            synchronize_stream(self.device)
+            self._reference_event.record()
+            self._reference_event.synchronize()
+            self._reference_ns = time.perf_counter_ns()
 
     def free(self, marks: Iterable[Any]) -> None:
         """Return marks that are no longer needed to the pool."""
-        self._free.extend(marks)
+        self._pool.extend(marks)
 
 
 Clock = HostClock | EventClock
@@ -93,12 +93,12 @@ def clock_for(device: torch.device) -> Clock:
 
 def offset_to_wall_ns() -> int:
     """Return the offset from the monotonic clock to the wall clock, which makes times of several hosts comparable."""
-    narrowest = None
+    min_width_ns = None
     offset = 0
     for _ in range(5):
         start_ns = time.perf_counter_ns()
         wall_ns = time.time_ns()
         end_ns = time.perf_counter_ns()
-        if narrowest is None or end_ns - start_ns < narrowest:
-            narrowest, offset = end_ns - start_ns, wall_ns - (start_ns + end_ns) // 2
+        if min_width_ns is None or end_ns - start_ns < min_width_ns:
+            min_width_ns, offset = end_ns - start_ns, wall_ns - (start_ns + end_ns) // 2
     return offset

@@ -72,7 +72,7 @@ def _torch_accelerator(device_type: str) -> TorchAccelerator:
     return TorchAccelerator(device_type)
 
 
-def own(local_rank: int) -> torch.device:
+def local_device(local_rank: int) -> torch.device:
     """Return the device of this rank."""
     return torch.device(get_accelerator().device_name(local_rank))
 
@@ -103,7 +103,7 @@ def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor
             torch_api.swap(parameter, torch.nn.Parameter(converted, parameter.requires_grad))
 
 
-def sends_over_host() -> bool:
+def runs_collectives_on_host() -> bool:
     """Return True if collectives on device tensors run on the host (gloo)."""
     return get_accelerator().communication_backend_name() == "gloo"
 
@@ -118,7 +118,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device) if has_events(device) else None
 
 
-def keep_for_current_stream(tensor: torch.Tensor) -> None:
+def record_current_stream(tensor: torch.Tensor) -> None:
     """Record the use of ``tensor``, which was allocated on another stream, on the current stream.
 
     The allocator then reuses the memory of the freed tensor only after the work that was queued on the current stream
@@ -132,32 +132,32 @@ def timing_event(device: torch.device) -> Any:
     return torch.Event(device, enable_timing=True)
 
 
-def finish_stream(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Wait for the current stream of ``device``."""
     torch.accelerator.current_stream(device).synchronize()
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def device_context(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which ``device`` is the current device."""
     return torch.accelerator.device_index(device.index)
 
 
-def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+def preserve_rng_states(device: torch.device) -> AbstractContextManager[None]:
     """Return a context that restores torch's random generators of the host and of ``device`` at its end."""
     if is_host(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
-def random_states() -> tuple[torch.Tensor, torch.Tensor]:
+def rng_states() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states of torch's random generators of the host and of the current device."""
     return torch.get_rng_state(), get_accelerator().get_rng_state()
 
 
 @contextmanager
-def drawing_from(states: tuple[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+def use_rng_states(states: tuple[torch.Tensor, torch.Tensor]) -> Iterator[None]:
     """Set the random generators to ``states`` in the block and restore their previous states afterwards."""
-    previous = random_states()
+    previous = rng_states()
     torch.set_rng_state(states[0])
     get_accelerator().set_rng_state(states[1])
     try:
@@ -177,7 +177,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Values of ``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` in malloc.h."""
-LARGEST_KEPT = (2**30, 2**25)
+MAX_RETAINED_BYTES = (2**30, 2**25)
 """Maximum bytes of a retained tensor: for newer releases of glibc, and for older ones (32 MiB)."""
 
 
@@ -197,9 +197,9 @@ def keep_freed() -> bool:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False
-    for size in LARGEST_KEPT:  # the mmap threshold first: setting only the trim threshold would freeze it
+    for size in MAX_RETAINED_BYTES:  # the mmap threshold first: setting only the trim threshold would freeze it
         if set_option(MMAP_THRESHOLD, size):
-            return bool(set_option(TRIM_THRESHOLD, LARGEST_KEPT[0]))
+            return bool(set_option(TRIM_THRESHOLD, MAX_RETAINED_BYTES[0]))
     return False
 
 
@@ -225,6 +225,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def tuple_like(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> tuple[Any, ...]:
-    """Return ``parts`` as a tuple, or as a namedtuple if ``value`` is one."""
-    return type(value)(*parts) if isinstance(value, tuple) and hasattr(value, "_fields") else tuple(parts)
+def tuple_like(value: tuple[Any, ...] | list[Any], elements: list[Any]) -> tuple[Any, ...]:
+    """Return ``elements`` as a tuple, or as a namedtuple if ``value`` is one."""
+    return type(value)(*elements) if isinstance(value, tuple) and hasattr(value, "_fields") else tuple(elements)

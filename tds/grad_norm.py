@@ -13,26 +13,26 @@ from tds.device import is_host
 from tds.gradients import multiply
 from tds.param_info import is_tensor_parallel, is_tied_copy
 
-ROW = 1024
+ROW_NUMEL = 1024
 """Number of elements of a large tensor whose squares are summed in fp32."""
-LARGE = 2**16
+LARGE_NUMEL = 2**16
 
 
 def square_of_norm(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of ``x`` as a scalar in fp64.
 
-    A large tensor is split into rows of ``ROW`` elements. The norm of each row is computed in fp32 (in fp64 if ``x`` is
-    fp64), and the squares of these norms are summed in fp64. On a CPU, torch would sum the squares of the full tensor
-    in a few fp32 accumulators. The norm of 26 million elements is then too small by a relative error of 1.5e-3. This
-    error depends on the number of elements, so the norm would depend on the layout.
+    A large tensor is split into rows of ``ROW_NUMEL`` elements. The norm of each row is computed in fp32 (in fp64 if
+    ``x`` is fp64), and the squares of these norms are summed in fp64. On a CPU, torch would sum the squares of the full
+    tensor in a few fp32 accumulators. The norm of 26 million elements is then too small by a relative error of 1.5e-3.
+    This error depends on the number of elements, so the norm would depend on the layout.
     """
     dtype = accurate_dtype(x.dtype)
-    if x.numel() < LARGE:
+    if x.numel() < LARGE_NUMEL:
         return torch.linalg.vector_norm(x, dtype=dtype).double().square()
     flat = x.flatten()
-    num_in_rows = flat.numel() - flat.numel() % ROW
-    norms = torch.linalg.vector_norm(flat[:num_in_rows].view(-1, ROW), dim=-1, dtype=dtype)
-    tail_norm = torch.linalg.vector_norm(flat[num_in_rows:], dtype=dtype)
+    numel_in_rows = flat.numel() - flat.numel() % ROW_NUMEL
+    norms = torch.linalg.vector_norm(flat[:numel_in_rows].view(-1, ROW_NUMEL), dim=-1, dtype=dtype)
+    tail_norm = torch.linalg.vector_norm(flat[numel_in_rows:], dtype=dtype)
     return norms.double().square().sum() + tail_norm.double().square()
 
 

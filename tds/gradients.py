@@ -19,11 +19,11 @@ from tds.param_info import Tensor, info_of, set_info
 
 BUCKET_BYTES = 32 * 2**20
 """Size of a bucket. A larger gradient is sent by itself."""
-LEAST_BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
+MIN_BUCKET_NUMEL, BUCKET_NUMEL_PER_REPLICA = 40_000_000, 1_000_000
 """Number of elements of a bucket on an accelerator: the minimum, and the number per replica."""
 
 T = TypeVar("T")
-WIDE = (torch.float32, torch.float64)
+WIDE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of gradients that a single kernel can multiply without rounding the factor."""
 
 
@@ -33,32 +33,32 @@ class GradientSource(Protocol):
     ``before_backward`` and ``after_backward`` surround each run of autograd: a full backward, or either half of a split
     one. Between them, autograd may add to any parameter's ``grad``, even more than once (recompute, tied layers in one
     stage), and run its hooks. Between ``after_backward`` and the next ``before_backward``, gradients are only accessed
-    through ``of``. Their all-reduces over the replicas start once no further backward adds to them.
+    through ``gradient_of``. Their all-reduces over the replicas start once no further backward adds to them.
 
     A source may have ``use_buckets(order)``, which the engine calls once with its ``BucketSchedule``. The source then
     stores gradients in those buckets, so that they are all-reduced in place. It returns a function that starts the
     reduce-scatter of a bucket, or None if the engine is to all-reduce each bucket.
 
     Attributes:
-        come_in_hooks: the parameters' hooks store gradients before ``after_backward``, so that all-reduces may start
-            during a backward.
+        accumulates_in_hooks: the parameters' hooks store gradients before ``after_backward``, so that all-reduces may
+            start during a backward.
         norm_is_scaled: the optimizer's norm includes the loss scale.
-        takes_unfrozen: the optimizer also updates weights of its groups that are unfrozen after ``initialize``.
-        are_multiplied_in_step: the optimizer multiplies gradients by its ``gradient_factor`` in its step. The norm is
+        supports_unfreezing: the optimizer also updates weights of its groups that are unfrozen after ``initialize``.
+        scales_in_step: the optimizer multiplies gradients by its ``gradient_factor`` in its step. The norm is
             computed before that (``norm_of_sums``) and passed to the optimizer as ``raw_norm``, so that loss and norm
             are copied to the host together.
     """
 
-    come_in_hooks: bool
+    accumulates_in_hooks: bool
     norm_is_scaled: bool
-    takes_unfrozen: bool
-    are_multiplied_in_step: bool
+    supports_unfreezing: bool
+    scales_in_step: bool
 
     @property
-    def clips_itself(self) -> bool:
+    def clips_in_step(self) -> bool:
         """True if the optimizer computes the norm and clips in its step."""
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the accumulated gradient; zeros if this rank has none, so that all ranks run the same collectives."""
 
     def loss_scale(self) -> float:
@@ -76,11 +76,11 @@ class GradientSource(Protocol):
     def after_step(self) -> None:
         """Hook that runs after the optimizer's step."""
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the gradients of a batch that ended without a step."""
 
 
-def buckets(
+def make_buckets(
     items: Iterable[T],
     num_bytes: Callable[[T], int] = attrgetter("nbytes"),
     dtype_of: Callable[[T], torch.dtype] = attrgetter("dtype"),
@@ -110,7 +110,7 @@ def buckets(
         yield bucket
 
 
-def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | None:
+def choose_bucket_numel(device: torch.device, num_replicas: int, configured: int = 0) -> int | None:
     """Return the number of elements of a bucket; None if ``BUCKET_BYTES`` limits it, as on a CPU.
 
     A ring all-reduce splits a bucket among the replicas. On an accelerator, the bucket grows with their number, so that
@@ -118,13 +118,13 @@ def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | 
     on an element's position in the bucket, so with three or more replicas the results would depend on the bucket size.
 
     Args:
-        asked: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0 if not set.
+        configured: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0 if not set.
 
     Source: Megatron-LM's distributed_data_parallel.py, whose default is ``max(40000000, 1000000 * dp)``.
     """
-    if asked:
-        return asked
-    return None if is_host(place) else max(LEAST_BUCKET, BUCKET_OF_REPLICA * replicas)
+    if configured:
+        return configured
+    return None if is_host(device) else max(MIN_BUCKET_NUMEL, BUCKET_NUMEL_PER_REPLICA * num_replicas)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class GradientBucket:
         Raises:
             ValueError: a gradient is sparse.
         """
-        refuse_sparse(gradients)
-        run = one_run(gradients)
+        check_not_sparse(gradients)
+        run = contiguous_view(gradients)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) if run is None else run
         flat = flat if dtype is None else flat.to(dtype)
         return cls(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
@@ -161,12 +161,12 @@ class GradientBucket:
         """Wait for the all-reduce, multiply the result by ``factor`` and copy it into the gradients."""
         self.work.wait()
         multiply([self.flat], factor)
-        for gradient, part in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
-            if part.data_ptr() != gradient.data_ptr():
-                gradient.copy_(part.view_as(gradient))
+        for gradient, reduced in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
+            if reduced.data_ptr() != gradient.data_ptr():
+                gradient.copy_(reduced.view_as(gradient))
 
 
-def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def contiguous_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a view of the memory of all ``tensors`` if they are adjacent, otherwise None."""
     first = tensors[0]
     end = first.storage_offset()
@@ -178,7 +178,7 @@ def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
-def refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
+def check_not_sparse(gradients: Iterable[torch.Tensor]) -> None:
     """Raise ValueError if one of ``gradients`` is sparse."""
     if any(gradient.is_sparse for gradient in gradients):
         raise ValueError("sparse gradients are not supported. Build the embedding with sparse=False")
@@ -190,8 +190,8 @@ def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     if not isinstance(factor, torch.Tensor) and factor == 1.0:
         return
     tensors = list(gradients)
-    types = {gradient.dtype for gradient in tensors}
-    if not types <= set(WIDE) or (isinstance(factor, torch.Tensor) and len(types) > 1):
+    dtypes = {gradient.dtype for gradient in tensors}
+    if not dtypes <= set(WIDE_DTYPES) or (isinstance(factor, torch.Tensor) and len(dtypes) > 1):
         for gradient in tensors:  # on a CPU, a single kernel would first round the factor to 16 bits
             gradient.mul_(factor)
     elif tensors:
@@ -214,14 +214,16 @@ def reduce_gradients(
     if group is None or dist.get_world_size(group) == 1:
         multiply(gradients, scale)
         return
-    refuse_sparse(gradients)  # before the first all-reduce
-    runs = buckets(gradients, limit=bucket_bytes)
+    check_not_sparse(gradients)  # before the first all-reduce
+    runs = make_buckets(gradients, limit=bucket_bytes)
     for bucket in [GradientBucket.start_all_reduce(run, group) for run in runs]:
         bucket.wait(scale)
 
 
 @torch.no_grad()
-def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtype: torch.dtype | None = None) -> None:
+def reduce_tied_gradients(
+    weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtype: torch.dtype | None = None
+) -> None:
     """Sum the gradients of each tied weight over the stages with a copy. Collective over each tied group.
 
     Args:
@@ -231,17 +233,17 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
     for weight, group in weights:
         if weight.requires_grad and dist.get_world_size(group) > 1:
             gradient = gradient_of(weight)
-            summed = gradient if dtype is None else gradient.to(dtype)
-            dist.all_reduce(summed, group=group)
-            if summed is not gradient:
-                gradient.copy_(summed)
+            reduced = gradient if dtype is None else gradient.to(dtype)
+            dist.all_reduce(reduced, group=group)
+            if reduced is not gradient:
+                gradient.copy_(reduced)
 
 
-def set_reduced_apart(parameter: Tensor) -> Tensor:
+def set_reduced_by_optimizer(parameter: Tensor) -> Tensor:
     """Mark ``parameter`` as a weight of an expert, whose gradient is reduced by the optimizer instead of the engine."""
     return set_info(parameter, replace(info_of(parameter), is_expert=True))
 
 
-def is_reduced_apart(parameter: torch.Tensor) -> bool:
+def is_reduced_by_optimizer(parameter: torch.Tensor) -> bool:
     """Return True if the gradient of ``parameter`` is excluded from the all-reduce over the replicas (experts)."""
     return info_of(parameter).is_expert

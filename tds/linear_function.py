@@ -95,8 +95,8 @@ def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
     ``weight`` must be a trainable leaf matrix with the dtype of ``x``, outside of autocast and of compiled layers, and
     ``bias`` a leaf or None.
     """
-    plain = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
-    if not plain or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+    are_tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if not are_tensors or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return False
     if not (weight.is_leaf and weight.requires_grad and weight.dim() == 2 and x.dtype == weight.dtype):
         return False
@@ -112,13 +112,13 @@ def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     return weight.dim() == 2 and (is_wide or weight.dtype == dtype)
 
 
-def share_of(some: Collection[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, str]:
-    """Return (percentage of the trainable elements in ``parameters`` that are in ``some``, names of the others).
+def percentage_of(selected: Collection[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """Return (percentage of the trainable elements in ``parameters`` that are in ``selected``, names of the others).
 
-    At most four names are listed, the largest parameters first; "" if all trainable parameters are in ``some``.
+    At most four names are listed, the largest parameters first; "" if all trainable parameters are in ``selected``.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    others = {name: parameter.numel() for name, parameter in trained.items() if parameter not in some}
+    others = {name: parameter.numel() for name, parameter in trained.items() if parameter not in selected}
     total = sum(parameter.numel() for parameter in trained.values())
     names = sorted(others, key=lambda name: -others[name])
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -126,15 +126,15 @@ def share_of(some: Collection[torch.Tensor], parameters: Mapping[str, torch.Tens
 
 
 @torch.no_grad()
-def add_product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
-    """Add ``a @ b`` to ``place`` in place, or overwrite ``place`` with ``a @ b`` if ``is_first``.
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
+    """Add ``a @ b`` to ``out`` in place, or overwrite ``out`` with ``a @ b`` if ``is_first``.
 
     Shapes:
         place [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]
     """
-    product: Any = torch.addmm if place.dim() == 2 else torch.baddbmm
-    wide = {} if place.dtype == a.dtype else {"out_dtype": place.dtype}
-    product(place, a, b, beta=0 if is_first else 1, out=place, **wide)
+    multiply_add: Any = torch.addmm if out.dim() == 2 else torch.baddbmm
+    dtype_args = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    multiply_add(out, a, b, beta=0 if is_first else 1, out=out, **dtype_args)
 
 
 class _FusedLinear(torch.autograd.Function):

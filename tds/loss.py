@@ -83,8 +83,8 @@ class LossMeter:
         additional: a module's ``get_additional_losses``; returns more losses to report after each micro-batch, or None.
 
     Attributes:
-        sums: the sum of each loss by name; the first one is the loss to train on. Filled by the first micro-batch.
-        num_own: number of losses that come from the loss function.
+        loss_sums: the sum of each loss by name; the first one is the loss to train on. Filled by the first micro-batch.
+        num_loss_fn_losses: number of losses that come from the loss function.
     """
 
     num_micro_batches: int
@@ -92,8 +92,8 @@ class LossMeter:
     device: torch.device
     additional: Callable[[], Mapping[str, Any] | None] | None = None
     mean_num_micro_batches: float | None = None
-    sums: dict[str, Sum] = field(default_factory=dict, init=False)
-    num_own: int = field(default=0, init=False)
+    loss_sums: dict[str, LossSum] = field(default_factory=dict, init=False)
+    num_loss_fn_losses: int = field(default=0, init=False)
 
     def add(self, loss: Any, micro_batch: int) -> torch.Tensor:
         """Add one micro-batch's losses and return the root of its backward, before loss scaling.
@@ -102,28 +102,30 @@ class LossMeter:
             TypeError, ValueError: the structure of the losses is not supported, or has changed since the last call.
         """
         losses = named_losses(loss, micro_batch)
-        trained, num_own = next(iter(losses)), len(losses)
+        trained_name, num_loss_fn_losses = next(iter(losses)), len(losses)
         if self.additional is not None and (more_losses := self.additional()):
             losses = _with_additional(losses, more_losses)
-        if not self.sums:
-            self.num_own = num_own
+        if not self.loss_sums:
+            self.num_loss_fn_losses = num_loss_fn_losses
             nominal = {True: self.nominal_weight, False: float(self.mean_num_micro_batches or self.num_micro_batches)}
-            self.sums = {name: Sum(name, is_weighted(x), nominal[is_weighted(x)]) for name, x in losses.items()}
-        if (list(losses), num_own) != (list(self.sums), self.num_own):
-            raise self._other_names(losses, micro_batch)
+            self.loss_sums = {
+                name: LossSum(name, is_weighted(x), nominal[is_weighted(x)]) for name, x in losses.items()
+            }
+        if (list(losses), num_loss_fn_losses) != (list(self.loss_sums), self.num_loss_fn_losses):
+            raise self._names_error(losses, micro_batch)
         for name, value in losses.items():
-            self.sums[name].add(value, micro_batch)
-        return _trainable(losses[trained], trained, micro_batch) / self.sums[trained].nominal
+            self.loss_sums[name].add(value, micro_batch)
+        return _trainable_tensor(losses[trained_name], trained_name, micro_batch) / self.loss_sums[trained_name].nominal
 
-    def _other_names(self, losses: dict[str, Any], micro_batch: int) -> ValueError:
+    def _names_error(self, losses: dict[str, Any], micro_batch: int) -> ValueError:
         return ValueError(
             f"the losses must have the same names in every micro-batch, got {list(losses)} at micro-batch "
-            f"{micro_batch} after {list(self.sums)}"
+            f"{micro_batch} after {list(self.loss_sums)}"
         )
 
 
 @dataclass
-class Sum:
+class LossSum:
     """The sums of one loss and of its weights over micro-batches."""
 
     name: str
@@ -135,39 +137,41 @@ class Sum:
     def add(self, value: Any, micro_batch: int) -> None:
         """Add a tensor, a number or a ``Weighted``."""
         if is_weighted(value) != self.is_weighted:
-            raise self._other_form(value, micro_batch)
+            raise self._form_error(value, micro_batch)
         total, count = (value.total, value.count) if self.is_weighted else (value, 1.0)
-        self.total = self.total + _wide(_number(total, self.name, "", micro_batch)).detach().reshape(())
+        self.total = self.total + _to_wide_dtype(_as_scalar(total, self.name, "", micro_batch)).detach().reshape(())
         if not isinstance(count, (int, float)):
-            count = _number(count, self.name, "'s count", micro_batch).detach().to(torch.float64).reshape(())
+            count = _as_scalar(count, self.name, "'s count", micro_batch).detach().to(torch.float64).reshape(())
         self.weight = self.weight + count
 
-    def _other_form(self, value: Any, micro_batch: int) -> ValueError:
+    def _form_error(self, value: Any, micro_batch: int) -> ValueError:
         return ValueError(
             f'the loss "{self.name}" must always have the same form, got {_describe(value)} at micro-batch '
             f"{micro_batch} after {'tds.Weighted' if self.is_weighted else 'a single number'}"
         )
 
-    def numbers(self, device: torch.device) -> torch.Tensor:
+    def to_tensor(self, device: torch.device) -> torch.Tensor:
         """Return [total / nominal, weight / nominal, is fp64] in fp64."""
         is_double = float(torch.as_tensor(self.total).dtype is torch.float64)
-        return torch.stack([_on(device, n) for n in (self.total / self.nominal, self.weight / self.nominal, is_double)])
+        return torch.stack(
+            [_fp64_on(device, n) for n in (self.total / self.nominal, self.weight / self.nominal, is_double)]
+        )
 
 
-def _on(device: torch.device, value: torch.Tensor | float) -> torch.Tensor:
+def _fp64_on(device: torch.device, value: torch.Tensor | float) -> torch.Tensor:
     """Return ``value`` in fp64 on ``device``. A Python number is filled in on the device, since a copy would block."""
     if isinstance(value, torch.Tensor):
         return value.to(device).double()
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _with_additional(losses: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    for name in more:
+def _with_additional(losses: dict[str, Any], additional: Mapping[str, Any]) -> dict[str, Any]:
+    for name in additional:
         if name in losses:
             raise ValueError(
                 f'"{name}" of get_additional_losses() is also a loss of the loss function. Rename one of them'
             )
-    return {**losses, **more}
+    return {**losses, **additional}
 
 
 def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
@@ -178,17 +182,17 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
     """
     if isinstance(loss, torch.Tensor) or is_weighted(loss):
         return {"loss": loss}
-    return _named_parts(loss, micro_batch)
+    return _losses_by_name(loss, micro_batch)
 
 
-def _named_parts(loss: Any, micro_batch: int) -> dict[str, Any]:
+def _losses_by_name(loss: Any, micro_batch: int) -> dict[str, Any]:
     """Return the losses of a dict, a namedtuple, a tuple or a list by name."""
     if isinstance(loss, Mapping):
         losses = dict(loss)
     elif isinstance(loss, tuple) and hasattr(loss, "_fields"):
         losses = dict(zip(loss._fields, loss, strict=True))
     elif isinstance(loss, (tuple, list)):
-        losses = {f"loss_{i}" if i else "loss": part for i, part in enumerate(loss)}
+        losses = {f"loss_{i}" if i else "loss": element for i, element in enumerate(loss)}
     else:
         losses = {}
     if not losses or not all(isinstance(name, str) and name for name in losses):
@@ -205,29 +209,29 @@ def is_weighted(loss: Any) -> bool:
     return isinstance(loss, Weighted)
 
 
-def _number(value: Any, name: str, what: str, micro_batch: int) -> torch.Tensor:
+def _as_scalar(value: Any, name: str, suffix: str, micro_batch: int) -> torch.Tensor:
     if isinstance(value, (int, float)):
         return torch.tensor(float(value))
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         raise ValueError(
-            f'the loss "{name}"{what} must be a single number, got {_describe(value)} at micro-batch {micro_batch}. '
+            f'the loss "{name}"{suffix} must be a single number, got {_describe(value)} at micro-batch {micro_batch}. '
             f"A loss function returns {LOSS_STRUCTURES}."
         )
     return value
 
 
-def _trainable(value: Any, name: str, micro_batch: int) -> torch.Tensor:
+def _trainable_tensor(value: Any, name: str, micro_batch: int) -> torch.Tensor:
     """Return the tensor of a loss that the backward starts from."""
     value = value.total if isinstance(value, Weighted) else value
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return _wide(value)
+        return _to_wide_dtype(value)
     raise TypeError(
         f'the loss to train on, "{name}", must be a tensor of a floating-point type, got {_describe(value)} at '
         f"micro-batch {micro_batch}"
     )
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
+def _to_wide_dtype(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype is torch.float64 else value.float()
 
 

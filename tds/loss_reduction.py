@@ -23,10 +23,10 @@ from tds.device import upload
 from tds.loss import LossMeter
 
 MAX_LOSSES = 32
-MAX_BYTES = 1020
-_HEAD, _PART = 4, 6  # a float64 represents any 6-byte integer exactly
-_NAMES = _HEAD + 3 * MAX_LOSSES
-_SIZE = _NAMES + MAX_BYTES // _PART
+MAX_NAME_BYTES = 1020
+_HEADER_SIZE, _WORD_BYTES = 4, 6  # a float64 represents any 6-byte integer exactly
+_NAMES_OFFSET = _HEADER_SIZE + 3 * MAX_LOSSES
+_SIZE = _NAMES_OFFSET + MAX_NAME_BYTES // _WORD_BYTES
 _CHECK_BITS = 20  # sums of squares are exact for up to 8,192 replicas
 
 
@@ -35,69 +35,69 @@ class MeanLosses:
     """The mean losses of a global batch.
 
     Attributes:
-        numbers: all losses by name as Python floats, because reading tensors would wait for the device. The first one
+        values: all losses by name as Python floats, because reading tensors would wait for the device. The first one
             is the loss to train on.
-        doubles: names of the losses in fp64.
-        num_own: number of losses that come from the loss function.
+        fp64_names: names of the losses in fp64.
+        num_loss_fn_losses: number of losses that come from the loss function.
     """
 
-    numbers: dict[str, float]
-    doubles: frozenset[str]
-    num_own: int
+    values: dict[str, float]
+    fp64_names: frozenset[str]
+    num_loss_fn_losses: int
     device: torch.device
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the mean of the loss ``name`` as a tensor on the device."""
-        dtype = torch.float64 if name in self.doubles else torch.float32
-        return torch.full((), self.numbers[name], dtype=dtype, device=self.device)  # a copy would block the host
+        dtype = torch.float64 if name in self.fp64_names else torch.float32
+        return torch.full((), self.values[name], dtype=dtype, device=self.device)  # a copy would block the host
 
     @property
     def loss(self) -> torch.Tensor:
         """Mean of the loss to train on."""
-        return self.tensor(next(iter(self.numbers)))
+        return self.tensor(next(iter(self.values)))
 
     @property
-    def own(self) -> dict[str, torch.Tensor]:
+    def loss_fn_losses(self) -> dict[str, torch.Tensor]:
         """Means of the losses that come from the loss function, by name."""
-        return {name: self.tensor(name) for name in list(self.numbers)[: self.num_own]}
+        return {name: self.tensor(name) for name in list(self.values)[: self.num_loss_fn_losses]}
 
     @property
     def additional(self) -> dict[str, torch.Tensor]:
         """Means of all losses except the one to train on, by name."""
-        return {name: self.tensor(name) for name in list(self.numbers)[1:]}
+        return {name: self.tensor(name) for name in list(self.values)[1:]}
 
 
 @dataclass
 class LossReduction:
     """The reduced losses, equal on every rank. The host waits for them when they are first read."""
 
-    sent: torch.Tensor
+    message: torch.Tensor
     num_replicas: int
-    _read: list[float] = field(default_factory=list, init=False)
+    _host_values: list[float] = field(default_factory=list, init=False)
 
-    def read(self, *more: torch.Tensor) -> list[float]:
-        """Wait once for the losses and for the scalars ``more`` of the same device, and return the scalars."""
-        values = torch.cat([self.sent, *(scalar.to(self.sent.dtype).reshape(1) for scalar in more)]).tolist()
-        self._read = values[:_SIZE]
+    def read(self, *scalars: torch.Tensor) -> list[float]:
+        """Wait once for the losses and for the scalars ``scalars`` of the same device, and return the scalars."""
+        values = torch.cat([self.message, *(scalar.to(self.message.dtype).reshape(1) for scalar in scalars)]).tolist()
+        self._host_values = values[:_SIZE]
         return values[_SIZE:]
 
     @property
     def factor(self) -> float:
         """Factor for the gradients summed over the replicas; 0 if the total weight is 0."""
-        weight = self._numbers[_HEAD + 1]
+        weight = self._values[_HEADER_SIZE + 1]
         return 1.0 / weight if weight > 0 else 0.0
 
     @property
     def factor_on_device(self) -> torch.Tensor:
         """``factor`` as an fp64 scalar on the device of the losses, without a wait."""
-        weight = self.sent[_HEAD + 1]
+        weight = self.message[_HEADER_SIZE + 1]
         return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
 
     @property
-    def _numbers(self) -> list[float]:
-        if not self._read:
+    def _values(self) -> list[float]:
+        if not self._host_values:
             self.read()
-        return self._read
+        return self._host_values
 
     def means(self) -> MeanLosses:
         """Return the mean losses. A loss with a total weight of 0 is 0.
@@ -105,19 +105,19 @@ class LossReduction:
         Raises:
             ValueError: the losses have different names on different replicas.
         """
-        _, num_own, check, squares = (average / self.num_replicas for average in self._numbers[:_HEAD])
+        _, num_loss_fn_losses, check, squares = (average / self.num_replicas for average in self._values[:_HEADER_SIZE])
         if squares != check**2:
             raise ValueError(
                 f"the losses must have the same names on each of the {self.num_replicas} replicas, got different "
                 "names. Always return every loss, as tds.Weighted(0, 0) if there is nothing to count."
             )
-        mean_by_name, doubles = {}, set()
-        for idx, name in enumerate(_read(tuple(self._numbers[_NAMES:]))):
-            total, weight, is_double = self._numbers[_HEAD + 3 * idx : _HEAD + 3 * idx + 3]
+        mean_by_name, fp64_names = {}, set()
+        for idx, name in enumerate(_decode_names(tuple(self._values[_NAMES_OFFSET:]))):
+            total, weight, is_fp64 = self._values[_HEADER_SIZE + 3 * idx : _HEADER_SIZE + 3 * idx + 3]
             mean = total / weight if weight > 0 else 0.0
-            mean_by_name[name] = mean if is_double else c_float(mean).value  # rounded to fp32
-            doubles.update([name] if is_double else [])
-        return MeanLosses(mean_by_name, frozenset(doubles), int(num_own), self.sent.device)
+            mean_by_name[name] = mean if is_fp64 else c_float(mean).value  # rounded to fp32
+            fp64_names.update([name] if is_fp64 else [])
+        return MeanLosses(mean_by_name, frozenset(fp64_names), int(num_loss_fn_losses), self.message.device)
 
 
 def all_reduce_loss(
@@ -134,43 +134,46 @@ def all_reduce_loss(
     """
     message = torch.zeros(_SIZE, dtype=torch.float64, device=device)
     if meter is not None:
-        head, encoded_names = _written(tuple(meter.sums), meter.num_own, device)
-        parts = torch.cat([head, *(loss_sum.numbers(device) for loss_sum in meter.sums.values())])
-        message[: parts.numel()] = parts
+        header, encoded_names = _encode_names(tuple(meter.loss_sums), meter.num_loss_fn_losses, device)
+        payload = torch.cat([header, *(loss_sum.to_tensor(device) for loss_sum in meter.loss_sums.values())])
+        message[: payload.numel()] = payload
         if data_size > 1:
-            dist.all_reduce(message[:_NAMES], group=data_group)
-        message[_NAMES:] = encoded_names
+            dist.all_reduce(message[:_NAMES_OFFSET], group=data_group)
+        message[_NAMES_OFFSET:] = encoded_names
     if pipe_size > 1:
         dist.broadcast(message, src=last_rank, group=pipe_group)
     return LossReduction(message, data_size)
 
 
 @functools.lru_cache(maxsize=16)
-def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_names(
+    names: tuple[str, ...], num_loss_fn_losses: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (head of the message, encoded names) as tensors on ``device``."""
     if len(names) > MAX_LOSSES:
         raise ValueError(f"at most {MAX_LOSSES} losses can be reported, got {len(names)}: {', '.join(names)}")
     text = "\n".join(names).encode()
-    if len(text) >= MAX_BYTES or any("\n" in name for name in names):
+    if len(text) >= MAX_NAME_BYTES or any("\n" in name for name in names):
         raise ValueError(
-            f"the names of losses must have no line breaks and fewer than {MAX_BYTES} bytes in total, got {len(text)}"
+            f"the names of losses must have no line breaks and fewer than {MAX_NAME_BYTES} bytes in total, got "
+            f"{len(text)}"
         )
-    padded = text.ljust(MAX_BYTES, b"\n")
-    encoded = [int.from_bytes(padded[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
-    check = zlib.crc32(text + bytes([num_own])) % 2**_CHECK_BITS
-    head = [len(names), num_own, check, check**2]
-    host_tensors = (torch.tensor(values, dtype=torch.float64) for values in (head, encoded))
-    head_tensor, names_tensor = (upload(values, device) for values in host_tensors)
-    return head_tensor, names_tensor
+    padded = text.ljust(MAX_NAME_BYTES, b"\n")
+    encoded = [int.from_bytes(padded[i : i + _WORD_BYTES], "big") for i in range(0, MAX_NAME_BYTES, _WORD_BYTES)]
+    check = zlib.crc32(text + bytes([num_loss_fn_losses])) % 2**_CHECK_BITS
+    header = [len(names), num_loss_fn_losses, check, check**2]
+    host_tensors = (torch.tensor(values, dtype=torch.float64) for values in (header, encoded))
+    header_tensor, names_tensor = (upload(values, device) for values in host_tensors)
+    return header_tensor, names_tensor
 
 
 @functools.lru_cache(maxsize=16)
-def _read(written: tuple[float, ...]) -> list[str]:
-    text = b"".join(int(part).to_bytes(_PART, "big") for part in written)
+def _decode_names(encoded: tuple[float, ...]) -> list[str]:
+    text = b"".join(int(word).to_bytes(_WORD_BYTES, "big") for word in encoded)
     return text.decode().rstrip("\n").split("\n")
 
 
-def read_with_norm(optimizer: Any, agreement: LossReduction) -> None:
+def read_with_norm(optimizer: Any, reduction: LossReduction) -> None:
     """Wait once for losses and gradient norm, then set the norm and the factor on ``optimizer``. Collective."""
-    (optimizer.raw_norm,) = agreement.read(optimizer.norm_of_sums())
-    optimizer.gradient_factor = agreement.factor
+    (optimizer.raw_norm,) = reduction.read(optimizer.norm_of_sums())
+    optimizer.gradient_factor = reduction.factor

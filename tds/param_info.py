@@ -32,6 +32,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from tds.renamed import Renamed
+
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 AddProduct = Callable[[torch.Tensor, torch.Tensor], None]
@@ -52,15 +54,17 @@ class Shard:
     start: int = 0
     length: int = 0
 
+    cut = Renamed("narrow")
+
     @property
     def is_partitioned(self) -> bool:
         return self.partition_dim is not None
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the logical tensor ``whole``, without padding."""
+    def narrow(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of the logical tensor ``full``, without padding."""
         if self.partition_dim is None:
-            return whole
-        return whole.narrow(self.partition_dim, self.start, self.length)
+            return full
+        return full.narrow(self.partition_dim, self.start, self.length)
 
     def unpadded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the view of ``local`` without its padding rows."""
@@ -105,16 +109,16 @@ class Matrices:
             return Matrices((self.head,), self.head, is_apart=True)
         return self if qkv else Matrices()
 
-    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view [periods, rows of a period, n] of each matrix in ``whole`` [m, n].
+    def views(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view [periods, rows of a period, n] of each matrix in ``weight`` [m, n].
 
         Raises:
             ValueError: m is not a multiple of the period.
         """
-        period = sum(self.widths) or len(whole)
-        if len(whole) % period:
-            raise ValueError(f"the number of rows of a packed weight must be a multiple of {period}, got {len(whole)}")
-        by_period = whole.unflatten(0, (-1, period))
+        period = sum(self.widths) or len(weight)
+        if len(weight) % period:
+            raise ValueError(f"the number of rows of a packed weight must be a multiple of {period}, got {len(weight)}")
+        by_period = weight.unflatten(0, (-1, period))
         if self.is_apart:
             return list(by_period.split(1))
         return list(by_period.split(list(self.widths), 1)) if self.widths else [by_period]
@@ -149,12 +153,12 @@ class ParamInfo:
 
 
 _ATTRIBUTE = "_param_info"
-_NO_FACTS = ParamInfo()
+_DEFAULT_INFO = ParamInfo()
 
 
 def info_of(parameter: torch.Tensor) -> ParamInfo:
     """Return the metadata of ``parameter``; the defaults of ``ParamInfo`` if it has none."""
-    info: ParamInfo = getattr(parameter, _ATTRIBUTE, _NO_FACTS)
+    info: ParamInfo = getattr(parameter, _ATTRIBUTE, _DEFAULT_INFO)
     return info
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tds.deepspeed.alias import follow
+from tds.deepspeed.alias import forward_to_deepspeed
 from tds.deepspeed.api import LayerSpec as LayerSpec
 from tds.deepspeed.api import TiedLayerSpec as TiedLayerSpec
 from tds.deepspeed.module import PipelineModule as PipelineModule
 from tds.deepspeed.shared_layers import Shared as Shared
 from tds.deepspeed.shared_layers import SharingLayerSpec as SharingLayerSpec
 
-follow(
+forward_to_deepspeed(
     __name__,
     {
         "PipelineModule": "tds.deepspeed.module",

@@ -38,7 +38,7 @@ IDLE = "#EFEFEF"
 WIDTH_IN, DPI = 16.0, 120
 LEFT_IN, RIGHT_IN, TOP_IN, BETWEEN_IN, BOTTOM_IN = 0.85, 1.75, 0.9, 0.8, 0.55
 BOX_HEIGHT = 0.84
-SMALLEST_FONT = 5.0
+MIN_FONT_SIZE = 5.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def draw_planned(
         name: name of the schedule, for the title.
         peaks: peak number of forwards in flight on each stage.
     """
-    title = f"{_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
+    title = f"{_format_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
     draw_panels(
         [Panel(timeline, f"step {timeline.step_s:.6g}", peaks, num_chunks)], title, "time in the unit of the costs", out
     )
@@ -79,30 +79,32 @@ def draw_planned(
 
 def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
     """Write the picture of a measured step and of its simulation with the measured costs to the PNG file ``out``."""
-    measured, simulated = step.timeline, predicted(step)
-    peaks = validate(_order(measured), step.num_micro_batches, num_chunks=step.num_chunks, placement=step.placement)
+    measured, simulated = step.timeline, simulate_measured(step)
+    peaks = validate(
+        _actions_by_stage(measured), step.num_micro_batches, num_chunks=step.num_chunks, placement=step.placement
+    )
     unit, factor = ("s", 1.0) if measured.step_s >= 10 else ("ms", 1e3)
     panels = [
-        Panel(line, f"{title}: step {line.step_s * factor:.4g} {unit}", peaks, step.num_chunks, factor)
-        for title, line in (("measured", measured), ("simulated with the measured costs", simulated))
+        Panel(timeline, f"{title}: step {timeline.step_s * factor:.4g} {unit}", peaks, step.num_chunks, factor)
+        for title, timeline in (("measured", measured), ("simulated with the measured costs", simulated))
     ]
     title = (
-        f"{_sizes(step.schedule, measured, step.num_micro_batches, step.num_chunks)}, step {step.step}: "
+        f"{_format_sizes(step.schedule, measured, step.num_micro_batches, step.num_chunks)}, step {step.step}: "
         f"bubble {100 * measured.bubble:.1f} % measured, {100 * simulated.bubble:.1f} % predicted"
     )
     draw_panels(panels, title, f"time in {unit}", out)
 
 
-def predicted(step: MeasuredStep) -> Timeline:
+def simulate_measured(step: MeasuredStep) -> Timeline:
     """Return the simulation of a measured step, with its order of actions and its measured costs."""
-    return simulate(_order(step.timeline), step.costs, step.num_chunks, step.placement)
+    return simulate(_actions_by_stage(step.timeline), step.costs, step.num_chunks, step.placement)
 
 
-def _order(timeline: Timeline) -> list[list[Action]]:
+def _actions_by_stage(timeline: Timeline) -> list[list[Action]]:
     return [[span.action for span in spans] for spans in timeline.spans]
 
 
-def _sizes(name: str, timeline: Timeline, num_micro_batches: int, num_chunks: int) -> str:
+def _format_sizes(name: str, timeline: Timeline, num_micro_batches: int, num_chunks: int) -> str:
     chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
     return f"{name}, {timeline.num_stages} stages{chunks}, {num_micro_batches} micro-batches"
 
@@ -144,36 +146,36 @@ def _draw_panel(axes: Axes, panel: Panel, end: float, row_in: float) -> None:
     axes.tick_params(axis="y", length=0, labelsize=min(10.0, 45 * row_in))
     step_time = timeline.step_s * factor
     axes.add_collection(PolyCollection([_corners(0, step_time, i) for i in range(num_stages)], facecolors=IDLE))
-    points_a_unit = (WIDTH_IN - LEFT_IN - RIGHT_IN) * 72 / end
-    _draw_boxes(axes, panel, points_a_unit)
-    _draw_numbers(axes, panel, points_a_unit, row_in)
+    points_per_unit = (WIDTH_IN - LEFT_IN - RIGHT_IN) * 72 / end
+    _draw_boxes(axes, panel, points_per_unit)
+    _draw_numbers(axes, panel, points_per_unit, row_in)
     _label_stages(axes, panel, row_in)
 
 
-def _draw_boxes(axes: Axes, panel: Panel, points_a_unit: float) -> None:
+def _draw_boxes(axes: Axes, panel: Panel, points_per_unit: float) -> None:
     """Draw the boxes as one collection per colour, because pictures have tens of thousands of boxes."""
     boxes: dict[str, list[list[tuple[float, float]]]] = {}
     for stage, spans in enumerate(panel.timeline.spans):
         for span in spans:
             colour = _colour(type(span.action), span.action.chunk, panel.num_chunks)
             boxes.setdefault(colour, []).append(_corners(span.start_s * panel.factor, span.end_s * panel.factor, stage))
-    edge = min(0.8, 0.12 * _usual_width(panel) * points_a_unit)
+    edge = min(0.8, 0.12 * _median_width(panel) * points_per_unit)
     for colour, corners in boxes.items():
         axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=edge))
 
 
-def _draw_numbers(axes: Axes, panel: Panel, points_a_unit: float, row_in: float) -> None:
+def _draw_numbers(axes: Axes, panel: Panel, points_per_unit: float, row_in: float) -> None:
     """Write the micro-batch index into each box that is wide enough."""
     widest = max((len(str(span.action.micro_batch)) for spans in panel.timeline.spans for span in spans), default=1)
-    size = min(9.0, 0.55 * row_in * 72, _usual_width(panel) * points_a_unit / (0.68 * widest))
-    if size < SMALLEST_FONT:
+    size = min(9.0, 0.55 * row_in * 72, _median_width(panel) * points_per_unit / (0.68 * widest))
+    if size < MIN_FONT_SIZE:
         return
     for stage, spans in enumerate(panel.timeline.spans):
         for span in spans:
             text = str(span.action.micro_batch)
-            if (span.end_s - span.start_s) * panel.factor * points_a_unit < 0.65 * size * len(text):
+            if (span.end_s - span.start_s) * panel.factor * points_per_unit < 0.65 * size * len(text):
                 continue
-            colour = _ink(_colour(type(span.action), span.action.chunk, panel.num_chunks))
+            colour = _text_colour(_colour(type(span.action), span.action.chunk, panel.num_chunks))
             middle = (span.start_s + span.end_s) / 2 * panel.factor
             axes.text(middle, stage, text, ha="center", va="center_baseline", fontsize=size, color=colour, clip_on=True)
 
@@ -201,7 +203,7 @@ def _legend(panel: Panel) -> list[Patch]:
     return [*handles, Patch(facecolor=IDLE, label="idle")]
 
 
-def _usual_width(panel: Panel) -> float:
+def _median_width(panel: Panel) -> float:
     """Return the median width of the boxes, in the unit of the axis."""
     widths = sorted((span.end_s - span.start_s) * panel.factor for spans in panel.timeline.spans for span in spans)
     return widths[len(widths) // 2] if widths else 0.0
@@ -212,20 +214,20 @@ def _corners(start: float, end: float, row: int) -> list[tuple[float, float]]:
     return [(start, top), (end, top), (end, bottom), (start, bottom)]
 
 
-def _colour(kind: type[Action], chunk: int, num_chunks: int) -> str:
+def _colour(action_type: type[Action], chunk: int, num_chunks: int) -> str:
     """Return the colour of an action type, lighter for later chunks."""
     lightness = 0.6 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
-    mixed = (value + (1 - value) * lightness for value in to_rgb(COLOURS[kind][0]))
+    mixed = (value + (1 - value) * lightness for value in to_rgb(COLOURS[action_type][0]))
     return "#" + "".join(f"{round(255 * value):02x}" for value in mixed)
 
 
-def _ink(colour: str) -> str:
+def _text_colour(colour: str) -> str:
     """Return black or white, whichever has more contrast on ``colour``."""
     red, green, blue = to_rgb(colour)
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "white"
 
 
-PICTURE = "timeline.png"
+PICTURE_NAME = "timeline.png"
 
 
 PATIENCE_S = 1.0
@@ -237,7 +239,7 @@ _log = logging.getLogger("tds")
 _drawn_elsewhere: set[Path] = set()
 
 
-def leave_picture(folder: str | os.PathLike[str]) -> None:
+def disable_drawing(folder: str | os.PathLike[str]) -> None:
     """Disable ``draw`` for ``folder``, because the program has drawn the picture elsewhere."""
     _drawn_elsewhere.add(Path(folder).resolve())
 
@@ -247,7 +249,7 @@ def draw(folder: Path) -> None:
     if folder.resolve() in _drawn_elsewhere:
         return
     try:
-        draw_measured(_written_steps(folder)[-1], folder / PICTURE)
+        draw_measured(_read_steps(folder)[-1], folder / PICTURE_NAME)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         _log.warning(
@@ -258,7 +260,7 @@ def draw(folder: Path) -> None:
         )
 
 
-def _written_steps(folder: Path) -> list[trace.MeasuredStep]:
+def _read_steps(folder: Path) -> list[trace.MeasuredStep]:
     """Return the complete steps; retry while another rank may still be writing its last step."""
     end = time.monotonic() + PATIENCE_S
     while True:

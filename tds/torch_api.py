@@ -22,7 +22,7 @@ def swap(parameter: torch.nn.Parameter, other: torch.nn.Parameter) -> None:
     _swap_tensor_impl(parameter, other)
 
 
-def changes_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of ``tensor``, which counts in-place changes."""
     return tensor._version
 
@@ -128,6 +128,6 @@ def flight_record() -> dict[str, Any]:
     return record
 
 
-def has_rates(scheduler: Any) -> bool:
+def has_learning_rates(scheduler: Any) -> bool:
     """Return True if a scheduler has set learning rates, so that ``get_last_lr`` works."""
     return hasattr(scheduler, "_last_lr")

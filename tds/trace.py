@@ -28,11 +28,11 @@ LETTERS: dict[type[Action], tuple[str, str]] = {
     BackwardInput: ("I", "backward_input"),
     BackwardWeight: ("W", "backward_weight"),
 }
-_ACTIONS = {category: kind for kind, (_, category) in LETTERS.items()}
+_ACTIONS = {category: action_type for action_type, (_, category) in LETTERS.items()}
 _END = "\n]}\n"
 
 
-def name_of(action: Action) -> str:
+def event_name(action: Action) -> str:
     """Return the event name of an action, such as "F3", or "F3.1" in chunk 1."""
     letter, _ = LETTERS[type(action)]
     return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if action.chunk else "")
@@ -49,8 +49,8 @@ def events(
     position = {"pid": replica, "tid": stage}
     for index, item in enumerate(work):
         if index == 0:
-            about = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
-            step_ts = _time(item.began_ns, item.began_ns, origin_ns)["ts"]
+            metadata = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
+            step_ts = _time(item.start_ns, item.start_ns, origin_ns)["ts"]
             yield {
                 "ph": "i",
                 "name": f"step {step}",
@@ -58,20 +58,20 @@ def events(
                 "s": "t",
                 **position,
                 "ts": step_ts,
-                "args": about,
+                "args": metadata,
             }
         args = {"micro_batch": item.action.micro_batch, "chunk": item.action.chunk, "step": step}
         for wait_start, wait_end in item.waits:
             times = _time(wait_start, wait_end, origin_ns)
             yield {"ph": "X", "name": "wait", "cat": "wait", **position, **times, "args": args}
-        times = _time(item.started_ns, item.ended_ns, origin_ns)
+        times = _time(item.compute_start_ns, item.end_ns, origin_ns)
         action_args = {**args, "work": item.work_ns / 1e3}
-        name, category = name_of(item.action), LETTERS[type(item.action)][1]
+        name, category = event_name(item.action), LETTERS[type(item.action)][1]
         yield {"ph": "X", "name": name, "cat": category, **position, **times, "args": action_args}
 
 
-def _time(began_ns: int, ended_ns: int, origin_ns: int) -> dict[str, float]:
-    return {"ts": (began_ns - origin_ns) / 1e3, "dur": (ended_ns - began_ns) / 1e3}
+def _time(start_ns: int, end_ns: int, origin_ns: int) -> dict[str, float]:
+    return {"ts": (start_ns - origin_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3}
 
 
 class TraceFile:
@@ -81,28 +81,28 @@ class TraceFile:
         OSError: the folder cannot be created or written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], rank: int, metadata: Mapping[str, Any]) -> None:
         self.path = Path(folder) / f"trace-rank{rank}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _keep(self.path)
-        head = json.dumps({"displayTimeUnit": "ms", "tds": dict(about)})
-        pid, tid = about["replica"], about["stage"]
-        names = [
+        _back_up(self.path)
+        header = json.dumps({"displayTimeUnit": "ms", "tds": dict(metadata)})
+        pid, tid = metadata["replica"], metadata["stage"]
+        name_events = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"replica {pid}"}},
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"stage {tid}"}},
         ]
-        lines = ",\n".join(map(json.dumps, names))
-        self.path.write_text(f'{head[:-1]}, "traceEvents": [\n{lines}{_END}')
+        lines = ",\n".join(map(json.dumps, name_events))
+        self.path.write_text(f'{header[:-1]}, "traceEvents": [\n{lines}{_END}')
 
-    def add(self, more: Iterable[Mapping[str, Any]]) -> None:
+    def add(self, new_events: Iterable[Mapping[str, Any]]) -> None:
         """Append events; the file is valid JSON afterwards."""
-        text = "".join(f",\n{json.dumps(event)}" for event in more)
+        text = "".join(f",\n{json.dumps(event)}" for event in new_events)
         with self.path.open("r+b") as file:
             file.seek(-len(_END), os.SEEK_END)
             file.write((text + _END).encode())
 
 
-def _keep(path: Path) -> None:
+def _back_up(path: Path) -> None:
     """Rename a file of an earlier run to the next free number; ``read_traces`` ignores files with a number."""
     if not path.exists():
         return
@@ -146,9 +146,9 @@ def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
     newest = max(trace["tds"]["run"] for trace in traces)
     replicas: dict[int, dict[int, dict[str, Any]]] = {}
     for trace in traces:
-        about = trace["tds"]
-        if about["run"] == newest and about["tensor_rank"] == 0:
-            replicas.setdefault(about["replica"], {})[about["stage"]] = trace
+        metadata = trace["tds"]
+        if metadata["run"] == newest and metadata["tensor_rank"] == 0:
+            replicas.setdefault(metadata["replica"], {})[metadata["stage"]] = trace
     measured = [step for replica, stages in sorted(replicas.items()) for step in _steps(replica, stages, folder)]
     if not measured:
         raise ValueError(
@@ -168,16 +168,16 @@ def _read(path: Path) -> dict[str, Any]:
     return trace
 
 
-def _steps(replica: int, of_stage: Mapping[int, dict[str, Any]], folder: Any) -> Iterator[MeasuredStep]:
-    about = next(iter(of_stage.values()))["tds"]
-    if set(of_stage) != set(range(about["num_stages"])):
+def _steps(replica: int, traces_by_stage: Mapping[int, dict[str, Any]], folder: Any) -> Iterator[MeasuredStep]:
+    metadata = next(iter(traces_by_stage.values()))["tds"]
+    if set(traces_by_stage) != set(range(metadata["num_stages"])):
         raise ValueError(
-            f"a trace needs one file trace-rank*.json for each of {about['num_stages']} stages, got stages "
-            f"{sorted(of_stage)} of replica {replica} in {folder}. Copy the files of all hosts into one folder."
+            f"a trace needs one file trace-rank*.json for each of {metadata['num_stages']} stages, got stages "
+            f"{sorted(traces_by_stage)} of replica {replica} in {folder}. Copy the files of all hosts into one folder."
         )
-    stages = [_by_step(of_stage[stage]) for stage in sorted(of_stage)]
+    stages = [_by_step(traces_by_stage[stage]) for stage in sorted(traces_by_stage)]
     for step_idx in sorted(set(stages[0]).intersection(*stages[1:])):
-        chunks = about["num_chunks"], about.get("placement", LOOP)
+        chunks = metadata["num_chunks"], metadata.get("placement", LOOP)
         step = _measured(step_idx, replica, [rows[step_idx] for rows in stages], *chunks)
         if step is not None:
             yield step
@@ -192,28 +192,28 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _measured(
-    number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int, placement: str
+    step_idx: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int, placement: str
 ) -> MeasuredStep | None:
     """Return one step from the events of each stage; None if a stage did not complete it."""
-    about = stages[0][0]["args"]
+    metadata = stages[0][0]["args"]
     actions = [[e for e in row if e["cat"] in _ACTIONS] for row in stages]
-    ended = [sum(e["cat"] in ("backward", "backward_weight") for e in row) for row in actions]
-    if any(count != about["num_micro_batches"] * num_chunks for count in ended):
+    num_backwards = [sum(e["cat"] in ("backward", "backward_weight") for e in row) for row in actions]
+    if any(count != metadata["num_micro_batches"] * num_chunks for count in num_backwards):
         return None
     origin = min(e["ts"] for row in actions for e in row)
     work: list[Durations] = [{} for _ in stages]
     for durations, row in zip(work, actions, strict=True):
         for e in row:
             durations.setdefault((_ACTIONS[e["cat"]], e["args"]["chunk"]), []).append(e["args"]["work"] * 1e-6)
-    spans = tuple(tuple(Span(_action(e), *_seconds(e, origin)) for e in row) for row in actions)
+    spans = tuple(tuple(Span(_action(e), *_span_seconds(e, origin)) for e in row) for row in actions)
     costs = costs_of([medians(durations) for durations in work], num_chunks, placement)
-    names = about["schedule"], num_chunks, about["num_micro_batches"]
-    return MeasuredStep(number, replica, *names, Timeline(spans), costs, placement)
+    names = metadata["schedule"], num_chunks, metadata["num_micro_batches"]
+    return MeasuredStep(step_idx, replica, *names, Timeline(spans), costs, placement)
 
 
 def _action(event: Mapping[str, Any]) -> Action:
     return _ACTIONS[event["cat"]](event["args"]["micro_batch"], event["args"]["chunk"])
 
 
-def _seconds(event: Mapping[str, Any], origin: float) -> tuple[float, float]:
+def _span_seconds(event: Mapping[str, Any], origin: float) -> tuple[float, float]:
     return (event["ts"] - origin) * 1e-6, (event["ts"] + event["dur"] - origin) * 1e-6

@@ -52,21 +52,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
-SLOW_DEADLINE_S = 400  # up to 50 s of CPU time in one test, on machines that are three times slower or busy
+SLOW_TIMEOUT_S = 400  # up to 50 s of CPU time in one test, on machines that are three times slower or busy
 
 
-def _settle_in_child() -> None:
+def _prepare_forked_child() -> None:
     """Keep a forked rank from copying what the test run holds, and from waiting for its compiler's threads.
 
     A collection would go over all of it, 2 GB at the end of a long run. Threads do not live on in a child, but the
     compiler's pool takes them for idle ones.
     """
     gc.freeze()
-    if compiling := sys.modules.get("torch._inductor.async_compile"):
-        compiling.AsyncCompile.pool.cache_clear()
+    if async_compile := sys.modules.get("torch._inductor.async_compile"):
+        async_compile.AsyncCompile.pool.cache_clear()
 
 
-os.register_at_fork(after_in_child=_settle_in_child)
+os.register_at_fork(after_in_child=_prepare_forked_child)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,15 +79,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Configure hypothesis: the same examples in each short run, new ones in a long run."""
     os.environ.setdefault("TEST_LAYOUT_THIRD", str(date.today().toordinal() % 3))  # workers inherit it
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        large_pages.begin()
+        large_pages.enable()
     if config.getoption("--every") and not config.getoption("--all"):
         raise pytest.UsageError("--every adds cases to --all. Give both")
     hypothesis.settings.register_profile("ours", derandomize=not config.getoption("--all"), deadline=None)
     hypothesis.settings.load_profile("ours")
-    kind = config.getoption("--gpu-device")
-    if kind == "cuda" and not torch.cuda.is_available():
+    gpu_device = config.getoption("--gpu-device")
+    if gpu_device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--gpu-device cuda needs a GPU and a CUDA build of torch, found none")
-    if kind == "sim":
+    if gpu_device == "sim":
         _make_simulated_device()
 
 
@@ -103,7 +103,7 @@ def _make_simulated_device() -> None:
     accelerators.adapt(megatron_accelerator_sim.NAME)
 
 
-LONGEST = (
+SLOWEST_FILES = (
     "cuda/test_matrix.py", "parity/test_layouts.py", "tds/watchdog/test_watchdog.py", "training/test_phases.py",
     "mutants/test_mutants.py", "examples/test_accelerator_sim.py", "training/test_guard.py",
     "parity/test_t5_layouts.py", "checkpoint/test_checkpoint_args.py", "training/test_kills.py",
@@ -121,7 +121,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):
+    class FileScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/cuda/"):
                 return "tests/cuda"
@@ -129,10 +129,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return nodeid.partition(".py::")[0] + nodeid.partition("[")[2].partition(".")[0]  # one package of them
             return super()._split_scope(nodeid)
 
-    return ByFile(config, log)
+    return FileScheduling(config, log)
 
 
-def _import_own_share_first(config: pytest.Config) -> None:
+def _import_worker_share_first(config: pytest.Config) -> None:
     """Import the test files of this worker's share before pytest collects all of them.
 
     In a fresh clone pytest compiles each test file at its first import, 20 s of work that every worker would repeat.
@@ -140,11 +140,14 @@ def _import_own_share_first(config: pytest.Config) -> None:
     """
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    if worker is None or not _is_whole_suite(config):
+    if worker is None or not _is_full_suite(config):
         return
-    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    share = files[number * len(files) // count : (number + 1) * len(files) // count]
-    for file in [*sorted((ROOT / "tests").glob("*/**/conftest.py")), *share]:  # those register modules to rewrite
+    worker_idx, num_workers = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    worker_files = files[worker_idx * len(files) // num_workers : (worker_idx + 1) * len(files) // num_workers]
+    for file in [
+        *sorted((ROOT / "tests").glob("*/**/conftest.py")),
+        *worker_files,
+    ]:  # those register modules to rewrite
         with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest reports it when it collects the file
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
@@ -154,55 +157,57 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """Collect without garbage collection, and leave the tests out of later collections."""
     gc.disable()
     try:
-        _import_own_share_first(session.config)
+        _import_worker_share_first(session.config)
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
 
 
-MANY_LAYOUTS = ("tests/parity/", "tests/cuda/test_matrix.py")
+LAYOUT_PRODUCT_FILES = ("tests/parity/", "tests/cuda/test_matrix.py")
 """Files whose slow tests are products of layouts, schedules and switches."""
 
 
-def _drop_layouts_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect two thirds of the cases of each slow test with 6 cases or more in ``MANY_LAYOUTS``.
+def _deselect_layouts_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect two thirds of the cases of each slow test with 6 cases or more in ``LAYOUT_PRODUCT_FILES``.
 
     Each case runs every third day, because all of them take hours on two cores. ``--every`` runs all cases.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.nodeid.startswith(MANY_LAYOUTS) and item.get_closest_marker("slow"):
+        if item.nodeid.startswith(LAYOUT_PRODUCT_FILES) and item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     third = int(os.environ["TEST_LAYOUT_THIRD"])
-    many = [item for group in cases.values() if len(group) >= 6 for item in group]
-    dropped = {item for item in many if crc32(item.nodeid.encode()) % 3 != third}
+    sampled_items = [item for group in cases.values() if len(group) >= 6 for item in group]
+    dropped = {item for item in sampled_items if crc32(item.nodeid.encode()) % 3 != third}
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=sorted(dropped, key=lambda item: item.nodeid))
 
 
-def _is_whole_suite(config: pytest.Config) -> bool:
+def _is_full_suite(config: pytest.Config) -> bool:
     """Return True if no files or tests are named on the command line."""
     return config.args in (["tests"], [str(ROOT / "tests")])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # keeps the order otherwise
+    positions = {f"tests/{file}": position for position, file in enumerate(SLOWEST_FILES)}
+    items.sort(
+        key=lambda item: positions.get(item.nodeid.partition("::")[0], len(positions))
+    )  # keeps the order otherwise
     if not config.getoption("--all"):  # deselected, not skipped: a worker reports each skipped test three times
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
-    elif not config.getoption("--every") and _is_whole_suite(config):
-        _drop_layouts_of_other_days(config, items)
-    has_gpu, kind = torch.cuda.is_available(), config.getoption("--gpu-device")
+    elif not config.getoption("--every") and _is_full_suite(config):
+        _deselect_layouts_of_other_days(config, items)
+    has_gpu, gpu_device = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_DEADLINE_S))
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
         marker = item.get_closest_marker("gpu")
         if marker is None:
             continue
-        if kind is None and not has_gpu:
+        if gpu_device is None and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
-        elif kind in ("cpu", "sim") and "only" in marker.kwargs:
+        elif gpu_device in ("cpu", "sim") and "only" in marker.kwargs:
             item.add_marker(pytest.mark.skip(reason=f"CUDA's own: {marker.kwargs['only']}"))

@@ -21,51 +21,53 @@ from megatron.errors import ConfigError
 from megatron.training import device_setup
 from tools import check_accelerator
 
-Make = Callable[..., Accelerator]
+MakeDevice = Callable[..., Accelerator]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDevice]:
     """Return a function that registers a device; all are forgotten at the end."""
     monkeypatch.setattr(accelerators, "_registered", {})
     monkeypatch.setattr(accelerators, "_applied", {})
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def register(name: str = "npu", is_there: bool = True, **facts: Any) -> Accelerator:
-        made = Accelerator(name=name, is_available=lambda: is_there, **facts)
-        accelerators.register(made)
-        return made
+    def register(name: str = "npu", is_available: bool = True, **fields: Any) -> Accelerator:
+        accelerator = Accelerator(name=name, is_available=lambda: is_available, **fields)
+        accelerators.register(accelerator)
+        return accelerator
 
     yield register
 
 
-def test_auto_takes_the_last_plug_in_that_has_a_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_last_registered_available_device(
+    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert device.choose() == "cpu"
-    make("npu"), make("tpu"), make("far", is_there=False)
+    make_device("npu"), make_device("tpu"), make_device("far", is_available=False)
     assert accelerators.names() == ("cpu", "cuda", "npu", "tpu", "far")
     assert device.choose() == "tpu"
     assert device.choose("npu") == "npu" and device.choose("cpu") == "cpu"
     monkeypatch.setenv("DS_ACCELERATOR", "npu")
     assert device.choose() == "npu"
-    with pytest.raises(ValueError, match="--device far needs a FAR device, found none. Use --device cpu, or look at"):
+    with pytest.raises(ValueError, match="--device far needs a FAR device, found none. Use --device cpu, or check"):
         device.choose("far")
 
 
-def test_an_unknown_device_is_told_with_the_line_that_brings_it(make: Make) -> None:
-    make("npu")
+def test_unknown_device_error_names_plug_in_import(make_device: MakeDevice) -> None:
+    make_device("npu")
     with pytest.raises(ConfigError) as error:
         parse(["--device", "tpu"], world_size=1, env={})
     message = "--device must be auto, cpu, cuda or npu, got tpu. Load the plug-in of another accelerator by "
     assert message + '"import megatron_accelerator_tpu" in the script, or MEGATRON_ACCELERATOR=' in str(error.value)
 
 
-def test_the_environment_imports_plug_ins_ahead_of_the_check(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_environment_plug_ins_are_imported_before_device_check(
+    make_device: MakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = "from megatron.accelerators import Accelerator, register\n"
+    import_line = "from megatron.accelerators import Accelerator, register\n"
     (tmp_path / "plugged_in_here.py").write_text(
-        lines + "register(Accelerator(name='plugged', is_available=lambda: True))\n"
+        import_line + "register(Accelerator(name='plugged', is_available=lambda: True))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     argv = ["--device", "plugged", "--dry-run"]
@@ -75,9 +77,13 @@ def test_the_environment_imports_plug_ins_ahead_of_the_check(
         parse(argv, world_size=1, env={"MEGATRON_ACCELERATOR": "nowhere"})
 
 
-def test_hooks_take_the_place_of_the_seams_functions_for_their_device_alone(make: Make) -> None:
-    hooks = {"name": lambda kind: f"one {kind}", "is_busy": lambda place: True, "can_pin": lambda kind: False}
-    make("xpu", hooks=hooks, backend="xccl", dtypes=("fp16", "fp32"))
+def test_hooks_override_device_functions_of_their_device_only(make_device: MakeDevice) -> None:
+    hooks = {
+        "name": lambda device_type: f"one {device_type}",
+        "is_busy": lambda torch_device: True,
+        "can_pin": lambda device_type: False,
+    }
+    make_device("xpu", hooks=hooks, backend="xccl", dtypes=("fp16", "fp32"))
     assert device.name("xpu") == "one xpu" and device.name("cpu").startswith("CPU, ")
     assert device.is_busy(torch.device("xpu", 1)) and not device.is_busy(torch.device("cpu"))
     assert not device.can_pin("xpu") and device.can_pin("cuda")
@@ -87,19 +93,19 @@ def test_hooks_take_the_place_of_the_seams_functions_for_their_device_alone(make
     assert device.missing_dtype("cuda", "fp64") is None
 
 
-def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+def test_deepspeed_variable_is_set_before_adaptors_run(
+    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    monkeypatch.setattr(accelerators, "adapt", lambda name: seen.append((name, os.environ.get("DS_ACCELERATOR"))))
+    calls = []
+    monkeypatch.setattr(accelerators, "adapt", lambda name: calls.append((name, os.environ.get("DS_ACCELERATOR"))))
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "")
-    make("npu")
+    make_device("npu")
     device_setup.configure_device(parse(["--device", "npu", "--dry-run"], world_size=1, env={}))
-    assert seen == [("npu", "npu")]
+    assert calls == [("npu", "npu")]
 
 
 @pytest.mark.parametrize(
-    ("facts", "message"),
+    ("fields", "message"),
     [
         ({"name": "cuda"}, "must be a new identifier, got 'cuda'"),
         ({"name": "my device"}, "must be a new identifier, got 'my device'"),
@@ -112,29 +118,29 @@ def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_
     ],
     ids=["taken", "spaced", "hook", "dtype", "no-dtype"],
 )
-def test_a_device_that_cannot_be_is_refused(make: Make, facts: dict[str, Any], message: str) -> None:
+def test_register_rejects_invalid_device(make_device: MakeDevice, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(**facts)
+        make_device(**fields)
 
 
-def test_one_name_has_one_device(make: Make) -> None:
-    accelerators.register(make("npu", module="first"))  # the same one again is no harm
+def test_register_rejects_duplicate_device_name(make_device: MakeDevice) -> None:
+    accelerators.register(make_device("npu", module="first"))  # the same one again is no harm
     with pytest.raises(ValueError, match="must be registered only once, got npu from second and from first"):
-        make("npu", module="second")
+        make_device("npu", module="second")
     accelerators.forget("npu")
-    make("npu", module="second")
+    make_device("npu", module="second")
 
 
-def test_every_hook_is_a_function_of_the_seam_and_all_that_may_be_hooked_are_named() -> None:
+def test_hooks_match_overridable_device_functions() -> None:
     hooked = {name for name, value in vars(device).items() if hasattr(value, "__wrapped__") and callable(value)}
     assert hooked - {"_copy_stream"} == accelerators.HOOKS
 
 
-def test_the_worked_example_of_the_document_registers_its_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_plug_in_example_registers_device(make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vendor's package is a stand-in; what the code itself asks of it is what the document lists."""
     text = (Path(__file__).parents[1] / "docs" / "accelerators.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
-    own = torch.Generator()
+    tpu_generator = torch.Generator()
     module = SimpleNamespace(is_available=lambda: True, default_generators=())
     monkeypatch.setattr(torch, "tpu", module, raising=False)
     monkeypatch.setitem(sys.modules, "torch_tpu", None)
@@ -148,13 +154,13 @@ def test_the_worked_example_of_the_document_registers_its_device(make: Make, mon
     )
     plugin = accelerators.find("tpu")
     assert plugin is not None
-    place = SimpleNamespace(type="tpu", index=0)
-    assert plugin.hooks["default_generator"](place) is torch.default_generator
-    module.default_generators = (own,)
-    assert plugin.hooks["default_generator"](place) is own and not device.can_pin("tpu")
+    torch_device = SimpleNamespace(type="tpu", index=0)
+    assert plugin.hooks["default_generator"](torch_device) is torch.default_generator
+    module.default_generators = (tpu_generator,)
+    assert plugin.hooks["default_generator"](torch_device) is tpu_generator and not device.can_pin("tpu")
 
 
-def test_the_document_names_every_hook_field_and_check() -> None:
+def test_accelerator_docs_name_every_hook_field_and_check() -> None:
     text = (Path(__file__).parents[1] / "docs" / "accelerators.md").read_text(encoding="utf-8")
     fields = {field.name for field in dataclasses.fields(Accelerator)} - {"module"}
     checks = {check.__name__ for check in check_accelerator.CHECKS}

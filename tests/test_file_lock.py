@@ -15,37 +15,37 @@ import pytest
 from megatron import file_lock
 from megatron.file_lock import FileLock
 
-Kind = Literal["lockf", "flock"]
-KINDS = pytest.mark.parametrize("kind", ["lockf", "flock"])
-Enter = Callable[[], object]
+LockType = Literal["lockf", "flock"]
+every_lock_type = pytest.mark.parametrize("lock_type", ["lockf", "flock"])
+AcquireLock = Callable[[], object]
 
 
 class HeldError(Exception):
     """What these locks raise."""
 
 
-def lock(path: Path, kind: Kind, wait_s: float = 0.0, *, may_go_on: bool = False) -> FileLock:
+def make_lock(path: Path, lock_type: LockType, wait_s: float = 0.0, *, may_continue: bool = False) -> FileLock:
     return FileLock(
         path,
-        kind,
+        lock_type,
         wait_s=lambda text: wait_s,
         describe=lambda text: f"held by {text.decode()}",
         error=HeldError,
-        without_lock=lambda error, text: may_go_on,
+        without_lock=lambda error, text: may_continue,
     )
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[Enter], int]]:
+def start_holder() -> Iterator[Callable[[AcquireLock], int]]:
     """Start a process that enters, says so, and stays; it is ended after the test."""
     children: list[int] = []
 
-    def start(enter: Enter) -> int:
+    def start(acquire: AcquireLock) -> int:
         readable, writable = os.pipe()
         child = os.fork()
         if not child:
             try:
-                enter()
+                acquire()
                 os.write(writable, b".")
                 signal.pause()
             finally:
@@ -62,35 +62,35 @@ def started() -> Iterator[Callable[[Enter], int]]:
         os.waitpid(child, 0)
 
 
-@KINDS
-def test_the_holder_is_told_and_its_end_frees_the_file(
-    kind: Kind, tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+@every_lock_type
+def test_error_names_holder_and_exit_releases_lock(
+    lock_type: LockType, tmp_path: Path, start_holder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "folder" / "lock"
-    holder = started(lambda: lock(path, kind).write(b"me"))
+    holder = start_holder(lambda: make_lock(path, lock_type).write(b"me"))
     with pytest.raises(HeldError, match="held by me"):
-        lock(path, kind)
+        make_lock(path, lock_type)
 
     def end_holder(_: float) -> None:
         os.kill(holder, signal.SIGKILL)
         os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
 
     monkeypatch.setattr(file_lock.time, "sleep", end_holder)
-    taken = lock(path, kind, wait_s=60.0)
-    assert taken.left == b"me"
-    taken.write(b"you")
+    acquired = make_lock(path, lock_type, wait_s=60.0)
+    assert acquired.previous_text == b"me"
+    acquired.write(b"you")
     assert path.read_bytes() == b"you"
-    taken.release()
-    taken.release()
+    acquired.release()
+    acquired.release()
     assert not path.exists()
 
 
-@KINDS
-def test_what_the_holder_has_forked_holds_a_flock_and_no_lockf(kind: Kind, tmp_path: Path) -> None:
+@every_lock_type
+def test_forked_child_keeps_flock_but_not_lockf(lock_type: LockType, tmp_path: Path) -> None:
     readable, writable = os.pipe()
     holder = os.fork()
     if not holder:
-        lock(tmp_path / "lock", kind)
+        make_lock(tmp_path / "lock", lock_type)
         worker = os.fork()
         if worker:
             os.write(writable, str(worker).encode())
@@ -99,59 +99,59 @@ def test_what_the_holder_has_forked_holds_a_flock_and_no_lockf(kind: Kind, tmp_p
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
     try:
-        if kind == "flock":
+        if lock_type == "flock":
             with pytest.raises(HeldError):
-                lock(tmp_path / "lock", kind)
+                make_lock(tmp_path / "lock", lock_type)
         else:
-            lock(tmp_path / "lock", kind).release()
+            make_lock(tmp_path / "lock", lock_type).release()
     finally:
         os.kill(worker, signal.SIGKILL)
         os.close(readable)
         os.close(writable)
 
 
-@KINDS
-def test_a_file_and_folder_that_are_removed_meanwhile_are_made_again(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@every_lock_type
+def test_lock_recreates_removed_file_and_folder(
+    lock_type: LockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, function = tmp_path / "folder" / "lock", getattr(fcntl, kind)
+    path, function = tmp_path / "folder" / "lock", getattr(fcntl, lock_type)
     calls: list[int] = []
 
-    def lock_after_the_holder_left(descriptor: int, operation: int) -> None:
+    def lock_after_removal(descriptor: int, operation: int) -> None:
         if not calls:
             path.unlink()
             path.parent.rmdir()
         calls.append(descriptor)
         function(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, kind, lock_after_the_holder_left)
-    taken = lock(path, kind)
+    monkeypatch.setattr(fcntl, lock_type, lock_after_removal)
+    acquired = make_lock(path, lock_type)
     assert path.exists() and len(calls) == 2
-    taken.release(removes_file=False)
+    acquired.release(removes_file=False)
     assert path.exists()
 
 
-@KINDS
-@pytest.mark.parametrize("may_go_on", [True, False])
-def test_without_locks_the_caller_decides(
-    kind: Kind, may_go_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@every_lock_type
+@pytest.mark.parametrize("may_continue", [True, False])
+def test_caller_decides_if_filesystem_has_no_locks(
+    lock_type: LockType, may_continue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
     (tmp_path / "lock").write_bytes(b"another")
-    monkeypatch.setattr(fcntl, kind, no_locks)
-    if may_go_on:
-        assert lock(tmp_path / "lock", kind, may_go_on=True).left == b"another"
+    monkeypatch.setattr(fcntl, lock_type, no_locks)
+    if may_continue:
+        assert make_lock(tmp_path / "lock", lock_type, may_continue=True).previous_text == b"another"
     else:
         with pytest.raises(HeldError, match="held by another"):
-            lock(tmp_path / "lock", kind)
+            make_lock(tmp_path / "lock", lock_type)
 
 
-def test_a_file_that_cannot_be_made_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_lock_raises_os_error_if_file_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "nowhere" / "lock")
     with pytest.raises(FileNotFoundError):
-        lock(tmp_path / "lock", "flock")
+        make_lock(tmp_path / "lock", "flock")
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
-        lock(tmp_path / "folder", "lockf")
+        make_lock(tmp_path / "folder", "lockf")

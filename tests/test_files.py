@@ -33,7 +33,7 @@ def operations(monkeypatch):
     return log
 
 
-def test_a_replaced_file_is_the_old_or_the_new_at_whatever_operation_it_ends(tmp_path, operations):
+def test_interrupted_replace_leaves_old_or_new_file(tmp_path, operations):
     path = tmp_path / "latest"
     files.replace_bytes(path, b"old")
     names = [name for name, _ in operations]
@@ -48,13 +48,13 @@ def test_a_replaced_file_is_the_old_or_the_new_at_whatever_operation_it_ends(tmp
         assert [child.name for child in tmp_path.iterdir()] == ["latest"], "nothing half-written stays beside it"
 
 
-def test_the_rename_comes_after_the_bytes_are_on_the_disk_and_before_the_folder_is(tmp_path, operations):
+def test_rename_follows_fsync_and_precedes_folder_sync(tmp_path, operations):
     files.write_bytes(tmp_path / "part", b"x")
     files.rename(tmp_path / "part", tmp_path / "whole")
     assert operations == [("write", "part"), ("fsync", "part"), ("rename", "whole"), ("sync_folder", tmp_path.name)]
 
 
-def test_chunks_are_counted_and_summed_as_they_are_written(tmp_path, operations):
+def test_write_chunks_returns_size_and_crc(tmp_path, operations):
     path = tmp_path / "shard"
     chunks = [b"abc", memoryview(b"defgh"), b""]
     assert files.write_chunks(path, chunks) == (8, zlib.crc32(b"abcdefgh"))
@@ -64,7 +64,7 @@ def test_chunks_are_counted_and_summed_as_they_are_written(tmp_path, operations)
         assert files.size_and_crc(path, chunk_bytes) == (8, zlib.crc32(b"abcdefgh"))
 
 
-def test_a_kill_while_a_tree_is_removed_leaves_a_part_that_can_be_removed_again(tmp_path, operations):
+def test_interrupted_remove_tree_can_be_repeated(tmp_path, operations):
     def build():
         files.make_folder(tmp_path / "step" / "inner")
         for name in ("a", "inner/b"):
@@ -86,7 +86,7 @@ def test_a_kill_while_a_tree_is_removed_leaves_a_part_that_can_be_removed_again(
         files.remove_tree(tmp_path / "step")
 
 
-def test_a_link_in_a_tree_is_removed_and_not_followed(tmp_path):
+def test_remove_tree_does_not_follow_links(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_bytes(b"x")
     (tmp_path / "step").mkdir()
@@ -95,7 +95,7 @@ def test_a_link_in_a_tree_is_removed_and_not_followed(tmp_path):
     assert (tmp_path / "kept" / "file").exists() and not (tmp_path / "step").exists()
 
 
-def test_by_itself_the_hook_does_nothing(tmp_path):
+def test_default_operation_hook_does_nothing(tmp_path):
     files.make_folder(tmp_path / "a" / "b")
     files.make_folder(tmp_path / "a" / "b")
     files.write_bytes(tmp_path / "a" / "b" / "file", b"x")
@@ -106,32 +106,34 @@ def test_by_itself_the_hook_does_nothing(tmp_path):
 
 @given(st.lists(st.binary(max_size=300), max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_the_crc_of_a_whole_follows_from_those_of_its_pieces(pieces):
+def test_crc32_combine_equals_crc_of_joined_chunks(chunks):
     crc = 0
-    for piece in pieces:
-        crc = files.crc32_combine(crc, zlib.crc32(piece), len(piece))
-    assert crc == zlib.crc32(b"".join(pieces))
+    for chunk in chunks:
+        crc = files.crc32_combine(crc, zlib.crc32(chunk), len(chunk))
+    assert crc == zlib.crc32(b"".join(chunks))
 
 
-def test_the_crc_of_a_long_piece_follows_as_that_of_a_short_one():
+def test_crc32_combine_supports_long_chunk():
     head, tail = b"head", bytes(1 << 20)
     assert files.crc32_combine(zlib.crc32(head), zlib.crc32(tail), len(tail)) == zlib.crc32(head + tail)
 
 
-def test_the_crc_of_pieces_of_megabytes_follows_too():
+def test_crc32_combine_supports_megabyte_chunks():
     block = bytes(range(256)) * 4096
-    crc = whole = zlib.crc32(block)
-    for doubled in range(4):
-        crc = files.crc32_combine(crc, crc, len(block) << doubled)
+    crc = expected = zlib.crc32(block)
+    for num_doublings in range(4):
+        crc = files.crc32_combine(crc, crc, len(block) << num_doublings)
     for _ in range(15):
-        whole = zlib.crc32(block, whole)
-    assert crc == whole
+        expected = zlib.crc32(block, expected)
+    assert crc == expected
 
 
-def test_a_process_may_open_more_files_as_far_as_the_system_lets_it(monkeypatch):
+def test_open_file_limit_is_raised_up_to_hard_limit(monkeypatch):
     limits = [1024, 4096]
-    monkeypatch.setattr(files.resource, "getrlimit", lambda which: tuple(limits))
-    monkeypatch.setattr(files.resource, "setrlimit", lambda which, given: limits.__setitem__(slice(None), given))
+    monkeypatch.setattr(files.resource, "getrlimit", lambda resource: tuple(limits))
+    monkeypatch.setattr(
+        files.resource, "setrlimit", lambda resource, new_limits: limits.__setitem__(slice(None), new_limits)
+    )
     assert files.allow_open_files(500) == 1024 and limits == [1024, 4096]
     assert files.allow_open_files(2000) == 2000 and limits == [2000, 4096]
     assert files.allow_open_files(40_000) == 4096 and limits == [4096, 4096]

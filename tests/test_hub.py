@@ -16,11 +16,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "google/gemma-3-1b-pt"])
-def test_the_message_has_the_command_that_downloads_the_model_into_models(name: str) -> None:
+def test_load_problem_shows_download_command(name: str) -> None:
     text = hub.load_problem(name) or ""
     target = f"models/{name.partition('/')[2]}"
     assert text.startswith(f"--load must name a folder, got {name}, which is not one")
-    assert f"`hf download {name} --local-dir {target}`" in text and text.endswith(f"give {target}")
+    assert f"`hf download {name} --local-dir {target}`" in text and text.endswith(f"use {target}")
     assert hub.advice(Path(name)) in text
 
 
@@ -39,11 +39,11 @@ def test_the_message_has_the_command_that_downloads_the_model_into_models(name: 
         "my-x/y",
     ],
 )
-def test_a_path_is_no_name(path: str) -> None:
+def test_paths_are_not_hub_names(path: str) -> None:
     assert hub.load_problem(path) is None and hub.advice(path) == ""
 
 
-def test_a_folder_that_is_there_is_no_name_nor_is_a_path_below_one(folder: Path) -> None:
+def test_existing_folders_are_not_hub_names(folder: Path) -> None:
     (folder / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
     assert not hub.is_name("Qwen/Qwen3-0.6B")
     assert not hub.is_name("Qwen/Qwen3-4B"), "the user has a folder of that name: a mistyped path"

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron import object_store
 from megatron.errors import DataError
-from tests.helpers.fake_store import cache_listings, empty_store
+from tests.helpers.fake_store import cache_listings, make_empty_store
 
 FOLDER, FILE = "memory://b/run", "memory://b/run/one"
 
@@ -19,12 +19,12 @@ FOLDER, FILE = "memory://b/run", "memory://b/run/one"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryFileSystem:
     """A store that answers from a cache of listings, as s3fs does; ``pipe`` writes as another process would."""
-    made = empty_store(monkeypatch)
+    filesystem = make_empty_store(monkeypatch)
     cache_listings(monkeypatch)
-    return made
+    return filesystem
 
 
-QUESTIONS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+QUERIES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "sizes_below": (lambda: object_store.sizes_below(FOLDER), [{}, {("one",): 2}, {("one",): 3, ("two",): 1}]),
     "files_below": (
         lambda: [names for names, _ in object_store.files_below(FOLDER)],
@@ -36,24 +36,22 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
 """By function: what is asked of it, and its answers for an empty folder, for one file, and for two."""
 
 
-@pytest.mark.parametrize("function", QUESTIONS)
-def test_an_answer_is_that_of_the_store_and_not_of_a_cached_listing(store: MemoryFileSystem, function: str) -> None:
-    ask, (of_none, of_one, of_two) = QUESTIONS[function]
-    if of_none is None and function != "size_of":
+@pytest.mark.parametrize("function", QUERIES)
+def test_queries_ignore_cached_listings(store: MemoryFileSystem, function: str) -> None:
+    query, (when_empty, with_one_file, with_two_files) = QUERIES[function]
+    if when_empty is None and function != "size_of":
         with pytest.raises(DataError, match="does not exist"):
-            ask()
+            query()
     else:
-        assert ask() == of_none
+        assert query() == when_empty
     store.pipe("/b/run/one", b"12")
-    assert ask() == of_one
+    assert query() == with_one_file
     store.pipe("/b/run/one", b"123")
     store.pipe("/b/run/two", b"4")
-    assert ask() == of_two
+    assert query() == with_two_files
 
 
-def test_an_upload_over_a_listed_file_is_compared_with_the_file_that_is_there(
-    store: MemoryFileSystem, tmp_path: Path
-) -> None:
+def test_upload_verifies_size_despite_cached_listing(store: MemoryFileSystem, tmp_path: Path) -> None:
     store.pipe("/b/run/one", b"12")
     store.info("/b/run/one")  # cached with 2 bytes
     (tmp_path / "file").write_bytes(b"12345")

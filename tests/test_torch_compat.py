@@ -15,63 +15,65 @@ from tests.helpers.harness import run_ranks
 NAMES = ("all_gather_single", "reduce_scatter_single")
 
 
-def exchanged(rank: int, is_older: bool) -> tuple[list[float], list[float], list[float]]:
+def run_collectives(rank: int, is_older: bool) -> tuple[list[float], list[float], list[float]]:
     """Return what two ranks gather, and the sum's part that each gets, waited for and not."""
     if is_older:
         warnings.simplefilter("ignore", FutureWarning)
         for name in NAMES:
             if hasattr(dist, name):
                 delattr(dist, name)
-    part = torch.tensor([1.0, 2.0]) + 10 * rank
-    whole, own, later = torch.empty(4), torch.empty(2), torch.empty(2)
-    all_gather_single(whole, part)
-    reduce_scatter_single(own, whole * (1 + rank), group=None)
-    reduce_scatter_single(later, whole, async_op=True).wait()
-    return whole.tolist(), own.tolist(), later.tolist()
+    local_tensor = torch.tensor([1.0, 2.0]) + 10 * rank
+    gathered, reduced, reduced_async = torch.empty(4), torch.empty(2), torch.empty(2)
+    all_gather_single(gathered, local_tensor)
+    reduce_scatter_single(reduced, gathered * (1 + rank), group=None)
+    reduce_scatter_single(reduced_async, gathered, async_op=True).wait()
+    return gathered.tolist(), reduced.tolist(), reduced_async.tolist()
 
 
 @pytest.mark.parametrize("is_older", [False, True], ids=["this torch", "names of an older torch"])
-def test_parts_become_a_whole_and_sums_parts(is_older: bool) -> None:
-    first, second = run_ranks(2, exchanged, is_older)
+def test_gather_and_reduce_scatter_match_expected_values(is_older: bool) -> None:
+    first, second = run_ranks(2, run_collectives, is_older)
     assert first == ([1.0, 2.0, 11.0, 12.0], [3.0, 6.0], [2.0, 4.0])
     assert second == ([1.0, 2.0, 11.0, 12.0], [33.0, 36.0], [22.0, 24.0])
 
 
-def test_a_torch_has_the_new_names_from_2_13_on() -> None:
+def test_torch_has_new_names_since_2_13() -> None:
     """Else the case of this torch would be the older one there."""
     is_new = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
     assert [hasattr(dist, name) for name in NAMES] == [is_new] * 2
 
 
 @pytest.mark.parametrize("is_older", [False, True], ids=["this torch", "an older torch"])
-def test_a_program_is_built_without_torchs_choice_of_vectors(is_older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_cpp_disables_vector_isa(is_older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpu_vec_isa
     from torch._inductor.codecache import CppCodeCache
 
-    def of_older(source: str, device: str = "cpu", submit: Any = None, extra_flags: Any = ()) -> None: ...
+    def load_async_without_option(
+        source: str, device: str = "cpu", submit: Any = None, extra_flags: Any = ()
+    ) -> None: ...
 
-    def load(source: str, **given: Any) -> Any:
-        return source, given, cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa
+    def load(source: str, **kwargs: Any) -> Any:
+        return source, kwargs, cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa
 
     monkeypatch.setattr(CppCodeCache, "load", load)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [cpu_vec_isa.VecAVX2()])
     if is_older:
-        monkeypatch.setattr(CppCodeCache, "load_async", of_older)
-    source, given, has_none = load_cpp("int x;", ["-O1"])
-    assert source == "int x;" and given.pop("extra_flags") == ["-O1"]
-    assert given == {"needs_vec_isa": False} or (given == {} and has_none)
-    assert not (is_older and given)
+        monkeypatch.setattr(CppCodeCache, "load_async", load_async_without_option)
+    source, kwargs, is_isa_disabled = load_cpp("int x;", ["-O1"])
+    assert source == "int x;" and kwargs.pop("extra_flags") == ["-O1"]
+    assert kwargs == {"needs_vec_isa": False} or (kwargs == {} and is_isa_disabled)
+    assert not (is_older and kwargs)
 
 
 @pytest.mark.parametrize(("shape", "steps"), [((24, 8), 5), ((8, 24), 5), ((8, 8), 2)])
-def test_the_private_newton_schulz_is_what_torchs_muon_moves_a_matrix_by(shape: tuple[int, int], steps: int) -> None:
+def test_private_newton_schulz_equals_torch_muon_update(shape: tuple[int, int], steps: int) -> None:
     """The contract of the one private name: a first step without momentum, decay and scale is minus its result."""
     gradient = torch.randn(shape, dtype=torch.float64)
     weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     weight.grad = gradient.clone()
     settings = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "ns_steps": steps}
     torch.optim.Muon([weight], adjust_lr_fn="original", **settings).step()
-    found = newton_schulz(gradient.clone(), steps)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(newton_schulz(gradient.bfloat16(), steps), found), "it begins by rounding to bf16"
-    assert torch.equal(weight.detach(), -(max(1, shape[0] / shape[1]) ** 0.5) * found.double())
+    orthogonalized = newton_schulz(gradient.clone(), steps)
+    assert orthogonalized.dtype == torch.bfloat16
+    assert torch.equal(newton_schulz(gradient.bfloat16(), steps), orthogonalized), "it begins by rounding to bf16"
+    assert torch.equal(weight.detach(), -(max(1, shape[0] / shape[1]) ** 0.5) * orthogonalized.double())

@@ -37,20 +37,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check(args: argparse.Namespace) -> None:
+def check_args(args: argparse.Namespace) -> None:
     """Check that the options fit together.
 
     Raises:
         ConfigError: fewer than two checkpoints are selected, or the decay is invalid.
     """
-    flags = [flag for flag, value in (("--last", args.last), ("--steps", args.steps)) if value is not None]
-    if len(args.sources) == 1 and len(flags) != 1:
+    selection_flags = [flag for flag, value in (("--last", args.last), ("--steps", args.steps)) if value is not None]
+    if len(args.sources) == 1 and len(selection_flags) != 1:
         raise ConfigError(
-            f"a single run requires either --last K or --steps A B C, got {' and '.join(flags) or 'neither'}"
+            f"a single run requires either --last K or --steps A B C, got {' and '.join(selection_flags) or 'neither'}"
         )
-    if len(args.sources) > 1 and flags:
+    if len(args.sources) > 1 and selection_flags:
         raise ConfigError(
-            f"{flags[0]} selects checkpoints of a single run, got {len(args.sources)}. List the checkpoints instead"
+            f"{selection_flags[0]} selects checkpoints of a single run, got {len(args.sources)}. List the checkpoints "
+            "instead"
         )
     if args.last is not None and args.last < 2:
         raise ConfigError(f"--last must be at least 2, got {args.last}")
@@ -62,14 +63,14 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the run folder and log its contents."""
-    from megatron.checkpoint.average import average, newest_of, of_steps
+    from megatron.checkpoint.average import average, open_newest, open_steps
     from megatron.checkpoint.one_process import open_folder
 
-    check(args)
+    check_args(args)
     if args.last is not None:
-        checkpoints = newest_of(args.sources[0], args.last)
+        checkpoints = open_newest(args.sources[0], args.last)
     elif args.steps is not None:
-        checkpoints = of_steps(args.sources[0], args.steps)
+        checkpoints = open_steps(args.sources[0], args.steps)
     else:
         checkpoints = [open_folder(source) for source in args.sources]
     path = average(checkpoints, args.output, ema=args.ema)

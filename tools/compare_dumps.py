@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.arguments.argparse_parsers import OneLineParser
 
 if TYPE_CHECKING:
-    from megatron.debug.compare import Comparison, Difference, Key
+    from megatron.debug.compare import Comparison, Difference, TensorKey
     from megatron.debug.dump_files import Dump
 
-SHOWN = 12
+MAX_SHOWN = 12
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "ten times as much after the first step)",
     )  # fmt: skip
     parser.add_argument(
-        "--all", action="store_true", help=f"list all tensors (default: {SHOWN} around the first difference)"
+        "--all", action="store_true", help=f"list all tensors (default: {MAX_SHOWN} around the first difference)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables; draw no picture")
     parser.add_argument(
@@ -72,42 +72,44 @@ def main() -> int:
     """Compare the dumps of the command line; return the exit code."""
     flags = parse_args()
     from megatron.debug.compare import compare
-    from megatron.debug.dump_files import read
+    from megatron.debug.dump_files import read_dump
 
     try:
-        dumps = read(flags.first), read(flags.second)
+        dumps = read_dump(flags.first), read_dump(flags.second)
         comparison = compare(*dumps, flags.rtol)
         if flags.json:
-            print(json.dumps(as_json(comparison, dumps), indent=1))
+            print(json.dumps(to_json_data(comparison, dumps), indent=1))
         else:
             report(comparison, dumps, flags)
-            draw_beside(comparison, dumps, flags)
+            draw_picture(comparison, dumps, flags)
     except (ValueError, OSError) as error:
         print(f"compare_dumps.py: {error}", file=sys.stderr)
         return 2
     return 0 if comparison.first is None else 1
 
 
-def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
+def report(comparison: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
     """Print the facts of the runs, the tensors around the first difference, and the verdict."""
-    print_table("dumps", ["", *(str(dump.folder) for dump in dumps)], facts_of(dumps))
-    first_idx = 0 if found.first is None else found.differences.index(found.first)
-    start = 0 if flags.all else max(first_idx - SHOWN // 2, 0)
-    listed = found.differences[start:] if flags.all else found.differences[start : start + SHOWN]
-    if found.first is not None or flags.all:
+    print_table("dumps", ["", *(str(dump.folder) for dump in dumps)], summary_rows(dumps))
+    first_idx = 0 if comparison.first is None else comparison.differences.index(comparison.first)
+    start = 0 if flags.all else max(first_idx - MAX_SHOWN // 2, 0)
+    listed = comparison.differences[start:] if flags.all else comparison.differences[start : start + MAX_SHOWN]
+    if comparison.first is not None or flags.all:
         columns = ["step", "phase", "what", "tensor", "samples", "first", "second", "error", "allowed", ""]
-        print_table("tensors in execution order, with norms", columns, [row_of(difference) for difference in listed])
-    for dump, keys in zip(dumps, (found.only_first, found.only_second), strict=True):
+        print_table(
+            "tensors in execution order, with norms", columns, [difference_row(difference) for difference in listed]
+        )
+    for dump, keys in zip(dumps, (comparison.only_first, comparison.only_second), strict=True):
         if keys:
-            print(f"only in {dump.folder}: {listed_names(keys)}")
-    print(f"verdict: {verdict(found)}", flush=True)
+            print(f"only in {dump.folder}: {format_names(keys)}")
+    print(f"verdict: {verdict(comparison)}", flush=True)
 
 
-def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
+def draw_picture(comparison: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
     """Draw the picture and print its path. Without --picture, an error is printed but does not fail the tool."""
     picture = flags.picture or flags.second / "compare.png"
     try:
-        draw(found, dumps, picture)
+        draw(comparison, dumps, picture)
     except (OSError, ImportError) as error:
         if flags.picture is not None:
             raise OSError(f"the picture cannot be drawn: {error}") from error
@@ -116,16 +118,16 @@ def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Nam
         print(f"picture: {picture}")
 
 
-def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
+def summary_rows(dumps: tuple[Dump, Dump]) -> list[list[str]]:
     """Return table rows with the layouts, number formats, losses and gradient norms of both runs."""
     rows = [
-        ["layout", *(", ".join(f"{axis} {size}" for axis, size in d.facts["layout"].items()) for d in dumps)],
-        ["micro-batch", *(str(d.facts["micro_batch_size"]) for d in dumps)],
-        ["number format", *(f"{d.facts['dtype']} on {d.facts['device']}" for d in dumps)],
+        ["layout", *(", ".join(f"{axis} {size}" for axis, size in d.manifest["layout"].items()) for d in dumps)],
+        ["micro-batch", *(str(d.manifest["micro_batch_size"]) for d in dumps)],
+        ["number format", *(f"{d.manifest['dtype']} on {d.manifest['device']}" for d in dumps)],
     ]
     for step in sorted(set(dumps[0].ends) & set(dumps[1].ends)):
-        rows.append([f"loss of step {step}", *(number_text(d.ends[step]["loss"]) for d in dumps)])
-        rows.append([f"gradient norm of step {step}", *(number_text(d.ends[step]["grad_norm"]) for d in dumps)])
+        rows.append([f"loss of step {step}", *(format_number(d.ends[step]["loss"]) for d in dumps)])
+        rows.append([f"gradient norm of step {step}", *(format_number(d.ends[step]["grad_norm"]) for d in dumps)])
     for dump_idx, dump in enumerate(dumps):
         for finding in dump.findings:
             cells = ["", ""]
@@ -134,122 +136,141 @@ def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
     return rows
 
 
-def row_of(one: Difference) -> list[str]:
+def difference_row(difference: Difference) -> list[str]:
     """Return the table cells for the difference of one tensor."""
-    call = f" (call {one.key.call})" if one.key.call else ""
-    part = f"[{one.key.index}]" if one.key.index else ""
-    first, stop = one.samples
-    verdict = ("DIFFERS" if one.error > one.tolerance else "COPIES DIFFER") if one.is_beyond else ""
+    call_text = f" (call {difference.key.call})" if difference.key.call else ""
+    index_text = f"[{difference.key.index}]" if difference.key.index else ""
+    first, stop = difference.samples
+    status = (
+        ("DIFFERS" if difference.error > difference.tolerance else "COPIES DIFFER")
+        if difference.is_beyond_tolerance
+        else ""
+    )
     return [
-        str(one.key.step),
-        one.phase,
-        f"{one.key.what}{part}",
-        one.key.name + call,
+        str(difference.key.step),
+        difference.phase,
+        f"{difference.key.tensor_type}{index_text}",
+        difference.key.name + call_text,
         f"{first}-{stop - 1}" if stop else "",
-        norm_text(one.one.norm, one.one.nan + one.one.inf),
-        norm_text(one.other.norm, one.other.nan + one.other.inf),
-        f"{one.error:.1e}" + (" *" if one.by_tensors else ""),
-        f"{one.tolerance:.0e}" if math.isfinite(one.tolerance) else "any",
-        verdict,
+        format_norm(
+            difference.first_statistics.norm, difference.first_statistics.nan + difference.first_statistics.inf
+        ),
+        format_norm(
+            difference.second_statistics.norm, difference.second_statistics.nan + difference.second_statistics.inf
+        ),
+        f"{difference.error:.1e}" + (" *" if difference.is_from_tensors else ""),
+        f"{difference.tolerance:.0e}" if math.isfinite(difference.tolerance) else "any",
+        status,
     ]
 
 
-def norm_text(norm: float, not_finite: int) -> str:
+def format_norm(norm: float, not_finite: int) -> str:
     """Return a norm ("-" if it is NaN, which means unknown) and the number of values that are not finite, as text."""
     return ("-" if math.isnan(norm) else f"{norm:.6g}") + (f", {not_finite} not finite" if not_finite else "")
 
 
-def number_text(number: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number with ten significant digits; "not finite" for None."""
-    return "not finite" if number is None else f"{number:.10g}"
+    return "not finite" if value is None else f"{value:.10g}"
 
 
-def listed_names(keys: list[Key]) -> str:
+def format_names(keys: list[TensorKey]) -> str:
     """Return the distinct names; only the first ones if there are many."""
-    names = list(dict.fromkeys(f"{key.name} ({key.what})" for key in keys))
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    names = list(dict.fromkeys(f"{key.name} ({key.tensor_type})" for key in keys))
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
 
 
-def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
+def draw(comparison: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
     """Draw the forward and backward errors of one step: the step of the first difference, or the first step."""
     from megatron.debug import plot
     from megatron.debug.compare import ORDER, worst_by_name
 
-    difference = found.first or judged(found)[0]
-    curves = {phase: worst_by_name(found.differences, difference.key.step, phase) for phase in ORDER}
-    mark = None if found.first is None else f"{difference.phase}: {difference.key.name}"
+    difference = comparison.first or with_tolerance(comparison)[0]
+    curves = {phase: worst_by_name(comparison.differences, difference.key.step, phase) for phase in ORDER}
+    mark = None if comparison.first is None else f"{difference.phase}: {difference.key.name}"
     title = f"{dumps[0].folder} and {dumps[1].folder}, step {difference.key.step}"
-    plot.draw(curves, difference.tolerance, mark, path, title)
+    plot.plot_errors(curves, difference.tolerance, mark, path, title)
 
 
-def verdict(found: Comparison) -> str:
+def verdict(comparison: Comparison) -> str:
     """Return the verdict, the last line of the output."""
-    first = found.first
+    first = comparison.first
     if first is None:
-        worst = max(judged(found), key=lambda each: each.error)
-        return f"{len(found.differences)} tensors agree, worst error {worst.error:.1e} ({format_difference(worst)})"
-    count = sum(each.is_beyond for each in found.differences)
+        worst = max(with_tolerance(comparison), key=lambda difference: difference.error)
+        return (
+            f"{len(comparison.differences)} tensors agree, worst error {worst.error:.1e} ({format_difference(worst)})"
+        )
+    num_beyond = sum(difference.is_beyond_tolerance for difference in comparison.differences)
     reason = f"error {first.error:.1e}, allowed {first.tolerance:.0e}"
     if not first.error > first.tolerance:
-        reason = f"copies on the ranks of {', '.join(first.copies)} differ"
+        reason = f"copies on the ranks of {', '.join(first.differing_copies)} differ"
     weights = [
         difference
-        for difference in found.differences
+        for difference in comparison.differences
         if difference.phase == "weights" and difference.key.step == first.key.step
     ]
-    since = ""
+    weights_note = ""
     if weights and math.isinf(weights[0].tolerance):
-        worst = max(weights, key=lambda each: each.error)
-        since = f". The weights of that step differ by up to {worst.error:.1e} ({worst.key.name})"
+        worst = max(weights, key=lambda difference: difference.error)
+        weights_note = f". The weights of that step differ by up to {worst.error:.1e} ({worst.key.name})"
     return (
-        f"first difference: {format_difference(first)}, {reason}; {count} of {len(found.differences)} tensors differ"
-        f"{since}"
+        f"first difference: {format_difference(first)}, {reason}; {num_beyond} of {len(comparison.differences)} "
+        f"tensors differ{weights_note}"
     )
 
 
-def judged(found: Comparison) -> list[Difference]:
+def with_tolerance(comparison: Comparison) -> list[Difference]:
     """Return the differences of the tensors that have a tolerance; all differences if no tensor has one."""
-    return [difference for difference in found.differences if math.isfinite(difference.tolerance)] or found.differences
+    return [
+        difference for difference in comparison.differences if math.isfinite(difference.tolerance)
+    ] or comparison.differences
 
 
-def format_difference(one: Difference) -> str:
+def format_difference(difference: Difference) -> str:
     """Return the name of the tensor that differs, with its step, phase and micro-batch."""
-    micro_batch = f", micro-batch {one.micro_batch}" if one.micro_batch is not None else ""
-    return f"{one.key.what} of {one.key.name} in step {one.key.step}, {one.phase}{micro_batch}"
+    micro_batch = f", micro-batch {difference.micro_batch}" if difference.micro_batch is not None else ""
+    key = difference.key
+    return f"{key.tensor_type} of {key.name} in step {key.step}, {difference.phase}{micro_batch}"
 
 
-def as_json(found: Comparison, dumps: tuple[Dump, Dump]) -> dict[str, Any]:
+def to_json_data(comparison: Comparison, dumps: tuple[Dump, Dump]) -> dict[str, Any]:
     """Return the comparison as plain data; an infinite error becomes the text "inf"."""
     return {
         "first": str(dumps[0].folder),
         "second": str(dumps[1].folder),
-        "equal": found.first is None,
-        "verdict": verdict(found),
-        "first_difference": None if found.first is None else plain(found.first),
-        "tensors": [plain(difference) for difference in found.differences],
-        "only_first": sorted({f"{key.name} ({key.what})" for key in found.only_first}),
-        "only_second": sorted({f"{key.name} ({key.what})" for key in found.only_second}),
+        "equal": comparison.first is None,
+        "verdict": verdict(comparison),
+        "first_difference": None if comparison.first is None else difference_to_json(comparison.first),
+        "tensors": [difference_to_json(difference) for difference in comparison.differences],
+        "only_first": sorted({f"{key.name} ({key.tensor_type})" for key in comparison.only_first}),
+        "only_second": sorted({f"{key.name} ({key.tensor_type})" for key in comparison.only_second}),
         "findings": {str(dump.folder): dump.findings for dump in dumps},
     }
 
 
-def plain(one: Difference) -> dict[str, Any]:
+def difference_to_json(difference: Difference) -> dict[str, Any]:
     """Return a difference as plain data."""
     return {
-        "step": one.key.step,
-        "phase": one.phase,
-        "what": one.key.what,
-        "name": one.key.name,
-        "call": one.key.call,
-        "index": one.key.index,
-        "samples": list(one.samples) if one.samples[1] else None,
-        "error": one.error if math.isfinite(one.error) else "inf",
-        "tolerance": one.tolerance if math.isfinite(one.tolerance) else "inf",
-        "differs": one.is_beyond,
-        "norms": [None if math.isnan(norms.norm) else norms.norm for norms in (one.one, one.other)],
-        "not_finite": [one.one.nan + one.one.inf, one.other.nan + one.other.inf],
-        "by_tensors": one.by_tensors,
-        "copies_differ_in": list(one.copies),
+        "step": difference.key.step,
+        "phase": difference.phase,
+        "what": difference.key.tensor_type,
+        "name": difference.key.name,
+        "call": difference.key.call,
+        "index": difference.key.index,
+        "samples": list(difference.samples) if difference.samples[1] else None,
+        "error": difference.error if math.isfinite(difference.error) else "inf",
+        "tolerance": difference.tolerance if math.isfinite(difference.tolerance) else "inf",
+        "differs": difference.is_beyond_tolerance,
+        "norms": [
+            None if math.isnan(norms.norm) else norms.norm
+            for norms in (difference.first_statistics, difference.second_statistics)
+        ],
+        "not_finite": [
+            difference.first_statistics.nan + difference.first_statistics.inf,
+            difference.second_statistics.nan + difference.second_statistics.inf,
+        ],
+        "by_tensors": difference.is_from_tensors,
+        "copies_differ_in": list(difference.differing_copies),
     }
 
 

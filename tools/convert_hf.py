@@ -27,8 +27,8 @@ from megatron import environment, log
 from megatron.errors import exit_code
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-LEAST_SHARD_BYTES = 1000
-WAYS = {"--to hf": "export", "--to checkpoint": "import"}
+MIN_SHARD_BYTES = 1000
+SUBCOMMANDS = {"--to hf": "export", "--to checkpoint": "import"}
 
 
 def shard_bytes(text: str) -> int:
@@ -37,8 +37,8 @@ def shard_bytes(text: str) -> int:
         value = float(text)
     except ValueError:
         value = 0
-    if not (value >= LEAST_SHARD_BYTES and value.is_integer()):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {LEAST_SHARD_BYTES} bytes, got {text!r}")
+    if not (value >= MIN_SHARD_BYTES and value.is_integer()):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {MIN_SHARD_BYTES} bytes, got {text!r}")
     return int(value)
 
 
@@ -69,13 +69,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     import_parser.add_argument("--output", type=Path, required=True, help="run folder to write; must be new or empty")
     for subparser in (export_parser, import_parser):
         subparser.add_argument("--verify", action="store_true", help="compare logits with those of `transformers`")
-    return parser.parse_args(_named_way(sys.argv[1:] if argv is None else argv))
+    return parser.parse_args(_replace_direction_flag(sys.argv[1:] if argv is None else argv))
 
 
-def _named_way(words: list[str]) -> list[str]:
+def _replace_direction_flag(words: list[str]) -> list[str]:
     """Return ``words`` with a leading ``--to hf`` or ``--to checkpoint`` replaced by the subcommand."""
     for prefix in (words[:2], words[:1]):
-        subcommand = WAYS.get(" ".join(prefix).replace("=", " "))
+        subcommand = SUBCOMMANDS.get(" ".join(prefix).replace("=", " "))
         if subcommand is not None:
             return [subcommand, *words[len(prefix) :]]
     return words
@@ -102,23 +102,23 @@ def export(args: argparse.Namespace) -> None:
     for note in summary.notes:
         log.warning(note)
     if args.verify:
-        compare(checkpoint.path, args.output, args.dtype)
+        compare_logits(checkpoint.path, args.output, args.dtype)
 
 
 def import_(args: argparse.Namespace) -> None:
     """Write the run folder and log the command that starts from it."""
-    from megatron.checkpoint.huggingface.config import flags_of
+    from megatron.checkpoint.huggingface.config import model_flags
     from megatron.checkpoint.huggingface.convert import import_folder
     from megatron.models.registry import FAMILIES
 
     path, config = import_folder(args.input, args.output)
-    words = ["--load", str(args.output), "--finetune", *flags_of(config)]
+    words = ["--load", str(args.output), "--finetune", *model_flags(config)]
     log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].command} {shlex.join(words)}")
     if args.verify:
-        compare(path, args.input, None)
+        compare_logits(path, args.input, None)
 
 
-def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
+def compare_logits(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     """Log the largest difference between the logits of both models."""
     from megatron.checkpoint.huggingface.convert import verify
     from megatron.checkpoint.one_process import open_folder

@@ -48,10 +48,14 @@ MODEL = (
     "--hidden-dropout 0 --data-path none --device cpu --fp32 --lr-decay-style constant --warmup 0 --weight-decay 0 "
     "--clip-grad 0 --adam-beta2 0.99 --train-iters 100"
 )
-PARTS = {"attention": r"layers\.\d+\.attention", "feed-forward": r"layers\.\d+\.mlp", "residual stream": r"layers\.\d+"}
-PARTS["logits"] = "logits"
+CURVES = {
+    "attention": r"layers\.\d+\.attention",
+    "feed-forward": r"layers\.\d+\.mlp",
+    "residual stream": r"layers\.\d+",
+}
+CURVES["logits"] = "logits"
 """Curve of the plot -> regular expression for the names of the modules whose outputs it shows."""
-Sizes = dict[str, list[float]]
+Magnitudes = dict[str, list[float]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     flags, model_flags = parser.parse_known_args(argv)
     try:
-        results = {has_mup: check(flags, model_flags, has_mup=has_mup) for has_mup in (False, True)}
+        results = {has_mup: train_widths(flags, model_flags, has_mup=has_mup) for has_mup in (False, True)}
     except ConfigError as error:
         parser.error(str(error))
     for has_mup, by_width in results.items():
-        rises = ", ".join(f"{part} {rise(by_width, part):.2f}" for part in PARTS)
+        ratios_text = ", ".join(f"{curve} {growth_ratio(by_width, curve):.2f}" for curve in CURVES)
         print(
             f"{'with muP' if has_mup else 'without muP'}: growth from width {flags.widths[0]} to {flags.widths[-1]}: "
-            f"{rises}"
+            f"{ratios_text}"
         )
     draw(results, flags.out)
     print(f"plot written to {flags.out}")
@@ -86,12 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> dict[int, Sizes]:
-    """Train a model of each width, and return width -> mean sizes of the outputs of ``PARTS``.
+def train_widths(flags: argparse.Namespace, model_flags: Sequence[str], *, has_mup: bool) -> dict[int, Magnitudes]:
+    """Train a model of each width, and return width -> mean sizes of the outputs of ``CURVES``.
 
     The first size of each list is measured before the first update, and one more after each update.
     """
-    base = flags.widths[0]
+    base_width = flags.widths[0]
     results = {}
     for width in flags.widths:
         heads = flags.heads or width // HEAD_SIZE
@@ -105,76 +109,78 @@ def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> d
             str(flags.lr),
         ]
         if has_mup:
-            words += ["--mup-base-hidden-size", str(base)]
-            words += ["--mup-base-head-dim", str(base // flags.heads)] if flags.heads else []
-        config = parse([*words, *rest], world_size=1, env={}).with_vocab(VOCAB)
-        results[width] = sizes_of(config, flags.steps)
+            words += ["--mup-base-hidden-size", str(base_width)]
+            words += ["--mup-base-head-dim", str(base_width // flags.heads)] if flags.heads else []
+        config = parse([*words, *model_flags], world_size=1, env={}).with_vocab(VOCAB)
+        results[width] = measure_magnitudes(config, flags.steps)
     return results
 
 
-def sizes_of(config: Config, steps: int) -> Sizes:
+def measure_magnitudes(config: Config, steps: int) -> Magnitudes:
     """Train a model of ``config`` for ``steps`` steps; return part -> mean size of its output in each forward pass."""
     world = World("cpu", torch.device("cpu"), single_grid(), 0)
     model = DecoderModel(model_args(config))
-    setup.put_in_place(config, model, world)
+    setup.initialize_and_move(config, model, world)
     optimizer, schedule = (
         optimizer_setup.make_optimizer(config, model, world),
-        optimizer_setup.make_learning_rate(config),
+        optimizer_setup.make_lr_scheduler(config),
     )
-    sizes: Sizes = {part: [] for part in PARTS}
+    magnitudes: Magnitudes = {curve: [] for curve in CURVES}
     generator = torch.Generator().manual_seed(config.run.seed)
     token_ids = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
     tokens, labels, mask = token_ids[:, :-1], token_ids[:, 1:], torch.ones(BATCH, LENGTH)
     for step in range(steps + 1):
-        with watched(model, sizes), torch.no_grad():
-            sizes["logits"].append(size(model(tokens)))
+        with record_outputs(model, magnitudes), torch.no_grad():
+            magnitudes["logits"].append(mean_magnitude(model(tokens)))
         set_learning_rates(optimizer, schedule, step + 1)
         total, count = model(tokens, labels=labels, loss_mask=mask)
         (total / count).backward()
         optimizer.step()
-    return sizes
+    return magnitudes
 
 
 @contextmanager
-def watched(model: torch.nn.Module, found: Sizes) -> Iterator[None]:
-    """During the block, record the outputs of ``PARTS``; append each part's mean size over all layers to ``found``."""
+def record_outputs(model: torch.nn.Module, magnitudes: Magnitudes) -> Iterator[None]:
+    """Record the outputs of ``CURVES`` in the block; append each curve's mean over all layers to ``magnitudes``."""
     outputs: dict[str, list[float]] = {}
     handles = [
-        module.register_forward_hook(lambda _, __, output, part=part: outputs.setdefault(part, []).append(size(output)))
+        module.register_forward_hook(
+            lambda _, __, output, curve=curve: outputs.setdefault(curve, []).append(mean_magnitude(output))
+        )
         for name, module in model.named_modules()
-        for part, names in PARTS.items()
-        if re.fullmatch(names, name)
+        for curve, pattern in CURVES.items()
+        if re.fullmatch(pattern, name)
     ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    for part, values in outputs.items():
-        found[part].append(sum(values) / len(values))
+    for curve, values in outputs.items():
+        magnitudes[curve].append(sum(values) / len(values))
 
 
-def size(tensor: torch.Tensor) -> float:
+def mean_magnitude(tensor: torch.Tensor) -> float:
     """Return the mean absolute value of a tensor."""
     return tensor.detach().abs().mean().item()
 
 
-def rise(by_width: dict[int, Sizes], part: str) -> float:
-    """Return the ratio of the size of ``part`` in the widest model to that in the narrowest, after the last update."""
-    first, *_, last = (sizes[part][-1] for sizes in by_width.values())
+def growth_ratio(by_width: dict[int, Magnitudes], curve: str) -> float:
+    """Return the ratio of the size of ``curve`` in the widest model to that in the narrowest, after the last update."""
+    first, *_, last = (magnitudes[curve][-1] for magnitudes in by_width.values())
     return last / first
 
 
-def draw(found: dict[bool, dict[int, Sizes]], path: Path) -> None:
+def draw(results: dict[bool, dict[int, Magnitudes]], path: Path) -> None:
     """Draw a row of panels without muP and a row with muP, with a curve for each step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.4))
-    panels = figure.subplots(2, len(PARTS), sharex=True, sharey="col")
-    for row, (has_mup, by_width) in zip(panels, found.items(), strict=True):
-        for axes, part in zip(row, PARTS, strict=True):
-            draw_part(axes, by_width, part)
-            axes.set_title(f"{'with muP' if has_mup else 'without muP'}: {part}", fontsize=9)
+    panels = figure.subplots(2, len(CURVES), sharex=True, sharey="col")
+    for row, (has_mup, by_width) in zip(panels, results.items(), strict=True):
+        for axes, curve in zip(row, CURVES, strict=True):
+            draw_panel(axes, by_width, curve)
+            axes.set_title(f"{'with muP' if has_mup else 'without muP'}: {curve}", fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("hidden size")
     panels[0][0].set_ylabel("mean |activation|")
@@ -184,13 +190,17 @@ def draw(found: dict[bool, dict[int, Sizes]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_part(axes: Any, by_width: dict[int, Sizes], part: str) -> None:
+def draw_panel(axes: Any, by_width: dict[int, Magnitudes], curve: str) -> None:
     """Draw one panel."""
-    steps = len(next(iter(by_width.values()))[part])
+    steps = len(next(iter(by_width.values()))[curve])
     for step in range(steps):
         shade = str(0.75 - 0.75 * step / max(steps - 1, 1))
         axes.plot(
-            list(by_width), [sizes[part][step] for sizes in by_width.values()], ".-", color=shade, label=str(step)
+            list(by_width),
+            [magnitudes[curve][step] for magnitudes in by_width.values()],
+            ".-",
+            color=shade,
+            label=str(step),
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron import log
 from megatron.config.data_paths import parse_paths
 from megatron.data.cache import IndexCache
-from megatron.data.documents import Documents, count_of, num_tokens_of
+from megatron.data.documents import Documents, count_documents, count_tokens
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.split import NAMES, split_by_hash, split_documents
+from megatron.data.split import SPLIT_NAMES, split_by_hash, split_documents
 from megatron.errors import DataError, exit_code
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Count:
     samples: int | None
 
 
-def tokens(text: str) -> int:
+def parse_num_tokens(text: str) -> int:
     """Parse a number of tokens such as 2000000 or 2e9."""
     try:
         value = float(text)
@@ -64,7 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--split", help="also count each split, such as 949,50,1")
     parser.add_argument("--split-by", choices=("range", "hash"), help="same as in training (default: range)")
     parser.add_argument("--seq-length", type=int, metavar="L", help="also count samples of L tokens")
-    parser.add_argument("--train-tokens", type=tokens, metavar="N", help="tokens of a run, such as 2e9")
+    parser.add_argument("--train-tokens", type=parse_num_tokens, metavar="N", help="tokens of a run, such as 2e9")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     args = parser.parse_args(argv)
     if bool(args.prefix) == bool(args.data_path):
@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def corpora(args: argparse.Namespace) -> list[tuple[float | None, str]]:
+def read_corpora(args: argparse.Namespace) -> list[tuple[float | None, str]]:
     """Return (weight, prefix) of each corpus; the weight is None if none was given."""
     if args.prefix:
         return [(None, prefix) for prefix in args.prefix]
@@ -89,16 +89,16 @@ def corpora(args: argparse.Namespace) -> list[tuple[float | None, str]]:
         raise DataError(str(error)) from None
 
 
-def count(args: argparse.Namespace) -> dict[str, Any]:
+def count_corpora(args: argparse.Namespace) -> dict[str, Any]:
     """Return the counts in the form that --json prints."""
     rows: dict[str, dict[str, Any]] = {}
-    weighted_prefixes = corpora(args)
+    weighted_prefixes = read_corpora(args)
     for weight, prefix in weighted_prefixes:
-        file = IndexedDataset(prefix)
-        rows[prefix] = asdict(counted(file, (0, file.num_documents), args.seq_length)) | {"weight": weight}
+        dataset = IndexedDataset(prefix)
+        rows[prefix] = asdict(counted(dataset, (0, dataset.num_documents), args.seq_length)) | {"weight": weight}
         rows[prefix]["splits"] = {
-            name: asdict(counted(file, documents, args.seq_length))
-            for name, documents in splits_of(file, args.split, args.split_by).items()
+            name: asdict(counted(dataset, documents, args.seq_length))
+            for name, documents in splits_of(dataset, args.split, args.split_by).items()
         }
     total = {key: sum(row[key] for row in rows.values()) for key in ("documents", "tokens")}
     if args.train_tokens:
@@ -106,20 +106,20 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     return {"corpora": rows, "total": total}
 
 
-def splits_of(file: IndexedDataset, split: str | None, split_by: str | None) -> dict[str, Documents]:
+def splits_of(dataset: IndexedDataset, split: str | None, split_by: str | None) -> dict[str, Documents]:
     """Return the documents of train, valid and test; {} without ``split``."""
     if not split:
         return {}
     if split_by == "hash":
-        return dict(zip(NAMES, split_by_hash(file, split, IndexCache()), strict=True))
-    return dict(zip(NAMES, split_documents(file.num_documents, split), strict=True))
+        return dict(zip(SPLIT_NAMES, split_by_hash(dataset, split, IndexCache()), strict=True))
+    return dict(zip(SPLIT_NAMES, split_documents(dataset.num_documents, split), strict=True))
 
 
-def counted(file: IndexedDataset, documents: Documents, seq_length: int | None) -> Count:
+def counted(dataset: IndexedDataset, documents: Documents, seq_length: int | None) -> Count:
     """Return the counts of the given documents."""
-    total = num_tokens_of(file.sizes, documents)
+    total = count_tokens(dataset.document_lengths, documents)
     samples = None if seq_length is None else max(total - 1, 0) // seq_length
-    return Count(documents=count_of(documents), tokens=total, samples=samples)
+    return Count(documents=count_documents(documents), tokens=total, samples=samples)
 
 
 def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: int | None) -> None:
@@ -144,7 +144,7 @@ def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: i
             row["epochs"] = row["train_samples"] / counts["samples"] if drawn_tokens else 0.0
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def table_lines(result: dict[str, Any]) -> list[str]:
     """Return the counts as lines of a table."""
     rows = [("corpus", "documents", "tokens", "samples", "drawn tokens", "drawn samples", "epochs")]
     for name, row in result["corpora"].items():
@@ -158,7 +158,7 @@ def lines(result: dict[str, Any]) -> list[str]:
                 epochs,
             )
         )
-        rows += [(f"  {split}", *_cells(part), "", "", "") for split, part in row["splits"].items()]
+        rows += [(f"  {split}", *_cells(counts), "", "", "") for split, counts in row["splits"].items()]
     total = result["total"]
     if len(result["corpora"]) > 1:
         rows.append(("total", _format_count(total["documents"]), _format_count(total["tokens"]), "", "", "", ""))
@@ -170,26 +170,26 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _cells(part: dict[str, Any]) -> tuple[str, str, str]:
-    return _format_count(part["documents"]), _format_count(part["tokens"]), _format_count(part["samples"])
+def _cells(counts: dict[str, Any]) -> tuple[str, str, str]:
+    return _format_count(counts["documents"]), _format_count(counts["tokens"]), _format_count(counts["samples"])
 
 
-def _format_count(number: int | None) -> str:
-    return "" if number is None else f"{number:,}"
+def _format_count(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Count and print; return the exit code."""
     args = parse_args(argv)
     try:
-        result = count(args)
+        result = count_corpora(args)
     except KeyboardInterrupt:
         log.error("stopped")
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)
-    print(json.dumps(result, indent=1) if args.json else "\n".join(lines(result)))
+    print(json.dumps(result, indent=1) if args.json else "\n".join(table_lines(result)))
     return 0
 
 

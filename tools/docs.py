@@ -12,7 +12,7 @@
 | 1f1b.png, zb-h1.png, interleaved.png, zb-v.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
 
 This tool draws neither coord_check.png (see tools/coord_check.py) nor report.png.
-report.png (docs/seeing.md) shows the output of tools/report.py for two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
+report.png (docs/monitoring.md) shows the output of tools/report.py for two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
 --train-iters 60 --log-interval 2 --eval-interval 20 --log-layer-norms``, called gpt2-cosine (pp_size=2 mp_size=1,
 --save-interval 20 --async-save --profile 5-6 --pipeline-trace) and gpt2-linear (pp_size=1 mp_size=2, --save-interval 30
 --lr 1e-3 --lr-decay-style linear, stopped by --exit-interval 36 and resumed), by Chromium with ``--headless
@@ -34,17 +34,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.mpu.topology import Topology, chunks_of  # noqa: E402
+from megatron.mpu.topology import Topology, chunk_indices  # noqa: E402
 
 GRID = Topology(pipe=2, data=2, tensor=2)
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zb-v")
-REPLICAS = 8
-HELD = {"weights": (2, 3), "gradients": (4, 2), "main params and moments": (12, 1)}
+NUM_REPLICAS = 8
+BYTES_PER_PARAMETER = {"weights": (2, 3), "gradients": (4, 2), "main params and moments": (12, 1)}
 """Type of tensor -> its bytes per parameter with 16-bit weights and AdamW, and the first ZeRO stage that shards it."""
-CONTEXT = 4
-WORK = "each rank has two chunks;\nthe sum of their areas is\nequal on all ranks"
-SEQUENCE = (
+NUM_CONTEXT_RANKS = 4
+CONTEXT_NOTE = "each rank has two chunks;\nthe sum of their areas is\nequal on all ranks"
+LAYER_NOTE = (
     "Grey tensors are replicated on both ranks, and so are norms, residuals and dropout.\n"
     "--sequence-parallel: grey is [s/2, b, h], all-gather before each half, reduce-scatter instead of all-reduce."
 )
@@ -76,13 +76,15 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def box(axes: Any, place: tuple[float, float], size: tuple[float, float], colour: str, text: str, **style: Any) -> None:
+def box(
+    axes: Any, corner: tuple[float, float], size: tuple[float, float], colour: str, text: str, **style: Any
+) -> None:
     """Draw a rounded box with a text in its middle."""
     from matplotlib.patches import FancyBboxPatch
 
-    patch = FancyBboxPatch(place, *size, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour, **style)
+    patch = FancyBboxPatch(corner, *size, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour, **style)
     axes.add_patch(patch)
-    axes.text(place[0] + size[0] / 2, place[1] + size[1] / 2, text, ha="center", va="center", fontsize=9)
+    axes.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=9)
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str, is_double: bool = True) -> None:
@@ -151,24 +153,24 @@ def draw_layer(path: Path) -> None:
         x += width + 0.35
     for rank in range(2):
         axes.text(-0.2, 0.65 - 1.5 * rank, f"tensor rank {rank}", ha="right", va="center", fontsize=10)
-    axes.text(0, -2.0, SEQUENCE, fontsize=9)
+    axes.text(0, -2.0, LAYER_NOTE, fontsize=9)
     finish(figure, axes, (-1.7, x), (-2.1, 1.4), path)
 
 
 def draw_context(path: Path) -> None:
     """Draw for each chunk of queries the keys to which it attends, in the colour of its context-parallel rank."""
     figure, axes = canvas(6.6, 4.0)
-    pieces = 2 * CONTEXT
-    for rank in range(CONTEXT):
-        for query in chunks_of(rank, CONTEXT):
+    num_chunks = 2 * NUM_CONTEXT_RANKS
+    for rank in range(NUM_CONTEXT_RANKS):
+        for query in chunk_indices(rank, NUM_CONTEXT_RANKS):
             for key in range(query + 1):
                 corners = [(key, -query), (key + 1, -query), (key + 1, -query - 1), (key, -query - 1)]
                 shape = corners if key < query else [corners[0], corners[2], corners[3]]
                 axes.add_patch(_polygon(shape, COLOURS[rank]))
             axes.text(-0.2, -query - 0.5, f"chunk {query}: rank {rank}", ha="right", va="center", fontsize=9)
-    axes.text(pieces / 2, 0.35, "keys, gathered from all ranks", ha="center", fontsize=10)
-    axes.text(pieces + 0.3, -pieces / 2, WORK, va="center", fontsize=9)
-    finish(figure, axes, (-3.2, pieces + 5.0), (-pieces - 0.2, 1.0), path)
+    axes.text(num_chunks / 2, 0.35, "keys, gathered from all ranks", ha="center", fontsize=10)
+    axes.text(num_chunks + 0.3, -num_chunks / 2, CONTEXT_NOTE, va="center", fontsize=9)
+    finish(figure, axes, (-3.2, num_chunks + 5.0), (-num_chunks - 0.2, 1.0), path)
 
 
 def _polygon(corners: list[tuple[int, int]], colour: str) -> Any:
@@ -177,10 +179,10 @@ def _polygon(corners: list[tuple[int, int]], colour: str) -> Any:
     return Polygon(corners, closed=True, facecolor=colour + "aa", edgecolor="white")
 
 
-def bytes_held(what: str, stage: int, replicas: int) -> float:
+def bytes_per_replica(component: str, stage: int, num_replicas: int) -> float:
     """Return the bytes of a parameter that one replica stores at a ZeRO stage."""
-    unsharded, first_sharded_stage = HELD[what]
-    return unsharded / replicas if stage >= first_sharded_stage else unsharded
+    unsharded, first_sharded_stage = BYTES_PER_PARAMETER[component]
+    return unsharded / num_replicas if stage >= first_sharded_stage else unsharded
 
 
 def draw_zero(path: Path) -> None:
@@ -188,22 +190,22 @@ def draw_zero(path: Path) -> None:
     figure, axes = canvas(7, 2.8)
     for stage in range(4):
         left = 0.0
-        for component, colour in zip(HELD, COLOURS, strict=False):
-            width = bytes_held(component, stage, REPLICAS)
+        for component, colour in zip(BYTES_PER_PARAMETER, COLOURS, strict=False):
+            width = bytes_per_replica(component, stage, NUM_REPLICAS)
             axes.barh(3 - stage, width, left=left, color=colour, label=component if stage == 0 else None)
             left += width
         axes.text(left + 0.2, 3 - stage, f"{left:g}", va="center", fontsize=9)
     axes.set_yticks(range(4), [f"ZeRO {stage}" for stage in (3, 2, 1, 0)])
-    axes.set_xlabel(f"bytes of a parameter on each of {REPLICAS} replicas, AdamW, bf16 or fp16")
+    axes.set_xlabel(f"bytes of a parameter on each of {NUM_REPLICAS} replicas, AdamW, bf16 or fp16")
     axes.set_xlim(0, 20)
     axes.legend(loc="lower right", fontsize=9)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float, float], path: Path) -> None:
+def finish(figure: Any, axes: Any, x_limits: tuple[float, float], y_limits: tuple[float, float], path: Path) -> None:
     """Set the limits of the axes and write the file."""
-    axes.set_xlim(*across)
-    axes.set_ylim(*up)
+    axes.set_xlim(*x_limits)
+    axes.set_ylim(*y_limits)
     axes.axis("off")
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
@@ -211,8 +213,8 @@ def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float,
 def draw_schedule(path: Path) -> None:
     """Draw the schedule whose name is the stem of ``path``, with tools/draw_schedule.py."""
     chunks = ["--chunks", "2"] if path.stem == "interleaved" else []
-    sizes = ["--schedule", path.stem, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(path)]
-    command = [sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes]
+    schedule_flags = ["--schedule", path.stem, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(path)]
+    command = [sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *schedule_flags]
     if code := subprocess.run(command, check=False).returncode:
         raise SystemExit(code)  # draw_schedule.py has printed the error
 
@@ -230,8 +232,8 @@ PICTURES = {
 # | headings, including Chinese ones | the same anchors as on GitHub |
 # | the page in the other language | a line below the title |
 
-COPIES = "repository/"
-FRONT = {"index.md": "zh/README.md", "zh/README.md": "index.md"}
+COPIED_PREFIX = "repository/"
+FRONT_PAGES = {"index.md": "zh/README.md", "zh/README.md": "index.md"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -252,11 +254,13 @@ def on_files(files: Any, config: Any) -> Any:
     added = set(pending)
     while pending:
         page = pending.pop()
-        for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - added):
+        for target in sorted(
+            {target for target, _ in linked_files(page, (root / page).read_text(encoding="utf-8"))} - added
+        ):
             if target.startswith(("docs/", "..")) or not (root / target).is_file():
                 continue  # MkDocs warns about missing files itself
             added.add(target)
-            files.append(File.generated(config, COPIES + target, abs_src_path=str(root / target)))
+            files.append(File.generated(config, COPIED_PREFIX + target, abs_src_path=str(root / target)))
             if target.endswith(".md"):
                 pending.append(target)
     return files
@@ -265,9 +269,9 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Redirect links to the copies of files, and link the page to its translation."""
     uri = page.file.src_uri
-    markdown = retarget(markdown, uri)
-    translation = sibling(uri)
-    if uri.startswith(COPIES) or not files.get_file_from_path(translation):
+    markdown = rewrite_links(markdown, uri)
+    translation = translation_path(uri)
+    if uri.startswith(COPIED_PREFIX) or not files.get_file_from_path(translation):
         return markdown
     link = posixpath.relpath(translation, posixpath.dirname(uri) or ".")
     title, _, body = markdown.partition("\n")
@@ -279,12 +283,12 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output.replace('lang="en"', 'lang="zh"', 1) if page.file.src_uri.startswith("zh/") else output
 
 
-def sibling(uri: str) -> str:
+def translation_path(uri: str) -> str:
     """Return the path of the page in the other language, whether it exists or not."""
-    return FRONT.get(uri) or (uri.removeprefix("zh/") if uri.startswith("zh/") else f"zh/{uri}")
+    return FRONT_PAGES.get(uri) or (uri.removeprefix("zh/") if uri.startswith("zh/") else f"zh/{uri}")
 
 
-def aims(page: str, markdown: str) -> Iterator[tuple[str, str]]:
+def linked_files(page: str, markdown: str) -> Iterator[tuple[str, str]]:
     """Yield (path in the repository, link as written) for each link of a page to a file."""
     for _, target, _ in _LINK.findall(markdown):
         name = target.partition("#")[0]
@@ -292,12 +296,14 @@ def aims(page: str, markdown: str) -> Iterator[tuple[str, str]]:
             yield posixpath.normpath(posixpath.join(posixpath.dirname(page), name)), target
 
 
-def retarget(markdown: str, uri: str) -> str:
+def rewrite_links(markdown: str, uri: str) -> str:
     """Replace links between docs/ and files outside docs/ by links to their paths on the site."""
-    page = uri.removeprefix(COPIES) if uri.startswith(COPIES) else f"docs/{uri}"
+    page = uri.removeprefix(COPIED_PREFIX) if uri.startswith(COPIED_PREFIX) else f"docs/{uri}"
     new_links = {}
-    for aim, target in aims(page, markdown):
-        site_path = aim.removeprefix("docs/") if aim.startswith("docs/") else COPIES + aim
+    for linked_path, target in linked_files(page, markdown):
+        site_path = (
+            linked_path.removeprefix("docs/") if linked_path.startswith("docs/") else COPIED_PREFIX + linked_path
+        )
         anchor = target[len(target.partition("#")[0]) :]
         new_links[target] = posixpath.relpath(site_path, posixpath.dirname(uri) or ".") + anchor
     return _LINK.sub(lambda match: match[1] + new_links.get(match[2], match[2]) + match[3], markdown)

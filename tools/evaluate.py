@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log
 from megatron.errors import ConfigError, DataError, marked
-from megatron.evaluation.options import parse_args, starts_ranks
+from megatron.evaluation.options import parse_args, should_start_ranks
 from megatron.generate.options import world_size
 from megatron.runtime.exit_guard import guard
-from tools.generate import start
+from tools.generate import initialize_ranks
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.evaluation.all_ranks import ModelOfAllRanks
+    from megatron.evaluation.all_ranks import DistributedModel
     from megatron.evaluation.tasks import Results
     from megatron.evaluation.texts import TextScore
     from megatron.mpu.groups import Grid
@@ -47,12 +47,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_model(
-    args: argparse.Namespace, grid: Grid, place: torch.device
-) -> tuple[ModelOfAllRanks, ChatTemplate | None]:
+    args: argparse.Namespace, grid: Grid, torch_device: torch.device
+) -> tuple[DistributedModel, ChatTemplate | None]:
     """Return the model of --load, and the chat template if messages must be rendered. Collective."""
     from megatron import device
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
-    from megatron.evaluation.all_ranks import ModelOfAllRanks
+    from megatron.evaluation.all_ranks import DistributedModel
     from megatron.generate import load, open_model
     from megatron.generate.text import Prompts
     from megatron.models import registry
@@ -61,10 +61,10 @@ def make_model(
     with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks
         checkpoint, config = open_model(args.load, stack, grid.host)
         family = registry.family_of(config.family)
-        if family.kind != "decoder":
+        if family.model_type != "decoder":
             raise ConfigError(
                 f"--tasks and --texts require a model that predicts the next token, got a {family.title} in "
-                f"{checkpoint.path}. Load one of {registry.titles('decoder')}"
+                f"{checkpoint.path}. Load one of {registry.family_titles('decoder')}"
             )
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:
@@ -74,9 +74,9 @@ def make_model(
         if args.apply_chat_template:
             chat = find_template(tokenizer, args.chat_template or config.data.chat_template)
         sharded_model = load(
-            checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=device.DTYPES[args.dtype], device=place
+            checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=device.DTYPES[args.dtype], device=torch_device
         )
-    model = ModelOfAllRanks(
+    model = DistributedModel(
         sharded_model,
         Prompts(tokenizer, None, adds_bos=args.add_bos_token),
         data=grid.data,
@@ -87,8 +87,8 @@ def make_model(
     return model, chat
 
 
-def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatTemplate | None) -> Results:
-    """Evaluate --tasks and return the results. Call it on rank 0 only, within ``model.lead``."""
+def evaluate_tasks(args: argparse.Namespace, model: DistributedModel, chat: ChatTemplate | None) -> Results:
+    """Evaluate --tasks and return the results. Call it on rank 0 only, within ``model.run_from_rank_0``."""
     from megatron.evaluation.tasks import LoadedTasks, Suite, require_lm_eval
 
     require_lm_eval("--tasks")
@@ -105,22 +105,22 @@ def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatT
         args.fewshot_as_multiturn == "true",
     )
     lm = DecoderLM(model, chat=chat, add_bos_token=args.add_bos_token)
-    return LoadedTasks(suite).evaluate(lm, keeps_samples=args.log_samples)
+    return LoadedTasks(suite).evaluate(lm, should_keep_samples=args.log_samples)
 
 
-def evaluate_texts(args: argparse.Namespace, model: ModelOfAllRanks) -> list[TextScore]:
+def evaluate_texts(args: argparse.Namespace, model: DistributedModel) -> list[TextScore]:
     """Return the scores of --texts, followed by their total if there are several.
 
-    Call it on rank 0 only, within ``model.lead``.
+    Call it on rank 0 only, within ``model.run_from_rank_0``.
     """
-    from megatron.evaluation.texts import Domain, score_domains, together
+    from megatron.evaluation.texts import Domain, combine_scores, score_domains
 
-    domains = [Domain.of(word) for word in args.texts]
+    domains = [Domain.from_argument(word) for word in args.texts]
     names = [domain.name for domain in domains]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--texts must have different names, got {repeated[0]} twice. Write NAME=PATH")
     scores = score_domains(model, domains, field=args.field, limit=args.limit)
-    return [*scores, together(scores)] if len(scores) > 1 else scores
+    return [*scores, combine_scores(scores)] if len(scores) > 1 else scores
 
 
 def show_tasks(results: Results) -> None:
@@ -131,19 +131,19 @@ def show_tasks(results: Results) -> None:
 
     table = Table("task", "examples", "few-shot", "metric", "value", "±")
     for name, metrics in results.metrics.items():
-        note = results.notes[name]
-        task_cells = [note["alias"], note["num_samples"], note["num_fewshot"]]
+        task_info = results.notes[name]
+        task_cells = [task_info["alias"], task_info["num_samples"], task_info["num_fewshot"]]
         for metric, value in metrics.items():
             if "_stderr" in metric:
                 continue
-            error = metrics.get(_error_of(metric))
+            error = metrics.get(_stderr_key(metric))
             cells = ["" if cell is None else str(cell) for cell in task_cells]
             table.add_row(*cells, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
             task_cells = [None, None, None]
     print_table(table)
 
 
-def _error_of(metric: str) -> str:
+def _stderr_key(metric: str) -> str:
     name, comma, suffix = metric.partition(",")
     return f"{name}_stderr{comma}{suffix}"
 
@@ -163,18 +163,18 @@ def show_texts(scores: list[TextScore]) -> None:
     print_table(table)
 
 
-def text_values(one: TextScore) -> dict[str, Any]:
+def text_values(score: TextScore) -> dict[str, Any]:
     """Return the scores of one text or domain for the output file."""
-    return dataclasses.asdict(one) | {"perplexity": one.perplexity, "bits_per_byte": one.bits_per_byte}
+    return dataclasses.asdict(score) | {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
 
 
-def progress_of(model: ModelOfAllRanks) -> Callable[[int], None]:
+def make_progress_callback(model: DistributedModel) -> Callable[[int], None]:
     """Return a callback that adds the number of newly scored rows to a counter and shows the total on the terminal."""
     num_rows = 0
 
-    def on_rows(number: int) -> None:
+    def on_rows(num_new_rows: int) -> None:
         nonlocal num_rows
-        num_rows += number
+        num_rows += num_new_rows
         sys.stderr.write(f"\r{num_rows:,} rows")
         sys.stderr.flush()
 
@@ -189,13 +189,13 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     """
     from megatron import files
 
-    grid, rank_device, names["who"] = start(args)
+    grid, rank_device, names["who"] = initialize_ranks(args)
     model, chat = make_model(args, grid, rank_device)
     is_shown = grid.rank == 0 and sys.stderr.isatty()
     if is_shown:
-        model.on_rows = progress_of(model)
+        model.on_rows = make_progress_callback(model)
 
-    def work() -> dict[str, Any]:
+    def evaluate() -> dict[str, Any]:
         output: dict[str, Any] = {"load": str(args.load), "dtype": args.dtype, "max_length": model.max_length}
         if args.texts:
             scores = evaluate_texts(args, model)
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
             show_tasks(results)
         return output
 
-    output = model.lead(work)
+    output = model.run_from_rank_0(evaluate)
     if output is not None and args.output is not None:
         text = json.dumps(output, ensure_ascii=False, indent=1, default=str)
         try:
@@ -236,9 +236,9 @@ def main() -> None:
     """Run the tool; an error ends the process with its exit code."""
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
-    def together() -> None:
+    def run_tool() -> None:
         args = parse_args(__doc__ or "")
-        if starts_ranks(args):
+        if should_start_ranks(args):
             start_ranks(args)
         run(args, names)
         if world_size() > 1:
@@ -248,7 +248,7 @@ def main() -> None:
 
     with suppress(BrokenPipeError):
         try:
-            guard(together, lambda: names["who"])
+            guard(run_tool, lambda: names["who"])
         except KeyboardInterrupt:
             sys.exit(130)
 

@@ -45,7 +45,7 @@ TIMEOUT_S = 600
 """Seconds that a rank waits for tensors of other ranks; the first pass over long prompts on a CPU is slow."""
 
 
-def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> TextGenerator:
+def make_generator(args: argparse.Namespace, grid: Grid, torch_device: torch.device) -> TextGenerator:
     """Return the generator that answers prompts with the model of --load. Collective."""
     from megatron import device
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
@@ -66,7 +66,7 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
         else:
             prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode, adds_bos=args.add_bos_token)
         dtype = device.DTYPES[args.dtype]
-        sharded_model = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=dtype, device=place)
+        sharded_model = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=dtype, device=torch_device)
     options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     sampling_options = {name: value for name, value in options.items() if value is not None}
     return TextGenerator(
@@ -79,7 +79,7 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
     )
 
 
-def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
+def initialize_ranks(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
     """Initialize the ranks, and return the grid, this rank's device and its name. Collective."""
     from megatron import device
     from megatron.arguments import config_from_values
@@ -130,16 +130,16 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     from megatron.generate.text import interactive
 
     texts = read_prompts(args)
-    grid, rank_device, names["who"] = start(args)
-    writer = make_writer(args, grid, rank_device)
+    grid, rank_device, names["who"] = initialize_ranks(args)
+    generator = make_generator(args, grid, rank_device)
     if texts is None:
         if grid.rank == 0:
             log.info(f"each line is {'your turn' if args.chat else 'a prompt'}; press Ctrl-D to exit")
-        interactive(writer, grid.host)
+        interactive(generator, grid.host)
     else:
-        answers = writer.answer(texts)
+        answers = generator.answer(texts)
         if grid.rank == 0:
-            with_prompt = writer.prompts.tokens is None and not args.chat
+            with_prompt = generator.prompts.t5_tokens is None and not args.chat
             write(answer_texts(answers, args, with_prompt=with_prompt), args.output)
 
 
@@ -147,7 +147,7 @@ def main() -> None:
     """Run the tool; an error ends the process with its exit code."""
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
-    def together() -> None:
+    def run_tool() -> None:
         run(parse_args(__doc__ or ""), names)
         if world_size() > 1:
             from megatron.training import initialize
@@ -155,7 +155,7 @@ def main() -> None:
             initialize.stop()
 
     try:
-        guard(together, lambda: names["who"])
+        guard(run_tool, lambda: names["who"])
     except KeyboardInterrupt:
         sys.exit(130)
 

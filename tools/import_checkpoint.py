@@ -26,10 +26,10 @@ from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import exit_code
 
-ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
+QKV_ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
@@ -44,28 +44,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--input", type=Path, required=True, help="folder of the checkpoint, or the folder that points to it")
     add("--output", type=Path, required=True, help="run folder to write; must be new or empty")
     add("--iteration", help="iteration to import (default: the one to which the folder points)")
-    add("--num-attention-heads", type=positive, metavar="A", help="heads (default: from the files; required for CPM-1)")
     add(
-        "--qkv-order", choices=ORDERS,
+        "--num-attention-heads",
+        type=positive_int,
+        metavar="A",
+        help="heads (default: from the files; required for CPM-1)",
+    )
+    add(
+        "--qkv-order", choices=QKV_ORDERS,
         help="order of the rows of query, key and value on each tensor rank (default: by the version in the files; "
         "3-heads-d for CPM-1)",
     )  # fmt: skip
     choices = next(option.choices for option in options_of(ModelConfig) if option.name == "activation")
     add("--activation", choices=choices, help="default: gelu-tanh, unless the files specify exact GELU")
-    add("--vocab-size", type=positive, metavar="V", help="drop padding rows after the first V (default: keep all)")
+    add("--vocab-size", type=positive_int, metavar="V", help="drop padding rows after the first V (default: keep all)")
     return parser.parse_args(argv)
 
 
 def import_(args: argparse.Namespace) -> None:
     """Write the run folder and log the command that starts from it."""
-    from megatron.checkpoint.huggingface.config import flags_of
-    from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
+    from megatron.checkpoint.huggingface.config import model_flags
+    from megatron.checkpoint.legacy.convert import ImportOptions, import_checkpoint
 
-    wishes = Wishes(args.iteration, args.num_attention_heads, args.qkv_order, args.activation, args.vocab_size)
+    wishes = ImportOptions(args.iteration, args.num_attention_heads, args.qkv_order, args.activation, args.vocab_size)
     path, config, notes = import_checkpoint(args.input, args.output, wishes)
     for note in notes:
         log.info(note)
-    words = ["--load", str(args.output), "--finetune", *flags_of(config)]
+    words = ["--load", str(args.output), "--finetune", *model_flags(config)]
     log.info(f"{args.input} -> {path}\nstart from it with: pretrain_{config.family}.py {shlex.join(words)}")
 
 

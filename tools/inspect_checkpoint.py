@@ -38,25 +38,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def show(path: Path, as_json: bool) -> int:
+def show_checkpoint(path: Path, as_json: bool) -> int:
     """Print the facts and the tensors of one checkpoint; return the exit code."""
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
 
     checkpoint = open_folder(path, any_format=True)
-    facts, tensors = inspect.run_facts(checkpoint), inspect.tensor_facts(checkpoint)
-    facts["files"], facts["elements"] = inspect.file_facts(checkpoint), inspect.num_elements(tensors)
+    info, tensors = inspect.summarize_run(checkpoint), inspect.compute_tensor_stats(checkpoint)
+    info["files"], info["elements"] = inspect.file_sizes(checkpoint), inspect.num_elements(tensors)
     if as_json:
-        print_json({"verified": True, **facts, "tensors": [dataclasses.asdict(tensor) for tensor in tensors]})
+        print_json({"verified": True, **info, "tensors": [dataclasses.asdict(tensor) for tensor in tensors]})
         return 0
-    print_facts(facts)
+    print_info(info)
     rows = [
         [
             tensor.name,
             tensor.dtype,
-            shape_text(tensor.shape),
-            number_text(tensor.norm),
-            number_text(tensor.largest),
+            format_shape(tensor.shape),
+            format_number(tensor.norm),
+            format_number(tensor.largest),
             f"{tensor.num_not_finite or ''}",
             f"{tensor.num_files}",
         ]
@@ -66,7 +66,7 @@ def show(path: Path, as_json: bool) -> int:
     return 0
 
 
-def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int:
+def compare_checkpoints(first: Path, second: Path, weights_only: bool, as_json: bool) -> int:
     """Print the differences between two checkpoints; return the exit code."""
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
@@ -80,11 +80,11 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
         print_json({**paths, "equal": not tensors, "tensors": differences, "state": state})
         return 1 if tensors else 0
     if state:
-        rows = [[key, *(value_text(value) for value in pair)] for key, pair in state.items()]
+        rows = [[key, *(format_value(value) for value in pair)] for key, pair in state.items()]
         print_table("state (ignored in the verdict)", ["key", str(checkpoint.path), str(other_checkpoint.path)], rows)
     if tensors:
         rows = [
-            [d.name, d.kind, d.first or "-", d.second or "-", number_text(d.largest), number_text(d.relative)]
+            [d.name, d.kind, d.first or "-", d.second or "-", format_number(d.largest), format_number(d.relative)]
             for d in tensors
         ]
         print_table("tensors that differ", ["name", "by", "first", "second", "largest", "relative"], rows)
@@ -93,13 +93,13 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
     return 1 if tensors else 0
 
 
-def print_facts(facts: dict[str, Any]) -> None:
+def print_info(info: dict[str, Any]) -> None:
     """Print the table of facts about the run."""
-    rows = [[key.replace("_", " "), value_text(value)] for key, value in facts.items()]
+    rows = [[key.replace("_", " "), format_value(value)] for key, value in info.items()]
     print_table("checkpoint (all files verified)", ["key", ""], rows)
 
 
-def value_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value of the state as text, with one line per entry of a dictionary."""
     if isinstance(value, dict):
         return "\n".join(
@@ -108,14 +108,14 @@ def value_text(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
     """Return a shape as "3 x 4"; "-" for a scalar."""
     return " x ".join(map(str, shape)) or "-"
 
 
-def number_text(number: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number with four significant digits; "-" for None."""
-    return "-" if number is None else f"{number:.4g}"
+    return "-" if value is None else f"{value:.4g}"
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -134,15 +134,15 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def print_json(content: dict[str, Any]) -> None:
     """Print one JSON object; numbers that JSON does not support become text."""
-    print(json.dumps(plain(content), indent=1, ensure_ascii=False))
+    print(json.dumps(to_json_value(content), indent=1, ensure_ascii=False))
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return ``value`` with "nan", "inf" or "-inf" as text for numbers that JSON does not support."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     is_not_finite = isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
     return str(value) if is_not_finite else value
 
@@ -152,8 +152,8 @@ def main() -> int:
     args = parse_args()
     try:
         if args.compare is not None:
-            return compare(args.path, args.compare, args.weights_only, args.json)
-        return show(args.path, args.json)
+            return compare_checkpoints(args.path, args.compare, args.weights_only, args.json)
+        return show_checkpoint(args.path, args.json)
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 SUBSETS = ("train", "valid", "test")
 PATH_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-LETTERS_SHOWN = 64
+NUM_SHOWN_LETTERS = 64
 
 
-def at_least(lowest: int) -> Any:
-    """Return a parser of integers that rejects values below ``lowest``."""
+def integer_at_least(minimum: int) -> Any:
+    """Return a parser of integers that rejects values below ``minimum``."""
 
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
         return int(text)
 
-    return read
+    return parse
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,16 +51,18 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=("gpt2", "t5"), default="gpt2", help="model family (default: gpt2)")
-    parser.add_argument("--samples", type=at_least(0), default=0, metavar="N", help="samples to show (default: 0)")
     parser.add_argument(
-        "--first", type=at_least(0), default=0, metavar="I", help="index of the first sample (default: 0)"
+        "--samples", type=integer_at_least(0), default=0, metavar="N", help="samples to show (default: 0)"
+    )
+    parser.add_argument(
+        "--first", type=integer_at_least(0), default=0, metavar="I", help="index of the first sample (default: 0)"
     )
     parser.add_argument("--subset", choices=SUBSETS, default="train", help="split to show (default: train)")
     parser.add_argument(
-        "--rows", type=at_least(0), default=6, metavar="N",
+        "--rows", type=integer_at_least(0), default=6, metavar="N",
         help="rows of each sample's token table, and tokens around each boundary (default: 6; 0: no table)",
     )  # fmt: skip
-    parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help="show the N most common tokens")
+    parser.add_argument("--top", type=integer_at_least(0), default=0, metavar="N", help="show the N most common tokens")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="write a histogram of the documents' lengths")
     return parser
 
@@ -98,26 +100,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
+def report(flags: argparse.Namespace, prefixes: list[str], training_flags: list[str], console: Console) -> None:
     """Print a description of the token files, draw the picture and show samples, as far as requested."""
     from megatron import config
     from megatron.console import print_table
     from megatron.data.indexed_dataset import IndexedDataset
-    from megatron.data.inspect import facts_of, statistics
+    from megatron.data.inspect import collect_stats, statistics
     from megatron.training.vocabulary import with_tokenizer
 
-    settings = config.parse([*others, "--device", "cpu"], world_size=1, family=flags.model)
+    settings = config.parse([*training_flags, "--device", "cpu"], world_size=1, family=flags.model)
     tokenizer, settings = with_tokenizer(settings)
     lengths = {}
     for prefix in prefixes or prefixes_of(settings):
         token_file = IndexedDataset(prefix)
-        facts = facts_of(token_file, tokenizer.eod_id if tokenizer is not None and tokenizer.has_eod else None)
-        lengths[prefix] = facts.lengths
-        print_table(statistics.table(facts, tokenizer), console)
+        summary = collect_stats(token_file, tokenizer.eod_id if tokenizer is not None and tokenizer.has_eod else None)
+        lengths[prefix] = summary.lengths
+        print_table(statistics.stats_table(summary, tokenizer), console)
         if flags.top:
-            print_table(statistics.commonest(token_file, flags.top, tokenizer), console)
+            print_table(statistics.most_frequent_table(token_file, flags.top, tokenizer), console)
     if flags.picture is not None:
-        statistics.draw(lengths, flags.picture)
+        statistics.plot_lengths(lengths, flags.picture)
         console.print(f"picture {flags.picture}", soft_wrap=True)
     if flags.samples:
         show_samples(flags, settings, tokenizer, console)
@@ -137,7 +139,7 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
 
     from megatron.data import DataLoader
     from megatron.data.inspect import view
-    from megatron.data.inspect.view import Words
+    from megatron.data.inspect.view import TokenFormatter
     from megatron.training import global_vars, initialize
 
     script = importlib.import_module(f"pretrain_{flags.model}")
@@ -147,17 +149,17 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     samples = script.train_valid_test_datasets_provider(num_samples)[SUBSETS.index(flags.subset)]
     tokenizer = global_vars.get_tokenizer()
     streams_of = view.t5_streams if flags.model == "t5" else view.gpt2_streams
-    words = Words(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
+    words = TokenFormatter(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
     for line in order_lines(samples):
         console.print(line, soft_wrap=True)
     batches = DataLoader(
         samples, micro_batch_size=1, num_micro_batches=1, data_rank=0, data_size=1, samples_consumed=flags.first
     )
     for index, batch in zip(range(flags.first, flags.first + flags.samples), batches, strict=False):
-        console.rule(f"sample {index} of {flags.subset}{origin(samples, index)}", align="left", characters="=")
+        console.rule(f"sample {index} of {flags.subset}{format_origin(samples, index)}", align="left", characters="=")
         fields = script.get_batch(batch)
         for stream in streams_of(fields, tokenizer.eod_id):
-            view.show(stream, words, console, flags.rows)
+            view.print_stream(stream, words, console, flags.rows)
     initialize.stop()
 
 
@@ -167,16 +169,16 @@ def order_lines(samples: Any) -> Iterator[str]:
     if len(names) < 2:
         return
     yield from (f"{letter(corpus_idx)} = {name}" for corpus_idx, name in enumerate(names))
-    letters = "".join(letter(samples.order.locate(index)[0]) for index in range(LETTERS_SHOWN))
-    yield f"corpora of the first {LETTERS_SHOWN} samples: {letters}"
+    letters = "".join(letter(samples.order.locate(index)[0]) for index in range(NUM_SHOWN_LETTERS))
+    yield f"corpora of the first {NUM_SHOWN_LETTERS} samples: {letters}"
 
 
-def letter(number: int) -> str:
+def letter(corpus_idx: int) -> str:
     """Return a letter for a corpus; "?" after z."""
-    return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else "?"
+    return "abcdefghijklmnopqrstuvwxyz"[corpus_idx] if corpus_idx < 26 else "?"
 
 
-def origin(samples: Any, index: int) -> str:
+def format_origin(samples: Any, index: int) -> str:
     """Return ": NAME, its sample I" if samples come from several corpora."""
     names = list(getattr(samples, "parts", ()))
     if len(names) < 2:

@@ -29,8 +29,8 @@ from megatron import files, log  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 
 MEDIAN_BYTES = 1500
-SPREAD = 1.2
-LONGEST_BYTES = 1 << 20
+LENGTH_SIGMA = 1.2
+MAX_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 22
 NUM_NAMES = 1 << 15
 NUM_LENGTHS = 1 << 12
@@ -51,12 +51,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def escaped(text: str) -> bytes:
+def escape_json(text: str) -> bytes:
     """Return ``text`` escaped for a JSON string."""
     return orjson.dumps(text)[1:-1]
 
 
-def pieces(root: Path) -> list[list[bytes]]:
+def load_snippets(root: Path) -> list[list[bytes]]:
     """Return the texts from which documents are made, escaped for JSON: English and Chinese sentences, blocks of code.
 
     Raises:
@@ -68,56 +68,58 @@ def pieces(root: Path) -> list[list[bytes]]:
     )
     if not (english and chinese and code):
         raise DataError(f"{root} must contain examples/corpus/{{en,zh}}/*.txt and megatron/. Use a complete checkout")
-    pieces_by_type = [
+    snippets_by_type = [
         [sentence + " " for text in english for sentence in re.split(r"(?<=[.!?])\s+", text)],
         [sentence for text in chinese for sentence in re.split(r"(?<=[。！？])", text)],
         ["\n".join(text.splitlines()[start : start + 4]) + "\n" for text in code for start in range(0, 80, 4)],
     ]
-    return [[escaped(piece) for piece in type_pieces if piece.strip()] for type_pieces in pieces_by_type]
+    return [
+        [escape_json(snippet) for snippet in type_snippets if snippet.strip()] for type_snippets in snippets_by_type
+    ]
 
 
-def names(draw: Callable[[], float]) -> list[bytes]:
+def make_names(draw: Callable[[], float]) -> list[bytes]:
     """Return invented words and numbers."""
     words = []
     for i in range(NUM_NAMES):
         word = "".join(SYLLABLES[int(draw() * len(SYLLABLES))] for _ in range(2 + i % 3))
         words.append(f"{word.title()} " if i % 4 else f"{int(draw() * 1e5)} ")
-    return [escaped(name) for name in words]
+    return [escape_json(name) for name in words]
 
 
-def lengths(draw: Callable[[], float]) -> list[int]:
+def draw_lengths(draw: Callable[[], float]) -> list[int]:
     """Return document lengths in bytes, drawn from a log-normal distribution: most are short, some very long."""
     normal = (math.sqrt(-2 * math.log(1 - draw())) * math.cos(2 * math.pi * draw()) for _ in range(NUM_LENGTHS))
-    return [int(min(MEDIAN_BYTES * math.exp(SPREAD * value), LONGEST_BYTES)) + 1 for value in normal]
+    return [int(min(MEDIAN_BYTES * math.exp(LENGTH_SIGMA * value), MAX_BYTES)) + 1 for value in normal]
 
 
-def documents(kinds: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
+def documents(snippets_by_type: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
     """Yield JSON lines endlessly.
 
     Random choices use only ``random()``, because its sequence is the same in all Python versions.
 
     Args:
-        kinds: pieces of text for each type of document, as returned by ``pieces``.
+        snippets_by_type: text snippets for each type of document, as returned by ``load_snippets``.
     """
     draw = random.Random(seed).random
-    invented, sizes = names(draw), lengths(draw)
+    invented, document_lengths = make_names(draw), draw_lengths(draw)
     document_id = 0
     while True:
-        type_pieces = kinds[int(draw() * len(kinds))]
-        parts = [b'{"id": %d, "text": "' % document_id]
-        remaining = sizes[int(draw() * NUM_LENGTHS)]
+        type_snippets = snippets_by_type[int(draw() * len(snippets_by_type))]
+        line_parts = [b'{"id": %d, "text": "' % document_id]
+        remaining = document_lengths[int(draw() * NUM_LENGTHS)]
         while remaining > 0:
-            start = int(draw() * len(type_pieces))
-            sentences = type_pieces[start : start + min(remaining // 80 + 1, 8)]
-            parts += sentences
-            parts.append(invented[int(draw() * NUM_NAMES)])
+            start = int(draw() * len(type_snippets))
+            sentences = type_snippets[start : start + min(remaining // 80 + 1, 8)]
+            line_parts += sentences
+            line_parts.append(invented[int(draw() * NUM_NAMES)])
             remaining -= sum(map(len, sentences))
-        parts.append(b'"}\n')
-        yield b"".join(parts)
+        line_parts.append(b'"}\n')
+        yield b"".join(line_parts)
         document_id += 1
 
 
-def chunks(lines: Iterator[bytes], num_bytes: float) -> Iterator[bytes]:
+def group_lines(lines: Iterator[bytes], num_bytes: float) -> Iterator[bytes]:
     """Group lines into blocks for writing, and stop once their total size is at least ``num_bytes``."""
     lines_in_block: list[bytes] = []
     size = written = 0
@@ -135,17 +137,17 @@ def chunks(lines: Iterator[bytes], num_bytes: float) -> Iterator[bytes]:
 def main(argv: list[str] | None = None) -> int:
     """Write a temporary file next to the output, then rename it; return the exit code."""
     args = parse_args(argv)
-    started = time.monotonic()
+    start_time = time.monotonic()
     temporary = args.output.with_name(f".{args.output.name}.tmp")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        size, crc = files.write_chunks(temporary, chunks(documents(pieces(ROOT), args.seed), args.bytes))
+        size, crc = files.write_chunks(temporary, group_lines(documents(load_snippets(ROOT), args.seed), args.bytes))
         files.rename(temporary, args.output)
     except Exception as error:
         temporary.unlink(missing_ok=True)
         log.error(f"error: {error}")
         return exit_code(error)
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start_time
     log.info(f"{args.output}: {size} bytes, crc32 {crc:08x}, {size / 1e6 / seconds:.0f} MB/s")
     return 0
 

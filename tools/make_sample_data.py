@@ -44,7 +44,7 @@ from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import train  # noqa: E402
 from megatron.tokenizer.identity import is_same  # noqa: E402
 
-RECIPE = "2"
+DATA_VERSION = "2"
 """Version of the data. Increase it when the data changes, so that existing data is created again."""
 VOCAB_SIZE = 2400
 PREFIX = "gpt2_text_document"
@@ -68,7 +68,7 @@ PEOPLE = {
     "Ivy": "owl she",
     "Otto": "turtle he",
 }
-FORMS = {"she": ("she", "her", "her"), "he": ("he", "him", "his")}
+PRONOUNS = {"she": ("she", "her", "her"), "he": ("he", "him", "his")}
 
 WORDS: Mapping[str, Sequence[str]] = {
     "toy": ("red ball", "blue kite", "little boat", "yellow hat", "wooden horse", "silver bell", "green cup", "doll"),
@@ -349,48 +349,60 @@ ZH_CLOSINGS: Beats = (
 )
 
 
-def stories(number: int, seed: int = 1234) -> Iterator[str]:
-    """Yield ``number`` stories, alternately in English and Chinese; a seed gives the same stories on every machine."""
+def stories(num_stories: int, seed: int = 1234) -> Iterator[str]:
+    """Yield ``num_stories`` stories, alternately in English and Chinese, the same on every machine for a seed."""
     rng = random.Random(seed)
-    for index in range(number):
-        yield chinese(rng) if index % 2 else english(rng)
+    for story_idx in range(num_stories):
+        yield make_chinese_story(rng) if story_idx % 2 else make_english_story(rng)
 
 
 def chinese_words() -> set[str]:
     """Return the names, animals, things and places of the Chinese stories."""
-    kinds = (animal.split()[0] for animal in ZH_PEOPLE.values())
-    return {*ZH_PEOPLE, *kinds, *(word for words in ZH_WORDS.values() for word in words)}
+    animals = (animal.split()[0] for animal in ZH_PEOPLE.values())
+    return {*ZH_PEOPLE, *animals, *(word for words in ZH_WORDS.values() for word in words)}
 
 
-def english(draw: random.Random) -> str:
+def make_english_story(rng: random.Random) -> str:
     """Return an English story of one paragraph."""
-    (hero, kind), (friend, other) = ((name, PEOPLE[name].split()) for name in draw.sample(list(PEOPLE), 2))
-    he, him, his = FORMS[kind[1]]
-    words = {"a": hero, "kind": kind[0], "b": friend, "bkind": other[0], "he": he, "him": him, "his": his}
-    article = "an" if kind[0][0] in "aeiou" else "a"
-    words |= {"He": he.title(), "His": his.title(), "akind": f"{article} {kind[0]}"}
-    return " ".join(_sentences(draw, words, WORDS, OPENINGS, PLOTS, CLOSINGS))
+    (hero, hero_traits), (friend, friend_traits) = (
+        (name, PEOPLE[name].split()) for name in rng.sample(list(PEOPLE), 2)
+    )
+    he, him, his = PRONOUNS[hero_traits[1]]
+    words = {
+        "a": hero,
+        "kind": hero_traits[0],
+        "b": friend,
+        "bkind": friend_traits[0],
+        "he": he,
+        "him": him,
+        "his": his,
+    }
+    article = "an" if hero_traits[0][0] in "aeiou" else "a"
+    words |= {"He": he.title(), "His": his.title(), "akind": f"{article} {hero_traits[0]}"}
+    return " ".join(_sentences(rng, words, WORDS, OPENINGS, PLOTS, CLOSINGS))
 
 
-def chinese(draw: random.Random) -> str:
+def make_chinese_story(rng: random.Random) -> str:
     """Return a Chinese story of one paragraph."""
-    (hero, kind), (friend, other) = ((name, ZH_PEOPLE[name].split()) for name in draw.sample(list(ZH_PEOPLE), 2))
-    words = {"a": hero, "kind": kind[0], "b": friend, "bkind": other[0], "he": kind[1]}
-    return "".join(_sentences(draw, words, ZH_WORDS, ZH_OPENINGS, ZH_PLOTS, ZH_CLOSINGS))
+    (hero, hero_traits), (friend, friend_traits) = (
+        (name, ZH_PEOPLE[name].split()) for name in rng.sample(list(ZH_PEOPLE), 2)
+    )
+    words = {"a": hero, "kind": hero_traits[0], "b": friend, "bkind": friend_traits[0], "he": hero_traits[1]}
+    return "".join(_sentences(rng, words, ZH_WORDS, ZH_OPENINGS, ZH_PLOTS, ZH_CLOSINGS))
 
 
 def _sentences(
-    draw: random.Random,
+    rng: random.Random,
     people: Mapping[str, str],
-    lists: Mapping[str, Sequence[str]],
+    choices_of_slot: Mapping[str, Sequence[str]],
     openings: Beats,
     plots: Mapping[str, Beats],
     closings: Beats,
 ) -> Iterator[str]:
-    words = {**people, **{slot: draw.choice(choices) for slot, choices in lists.items()}}
-    plot = plots[draw.choice(list(plots))]
+    words = {**people, **{slot: rng.choice(choices) for slot, choices in choices_of_slot.items()}}
+    plot = plots[rng.choice(list(plots))]
     for beat in (*openings, *plot, *closings):
-        yield draw.choice(beat).format_map(words)
+        yield rng.choice(beat).format_map(words)
 
 
 CHINESE_WORDS = re.compile("|".join(sorted(chinese_words(), key=len, reverse=True)))
@@ -415,15 +427,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def key_of(documents: list[str], vocab_size: int) -> str:
+def data_key(documents: list[str], vocab_size: int) -> str:
     """Return a key that changes if the documents or their processing change."""
-    digest = hashlib.sha256(f"{RECIPE}:{vocab_size}:{tokenizers.__version__}".encode())
+    digest = hashlib.sha256(f"{DATA_VERSION}:{vocab_size}:{tokenizers.__version__}".encode())
     for text in documents:
         digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()
 
 
-def with_words_apart(text: str) -> str:
+def separate_words(text: str) -> str:
     """Put the Chinese names and things in ``text`` on separate lines, for training the vocabulary.
 
     Chinese has no spaces, so merges could cross the boundary of a name, whose tokens would then depend on the context.
@@ -441,7 +453,7 @@ def is_up_to_date(output: Path, key: str) -> bool:
         return False
 
 
-def make(output: Path, documents: list[str], key: str, vocab_size: int, num_workers: int) -> None:
+def make_data(output: Path, documents: list[str], key: str, vocab_size: int, num_workers: int) -> None:
     """Write all files. The key is written last, so that an interrupted call is detected."""
     (output / "key").unlink(missing_ok=True)
     corpus, vocabulary = output / "corpus.jsonl", output / "tokenizer.json"
@@ -449,7 +461,7 @@ def make(output: Path, documents: list[str], key: str, vocab_size: int, num_work
     log.info(
         f"training a vocabulary of {vocab_size} on {len(documents)} documents, {corpus.stat().st_size / 1e6:.1f} MB"
     )
-    files.replace_bytes(vocabulary, train.train_bpe(map(with_words_apart, documents), vocab_size))
+    files.replace_bytes(vocabulary, train.train_bpe(map(separate_words, documents), vocab_size))
     job = preprocess.Job(
         inputs=[corpus],
         output_prefix=str(output / PREFIX),
@@ -462,7 +474,7 @@ def make(output: Path, documents: list[str], key: str, vocab_size: int, num_work
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Allow only one process at a time to work in ``folder``; the lock is released when its process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
@@ -474,14 +486,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def print_stories(number: int, seed: int, form: str) -> None:
+def print_stories(num_stories: int, seed: int, output_format: str) -> None:
     """Write stories to standard output, as text or as lines of JSON."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may stop early, as head does
-    for index, story in enumerate(stories(number, seed)):
-        if form == "json":
+    for story_idx, story in enumerate(stories(num_stories, seed)):
+        if output_format == "json":
             sys.stdout.write(orjson.dumps({"text": story}).decode() + "\n")
         else:
-            sys.stdout.write(("\n" if index else "") + story + "\n")
+            sys.stdout.write(("\n" if story_idx else "") + story + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -492,12 +504,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         documents = list(stories(args.number, args.seed))
-        key = key_of(documents, args.vocab_size)
-        with locked(args.output):
+        key = data_key(documents, args.vocab_size)
+        with lock_folder(args.output):
             if is_up_to_date(args.output, key):
                 log.info(f"{args.output} is up to date")
             else:
-                make(args.output, documents, key, args.vocab_size, args.workers)
+                make_data(args.output, documents, key, args.vocab_size, args.workers)
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

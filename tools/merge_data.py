@@ -33,9 +33,9 @@ from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.errors import DataError, exit_code
 from megatron.tokenizer.identity import is_same
 
-BLOCK = 1 << 20
-INTERRUPTED = 130
-UNNAMED = "not named"
+BLOCK_SIZE = 1 << 20
+INTERRUPTED_EXIT_CODE = 130
+UNKNOWN_IDENTITY = "not named"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,52 +85,53 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
     Raises:
         DataError: an input cannot be read, differs from the first in token type or vocabulary, or is the output.
     """
-    parts = [IndexedDataset(prefix) for prefix in inputs]
-    check_output(parts, output_prefix)
-    check_alike(parts)
-    common = common_sidecar(parts)
+    datasets = [IndexedDataset(prefix) for prefix in inputs]
+    check_output(datasets, output_prefix)
+    check_compatible(datasets)
+    common = common_sidecar(datasets)
     writer = IndexedDatasetBuilder(
         output_prefix,
         vocab_size=common.vocab_size if common else None,
         tokenizer=common.tokenizer if common else "",
-        eod_id=common_eod(parts),
-        dtype=parts[0].dtype,
+        eod_id=common_eod(datasets),
+        dtype=datasets[0].dtype,
     )
     with writer:
-        for part in parts:
+        for dataset in datasets:
             writer.append(
-                part.token_path,
-                in_blocks(part.sizes),
-                num_tokens=part.num_tokens,
-                max_token_id=part.sidecar.max_token_id if part.sidecar else 0,
-                crc32=part.sidecar.bin_crc32 if part.sidecar else None,
+                dataset.token_path,
+                iterate_blocks(dataset.document_lengths),
+                num_tokens=dataset.num_tokens,
+                max_token_id=dataset.sidecar.max_token_id if dataset.sidecar else 0,
+                crc32=dataset.sidecar.bin_crc32 if dataset.sidecar else None,
             )
     return writer
 
 
-def check_output(parts: Sequence[IndexedDataset], output_prefix: str) -> None:
+def check_output(datasets: Sequence[IndexedDataset], output_prefix: str) -> None:
     """Raise DataError if an output file is an input file, possibly under another path."""
-    for part in parts:
-        pairs = [(part.token_path, Path(output_prefix + ".bin")), (part.index_path, Path(output_prefix + ".idx"))]
+    for dataset in datasets:
+        pairs = [(dataset.token_path, Path(output_prefix + ".bin")), (dataset.index_path, Path(output_prefix + ".idx"))]
         if any(output_path.exists() and output_path.samefile(path) for path, output_path in pairs):
             raise DataError(f"--output-prefix must differ from every --input, got {output_prefix}. Use another name.")
 
 
-def check_alike(parts: Sequence[IndexedDataset]) -> None:
+def check_compatible(datasets: Sequence[IndexedDataset]) -> None:
     """Raise DataError unless all inputs have the same token type and, where sidecars record it, the same vocabulary."""
-    first = parts[0]
-    for part in parts:
-        if part.dtype != first.dtype:
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.dtype != first.dtype:
             raise DataError(
-                f"all inputs must have the same token type, got {first.dtype} in {first.prefix} and {part.dtype} in "
-                f"{part.prefix}. Preprocess one of them again with the tokenizer of the other."
+                f"all inputs must have the same token type, got {first.dtype} in {first.prefix} and {dataset.dtype} in "
+                f"{dataset.prefix}. Preprocess one of them again with the tokenizer of the other."
             )
-    sidecars = [(part.prefix, part.sidecar) for part in parts if part.sidecar]
+    sidecars = [(dataset.prefix, dataset.sidecar) for dataset in datasets if dataset.sidecar]
     for prefix, sidecar in sidecars[1:]:
         if not has_same_vocabulary(sidecar, sidecars[0][1]):
             raise DataError(
-                f"all inputs must have the same vocabulary, got {vocabulary(sidecars[0][1])} in {sidecars[0][0]} and "
-                f"{vocabulary(sidecar)} in {prefix}. Preprocess one of them again with the tokenizer of the other."
+                f"all inputs must have the same vocabulary, got {describe_vocabulary(sidecars[0][1])} in "
+                f"{sidecars[0][0]} and {describe_vocabulary(sidecar)} in {prefix}. Preprocess one of them again with "
+                "the tokenizer of the other."
             )
 
 
@@ -143,47 +144,47 @@ def has_same_vocabulary(first: DatasetMetadata, second: DatasetMetadata) -> bool
     return is_same(first.tokenizer, second.tokenizer)
 
 
-def vocabulary(sidecar: DatasetMetadata) -> str:
+def describe_vocabulary(sidecar: DatasetMetadata) -> str:
     """Return a description of the vocabulary."""
-    return f"identity {sidecar.tokenizer or UNNAMED} of {sidecar.vocab_size} ids"
+    return f"identity {sidecar.tokenizer or UNKNOWN_IDENTITY} of {sidecar.vocab_size} ids"
 
 
-def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
+def common_sidecar(datasets: Sequence[IndexedDataset]) -> DatasetMetadata | None:
     """Return the sidecar of the first input; None if an input has none, because its contents are then unknown."""
-    missing = next((part.prefix for part in parts if part.sidecar is None), None)
-    if missing is not None:
+    prefix_without_sidecar = next((dataset.prefix for dataset in datasets if dataset.sidecar is None), None)
+    if prefix_without_sidecar is not None:
         log.warning(
-            f"{missing} has no .meta.json, so the output has none, and its vocabulary was not checked"
+            f"{prefix_without_sidecar} has no .meta.json, so the output has none, and its vocabulary was not checked"
         )
         return None
-    return parts[0].sidecar
+    return datasets[0].sidecar
 
 
-def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
+def common_eod(datasets: Sequence[IndexedDataset]) -> int | None:
     """Return the id that ends every document of all parts; None if there is no such id.
 
     Raises:
         DataError: documents of two parts end with different tokens.
     """
-    ends = {part.sidecar.eod_id if part.sidecar and part.sidecar.has_eod else None for part in parts}
-    prefix_of_id = {part.sidecar.eod_id: part.prefix for part in parts if part.sidecar and part.sidecar.has_eod}
+    ends = {dataset.sidecar.eod_id if dataset.sidecar and dataset.sidecar.has_eod else None for dataset in datasets}
+    prefix_of_id = {
+        dataset.sidecar.eod_id: dataset.prefix for dataset in datasets if dataset.sidecar and dataset.sidecar.has_eod
+    }
     if len(prefix_of_id) > 1:
         listed = " and ".join(f"the id {eod_id} in {prefix}" for eod_id, prefix in prefix_of_id.items())
         raise DataError(
             f"documents of all inputs must end with the same token, got {listed}. Preprocess one of them again with "
             "--eod-token"
         )
-    if len(ends) > 1 and all(part.sidecar for part in parts):
-        log.warning(
-            "only some inputs end their documents with an end-of-document token, so the output records none"
-        )
+    if len(ends) > 1 and all(dataset.sidecar for dataset in datasets):
+        log.warning("only some inputs end their documents with an end-of-document token, so the output records none")
     return ends.pop() if len(ends) == 1 else None
 
 
-def in_blocks(sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Copy ``sizes`` block by block, because the array of a large file is memory-mapped."""
-    for start in range(0, len(sizes), BLOCK):
-        yield np.array(sizes[start : start + BLOCK])
+def iterate_blocks(lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Copy ``lengths`` block by block, because the array of a large file is memory-mapped."""
+    for start in range(0, len(lengths), BLOCK_SIZE):
+        yield np.array(lengths[start : start + BLOCK_SIZE])
 
 
 def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str:
@@ -216,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         counts = merge_into(args.input, args.output_prefix, args.work_dir)
     except KeyboardInterrupt:
         log.error("stopped")
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

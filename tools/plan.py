@@ -26,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.models.architectures import model_types
+from megatron.models.architectures import list_model_types
 from megatron.planner import report
 from megatron.planner.estimate import Planner
-from megatron.planner.options import Question, check_flags, family_of_load, make_parser, question
+from megatron.planner.options import PlanningTask, check_flags, family_of_load, make_parser, planning_task
 from megatron.planner.search import overflow, remedies, search
 
 DOES_NOT_FIT = 1
@@ -41,12 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if flags.calibrate is not None:
             return write_machine(parser, flags)
-        parsed_question = question(flags, training_flags)
+        parsed_question = planning_task(flags, training_flags)
         planner = Planner(parsed_question.config, parsed_question.machine)
         return (
-            fit(planner, parsed_question, flags.json)
+            show_fit(planner, parsed_question, flags.json)
             if parsed_question.layout
-            else rank(planner, parsed_question, flags.json)
+            else show_ranking(planner, parsed_question, flags.json)
         )
     except (CheckpointError, ConfigError) as error:
         parser.error(str(error))
@@ -58,9 +58,9 @@ def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     flags, training_flags = parser.parse_known_args(argv)
     if flags.model is None:
         flags.model = family_of_load(training_flags)
-    elif flags.model in model_types():
+    elif flags.model in list_model_types():
         training_flags = ["--model", flags.model, *training_flags]
-        flags.model = model_types()[flags.model].family
+        flags.model = list_model_types()[flags.model].family
     check_flags(parser, flags, training_flags)
     return parser, flags, training_flags
 
@@ -70,55 +70,65 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser, flags, training_flags = read_flags(argv)
     try:
         if flags.calibrate is None:
-            question(flags, training_flags)
+            planning_task(flags, training_flags)
     except (CheckpointError, ConfigError) as error:
         parser.error(str(error))
     return flags
 
 
-def rank(planner: Planner, asked: Question, is_json: bool) -> int:
+def show_ranking(planner: Planner, query: PlanningTask, is_json: bool) -> int:
     """Print the ranked layouts and the details of the first; return 1 if none fits."""
-    result = search(planner, asked.wanted)
+    result = search(planner, query.search_spec)
     if not result.num_candidates:
         raise ConfigError(
-            f"no layout divides {asked.wanted.world_size} devices and a global batch of "
-            f"{asked.wanted.global_batch_size} samples with these flags. Change --gpus or --global-batch-size, or set "
-            "fewer layout flags"
+            f"no layout divides {query.search_spec.world_size} devices and a global batch of "
+            f"{query.search_spec.global_batch_size} samples with these flags. Change --gpus or --global-batch-size, or "
+            "set fewer layout flags"
         )
     if not result.best and result.smallest is None:
         raise ConfigError("training supports none of the layouts. Set fewer layout flags")
     if is_json:
-        print_json({"layouts": [report.as_data(estimate, asked) for estimate in result.best]}, asked)
+        print_json({"layouts": [report.as_data(estimate, query) for estimate in result.best]}, query)
         return 0 if result.best else DOES_NOT_FIT
-    print_lines(report.opening(asked, planner))
+    print_lines(report.summary(query, planner))
     if not result.best:
         print_lines(["", "no layout fits. The closest one:", ""])
         assert result.smallest is not None
-        print_lines(report.details(result.smallest, asked))
-        excess = overflow(result.smallest, asked.machine.usable_bytes)
-        print_lines(["", *report.fitting(asked, excess, remedies(planner, result.smallest.layout))])
+        print_lines(report.details(result.smallest, query))
+        excess = overflow(result.smallest, query.machine.usable_bytes)
+        print_lines(["", *report.memory_report(query, excess, remedies(planner, result.smallest.layout))])
         return DOES_NOT_FIT
-    print_lines(["", *report.ranking(result, asked), "", *report.details(result.best[0], asked)])
-    print_lines(["", *report.pasted(result.best[0], asked)])
+    print_lines(["", *report.ranking(result, query), "", *report.details(result.best[0], query)])
+    print_lines(["", *report.start_command(result.best[0], query)])
     return 0
 
 
-def fit(planner: Planner, asked: Question, is_json: bool) -> int:
+def show_fit(planner: Planner, query: PlanningTask, is_json: bool) -> int:
     """Print the estimate of the given layout; if it does not fit, also print changes that make it fit, and return 1."""
-    assert asked.layout is not None
-    estimate = planner.estimate(asked.layout)
-    excess = overflow(estimate, asked.machine.usable_bytes)
-    fixes = remedies(planner, asked.layout) if excess else []
+    assert query.layout is not None
+    estimate = planner.estimate(query.layout)
+    excess = overflow(estimate, query.machine.usable_bytes)
+    fixes = remedies(planner, query.layout) if excess else []
     if is_json:
-        answer: dict[str, Any] = {"fits": excess is None, "layout": report.as_data(estimate, asked)}
+        output: dict[str, Any] = {"fits": excess is None, "layout": report.as_data(estimate, query)}
         if excess is not None:
-            answer["overflow"] = vars(excess)
-            answer["remedies"] = [{"changes": fix.changes, **report.as_data(fix.found, asked)} for fix in fixes]
-        print_json(answer, asked)
+            output["overflow"] = {
+                "stage": excess.stage,
+                "part": excess.largest_part,
+                "part_bytes": excess.part_bytes,
+                "needed": excess.needed_bytes,
+                "over": excess.excess_bytes,
+            }
+            output["remedies"] = [{"changes": fix.changes, **report.as_data(fix.estimate, query)} for fix in fixes]
+        print_json(output, query)
     else:
-        print_lines([*report.opening(asked, planner), "", *report.details(estimate, asked), ""])
+        print_lines([*report.summary(query, planner), "", *report.details(estimate, query), ""])
         print_lines(
-            [*report.fitting(asked, excess, fixes), "", *report.pasted(fixes[0].found if fixes else estimate, asked)]
+            [
+                *report.memory_report(query, excess, fixes),
+                "",
+                *report.start_command(fixes[0].estimate if fixes else estimate, query),
+            ]
         )
     return 0 if excess is None else DOES_NOT_FIT
 
@@ -141,15 +151,15 @@ def write_machine(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
     return 0
 
 
-def print_lines(lines: Iterable[str], to: Any = None) -> None:
+def print_lines(lines: Iterable[str], stream: Any = None) -> None:
     """Print lines."""
     for line in lines:
-        print(line, file=to)
+        print(line, file=stream)
 
 
-def print_json(answer: dict[str, Any], asked: Question) -> None:
+def print_json(output: dict[str, Any], query: PlanningTask) -> None:
     """Print JSON, including the assumptions."""
-    print(json.dumps({**answer, "machine": asked.machine.name, "assumed": asked.assumed}, indent=2))
+    print(json.dumps({**output, "machine": query.machine.name, "assumed": query.assumed}, indent=2))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from megatron import log, object_store, tokenizer
 from megatron.data import preprocess, token_upload
 from megatron.errors import StopRequest, exit_code
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-OF_INPUT = {
+INPUT_FLAGS = {
     "--format": "format",
     "--json-key": "json_key",
     "--gigatoken": "gigatoken",
@@ -48,18 +48,18 @@ OF_INPUT = {
 """Flag -> attribute of ``args``, for flags that have an effect on a job but not with --verify."""
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a parser of integers that rejects values below ``lowest``."""
+def integer_at_least(minimum: int) -> Callable[[str], int]:
+    """Return a parser of integers that rejects values below ``minimum``."""
 
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
         return int(text)
 
-    return read
+    return parse
 
 
-def share(text: str) -> preprocess.Share:
+def parse_share(text: str) -> preprocess.Share:
     """Parse K/N, such as 3/16: part K of the units of work, divided into N parts."""
     try:
         return preprocess.Share.parse(text)
@@ -103,24 +103,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer-path", help="file of the tokenizer: tokenizers JSON, SentencePiece .model, ...")
     add("--vocab-file", help="vocabulary: vocab.json of a GPT-2 BPE, ...")
     add("--merge-file", help="merges.txt of a GPT-2 BPE")
+    add("--gigatoken", action="store_true", help="encode BPE with gigatoken if its ids match on a sample of the corpus")
     add(
-        "--gigatoken", action="store_true", help="encode BPE with gigatoken if its ids match on a sample of the corpus"
+        "--workers",
+        type=integer_at_least(1),
+        help=f"encoding processes (default: one per core, {NUM_CORES}; with --cluster all)",
     )
-    add("--workers", type=at_least(1), help=f"encoding processes (default: one per core, {CORES}; with --cluster all)")
     add("--eod-token", metavar="NAME", help="end-of-document token (default: from the tokenizer's folder)")
     add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
-    add("--max-document-chars", type=at_least(1), default=0, help="reject longer documents (default: no limit)")
-    add("--max-bad-lines", type=at_least(0), help="maximum number of bad lines to skip (default: 0)")
+    add("--max-document-chars", type=integer_at_least(1), default=0, help="reject longer documents (default: no limit)")
+    add("--max-bad-lines", type=integer_at_least(0), help="maximum number of bad lines to skip (default: 0)")
     add("--max-bad-fraction", type=fraction, help="maximum fraction of bad lines to skip")
     add("--resume", action="store_true", help="continue an interrupted job from its finished units")
     add(
         "--unit-bytes",
-        type=at_least(1 << 10),
+        type=integer_at_least(1 << 10),
         help="size of a unit of work (default: 4 to 64 MB, by input and workers)",
     )
     add(
         "--part",
-        type=share,
+        type=parse_share,
         metavar="K/N",
         help="encode every N-th unit starting with the K-th (K from 1) into PREFIX.parts. The N jobs may run at any "
         "time on any machine; tools/merge_data.py joins their output. A restarted job skips its finished units",
@@ -136,7 +138,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.input and not args.verify:
         parser.error("the following arguments are required: --input (or --verify, to check existing files)")
-    unused = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
+    unused = [flag for flag, name in INPUT_FLAGS.items() if getattr(args, name) != parser.get_default(name)]
     if unused and not args.input:
         parser.error(f"{', '.join(unused)} cannot be used without --input. Add --input")
     if args.part and args.cluster:
@@ -150,7 +152,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
+def tokenizer_factory(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
     """Return a function without arguments that builds the tokenizer selected by the options."""
     return functools.partial(
         tokenizer.build,
@@ -162,24 +164,24 @@ def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
     )
 
 
-def made_at(args: argparse.Namespace) -> str:
+def local_output_prefix(args: argparse.Namespace) -> str:
     """Return the local prefix of the output, which is in the work folder if the output is uploaded."""
     if object_store.is_remote(args.output_prefix):
         return token_upload.local_prefix(args.output_prefix, args.work_dir)
     return args.output_prefix
 
 
-def job_of(args: argparse.Namespace) -> preprocess.Job:
+def make_job(args: argparse.Namespace) -> preprocess.Job:
     """Return the job that the options describe."""
     return preprocess.Job(
         inputs=args.input,
-        output_prefix=made_at(args),
+        output_prefix=local_output_prefix(args),
         upload_to=args.output_prefix if object_store.is_remote(args.output_prefix) else None,
-        make_tokenizer=tokenizer_of(args),
+        make_tokenizer=tokenizer_factory(args),
         format=args.format,
         json_keys=args.json_key,
         append_eod=not args.no_append_eod,
-        num_workers=args.workers or (0 if args.cluster else CORES),
+        num_workers=args.workers or (0 if args.cluster else NUM_CORES),
         max_bad_lines=args.max_bad_lines,
         max_bad_fraction=args.max_bad_fraction,
         max_document_chars=args.max_document_chars,
@@ -193,14 +195,14 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
 
 def preprocess_corpus(args: argparse.Namespace) -> None:
     """Run the job and log its counts."""
-    summary = preprocess.run(job_of(args))
+    summary = preprocess.run(make_job(args))
     if summary.bad_path:
         bad_lines = "1 bad line was" if summary.num_bad == 1 else f"{summary.num_bad} bad lines were"
         log.warning(f"{bad_lines} skipped; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
     resumed = (
         f", {summary.num_resumed} of {summary.num_units} units were finished before" if summary.num_resumed else ""
     )
-    output = f"part {args.part} of {made_at(args)}" if args.part else f"{args.output_prefix}.bin"
+    output = f"part {args.part} of {local_output_prefix(args)}" if args.part else f"{args.output_prefix}.bin"
     log.info(
         f"{output}: {summary.num_documents} documents, {summary.num_tokens} tokens from "
         f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s "
@@ -210,23 +212,27 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
 
 def verify_output(args: argparse.Namespace) -> None:
     """Verify the output and show some of its documents."""
-    names_tokenizer = args.tokenizer_path or args.vocab_file
-    result = preprocess.verify(args.output_prefix, tokenizer_of(args)() if names_tokenizer else None, seed=args.seed)
-    for document, num_tokens, opening in result.samples:
-        log.info(f"document {document}, {num_tokens} tokens: {opening}")
-    checked = "sizes, offsets, checksums" if result.has_sidecar else "sizes and offsets (no checksums: no .meta.json)"
-    log.info(f"{args.output_prefix} is valid: {result.num_documents} documents, {result.num_tokens} tokens; {checked}")
+    has_tokenizer = args.tokenizer_path or args.vocab_file
+    result = preprocess.verify(args.output_prefix, tokenizer_factory(args)() if has_tokenizer else None, seed=args.seed)
+    for document, num_tokens, first_text in result.samples:
+        log.info(f"document {document}, {num_tokens} tokens: {first_text}")
+    checked_text = (
+        "sizes, offsets, checksums" if result.has_sidecar else "sizes and offsets (no checksums: no .meta.json)"
+    )
+    log.info(
+        f"{args.output_prefix} is valid: {result.num_documents} documents, {result.num_tokens} tokens; {checked_text}"
+    )
 
 
-def stop(number: int, frame: FrameType | None) -> None:
+def raise_stop_request(signal_number: int, frame: FrameType | None) -> None:
     """Signal handler that ends the job by raising StopRequest; unfinished units are lost."""
-    raise StopRequest(f"stopped by {signal.Signals(number).name}")
+    raise StopRequest(f"stopped by {signal.Signals(signal_number).name}")
 
 
 def main() -> int:
     """Run the tool and return the exit code."""
     args = parse_args()
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, raise_stop_request)
     try:
         if args.input:
             preprocess_corpus(args)

@@ -5,7 +5,7 @@
     python tools/report.py runs -o runs/all.html
 
 The report is report.html in the given folder, or in the common parent of several folders, unless -o names a file. Runs
-may be in progress, interrupted, or without a record. Open the report in a browser; docs/seeing.md describes it.
+may be in progress, interrupted, or without a record. Open the report in a browser; docs/monitoring.md describes it.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from tools.report_parts.experts import expert_map  # noqa: E402
 from tools.report_parts.runs import (  # noqa: E402
     RunFolder,
     chart_data,
+    finite_number,
     names_of,
-    number,
     read_run,
     run_data,
     run_folders,
     timeline,
 )
 from tools.report_parts.words import (  # noqa: E402
-    OF_SCRIPTS,
+    SCRIPT_TEXTS,
     ZH,
     Html,
     bilingual,
     html,
-    joined,
+    join_html,
     section,
     table,
     tag,
 )
 
-NAME = "report.html"
-POINTS = 2000
-PARTS_OF_PAGE = ROOT / "tools" / "report_parts"
+REPORT_NAME = "report.html"
+DEFAULT_POINTS = 2000
+TEMPLATE_DIR = ROOT / "tools" / "report_parts"
 
 
 def main() -> int:
@@ -59,10 +59,10 @@ def main() -> int:
     flags = parse_args()
     try:
         paths = run_folders(flags.runs)
-        runs = [read_or_name_error(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+        runs = [read_run_or_error(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
         title = flags.title or (runs[0].name if len(runs) == 1 else "Training runs")
-        text = page_of_whole(runs, title, flags.points)
-        out = flags.out or place_of(flags.runs)
+        text = render_report(runs, title, flags.points)
+        out = flags.out or default_path(flags.runs)
         out.write_text(text, encoding="utf-8", errors="replace")
     except (ValueError, OSError) as error:
         hint = ". Name another file with -o" if isinstance(error, OSError) else ""
@@ -72,36 +72,38 @@ def main() -> int:
     return 0
 
 
-def place_of(paths: Sequence[Path]) -> Path:
+def default_path(paths: Sequence[Path]) -> Path:
     """Return the default path of the report: in the folder if there is only one, otherwise in their common parent."""
-    return (paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))) / NAME
+    return (
+        paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
+    ) / REPORT_NAME
 
 
-def read_or_name_error(path: Path, name: str) -> RunFolder:
+def read_run_or_error(path: Path, name: str) -> RunFolder:
     """Read a run; if that fails, return a run that has only a name and a note with the error."""
     try:
         return read_run(path, name)
     except Exception as error:
-        return _without_all(path, name, error)
+        return _damaged_run(path, name, error)
 
 
-def page_of_whole(runs: Sequence[RunFolder], title: str, points: int) -> str:
+def render_report(runs: Sequence[RunFolder], title: str, points: int) -> str:
     """Return the HTML of the report. A run that cannot be drawn is replaced by its name and the error."""
     try:
-        return page(runs, title, points)
+        return render_page(runs, title, points)
     except Exception:
-        return page([_drawable(run, points) for run in runs], title, points)
+        return render_page([_drawable(run, points) for run in runs], title, points)
 
 
 def _drawable(run: RunFolder, points: int) -> RunFolder:
     try:
-        page([run], run.name, points)
+        render_page([run], run.name, points)
     except Exception as error:
-        return _without_all(run.path, run.name, error)
+        return _damaged_run(run.path, run.name, error)
     return run
 
 
-def _without_all(path: Path, name: str, error: Exception) -> RunFolder:
+def _damaged_run(path: Path, name: str, error: Exception) -> RunFolder:
     return RunFolder(path, name, notes=[f"the run is damaged and was skipped ({type(error).__name__}: {error})"])
 
 
@@ -109,16 +111,16 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of run folders")
-    parser.add_argument("-o", "--out", type=Path, help=f"file to write (default: {NAME} in the folder of RUN)")
+    parser.add_argument("-o", "--out", type=Path, help=f"file to write (default: {REPORT_NAME} in the folder of RUN)")
     parser.add_argument("--title", help="title of the report (default: the run's name, or Training runs)")
     parser.add_argument(
-        "--points", type=positive, default=POINTS, metavar="N",
-        help=f"draw about N points per curve (default {POINTS}); extremes of loss and gradient norm are kept",
+        "--points", type=positive_int, default=DEFAULT_POINTS, metavar="N",
+        help=f"draw about N points per curve (default {DEFAULT_POINTS}); extremes of loss and gradient norm are kept",
     )  # fmt: skip
     return parser.parse_args(words)
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
@@ -128,36 +130,38 @@ def positive(text: str) -> int:
 # The report, which loads nothing from the network and escapes all text of a run.
 
 
-def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
+def render_page(runs: Sequence[RunFolder], title: str, max_points: int = DEFAULT_POINTS) -> str:
     """Return the HTML of the report.
 
     Args:
-        limit: approximate number of points per curve.
+        max_points: approximate number of points per curve.
     """
-    data = [run_data(run, limit) for run in runs]
-    parts = {
+    data = [run_data(run, max_points) for run in runs]
+    fields = {
         "title": html(title),
         "when": bilingual(
             "{} run, {}" if len(runs) == 1 else "{} runs, {}", len(runs), time.strftime("%Y-%m-%d %H:%M")
         ),
         "notes": _notes(runs),
         "summary": summary(runs),
-        "sections": joined(_sections(runs)),
-        "data": as_script({"runs": data, "charts": (charts := chart_data(data)), "zh": _chinese(charts)}),
-        "script": (PARTS_OF_PAGE / "report.js").read_text(encoding="utf-8"),
+        "sections": join_html(_sections(runs)),
+        "data": to_script_json(
+            {"runs": data, "charts": (charts := chart_data(data)), "zh": _script_translations(charts)}
+        ),
+        "script": (TEMPLATE_DIR / "report.js").read_text(encoding="utf-8"),
     }
-    template = (PARTS_OF_PAGE / "page.html").read_text(encoding="utf-8")
-    template = re.sub(r"\[\[(.+?)\]\]", lambda found: bilingual(found.group(1)), template)
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], template)
+    template = (TEMPLATE_DIR / "page.html").read_text(encoding="utf-8")
+    template = re.sub(r"\[\[(.+?)\]\]", lambda match: bilingual(match.group(1)), template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], template)
 
 
-def _chinese(charts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _script_translations(charts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the Chinese texts that scripts insert."""
-    of_charts = [chart[name] for chart in charts for name in ("title", "about") if chart[name]]
-    return {text: ZH[text] for text in (*OF_SCRIPTS, *of_charts)}
+    chart_texts = [chart[name] for chart in charts for name in ("title", "about") if chart[name]]
+    return {text: ZH[text] for text in (*SCRIPT_TEXTS, *chart_texts)}
 
 
-def as_script(value: object) -> str:
+def to_script_json(value: object) -> str:
     """Return ``value`` as JSON, escaped so that its text cannot close the enclosing script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
@@ -165,73 +169,79 @@ def as_script(value: object) -> str:
 
 def _sections(runs: Sequence[RunFolder]) -> list[Html]:
     return [
-        section(bilingual("Settings"), differences(runs), id_="settings"),
-        *_of_each(runs, "Stages", "stages", stage_table),
-        *_of_each(runs, "Memory, estimated and measured", "memory", memory_table),
-        *_of_each(runs, "Tokens by expert", "experts", expert_map),
-        *_of_each(runs, "Evaluations", "evaluations", evaluation_table),
-        *_of_each(runs, "Pipeline", "pipeline", timeline),
-        *_of_each(runs, "Slowest operators", "operators", operator_table),
-        *_of_each(runs, "Commands and versions", "commands", _commands),
+        section(bilingual("Settings"), settings_section(runs), id_="settings"),
+        *_section_of_runs(runs, "Stages", "stages", stage_table),
+        *_section_of_runs(runs, "Memory, estimated and measured", "memory", memory_table),
+        *_section_of_runs(runs, "Tokens by expert", "experts", expert_map),
+        *_section_of_runs(runs, "Evaluations", "evaluations", evaluation_table),
+        *_section_of_runs(runs, "Pipeline", "pipeline", timeline),
+        *_section_of_runs(runs, "Slowest operators", "operators", operator_table),
+        *_section_of_runs(runs, "Commands and versions", "commands", _commands),
     ]
 
 
-def _of_each(runs: Sequence[RunFolder], title: str, name: str, make: Callable[[RunFolder], Html | None]) -> list[Html]:
+def _section_of_runs(
+    runs: Sequence[RunFolder], title: str, name: str, make: Callable[[RunFolder], Html | None]
+) -> list[Html]:
     """Return a section with the output of ``make`` for each run; [] if ``make`` returns None for all runs."""
     results = [(run, content) for run in runs if (content := make(run)) is not None]
-    children = [joined([tag("h3", run.name), content]) for run, content in results]
+    children = [join_html([tag("h3", run.name), content]) for run, content in results]
     return [section(bilingual(title), *children, id_=name)] if results else []
 
 
 def _commands(run: RunFolder) -> Html | None:
     """Return the commands of all starts, the versions, and the number of samples read."""
-    train = run.of_kind("train")
-    samples = number(train[-1].get("samples")) if train else None
+    train = run.records_of_type("train")
+    samples = finite_number(train[-1].get("samples")) if train else None
     lines: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
     lines += [bilingual("{} samples read", f"{samples:,}")] if samples is not None else []
     if not lines and not run.commands:
         return None
-    return tag("div", tag("p", joined(lines, ", ")), tag("pre", "\n".join(run.commands)))
+    return tag("div", tag("p", join_html(lines, ", ")), tag("pre", "\n".join(run.commands)))
 
 
 def _notes(runs: Sequence[RunFolder]) -> Html:
-    return joined(tag("p", f"{run.name}: {note}", class_="note") for run in runs for note in run.notes)
+    return join_html(tag("p", f"{run.name}: {note}", class_="note") for run in runs for note in run.notes)
 
 
 # The table of runs: one row per run with progress, losses and speed.
 
-HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s", "MFU",
-        "memory", "skipped", "starts")  # fmt: skip
+RUN_COLUMNS = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s",
+               "MFU", "memory", "skipped", "starts")  # fmt: skip
 
 
 def summary(runs: Sequence[RunFolder]) -> Html:
     """Return the table of all runs; clicking a row hides its curves."""
     return table(
-        [*map(bilingual, HEAD)], [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs"
+        [*map(bilingual, RUN_COLUMNS)],
+        [[_swatch(index, run), *summary_cells(run)] for index, run in enumerate(runs)],
+        class_="runs",
     )
 
 
-def facts(run: RunFolder) -> list[str]:
+def summary_cells(run: RunFolder) -> list[str]:
     """Return the cells of a run that follow its name; "" for unknown values."""
-    train = run.of_kind("train")
+    train = run.records_of_type("train")
     last_record = train[-1] if train else {}
     memory = [
-        value for value in map(number, _dictionary(last_record.get("memory_bytes")).values()) if value is not None
+        value
+        for value in map(finite_number, _dict_or_empty(last_record.get("memory_bytes")).values())
+        if value is not None
     ]
-    valid = [loss for record in run.of_kind("valid") if (loss := number(record.get("loss"))) is not None]
-    tested = run.of_kind("test") or run.evaluations
-    test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
+    valid = [loss for record in run.records_of_type("valid") if (loss := finite_number(record.get("loss"))) is not None]
+    tested = run.records_of_type("test") or run.evaluations
+    test = [loss for record in tested if (loss := finite_number(record.get("loss"))) is not None]
     return [
-        bilingual(*state(run)),
+        bilingual(*describe_state(run)),
         _model(run),
         _layout(run),
         f"{last_record.get('step', 0):,}",
-        _format(last_record.get("loss"), ".4f"),
+        _format_number(last_record.get("loss"), ".4f"),
         _validation(valid),
         f"{test[-1]:.4f}" if test else "",
-        human_count(tokens) if (tokens := number(last_record.get("tokens"))) is not None else "",
-        human_time(_seconds(run, train)) if train else "",
-        _format(_median(train, "tokens_per_s"), ",.0f"),
+        human_count(tokens) if (tokens := finite_number(last_record.get("tokens"))) is not None else "",
+        human_time(_elapsed_s(run, train)) if train else "",
+        _format_number(_median(train, "tokens_per_s"), ",.0f"),
         f"{100 * mfu:.1f} %" if (mfu := _median(train, "mfu")) is not None else "",
         human_bytes(max(memory)) if memory else "",
         str(last_record.get("skipped", "")),
@@ -246,13 +256,13 @@ def _validation(losses: Sequence[float]) -> str:
     return f"{losses[-1]:.4f}" + (f" (best {best:.4f})" if best < losses[-1] else "")
 
 
-def state(run: RunFolder) -> tuple[str, ...]:
+def describe_state(run: RunFolder) -> tuple[str, ...]:
     """Describe the progress of the run: a text and its values, for ``bilingual``."""
-    train, total = run.of_kind("train"), number(run.setting("batch", "train_iters"))
+    train, total = run.records_of_type("train"), finite_number(run.setting("batch", "train_iters"))
     if not train:
-        return ("evaluated" if run.of_kind("test") or run.evaluations else "no record",)
+        return ("evaluated" if run.records_of_type("test") or run.evaluations else "no record",)
     step = train[-1]["step"]
-    if number(train[-1].get("loss")) is None:
+    if finite_number(train[-1].get("loss")) is None:
         return "loss not finite at step {}", f"{step:,}"
     limit, is_reached = _sample_limit(run, train)
     if limit is not None:
@@ -267,15 +277,17 @@ def _sample_limit(run: RunFolder, train: Sequence[Mapping[str, Any]]) -> tuple[f
 
     A limit by --train-samples is reached if one more step of the last size would exceed it.
     """
-    samples, tokens = (number(run.setting("batch", name)) for name in ("train_samples", "train_tokens"))
-    consumed = number(train[-1].get("samples"))
+    samples, tokens = (finite_number(run.setting("batch", name)) for name in ("train_samples", "train_tokens"))
+    consumed = finite_number(train[-1].get("samples"))
     if consumed is None or (samples is None and tokens is None) or run.setting("batch", "requested_train_iters"):
         return None, False
     before = train[-2] if len(train) > 1 else {"step": 0, "samples": 0}
-    size = (consumed - (number(before.get("samples")) or 0)) / max(train[-1]["step"] - before["step"], 1)
+    size = (consumed - (finite_number(before.get("samples")) or 0)) / max(train[-1]["step"] - before["step"], 1)
     limits = [] if samples is None else [(samples, consumed + size > samples)]
     if tokens is not None:
-        length = number(run.setting("t5", "enc_seq_length")) or number(run.setting("batch", "seq_length")) or 1
+        length = (
+            finite_number(run.setting("t5", "enc_seq_length")) or finite_number(run.setting("batch", "seq_length")) or 1
+        )
         limits.append((math.ceil(tokens / length), consumed * length >= tokens))
     return min(limits)[0], any(is_reached for _, is_reached in limits)
 
@@ -304,30 +316,30 @@ def _layout(run: RunFolder) -> str:
     return f"{ranks} = {stages} x {ranks // (stages * max(tensor, 1) * max(int(context), 1))}{context_text} x {tensor}"
 
 
-def _seconds(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:
+def _elapsed_s(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:
     """Return the seconds from the first start to the last record, or the sum of the step times if they are unknown."""
-    ended = number(train[-1].get("time"))
-    began = next((number(start.get("time")) for start in run.starts), None)
+    ended = finite_number(train[-1].get("time"))
+    began = next((finite_number(start.get("time")) for start in run.starts), None)
     if ended is not None and began is not None:
         return train[-1]["time"] - run.starts[0]["time"]
     before, seconds = 0, 0.0
     for record in train:
-        seconds += (number(record.get("step_s")) or 0.0) * (record["step"] - before)
+        seconds += (finite_number(record.get("step_s")) or 0.0) * (record["step"] - before)
         before = record["step"]
     return seconds
 
 
 def _median(train: Sequence[dict[str, Any]], name: str) -> float | None:
-    values = [value for record in train if (value := number(record.get(name))) is not None]
+    values = [value for record in train if (value := finite_number(record.get(name))) is not None]
     return statistics.median(values) if values else None
 
 
-def _format(value: Any, form: str) -> str:
-    finite = number(value)
-    return "" if finite is None else format(finite, form)
+def _format_number(value: Any, format_spec: str) -> str:
+    finite = finite_number(value)
+    return "" if finite is None else format(finite, format_spec)
 
 
-def _dictionary(value: Any) -> dict[str, Any]:
+def _dict_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -336,11 +348,11 @@ MISSING = "-"
 
 def settings(run: RunFolder) -> dict[str, str]:
     """Return the settings of a run as text: section.name -> value, and version.name -> value."""
-    config_values = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(run.config)}
+    config_values = {name: json.dumps(value, ensure_ascii=False) for name, value in _flatten(run.config)}
     return {**config_values, **{f"version.{name}": str(value) for name, value in run.versions.items()}}
 
 
-def compared(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
+def compare_settings(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
     """Return (name, value in each run, True if the values differ) for every setting."""
     all_settings = [settings(run) for run in runs]
     names = dict.fromkeys(name for run_settings in all_settings for name in run_settings)
@@ -348,9 +360,9 @@ def compared(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
     return [(name, values, len(set(values)) > 1) for name, values in rows]
 
 
-def differences(runs: Sequence[RunFolder]) -> Html:
+def settings_section(runs: Sequence[RunFolder]) -> Html:
     """Return the table of settings; a button shows the rows without differences, which are hidden at first."""
-    rows = compared(runs)
+    rows = compare_settings(runs)
     num_different = sum(differs for _, _, differs in rows)
     if len(runs) == 1:
         about = bilingual("{} settings of the run.", len(rows))
@@ -362,23 +374,23 @@ def differences(runs: Sequence[RunFolder]) -> Html:
         tag("tr", tag("th", name), *[tag("td", value) for value in values], class_=None if differs else "same")
         for name, values, differs in rows
     ]
-    table = tag("table", head, tag("tbody", *body), class_="settings only-differences")
-    return tag("div", tag("p", about, " ", button), tag("div", table, class_="scroll"))
+    settings_html = tag("table", head, tag("tbody", *body), class_="settings only-differences")
+    return tag("div", tag("p", about, " ", button), tag("div", settings_html, class_="scroll"))
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
-STAGE_HEAD = ("stage", "layers", "parameters per rank", "memory", "work per step", "idle")
-PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
+STAGE_COLUMNS = ("stage", "layers", "parameters per rank", "memory", "work per step", "idle")
+MEMORY_COMPONENTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of the planner's memory estimate, which add up to the estimated bytes on the device."""
-COMPARED = ("estimated", "before the model", "measured", "measured - before - estimated")
-ABOUT = (
+MEMORY_COLUMNS = ("estimated", "before the model", "measured", "measured - before - estimated")
+MEMORY_NOTES = (
     "Estimated is the planner's memory estimate for the model and its training on one rank, the sum of the columns to "
     "its left. Measured is the peak memory of a rank: of torch's allocator on a GPU, the resident size of the process "
     "on a CPU.",
@@ -387,43 +399,43 @@ ABOUT = (
     "the allocator, threads, files and prefetched data. Below 0, the estimated tensors were not all allocated at the "
     "same time, or they reused free memory.",
 )
-MOST_OPERATORS = 20
-SPLITS = {"valid": "validation", "test": "test"}
+MAX_OPERATORS = 20
+SPLIT_NAMES = {"valid": "validation", "test": "test"}
 
 
 def stage_table(run: RunFolder) -> Html | None:
     """Return the table of a run's stages with memory and work from its last record; None if no stage is known."""
-    train = run.of_kind("train")
+    train = run.records_of_type("train")
     last_record = train[-1] if train else {}
     memory, work = _by_stage(last_record, "memory_bytes"), _by_stage(last_record, "work_s")
-    step_s = number(last_record.get("step_s"))
+    step_s = finite_number(last_record.get("step_s"))
     rows = {f"stage {row.get('stage')}": row for row in run.stages if isinstance(row, dict)}
     names = list(dict.fromkeys([*rows, *memory, *work]))
     if not names:
         return None
-    table_rows = [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
-    return table([*map(bilingual, STAGE_HEAD), ""], table_rows)
+    table_rows = [_stage_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
+    return table([*map(bilingual, STAGE_COLUMNS), ""], table_rows)
 
 
 def memory_table(run: RunFolder) -> Html | None:
     """Return a table of estimated memory, by part, and measured memory of each stage; None if either is unknown."""
-    train = run.of_kind("train")
+    train = run.records_of_type("train")
     measured, rows = _by_stage(train[-1] if train else {}, "memory_bytes"), []
     stages = [item for item in run.stages if isinstance(item, dict)]
-    used = [name for name in PARTS if any(_parts(stage).get(name) for stage in stages)]
+    used = [name for name in MEMORY_COMPONENTS if any(_estimated_components(stage).get(name) for stage in stages)]
     for stage in stages:
-        estimated, before = number(stage.get("estimated_bytes")), number(stage.get("before_bytes"))
+        estimated, before = finite_number(stage.get("estimated_bytes")), finite_number(stage.get("before_bytes"))
         measured_bytes = measured.get(f"stage {stage.get('stage')}")
         if estimated is None or measured_bytes is None:
             continue
         remainder = measured_bytes - before - estimated if before is not None else None
-        values = [*(_parts(stage).get(name) for name in used), estimated, before, measured_bytes]
+        values = [*(_estimated_components(stage).get(name) for name in used), estimated, before, measured_bytes]
         rows.append([bilingual("stage {}", stage.get("stage")), *map(_bytes, values), _signed(remainder)])
-    notes = [tag("p", bilingual(text)) for text in ABOUT]
-    return tag("div", *notes, table([*map(bilingual, ("stage", *used, *COMPARED))], rows)) if rows else None
+    notes = [tag("p", bilingual(text)) for text in MEMORY_NOTES]
+    return tag("div", *notes, table([*map(bilingual, ("stage", *used, *MEMORY_COLUMNS))], rows)) if rows else None
 
 
-def _parts(stage: Mapping[str, Any]) -> dict[str, float]:
+def _estimated_components(stage: Mapping[str, Any]) -> dict[str, float]:
     return _by_stage(stage, "estimated_parts")
 
 
@@ -438,15 +450,15 @@ def _signed(value: float | None) -> str:
 def evaluation_table(run: RunFolder) -> Html | None:
     """Return a table of the evaluations during the run and with --eval-only; None if there are none."""
     rows = []
-    for record in [*run.of_kind("valid"), *run.of_kind("test"), *run.evaluations]:
-        loss, perplexity = (number(record.get(name)) for name in ("loss", "perplexity"))
+    for record in [*run.records_of_type("valid"), *run.records_of_type("test"), *run.evaluations]:
+        loss, perplexity = (finite_number(record.get(name)) for name in ("loss", "perplexity"))
         losses = record.get("losses")
         rows.append([
             f"{record['step']:,}",
-            bilingual(SPLITS[record["kind"]]) if record["kind"] in SPLITS else record["kind"],
+            bilingual(SPLIT_NAMES[record["kind"]]) if record["kind"] in SPLIT_NAMES else record["kind"],
             f"{loss:.4f}" if loss is not None else "",
             f"{perplexity:.2f}" if perplexity is not None else "",
-            ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if number(value) is not None)
+            ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if finite_number(value) is not None)
             if isinstance(losses, dict)
             else "",
             record.get("checkpoint", ""),
@@ -460,26 +472,35 @@ def operator_table(run: RunFolder) -> Html | None:
     entries = run.operators.get("operators")
     if not isinstance(entries, list) or not entries:
         return None
-    num_passes = (number(run.operators.get("steps")) or 1) * (number(run.operators.get("ranks")) or 1)
+    num_passes = (finite_number(run.operators.get("steps")) or 1) * (finite_number(run.operators.get("ranks")) or 1)
     operators = [operator for operator in entries if isinstance(operator, dict)]
-    times = [name for name in ("device_us", "host_us") if any(number(operator.get(name)) for operator in operators)]
+    times = [
+        name for name in ("device_us", "host_us") if any(finite_number(operator.get(name)) for operator in operators)
+    ]
     units = [bilingual("{} ms", bilingual(name.removesuffix("_us"))) for name in times]
     head = [bilingual("operator"), *units, "", bilingual("calls")]
-    longest = max((number(operator.get(times[0])) or 0 for operator in operators), default=0) if times else 0
+    longest = max((finite_number(operator.get(times[0])) or 0 for operator in operators), default=0) if times else 0
     rows = []
-    for operator in operators[:MOST_OPERATORS]:
-        cells = [f"{(number(operator.get(name)) or 0) / 1e3 / num_passes:,.3f}" for name in times]
-        share = (number(operator.get(times[0])) or 0) / longest if longest else 0
+    for operator in operators[:MAX_OPERATORS]:
+        cells = [f"{(finite_number(operator.get(name)) or 0) / 1e3 / num_passes:,.3f}" for name in times]
+        share = (finite_number(operator.get(times[0])) or 0) / longest if longest else 0
         rows.append(
-            [operator.get("name"), *cells, _bar(share), f"{(number(operator.get('calls')) or 0) / num_passes:,.1f}"]
+            [
+                operator.get("name"),
+                *cells,
+                _bar(share),
+                f"{(finite_number(operator.get('calls')) or 0) / num_passes:,.1f}",
+            ]
         )
     text = "Self time per step and rank, averaged over {} steps and {} ranks. Traces: {}"
     about = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
     return tag("div", tag("p", about), table(head, rows))
 
 
-def _row(name: str, row: Mapping[str, Any], memory: float | None, work_s: float | None, step_s: float | None) -> list:
-    parameters = number(row.get("parameters"))
+def _stage_row(
+    name: str, row: Mapping[str, Any], memory: float | None, work_s: float | None, step_s: float | None
+) -> list:
+    parameters = finite_number(row.get("parameters"))
     idle = max(1 - work_s / step_s, 0.0) if work_s is not None and step_s else None
     return [
         bilingual("stage {}", name.removeprefix("stage ")),
@@ -500,7 +521,7 @@ def _by_stage(record: Mapping[str, Any], name: str) -> dict[str, float]:
     values = record.get(name)
     if not isinstance(values, dict):
         return {}
-    return {stage: value for stage, stage_value in values.items() if (value := number(stage_value)) is not None}
+    return {stage: value for stage, stage_value in values.items() if (value := finite_number(stage_value)) is not None}
 
 
 if __name__ == "__main__":

@@ -32,19 +32,19 @@ PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
 TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
-OF_SLOW_TESTS = ("eval", "ray", "stores", "kubernetes")
-PRESENT = "Requirement already satisfied"
+SLOW_TEST_EXTRAS = ("eval", "ray", "stores", "kubernetes")
+SATISFIED_PREFIX = "Requirement already satisfied"
 """Start of the lines of pip that are not shown: one for each package that is installed already."""
 
 
-class SetUpError(Exception):
+class SetupError(Exception):
     """The environment cannot be created; the message describes the fix."""
 
 
-class Answer(NamedTuple):
+class PythonReport(NamedTuple):
     """The requirements that a Python lacks, and the checkout with an editable install in it ("" for none)."""
 
-    lacking: list[str]
+    missing: list[str]
     checkout: str
 
 
@@ -60,26 +60,26 @@ def main() -> int:
     flags = parser.parse_args()
     if flags.purpose == "ask":
         missing = [requirement for requirement in flags.requirements if not is_met(requirement, any_torch=False)]
-        print(json.dumps(Answer(missing, installed_checkout())))
+        print(json.dumps(PythonReport(missing, installed_checkout())))
         return 0
     try:
-        python = find_or_make("" if flags.purpose == "run" else "test")
+        python = find_or_create_python("" if flags.purpose == "run" else "test")
         if flags.purpose == "all":
-            for extra in OF_SLOW_TESTS:
-                add(python, extra)
+            for extra in SLOW_TEST_EXTRAS:
+                install_extra(python, extra)
         print(python)
-    except SetUpError as error:
+    except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def find_or_make(extra: str) -> str:
+def find_or_create_python(extra: str) -> str:
     """Return the path of a Python that has the packages of pyproject.toml and of ``extra``."""
     required, index = requirements(extra), torch_index()
-    if not lacking(required):
-        warn_of_another_torch(required)
-        warn_of_another_build(Path(sys.prefix), index, "install torch there manually, or unset the variable")
+    if not find_missing(required):
+        warn_of_untested_torch(required)
+        warn_of_other_build(Path(sys.prefix), index, "install torch there manually, or unset the variable")
         return sys.executable
     python = VENV / "bin" / "python"
     # VENV may be a link to an environment that several checkouts share, so the lock is next to its target.
@@ -87,65 +87,65 @@ def find_or_make(extra: str) -> str:
     lock_dir.mkdir(parents=True, exist_ok=True)
     with locked(lock_dir):
         if not is_stamped(python, extra):
-            answer = ask(python, required)
-            if begun().exists():
-                answer = answer._replace(lacking=required)
-            is_foreign = is_of_another(answer.checkout)
-            if answer.lacking:
+            report = query_python(python, required)
+            if in_progress_path().exists():
+                report = report._replace(missing=required)
+            is_foreign = is_other_checkout(report.checkout)
+            if report.missing:
                 if is_foreign:
-                    raise SetUpError(_refusal(answer))
-                owner, missing = f"this Python ({sys.executable})", lacking(required)
-                if starts(python):
-                    owner, missing = str(VENV), answer.lacking
+                    raise SetupError(_foreign_environment_text(report))
+                owner, missing = f"this Python ({sys.executable})", find_missing(required)
+                if can_start(python):
+                    owner, missing = str(VENV), report.missing
                 log(f"{owner} lacks {', '.join(missing[:4])}{' ...' if missing[4:] else ''}: setting up {VENV}")
-                make(python, answer.lacking, extra)
+                create_environment(python, report.missing, extra)
                 log("set-up done")
             elif is_foreign:
-                log(f"using {VENV} unchanged: it belongs to {answer.checkout}, and its packages fit")
+                log(f"using {VENV} unchanged: it belongs to {report.checkout}, and its packages fit")
             else:
-                stamp(extra).write_text(fingerprint())
-    warn_of_another_build(VENV, index, f"remove {VENV} to create it again, or unset the variable")
+                stamp_path(extra).write_text(fingerprint())
+    warn_of_other_build(VENV, index, f"remove {VENV} to create it again, or unset the variable")
     return str(python)
 
 
-def add(python: str, extra: str) -> None:
+def install_extra(python: str, extra: str) -> None:
     """Install the missing packages of ``extra`` into this checkout's environment; a failed installation is no error."""
     requirements_of_extra = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
-    answer = ask(Path(python), requirements_of_extra)
-    if not answer.lacking:
+    report = query_python(Path(python), requirements_of_extra)
+    if not report.missing:
         return
-    packages = ", ".join(answer.lacking)
-    skipped = "tests that need it are skipped"
-    if Path(python) != VENV / "bin" / "python" or is_of_another(answer.checkout):
-        log(f"{python} lacks {packages}: {skipped}. To install: {python} -m pip install -e '.[{extra}]'")
+    packages = ", ".join(report.missing)
+    skip_note = "tests that need it are skipped"
+    if Path(python) != VENV / "bin" / "python" or is_other_checkout(report.checkout):
+        log(f"{python} lacks {packages}: {skip_note}. To install: {python} -m pip install -e '.[{extra}]'")
         return
     with locked(VENV.resolve().parent):
         try:
-            run(f"installing {packages}", [python, "-m", "pip", "install", *answer.lacking], without=PRESENT)
-        except SetUpError as error:
-            log(f"{error} Until then {skipped}")
+            run(f"installing {packages}", [python, "-m", "pip", "install", *report.missing], without=SATISFIED_PREFIX)
+        except SetupError as error:
+            log(f"{error} Until then {skip_note}")
 
 
-def ask(python: Path, wanted: list[str]) -> Answer:
-    """Return the answer of the Python at this path; if it does not run, it lacks all of ``wanted``."""
+def query_python(python: Path, required: list[str]) -> PythonReport:
+    """Return the answer of the Python at this path; if it does not run, it lacks all of ``required``."""
     if python.is_file():
-        command = [str(python), str(Path(__file__).resolve()), "ask", *wanted]
+        command = [str(python), str(Path(__file__).resolve()), "ask", *required]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         with suppress(ValueError, TypeError):
-            return Answer(*json.loads(process.stdout))
-    return Answer(wanted, "")
+            return PythonReport(*json.loads(process.stdout))
+    return PythonReport(required, "")
 
 
-def is_of_another(checkout: str) -> bool:
+def is_other_checkout(checkout: str) -> bool:
     """Return True if ``checkout`` exists and is not this checkout."""
     return bool(checkout) and Path(checkout) != ROOT.resolve() and (Path(checkout) / PROJECT.name).is_file()
 
 
-def _refusal(found: Answer) -> str:
+def _foreign_environment_text(report: PythonReport) -> str:
     venv_text = f"{VENV} (a link to {VENV.resolve()})" if VENV.is_symlink() else str(VENV)
     return (
-        f"{venv_text} must have the packages of {PROJECT}, lacks {', '.join(found.lacking[:4])}, and belongs to "
-        f"{found.checkout}, so nothing is installed into it. Remove {VENV} or set MEGATRON_VENV to another folder to "
+        f"{venv_text} must have the packages of {PROJECT}, lacks {', '.join(report.missing[:4])}, and belongs to "
+        f"{report.checkout}, so nothing is installed into it. Remove {VENV} or set MEGATRON_VENV to another folder to "
         "create a new environment, or activate this one to use it unchanged."
     )
 
@@ -166,20 +166,20 @@ def requirements(extra: str) -> list[str]:
     return [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
 
 
-def lacking(wanted: list[str]) -> list[str]:
+def find_missing(required: list[str]) -> list[str]:
     """Return the requirements that this Python does not meet; torch may have any version."""
-    return [requirement for requirement in wanted if not is_met(requirement)]
+    return [requirement for requirement in required if not is_met(requirement)]
 
 
 def is_met(requirement: str, *, any_torch: bool = True) -> bool:
     """Return True if this Python has the package in an allowed version; with ``any_torch``, torch in any version."""
     name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-    version = installed(name)
-    is_free = any_torch and name == "torch"
-    return version is not None and (is_free or is_allowed(version, requirement[len(name) :]))
+    version = installed_version(name)
+    is_any_version = any_torch and name == "torch"
+    return version is not None and (is_any_version or is_allowed(version, requirement[len(name) :]))
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of a package in this Python, or None."""
     try:
         return importlib.metadata.version(name)
@@ -189,25 +189,25 @@ def installed(name: str) -> str | None:
 
 def is_allowed(version: str, specifier: str) -> bool:
     """Return True if ``version`` satisfies a specifier such as ``>=2,<3`` (operators of pyproject.toml only)."""
-    actual = numbers(version)
+    actual = version_tuple(version)
     for operator, bound in re.findall(r"(>=|==|<)\s*([\d.]+)", specifier):
-        limit = numbers(bound)
+        limit = version_tuple(bound)
         if not {">=": actual >= limit, "<": actual < limit, "==": actual == limit}[operator]:
             return False
     return True
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def version_tuple(version: str) -> tuple[int, ...]:
     """Return ``2.13.0+cpu`` as (2, 13, 0, 0), so that 2.13 and 2.13.0 are equal."""
     release = re.match(r"[\d.]*", version)
-    parts = [int(part) for part in (release.group(0) if release else "").split(".") if part]
-    return (*parts, 0, 0, 0, 0)[:4]
+    components = [int(component) for component in (release.group(0) if release else "").split(".") if component]
+    return (*components, 0, 0, 0, 0)[:4]
 
 
-def warn_of_another_torch(wanted: list[str]) -> None:
+def warn_of_untested_torch(required: list[str]) -> None:
     """Warn if the active torch is not the version with which the results were measured."""
-    pinned_torch = next(requirement for requirement in wanted if requirement.startswith("torch=="))
-    version = installed("torch") or ""
+    pinned_torch = next(requirement for requirement in required if requirement.startswith("torch=="))
+    version = installed_version("torch") or ""
     if not is_allowed(version, pinned_torch[len("torch") :]):
         log(f"warning: tested with {pinned_torch}, this Python has {version}; losses may differ in the last digits")
 
@@ -222,7 +222,7 @@ def torch_index() -> str:
     if not choice or "://" in choice:
         return choice
     if not TORCH_BUILD.fullmatch(choice):
-        raise SetUpError(
+        raise SetupError(
             "TORCH_INDEX must be a build of torch, such as cu130, cu128, rocm6.4 or cpu, or the URL of an index, "
             f"got {choice}. Unset it to use the build in pip's own index (CUDA 13 on Linux)."
         )
@@ -240,11 +240,11 @@ def installed_build(prefix: Path) -> str:
     return ""
 
 
-def warn_of_another_build(prefix: Path, index: str, way_out: str) -> None:
+def warn_of_other_build(prefix: Path, index: str, advice: str) -> None:
     """Warn if TORCH_INDEX selects another build of torch than the installed one, which is kept."""
     wanted_build, build = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
     if build and TORCH_BUILD.fullmatch(wanted_build) and wanted_build != build:
-        log(f"warning: TORCH_INDEX selects {wanted_build}, but the torch in {prefix} is a {build} build: {way_out}")
+        log(f"warning: TORCH_INDEX selects {wanted_build}, but the torch in {prefix} is a {build} build: {advice}")
 
 
 @contextmanager
@@ -262,20 +262,20 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def stamp(extra: str) -> Path:
+def stamp_path(extra: str) -> Path:
     """Return the path of the file with the fingerprint for which the environment was filled."""
     return VENV / f".set-up-{extra or 'run'}"
 
 
-def begun() -> Path:
+def in_progress_path() -> Path:
     """Return the path of the file that exists while the environment is being filled."""
     return VENV / ".set-up-begun"
 
 
 def is_stamped(python: Path, extra: str) -> bool:
     """Return True if the environment was filled for this pyproject.toml and its Python starts."""
-    path = stamp(extra)
-    return path.is_file() and path.read_text() == fingerprint() and starts(python)
+    path = stamp_path(extra)
+    return path.is_file() and path.read_text() == fingerprint() and can_start(python)
 
 
 def fingerprint() -> str:
@@ -283,36 +283,36 @@ def fingerprint() -> str:
     return hashlib.sha256(PROJECT.read_bytes() + os.fsencode(ROOT)).hexdigest()
 
 
-def starts(python: Path) -> bool:
+def can_start(python: Path) -> bool:
     """Return True if the Python at this path runs."""
     return python.is_file() and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
-def make(python: Path, missing: list[str], extra: str) -> None:
+def create_environment(python: Path, missing: list[str], extra: str) -> None:
     """Create the environment, or complete the existing one."""
-    if begun().exists() or not starts(python):
-        if begun().exists():
+    if in_progress_path().exists() or not can_start(python):
+        if in_progress_path().exists():
             log("the last set-up was interrupted; starting from scratch")
         run("creating the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
-    begun().touch()
+    in_progress_path().touch()
     # pip would compile on one core and install nothing meanwhile, so the packages are compiled separately.
     pip = [str(python), "-m", "pip", "install", "--no-compile"]
     index = torch_index()
-    source = ["--index-url", index] if index else []
+    index_flags = ["--index-url", index] if index else []
     for torch in [requirement for requirement in missing if requirement.startswith("torch==")]:
         # torch is installed first and separately, because only torch may come from another index.
-        run(f"installing {torch}", [*pip, *source, torch])
-    other_packages = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
+        run(f"installing {torch}", [*pip, *index_flags, torch])
+    install_command = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
     # Compile the packages installed so far (torch and its dependencies) while the others are installed.
-    with subprocess.Popen(compiling(python, num_processes=1)):
-        run("installing the other packages", other_packages, without=PRESENT)
+    with subprocess.Popen(compile_command(python, num_processes=1)):
+        run("installing the other packages", install_command, without=SATISFIED_PREFIX)
     log("compiling the packages")
-    subprocess.run(compiling(python), check=False)
-    stamp(extra).write_text(fingerprint())
-    begun().unlink()
+    subprocess.run(compile_command(python), check=False)
+    stamp_path(extra).write_text(fingerprint())
+    in_progress_path().unlink()
 
 
-def compiling(python: Path, num_processes: int = 0) -> list[str]:
+def compile_command(python: Path, num_processes: int = 0) -> list[str]:
     """Return the command that compiles the installed packages to byte code.
 
     Compiled files are skipped. The command prints no errors, like pip, because some packages contain files for another
@@ -325,9 +325,9 @@ def compiling(python: Path, num_processes: int = 0) -> list[str]:
     return [str(python), "-m", "compileall", "-qq", "-j", str(num_processes), *folders]
 
 
-def run(what: str, command: list[str], without: str | None = None) -> None:
+def run(description: str, command: list[str], without: str | None = None) -> None:
     """Run one step of the set-up. Its output is written to stderr, except for lines that start with ``without``."""
-    log(what)
+    log(description)
     if without is None:
         # pip writes to stderr directly, so that it shows its progress bars on a terminal.
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
@@ -338,9 +338,9 @@ def run(what: str, command: list[str], without: str | None = None) -> None:
                     print(line, end="", file=sys.stderr, flush=True)
         code = process.returncode
     if code:
-        raise SetUpError(
-            f"{what} failed with code {code} (see above): {' '.join(command)}. Check the network and the free disk "
-            "space and retry, or activate a Python that has the packages of pyproject.toml."
+        raise SetupError(
+            f"{description} failed with code {code} (see above): {' '.join(command)}. Check the network and the free "
+            "disk space and retry, or activate a Python that has the packages of pyproject.toml."
         )
 
 

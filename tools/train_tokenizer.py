@@ -34,29 +34,29 @@ from megatron.data.preprocess.tokenizer_corpus import (
 from megatron.errors import DataError, exit_code
 from megatron.tokenizer import fertility, train
 
-MOST_INPUTS_SHOWN = 20
-MOST_BAD_SHOWN = 20
-STOPPED = 130
+MAX_SHOWN_INPUTS = 20
+MAX_SHOWN_BAD_LINES = 20
+INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in shells."""
-WITHOUT_BLANKS = ("Han", "Kana")
+SCRIPTS_WITHOUT_SPACES = ("Han", "Kana")
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a parser of integers, which may be written as 1e9, that rejects values below ``lowest``."""
+def integer_at_least(minimum: int) -> Callable[[str], int]:
+    """Return a parser of integers, which may be written as 1e9, that rejects values below ``minimum``."""
 
-    def read(text: str) -> int:
+    def parse(text: str) -> int:
         try:
             value = float(text)
         except ValueError:
-            value = lowest - 1
-        if not (value >= lowest and value.is_integer()):
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
+            value = minimum - 1
+        if not (value >= minimum and value.is_integer()):
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
         return int(text) if text.isdecimal() else int(value)
 
-    return read
+    return parse
 
 
-def share(text: str) -> float:
+def held_out_share(text: str) -> float:
     """Parse a share of at least 0 and less than 0.5."""
     try:
         value = float(text)
@@ -92,35 +92,45 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="files and folders, also s3://..., in this order; - for standard input",
     )
     add("--output", type=Path, required=True, help="file to write: .model for unigram, otherwise .json")
-    add("--vocab-size", type=at_least(1), required=True, help="number of tokens, including control tokens")
+    add("--vocab-size", type=integer_at_least(1), required=True, help="number of tokens, including control tokens")
     add("--model", choices=tuple(train.MODELS), default="bpe")
     add("--format", choices=preprocess.FORMATS, help="format of all inputs (default: by file name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
-    add("--sample-bytes", type=at_least(1), help="bytes of text to train on, sampled evenly (default: all)")
+    add("--sample-bytes", type=integer_at_least(1), help="bytes of text to train on, sampled evenly (default: all)")
     add(
         "--memory-bytes",
-        type=at_least(1 << 24),
+        type=integer_at_least(1 << 24),
         help="memory for the words of the text (bpe, wordpiece), 16777216 or more; those that do not fit are sampled "
         "(default: half of the free memory, at most the largest of 2.7 times the text, 10 kB per token and 80 MB)",
     )
     add("--special-tokens", nargs="+", default=[], metavar="NAME", help="more control tokens, such as <fim_prefix>")
-    add("--num-sentinels", type=at_least(0), default=0, help="number of T5 sentinels <extra_id_0> ... (default: 0)")
-    add("--max-bad-lines", type=at_least(0), help="maximum number of bad lines to skip (default: 0)")
+    add(
+        "--num-sentinels",
+        type=integer_at_least(0),
+        default=0,
+        help="number of T5 sentinels <extra_id_0> ... (default: 0)",
+    )
+    add("--max-bad-lines", type=integer_at_least(0), help="maximum number of bad lines to skip (default: 0)")
     add("--max-bad-fraction", type=fraction, help="maximum fraction of bad lines to skip")
     add(
         "--max-token-length",
-        type=at_least(2),
+        type=integer_at_least(2),
         help="maximum length of a token in UTF-8 bytes (bpe; a Chinese character takes 3) or in characters (unigram). "
         "Without a limit, a Chinese clause may become a single token (default: no limit; unigram 16)",
     )
-    add("--held-out", type=share, default=0.01, help="fraction of the text held out for measurement (default: 0.01)")
+    add(
+        "--held-out",
+        type=held_out_share,
+        default=0.01,
+        help="fraction of the text held out for measurement (default: 0.01)",
+    )
     return parser.parse_args(argv)
 
 
 def training_text(args: argparse.Namespace) -> TrainingText:
-    """Return the stream of documents, grouped by input if there are 2 to ``MOST_INPUTS_SHOWN`` inputs."""
+    """Return the stream of documents, grouped by input if there are 2 to ``MAX_SHOWN_INPUTS`` inputs."""
     inputs = {str(file): str(path) for path in args.input for file in preprocess.find_inputs([path])}
-    is_by_input = 1 < len(args.input) <= MOST_INPUTS_SHOWN
+    is_by_input = 1 < len(args.input) <= MAX_SHOWN_INPUTS
     documents = sample(args.input, args.format, args.json_key, args.sample_bytes)
     return TrainingText(
         documents,
@@ -131,7 +141,7 @@ def training_text(args: argparse.Namespace) -> TrainingText:
     )
 
 
-def by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def group_by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return group -> held-out documents; if there is a single unnamed group, it is divided by language."""
     if set(held_out) != {""}:
         return {name: list(texts) for name, texts in held_out.items()}
@@ -147,7 +157,7 @@ def report(rows: Sequence[fertility.Fertility]) -> None:
     for name in ("text", "documents", "MB", "bytes/token", "tokens/character", "tokens/word", "unknown"):
         table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for row in rows:
-        words = "-" if row.name in WITHOUT_BLANKS else f"{row.tokens_per_word:.3f}"
+        words = "-" if row.name in SCRIPTS_WITHOUT_SPACES else f"{row.tokens_per_word:.3f}"
         table.add_row(
             row.name,
             f"{row.num_documents}",
@@ -176,7 +186,7 @@ def check_output(output: Path, model: str) -> None:
 def report_bad(text: TrainingText, output: Path) -> None:
     """Write the bad lines to a file next to ``output`` if there are too many for the terminal."""
     path = output.with_suffix(".bad.jsonl")
-    if len(text.bad) <= MOST_BAD_SHOWN:
+    if len(text.bad) <= MAX_SHOWN_BAD_LINES:
         path.unlink(missing_ok=True)  # remove the file of an earlier run
         return
     files.replace_bytes(path, b"".join(json.dumps(bad.to_json()).encode() + b"\n" for bad in text.bad))
@@ -186,18 +196,20 @@ def report_bad(text: TrainingText, output: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, write the file, and report."""
-    started = time.monotonic()
+    start_time = time.monotonic()
     check_output(args.output, args.model)
-    special = train.special_names(args.special_tokens, args.num_sentinels)
+    special_tokens = train.special_names(args.special_tokens, args.num_sentinels)
     text = training_text(args)
     try:
-        trained = train.MODELS[args.model](text, args.vocab_size, special, args.memory_bytes, args.max_token_length)
+        trained = train.MODELS[args.model](
+            text, args.vocab_size, special_tokens, args.memory_bytes, args.max_token_length
+        )
     finally:
         report_bad(text, args.output)
     files.replace_bytes(args.output, trained)
     vocab = tokenizer.build(tokenizer_path=args.output)
-    seconds = time.monotonic() - started
-    if len(text.bad) <= MOST_BAD_SHOWN:
+    seconds = time.monotonic() - start_time
+    if len(text.bad) <= MAX_SHOWN_BAD_LINES:
         for bad in text.bad:
             log.warning(f"skipped {bad}")
     held_out = [document for group in text.held_out.values() for document in group]
@@ -212,7 +224,7 @@ def run(args: argparse.Namespace) -> None:
             "is left to merge. Use more text or a smaller --vocab-size."
         )
     if text.held_out:
-        report(fertility.measure(vocab, by_language(text.held_out)))
+        report(fertility.measure(vocab, group_by_language(text.held_out)))
     else:
         log.info("the text is too small for held-out documents (--held-out), so token counts are not measured")
 
@@ -223,7 +235,7 @@ def main() -> int:
         run(parse_args())
     except KeyboardInterrupt:
         log.error("stopped by Ctrl-C")
-        return STOPPED
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

@@ -28,7 +28,7 @@ from typing import Any
 import megatron.environment  # noqa: F401  isort: skip  reports missing packages in one line
 from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
 
-PLACES = {
+PART_OBJECTS = {
     "tests": "checks.TESTS_PART",
     "train": "train.PART",
     "layouts": "checks.LAYOUTS_PART",
@@ -37,10 +37,10 @@ PLACES = {
     "tables": "publish.PART",
 }
 """Name of a part -> module and object that define it, in the order of execution."""
-NAMES = tuple(PLACES)
+PART_NAMES = tuple(PART_OBJECTS)
 UNKNOWN = "unknown"
 """Commit that ``run_record.commit`` returns if git is not available."""
-TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
+TOTAL_S, MAX_PART_S = 26 * 60.0, 8 * 60.0
 """Maximum seconds of all parts together, which is the sum of their budgets, and maximum seconds of a single part."""
 
 
@@ -52,15 +52,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(NAMES)} (default: all, in this order)")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PART_NAMES)} (default: all, in this order)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu"), help="folder of the results (default: %(default)s)"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run at toy sizes")
     parser.add_argument("--only", default="", metavar="TEXT", help="run only cases whose names contain TEXT")
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--again", action="store_const", dest="again", const=FINAL, help="repeat cases with a verdict")
-    again.add_argument("--failed", action="store_const", dest="again", const=(FAILED,), help="repeat cases that failed")
+    repeat_group = parser.add_mutually_exclusive_group()
+    repeat_group.add_argument(
+        "--again", action="store_const", dest="again", const=FINAL, help="repeat cases with a verdict"
+    )
+    repeat_group.add_argument(
+        "--failed", action="store_const", dest="again", const=(FAILED,), help="repeat cases that failed"
+    )
     parser.set_defaults(again=())
     parser.add_argument(
         "--commit", default="", metavar="ID", help="commit of this code if git is not available: git rev-parse HEAD"
@@ -70,18 +76,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, default=TOTAL_S / 60, help="time limit of all parts together (default: %(default)g)"
     )
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.parts) - set(NAMES)):
-        parser.error(f"a part must be one of {', '.join(NAMES)}, got {', '.join(unknown)}")
+    if unknown := sorted(set(args.parts) - set(PART_NAMES)):
+        parser.error(f"a part must be one of {', '.join(PART_NAMES)}, got {', '.join(unknown)}")
     return args
 
 
-def part_of(name: str) -> Part:
+def load_part(name: str) -> Part:
     """Return the part ``name``; its module is imported only now."""
-    module, _, part = PLACES[name].partition(".")
-    return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), part)
+    module, _, object_name = PART_OBJECTS[name].partition(".")
+    return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), object_name)
 
 
-def machine_of(kind: str, work: Path, out: Path) -> Machine:
+def make_machine(device_type: str, work: Path, out: Path) -> Machine:
     """Return the machine to test.
 
     Raises:
@@ -89,20 +95,29 @@ def machine_of(kind: str, work: Path, out: Path) -> Machine:
     """
     import torch
 
-    cores = len(os.sched_getaffinity(0))
-    if kind == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(kind, "CPU", True, 1, memory, cores, work, out)
+    num_cores = len(os.sched_getaffinity(0))
+    if device_type == "cpu":
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(device_type, "CPU", True, 1, memory_bytes, num_cores, work, out)
     if not torch.cuda.is_available():
         raise SystemExit(
             f"error: a GPU and a CUDA build of torch are required, got torch {torch.__version__} without a GPU. Use "
             "--device cpu to test this program"
         )
-    facts = torch.cuda.get_device_properties(0)
-    return Machine(kind, facts.name, False, torch.cuda.device_count(), facts.total_memory, cores, work, out)
+    gpu_properties = torch.cuda.get_device_properties(0)
+    return Machine(
+        device_type,
+        gpu_properties.name,
+        False,
+        torch.cuda.device_count(),
+        gpu_properties.total_memory,
+        num_cores,
+        work,
+        out,
+    )
 
 
-def about(machine: Machine, commit: str = "") -> dict[str, Any]:
+def describe_run(machine: Machine, commit: str = "") -> dict[str, Any]:
     """Return the facts that the results depend on.
 
     Args:
@@ -110,55 +125,62 @@ def about(machine: Machine, commit: str = "") -> dict[str, Any]:
     """
     import torch
 
-    from benchmarks.turns import surroundings
+    from benchmarks.turns import measurement_info
 
     return {
         "device": machine.name,
-        "kind": machine.kind,
+        "kind": machine.device_type,
         "is_dry": machine.is_dry,
         "date": datetime.date.today().isoformat(),
         "num_devices": machine.num_devices,
         "memory_bytes": machine.memory_bytes,
         "cores": machine.num_cores,
         "cuda": torch.version.cuda,
-        **surroundings(),
+        **measurement_info(),
         **({"commit": commit} if commit else {}),
     }
 
 
-def share_of(parts: Sequence[Part], left_s: float) -> float:
-    """Return the time limit in seconds of the first of ``parts``, if ``left_s`` seconds are left for all of them.
+def time_limit_s(parts: Sequence[Part], remaining_s: float) -> float:
+    """Return the time limit in seconds of the first of ``parts``, if ``remaining_s`` seconds are left for all of them.
 
     The limit is the part's own budget, or the time that the other parts do not need if this is longer, but at most
-    ``LONGEST_S``. The budgets of parts that always run are reserved.
+    ``MAX_PART_S``. The budgets of parts that always run are reserved.
     """
-    first, *others = parts
-    reserved_s = sum(part.budget_s for part in others if part.is_always)
-    later_s = sum(part.budget_s for part in others)
-    return max(0.0, min(LONGEST_S, left_s - reserved_s, max(first.budget_s, left_s - later_s)))
+    current_part, *others = parts
+    reserved_s = sum(other_part.budget_s for other_part in others if other_part.always_runs)
+    later_s = sum(other_part.budget_s for other_part in others)
+    return max(0.0, min(MAX_PART_S, remaining_s - reserved_s, max(current_part.budget_s, remaining_s - later_s)))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the parts; return the exit code."""
     args, start = parse_args(argv), time.monotonic()
-    names = args.parts or list(NAMES)
+    names = args.parts or list(PART_NAMES)
     with tempfile.TemporaryDirectory(prefix="megatron-gpu-") as work:
-        machine = machine_of(args.device, Path(work), args.out)
+        machine = make_machine(args.device, Path(work), args.out)
         if args.list:
             for name in names:
-                print(*(f"{name}: {case.name}" for case in part_of(name).cases(machine)), sep="\n")
+                print(*(f"{name}: {case.name}" for case in load_part(name).cases(machine)), sep="\n")
             return 0
-        facts = about(machine, args.commit)
-        results = machine.results = Results.begin_or_go_on(args.out, facts)
+        run_info = describe_run(machine, args.commit)
+        results = machine.results = Results.continue_or_start(args.out, run_info)
         results.save()
-        print(f"{machine.name}, commit {facts['commit']}, results in {results.path}", flush=True)
-        if facts["commit"] == UNKNOWN:
+        print(f"{machine.name}, commit {run_info['commit']}, results in {results.path}", flush=True)
+        if run_info["commit"] == UNKNOWN:
             print("the commit is unknown because git is not available. Set --commit to record it", flush=True)
-        parts = [part_of(name) for name in names]
-        for part_idx, part in enumerate(parts):
-            left_s = args.minutes * 60 - (time.monotonic() - start)
-            part = replace(part, budget_s=share_of(parts[part_idx:], left_s))
-            run_part(part, machine, results, again=args.again, only=args.only, say=lambda line: print(line, flush=True))
+        parts = [load_part(name) for name in names]
+        for part_idx, current_part in enumerate(parts):
+            remaining_s = args.minutes * 60 - (time.monotonic() - start)
+            current_part = replace(current_part, budget_s=time_limit_s(parts[part_idx:], remaining_s))
+            run_part(
+                current_part,
+                machine,
+                results,
+                repeated_statuses=args.again,
+                only=args.only,
+                print_line=lambda line: print(line, flush=True),
+            )
     return summary(results, names)
 
 

@@ -31,12 +31,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import ROOT, TIMED_OUT, Case, Done, Machine, Part, Skip, command, python
+from benchmarks.gpu.part import ROOT, TIMED_OUT, Case, CompletedCommand, Machine, Part, Skip, run_command, run_python
 
 MARK = "pytest.mark.gpu"
-OWN = "tests/gpu"
-FIRST = ("test_attention.py", "test_families.py", "test_optimizer.py")
-"""Files in the folder ``OWN`` that run first, before its other files and files in other folders."""
+GPU_TEST_DIR = "tests/gpu"
+FIRST_FILES = ("test_attention.py", "test_families.py", "test_optimizer.py")
+"""Files in the folder ``GPU_TEST_DIR`` that run first, before its other files and files in other folders."""
 SUITE: dict[str, tuple[str, ...]] = {
     "mpu": ("tests/mpu",),
     "ops": ("tests/ops",),
@@ -47,10 +47,10 @@ SUITE: dict[str, tuple[str, ...]] = {
     "runs": ("tests/training/test_golden.py", "tests/training/test_resume.py", "tests/training/test_compiled.py"),
     "checkpoints": ("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_background.py"),
 }
-DRY = {"ops": ("tests/models/common/test_norm.py", "tests/ops/test_gelu.py")}
+DRY_SUITE = {"ops": ("tests/models/common/test_norm.py", "tests/ops/test_gelu.py")}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 """Environment variables that hide the GPU from the ordinary suite, which expects machines without one."""
-NAMES_TOLD, LETTERS_OF_A_REASON = 6, 150
+MAX_LISTED_NAMES, MAX_REASON_CHARS = 6, 150
 RESULT = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>\w+) )?(?P<name>\S+\.py::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
     re.MULTILINE,
@@ -59,24 +59,24 @@ RESULT = re.compile(
 
 
 @dataclass
-class Report:
+class PytestReport:
     """The results of a pytest run.
 
     Attributes:
         failed: test -> first line of the error; includes failed set-ups and files that could not be imported.
         skipped: reason -> number of tests.
-        told: values that tests passed to ``record_property``, such as the name of the kernel that ran.
+        properties: values that tests passed to ``record_property``, such as the name of the kernel that ran.
     """
 
     passed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
-    told: list[str] = field(default_factory=list)
+    properties: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """All results in one line, with the names of failed tests."""
-        names = [f"{name}: {why}" for name, why in list(self.failed.items())[:NAMES_TOLD]]
+        names = [f"{name}: {error_line}" for name, error_line in list(self.failed.items())[:MAX_LISTED_NAMES]]
         num_unlisted = len(self.failed) - len(names)
         return "; ".join(
             [
@@ -84,7 +84,7 @@ class Report:
                 *names,
                 *([f"and {num_unlisted} more failed"] if num_unlisted > 0 else []),
                 *(f"{count} skipped: {reason}" for reason, count in self.skipped.most_common()),
-                *self.told,
+                *self.properties,
             ]
         )
 
@@ -95,13 +95,13 @@ class Report:
             "passed": self.passed,
             "failed": len(self.failed),
             "skipped": sum(self.skipped.values()),
-            "kernels": self.told,
+            "kernels": self.properties,
         }
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> PytestReport:
     """Parse a file of ``pytest --junitxml``."""
-    report = Report()
+    report = PytestReport()
     for case in ET.parse(path).getroot().iter("testcase"):
         name = "::".join(filter(None, (case.get("classname", "").rpartition(".")[2], case.get("name", ""))))
         problems = [child for child in case if child.tag in ("failure", "error")]
@@ -112,7 +112,7 @@ def read_report(path: Path) -> Report:
             report.skipped[skipped.get("message", "")] += 1
         else:
             report.passed += 1
-        report.told += [prop.get("value", "") for prop in case.iter("property")]
+        report.properties += [prop.get("value", "") for prop in case.iter("property")]
     return report
 
 
@@ -122,51 +122,51 @@ def _first_line(problem: ET.Element) -> str:
     if message in ("", "collection failure", "failed on setup with") and problem.text:
         error_lines = [line[1:].strip() for line in problem.text.splitlines() if line.startswith("E ")]
         message = error_lines[0] if error_lines else problem.text.strip().splitlines()[-1]
-    return message[:LETTERS_OF_A_REASON]
+    return message[:MAX_REASON_CHARS]
 
 
-def judge(done: Done, path: Path) -> tuple[str, dict[str, Any]]:
+def judge_pytest(completed: CompletedCommand, path: Path) -> tuple[str, dict[str, Any]]:
     """Return the summary line and the figures of a pytest run that has ended.
 
     Raises:
         AssertionError: a test failed, or pytest did not finish.
         Skip: every test was skipped; the message has the reasons.
     """
-    if done.code == TIMED_OUT:
-        raise AssertionError(_in_time(done))
-    report = read_report(path) if path.exists() else Report()
+    if completed.code == TIMED_OUT:
+        raise AssertionError(_timeout_text(completed))
+    report = read_report(path) if path.exists() else PytestReport()
     if report.failed:
         raise AssertionError(report.text)
-    if done.code:  # pytest was interrupted, failed internally, had a usage error, or collected no test
-        raise AssertionError(f"pytest ended with code {done.code}: {done.text[-1000:]}")
+    if completed.code:  # pytest was interrupted, failed internally, had a usage error, or collected no test
+        raise AssertionError(f"pytest ended with code {completed.code}: {completed.text[-1000:]}")
     if not report.passed:
         raise Skip(report.text)
     return report.text, report.figures
 
 
-def _in_time(done: Done) -> str:
+def _timeout_text(completed: CompletedCommand) -> str:
     """Describe the progress of a killed run from its output, because pytest writes its report only at the end."""
-    lines = [(match["first"] or match["last"], match["name"].strip()) for match in RESULT.finditer(done.text)]
+    lines = [(match["first"] or match["last"], match["name"].strip()) for match in RESULT.finditer(completed.text)]
     ended = [(result, name) for result, name in lines if result is not None]
     failed = [name for result, name in ended if result in ("FAILED", "ERROR")]
     running = lines[-1][1] if lines and lines[-1][0] is None else ""
     return (
-        f"did not end in {done.seconds:.0f} s, after {len(ended)} tests"
-        + (f" of which failed: {', '.join(failed[:NAMES_TOLD])}" if failed else "")
+        f"did not end in {completed.seconds:.0f} s, after {len(ended)} tests"
+        + (f" of which failed: {', '.join(failed[:MAX_LISTED_NAMES])}" if failed else "")
         + (f"; in {running}" if running else "")
     )
 
 
-def pytest_of(
+def run_pytest(
     paths: Sequence[str], words: Sequence[str], machine: Machine, folder: Path, *, env: Mapping[str, str] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Run the tests in ``paths`` with the pytest options ``words``; return the result of ``judge``."""
+    """Run the tests in ``paths`` with the pytest options ``words``; return the result of ``judge_pytest``."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
-    process = command(machine, [sys.executable, "-m", "pytest", *options, *words, *paths], env)
+    process = run_command(machine, [sys.executable, "-m", "pytest", *options, *words, *paths], env)
     (folder / "output").write_text(process.text, encoding="utf-8")
-    return judge(process, report)
+    return judge_pytest(process, report)
 
 
 def gpu_files() -> list[str]:
@@ -177,32 +177,36 @@ def gpu_files() -> list[str]:
         if f"@{MARK}" in (text := path.read_text(encoding="utf-8")) or f"pytestmark = {MARK}" in text
     ]
 
-    def place(file: str) -> tuple[bool, int, str]:
+    def sort_key(file: str) -> tuple[bool, int, str]:
         folder, _, name = file.rpartition("/")
-        return folder != OWN, FIRST.index(name) if name in FIRST else len(FIRST), file
+        return folder != GPU_TEST_DIR, FIRST_FILES.index(name) if name in FIRST_FILES else len(FIRST_FILES), file
 
-    return sorted(files, key=place)
+    return sorted(files, key=sort_key)
 
 
 def suite_cases(machine: Machine) -> list[Case]:
     """Return a case for each file with tests for a GPU, and one for each part of the suite."""
-    options = ["-m", "gpu", "-p", "no:xdist", f"--gpu-device={machine.kind}"]
+    options = ["-m", "gpu", "-p", "no:xdist", f"--gpu-device={machine.device_type}"]
     suite = []
     for file in gpu_files():
         words = [*options, *([] if machine.is_dry else ["--all"])]
-        run = partial(pytest_of, [file], words, env={"DS_ACCELERATOR": machine.kind})
+        run = partial(run_pytest, [file], words, env={"DS_ACCELERATOR": machine.device_type})
         suite.append(Case(f"gpu: {file.removeprefix('tests/')}", run, limit_s=200.0))
     workers = max(1, min(4, machine.num_cores // 4))
     words = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else ["-p", "no:xdist"]
-    for name, paths in (DRY if machine.is_dry else SUITE).items():
-        suite.append(Case(f"suite: {name}", partial(pytest_of, paths, words, env=NO_GPU), limit_s=150.0))
+    for name, paths in (DRY_SUITE if machine.is_dry else SUITE).items():
+        suite.append(Case(f"suite: {name}", partial(run_pytest, paths, words, env=NO_GPU), limit_s=150.0))
     return suite
 
 
-AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+NUM_CONCURRENT = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 """Number of test files that run at the same time. Each process has its own GPU context of 0.5 GB and small tensors."""
 TESTS_PART = Part(
-    "tests", "GPU tests on the device, and the ordinary suite with this torch", suite_cases, 300.0, at_once=AT_ONCE
+    "tests",
+    "GPU tests on the device, and the ordinary suite with this torch",
+    suite_cases,
+    300.0,
+    num_concurrent=NUM_CONCURRENT,
 )
 
 
@@ -250,16 +254,16 @@ ALL_GPUS = {"tp": "--model-parallel-size", "pp": "--pipe-parallel-size", "dp": "
 def layout_cases(machine: Machine) -> Sequence[Case]:
     """Return the cases: one process, every layout over gloo, and NCCL."""
     limit_s = DRY_LIMIT_S if machine.is_dry else LIMIT_S
-    layouts = [Case("gpt2 fp64 one process twice", _one_process, limit_s)]
+    layouts = [Case("gpt2 fp64 one process twice", _repeat_one_process, limit_s)]
     layouts += [Case(name, _layout(name, layout), limit_s) for name, layout in LAYOUTS.items()]
-    layouts.append(Case("nccl, one rank", _nccl_alone))
+    layouts.append(Case("nccl, one rank", _nccl_one_rank))
     layouts += [Case(f"nccl, {axis} over all GPUs", _nccl_over_all(axis), limit_s) for axis in ALL_GPUS]
     return layouts
 
 
-def _one_process(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
+def _repeat_one_process(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     result = _reference(machine, "gpt2", "fp64")[1]
-    return f"second run compared with the first: {_text(result)}", _figures(result)
+    return f"second run compared with the first: {_format_result(result)}", _figures(result)
 
 
 def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
@@ -268,35 +272,37 @@ def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         reference, _ = _reference(machine, model, dtype)
         result = _compare(machine, folder, model, dtype, f"{layout} --distributed-backend gloo", reference)
-        return f"{result['ranks']} ranks over gloo compared with one process: {_text(result)}", _figures(result)
+        return f"{result['ranks']} ranks over gloo compared with one process: {_format_result(result)}", _figures(
+            result
+        )
 
     return run
 
 
 def _nccl_over_all(axis: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-        _needs_nccl(machine)
+        _require_nccl(machine)
         num_gpus = machine.num_devices
         if num_gpus < 2:
             raise Skip("NCCL requires a separate GPU for each rank; there is one GPU")
-        heads = num_gpus * -(-4 // num_gpus)
-        sizes = f"--num-layers {heads} --num-attention-heads {heads} --hidden-size {64 * heads}"
-        micro = f"--gas {num_gpus}" if axis != "dp" else "--gas 1"
-        layout = f"{sizes} {micro} {ALL_GPUS[axis]} {num_gpus} --distributed-backend nccl"
+        num_heads = num_gpus * -(-4 // num_gpus)
+        size_flags = f"--num-layers {num_heads} --num-attention-heads {num_heads} --hidden-size {64 * num_heads}"
+        gas_flags = f"--gas {num_gpus}" if axis != "dp" else "--gas 1"
+        layout = f"{size_flags} {gas_flags} {ALL_GPUS[axis]} {num_gpus} --distributed-backend nccl"
         result = _compare(machine, folder, "gpt2", "fp64", layout)
-        return f"{num_gpus} GPUs compared with one process: {_text(result)}", _figures(result)
+        return f"{num_gpus} GPUs compared with one process: {_format_result(result)}", _figures(result)
 
     return run
 
 
-def _nccl_alone(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    _needs_nccl(machine)
-    output = python(machine, "-m", "benchmarks.gpu.checks").check().text
+def _nccl_one_rank(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
+    _require_nccl(machine)
+    output = run_python(machine, "-m", "benchmarks.gpu.checks").check().text
     return output.splitlines()[-1], {}
 
 
-def _needs_nccl(machine: Machine) -> None:
-    if machine.kind != "cuda":
+def _require_nccl(machine: Machine) -> None:
+    if machine.device_type != "cuda":
         raise Skip("NCCL needs a GPU")
 
 
@@ -312,7 +318,7 @@ def _reference(machine: Machine, model: str, dtype: str) -> tuple[Path, dict[str
         folder = Path(tempfile.mkdtemp(prefix=f"one-{model}-{dtype}-", dir=machine.work))
         return folder / "trace", _compare(machine, folder, model, dtype, "", folder / "trace")
 
-    return machine.once(f"layouts {model} {dtype}", make)
+    return machine.compute_once(f"layouts {model} {dtype}", make)
 
 
 def _compare(
@@ -323,31 +329,31 @@ def _compare(
     Raises:
         AssertionError: the tool failed, or the layout differs from one process.
     """
-    words = [*(TOY_SIZES if machine.is_dry else SIZES)[model].split(), "--device", machine.kind]
+    words = [*(TOY_SIZES if machine.is_dry else SIZES)[model].split(), "--device", machine.device_type]
     if "--gas" not in layout:
         words += ["--gas", str(MICRO_BATCHES // (2 if DATA in layout else 1))]
     words += [*layout.split(), *(["--fp32"] if dtype == "fp32" else [])]
     words += ["--json", str(folder / "seen.json"), *(["--reference", str(reference)] if reference else [])]
-    process = python(machine, str(ROOT / "tools" / "check_layout.py"), *words)
+    process = run_python(machine, str(ROOT / "tools" / "check_layout.py"), *words)
     if not (folder / "seen.json").exists():
         process.check()
     result: dict[str, Any] = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
-    assert result["is_equal"], f"not equal to one process: {_text(result)}"
+    assert result["is_equal"], f"not equal to one process: {_format_result(result)}"
     process.check()
     return result
 
 
-def _text(told: dict[str, Any]) -> str:
+def _format_result(result: dict[str, Any]) -> str:
     """Return the observed and allowed values in one line."""
-    values = told["seen"]
-    names = {"loss": "losses", "first_norm": "gradient norm", "gradient": f"worst gradient ({told['worst']})"}
+    values = result["seen"]
+    names = {"loss": "losses", "first_norm": "gradient norm", "gradient": f"worst gradient ({result['worst']})"}
     return ", ".join(
         f"{text} {values[name]['observed']:.1e} (allowed {values[name]['allowed']:.0e})" for name, text in names.items()
     )
 
 
-def _figures(told: dict[str, Any]) -> dict[str, Any]:
-    return {"ranks": told["ranks"], **{name: value["observed"] for name, value in told["seen"].items()}}
+def _figures(result: dict[str, Any]) -> dict[str, Any]:
+    return {"ranks": result["ranks"], **{name: value["observed"] for name, value in result["seen"].items()}}
 
 
 def try_nccl() -> str:
@@ -388,7 +394,7 @@ LAYOUTS_PART = Part(
     "every layout compared with one process, several ranks on one GPU over gloo",
     layout_cases,
     300.0,
-    at_once=3,
+    num_concurrent=3,
 )
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Results:
         self.content: dict[str, Any] = {**about, "parts": {}}
 
     @classmethod
-    def begin_or_go_on(cls, folder: Path, about: Mapping[str, Any]) -> Results:
+    def continue_or_start(cls, folder: Path, about: Mapping[str, Any]) -> Results:
         """Continue the newest results in ``folder`` of the same device, type, commit and sizes, or start new ones."""
         folder.mkdir(parents=True, exist_ok=True)
         compared_keys = ("device", "kind", "commit", "is_dry")
@@ -70,19 +70,19 @@ class Results:
         num_files = sum(1 for _ in folder.glob(f"{stem}*.json"))
         return cls(folder / (f"{stem}.json" if not num_files else f"{stem}-{num_files + 1}.json"), about)
 
-    def add(self, part: str, case: str, verdict: Verdict) -> None:
+    def add(self, part_name: str, case: str, verdict: Verdict) -> None:
         """Store a verdict, replacing an earlier one of the case."""
-        self._part(part)["cases"][case] = asdict(verdict)
+        self._part(part_name)["cases"][case] = asdict(verdict)
         self.save()
 
-    def add_seconds(self, part: str, seconds: float) -> None:
+    def add_seconds(self, part_name: str, seconds: float) -> None:
         """Add ``seconds`` to the time of a part."""
-        self._part(part)["seconds"] = round(self._part(part)["seconds"] + seconds, 1)
+        self._part(part_name)["seconds"] = round(self._part(part_name)["seconds"] + seconds, 1)
         self.save()
 
-    def of(self, part: str) -> dict[str, Verdict]:
+    def of(self, part_name: str) -> dict[str, Verdict]:
         """Return the verdicts of a part by case."""
-        return {name: Verdict(**verdict) for name, verdict in self._part(part)["cases"].items()}
+        return {name: Verdict(**verdict) for name, verdict in self._part(part_name)["cases"].items()}
 
     def save(self) -> None:
         """Write the file atomically: the previous version remains until the new one is complete."""
@@ -107,13 +107,13 @@ class Case:
             if the result is wrong, ``Skip`` if the machine cannot run the case, and other errors if the case is
             broken.
         limit_s: seconds after which commands of the case are killed.
-        alone: run exclusively, because time or memory is measured.
+        is_exclusive: run exclusively, because time or memory is measured.
     """
 
     name: str
     run: Callable[[Machine, Path], tuple[str, dict[str, Any]]]
     limit_s: float = 120.0
-    alone: bool = False
+    is_exclusive: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,16 @@ class Part:
         cases: function that creates the cases for a machine.
         budget_s: seconds after which all commands are killed; no case starts in the last eighth of this time. Time that
             earlier parts did not use is added.
-        at_once: number of cases that may run at the same time.
-        is_always: run its cases at each start, because they present the results of the other parts.
+        num_concurrent: number of cases that may run at the same time.
+        always_runs: run its cases at each start, because they present the results of the other parts.
     """
 
     name: str
-    about: str
+    description: str
     cases: Callable[[Machine], Sequence[Case]]
     budget_s: float = 300.0
-    at_once: int = 1
-    is_always: bool = False
+    num_concurrent: int = 1
+    always_runs: bool = False
 
 
 @dataclass
@@ -141,14 +141,14 @@ class Machine:
     """The device under test, and the state shared by cases.
 
     Args:
-        kind: "cuda", or "cpu" in a dry run.
+        device_type: "cuda", or "cpu" in a dry run.
         is_dry: toy sizes to test the benchmark itself; the figures have no meaning.
         work: folder for the files of cases.
         out: folder of the JSON file and the tables.
-        end: time on ``time.monotonic()`` by which all commands must have ended.
+        deadline: time on ``time.monotonic()`` by which all commands must have ended.
     """
 
-    kind: str
+    device_type: str
     name: str
     is_dry: bool
     num_devices: int
@@ -156,13 +156,13 @@ class Machine:
     num_cores: int
     work: Path
     out: Path
-    end: float = float("inf")
+    deadline: float = float("inf")
     results: Results | None = None
     _shared: dict[str, Any] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
+    def compute_once(self, key: str, make: Callable[[], Any]) -> Any:
         """Return the result of the first call of ``make`` for ``key``; a second caller waits for the first."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
@@ -173,42 +173,42 @@ class Machine:
 
 
 def run_part(
-    part: Part,
+    test_part: Part,
     machine: Machine,
     results: Results,
     *,
-    again: Container[str] = (),
+    repeated_statuses: Container[str] = (),
     only: str = "",
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> None:
     """Run the cases of a part that have no final verdict yet, and print a line for each.
 
     Args:
-        again: statuses, such as FAILED, whose cases are repeated although they are final.
-        only: run only cases whose names contain this text; parts with ``is_always`` run all their cases.
+        repeated_statuses: statuses, such as FAILED, whose cases are repeated although they are final.
+        only: run only cases whose names contain this text; parts with ``always_runs`` run all their cases.
     """
-    start, known = time.monotonic(), results.of(part.name)
-    cases = [case for case in part.cases(machine) if part.is_always or only in case.name]
-    final = () if part.is_always else [status for status in FINAL if status not in again]
+    start, known = time.monotonic(), results.of(test_part.name)
+    cases = [case for case in test_part.cases(machine) if test_part.always_runs or only in case.name]
+    final = () if test_part.always_runs else [status for status in FINAL if status not in repeated_statuses]
     to_do = [case for case in cases if case.name not in known or known[case.name].status not in final]
-    say(f"== {part.name}: {part.about} ({len(to_do)} of {len(cases)} cases to run)")
-    start_window = (start + part.budget_s * (1 - _NONE_BEGINS), start + part.budget_s)
+    print_line(f"== {test_part.name}: {test_part.description} ({len(to_do)} of {len(cases)} cases to run)")
+    start_window = (start + test_part.budget_s * (1 - _NO_START_FRACTION), start + test_part.budget_s)
     gate = _Gate()
 
-    def take(case: Case) -> None:
-        with gate.alone() if case.alone else gate.beside():
-            verdict = _judge(case, machine, part, *start_window)
+    def run_case(case: Case) -> None:
+        with gate.exclusive() if case.is_exclusive else gate.shared():
+            verdict = _judge(case, machine, test_part, *start_window)
         with gate.printing:
-            results.add(part.name, case.name, verdict)
-            say(f"{verdict.status:8} {part.name}: {case.name} ({verdict.seconds:.1f} s): {verdict.text}")
+            results.add(test_part.name, case.name, verdict)
+            print_line(f"{verdict.status:8} {test_part.name}: {case.name} ({verdict.seconds:.1f} s): {verdict.text}")
 
-    with ThreadPoolExecutor(part.at_once) as pool:
-        for future in [pool.submit(take, case) for case in to_do]:
+    with ThreadPoolExecutor(test_part.num_concurrent) as pool:
+        for future in [pool.submit(run_case, case) for case in to_do]:
             future.result()
-    results.add_seconds(part.name, time.monotonic() - start)
+    results.add_seconds(test_part.name, time.monotonic() - start)
 
 
-def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) -> Verdict:
+def _judge(case: Case, machine: Machine, test_part: Part, latest: float, end: float) -> Verdict:
     """Run a case and return its verdict.
 
     Args:
@@ -217,46 +217,48 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
     """
     start = time.monotonic()
     if start >= latest:
-        return Verdict(NOT_RUN, f"not started within the part's {part.budget_s:.0f} s; the next start runs it")
-    folder = machine.work / part.name / "".join(c if c.isalnum() else "-" for c in case.name)
+        return Verdict(NOT_RUN, f"not started within the part's {test_part.budget_s:.0f} s; the next start runs it")
+    folder = machine.work / test_part.name / "".join(c if c.isalnum() else "-" for c in case.name)
     folder.mkdir(parents=True, exist_ok=True)
-    own_end = start + case.limit_s
+    case_end = start + case.limit_s
     try:
-        text, figures = case.run(replace(machine, end=min(own_end, end)), folder)
+        text, figures = case.run(replace(machine, deadline=min(case_end, end)), folder)
         verdict = Verdict(PASSED, text, figures)
     except Skip as skip:
         verdict = Verdict(SKIPPED, str(skip))
     except AssertionError as error:
-        verdict = Verdict(FAILED, _line(str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:])))
+        verdict = Verdict(FAILED, _join_lines(str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:])))
     except Exception as error:
         (folder / "traceback").write_text(traceback.format_exc(), encoding="utf-8")
-        verdict = Verdict(FAILED, _line(f"{type(error).__name__}: {error}"))
+        verdict = Verdict(FAILED, _join_lines(f"{type(error).__name__}: {error}"))
     now = time.monotonic()
-    if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed only for lack of time
-        why = f"killed at the end of the part's {part.budget_s:.0f} s; the next start repeats it: {verdict.text}"
-        verdict = Verdict(NOT_RUN, why)
+    if verdict.status == FAILED and end < case_end and now >= end:  # it may have failed only for lack of time
+        reason = (
+            f"killed at the end of the part's {test_part.budget_s:.0f} s; the next start repeats it: {verdict.text}"
+        )
+        verdict = Verdict(NOT_RUN, reason)
     return replace(verdict, seconds=round(now - start, 2))
 
 
-_NONE_BEGINS = 1 / 8
+_NO_START_FRACTION = 1 / 8
 """Fraction of a part's time, at its end, in which no case starts, because it could not finish."""
 
 
-def _line(text: str) -> str:
+def _join_lines(text: str) -> str:
     """Join the lines of ``text``, and keep only the last 1,500 characters."""
-    line = " | ".join(part.strip() for part in text.splitlines() if part.strip())
+    line = " | ".join(text_line.strip() for text_line in text.splitlines() if text_line.strip())
     return line if len(line) <= 1500 else "... " + line[-1500:]
 
 
 class _Gate:
-    """Lock that cases hold together (``beside``) or exclusively (``alone``), like a readers-writer lock."""
+    """Lock that cases hold together (``shared``) or exclusively (``exclusive``), like a readers-writer lock."""
 
     def __init__(self) -> None:
         self._condition, self._inside, self._is_closed = threading.Condition(), 0, False
         self.printing = threading.Lock()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         with self._condition:
             self._condition.wait_for(lambda: not self._is_closed)
             self._inside += 1
@@ -268,7 +270,7 @@ class _Gate:
                 self._condition.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         with self._condition:
             self._condition.wait_for(lambda: not self._is_closed)
             self._is_closed = True
@@ -285,8 +287,8 @@ class _Gate:
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = -1
-_LONGEST_S = 86400.0
-_TIED = (
+_MAX_COMMAND_S = 86400.0
+_RUN_TIED_TO_PARENT = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}, 0, 0, 0); "  # PR_SET_PDEATHSIG
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -297,7 +299,7 @@ The request for this signal needs a new process: a program with threads and a GP
 
 
 @dataclass(frozen=True)
-class Done:
+class CompletedCommand:
     """A command that has ended.
 
     Args:
@@ -309,7 +311,7 @@ class Done:
     text: str
     seconds: float
 
-    def check(self, code: int = 0) -> Done:
+    def check(self, code: int = 0) -> CompletedCommand:
         """Check that the command ended with ``code``, and return this object.
 
         Raises:
@@ -321,18 +323,18 @@ class Done:
         return self
 
 
-def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(machine: Machine, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without variables of ranks, and with the project in PYTHONPATH."""
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    removed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    env = {name: value for name, value in os.environ.items() if name not in removed}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env["PYTHONUNBUFFERED"] = "1"
-    if machine.kind == "cpu":
+    if machine.device_type == "cpu":
         env |= {"DS_ACCELERATOR": "cpu"}
-    return env | {"OMP_NUM_THREADS": "1"} | dict(more or {})
+    return env | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
 
 
-def started(
+def start_command(
     machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
 ) -> subprocess.Popen[str]:
     """Start ``words`` in a separate process group, so that one signal ends all its processes.
@@ -340,7 +342,7 @@ def started(
     The processes die with the thread that starts them, so that a killed benchmark leaves nothing on the device.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _TIED, *words],
+        [sys.executable, "-I", "-S", "-c", _RUN_TIED_TO_PARENT, *words],
         cwd=cwd,
         env=environment(machine, env),
         stdout=output,
@@ -351,12 +353,14 @@ def started(
     )
 
 
-def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
+def run_command(
+    machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> CompletedCommand:
     """Run ``words`` until the command ends or the time of the case is over; no process remains afterwards."""
     start = time.monotonic()
-    process = started(machine, words, subprocess.PIPE, env, cwd)
+    process = start_command(machine, words, subprocess.PIPE, env, cwd)
     try:
-        text, _ = process.communicate(timeout=min(max(1.0, machine.end - start), _LONGEST_S))
+        text, _ = process.communicate(timeout=min(max(1.0, machine.deadline - start), _MAX_COMMAND_S))
         code = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
@@ -366,9 +370,11 @@ def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | Non
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Done(code, text, time.monotonic() - start)
+    return CompletedCommand(code, text, time.monotonic() - start)
 
 
-def python(machine: Machine, *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
+def run_python(
+    machine: Machine, *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> CompletedCommand:
     """Run this Python with ``words``."""
-    return command(machine, [sys.executable, *words], env, cwd)
+    return run_command(machine, [sys.executable, *words], env, cwd)

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.gpu.part import FAILED, NOT_RUN, PASSED, SKIPPED, Case, Machine, Part, Skip
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEN = Path("benchmarks/gpu/seen")
+RESULTS_DIR = Path("benchmarks/gpu/seen")
 PAGES = {
     "docs/accelerators.md": (
         "There are no results yet: all figures and tests of this repository come from CPUs. The code for CUDA and NCCL "
@@ -39,19 +39,19 @@ PAGES = {
     ),
 }
 """Page -> text that is shown if there are no results, and the explanation of the table of speeds."""
-BEGIN = "<!-- results of GPUs: written by python -m benchmarks.gpu.publish -->"
-END = "<!-- end of the results of GPUs -->"
-PARTS = ("tests", "train", "layouts", "faults", "speed")
+BEGIN_MARKER = "<!-- results of GPUs: written by python -m benchmarks.gpu.publish -->"
+END_MARKER = "<!-- end of the results of GPUs -->"
+PART_NAMES = ("tests", "train", "layouts", "faults", "speed")
 GIB = 2**30
 
 
-def seen_table(results: Sequence[Mapping[str, Any]]) -> str:
+def results_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a row per run: device, date, commit, versions, and number of cases of each part by status."""
     rows = []
     for content in results:
         counts = []
-        for part in PARTS:
-            cases = content["parts"].get(part, {"cases": {}})["cases"].values()
+        for part_name in PART_NAMES:
+            cases = content["parts"].get(part_name, {"cases": {}})["cases"].values()
             statuses = [case["status"] for case in cases]
             texts = [f"{statuses.count(s)} {s}" for s in (PASSED, FAILED, SKIPPED, NOT_RUN) if s in statuses]
             counts.append(", ".join(texts) or "-")
@@ -63,17 +63,17 @@ def seen_table(results: Sequence[Mapping[str, Any]]) -> str:
             f"{content['versions']['torch']}, {content['cuda'] or '-'}",
             *counts,
         ])  # fmt: skip
-    return table(["device", "date", "commit", "torch, CUDA", *PARTS], rows)
+    return table(["device", "date", "commit", "torch, CUDA", *PART_NAMES], rows)
 
 
-def speeds_table(content: Mapping[str, Any]) -> str:
+def speed_table(content: Mapping[str, Any]) -> str:
     """Return a table with a row for each contender of each speed case that passed."""
 
-    def number(value: float | None, digits: int = 3) -> str:
+    def format_value(value: float | None, digits: int = 3) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
     rows = []
-    for figures in timed(content):
+    for figures in speed_figures(content):
         layers = f" ({figures['sizes']['num_layers']}/32)" if figures["family"] == "llama" else ""
         for name, row in figures["contenders"].items():
             rows.append([
@@ -82,67 +82,67 @@ def speeds_table(content: Mapping[str, Any]) -> str:
                 name,
                 f"{row['ms']:.1f}",
                 f"{row['tokens_per_s']:,.0f}",
-                number(row["mfu"]),
-                number(row["mfu_sheet"]),
+                format_value(row["mfu"]),
+                format_value(row["mfu_sheet"]),
                 f"{row['allocated_bytes'] / GIB:.1f}, {row['reserved_bytes'] / GIB:.1f}",
-                number(row.get("memory_ratio"), 2),
-                number(row.get("planner_ratio"), 2),
+                format_value(row.get("memory_ratio"), 2),
+                format_value(row.get("planner_ratio"), 2),
             ])  # fmt: skip
-    heads = ["model", "tokens x sequences", "contender", "ms", "tokens/s", "MFU", "MFU (sheet)"]
-    return table([*heads, "GiB allocated, reserved", "memory", "planner"], rows)
+    headings = ["model", "tokens x sequences", "contender", "ms", "tokens/s", "MFU", "MFU (sheet)"]
+    return table([*headings, "GiB allocated, reserved", "memory", "planner"], rows)
 
 
-def timed(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def speed_figures(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the figures of the speed cases that passed."""
     cases = content["parts"].get("speed", {"cases": {}})["cases"].values()
     return [case["figures"] for case in cases if case["status"] == PASSED and "contenders" in case["figures"]]
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = ["| " + " | ".join(row) + " |" for row in (heads, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
+    lines = ["| " + " | ".join(row) + " |" for row in (headings, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(headings), *lines[1:]])
 
 
-def block(name: str, results: Sequence[Mapping[str, Any]]) -> str:
+def page_block(name: str, results: Sequence[Mapping[str, Any]]) -> str:
     """Return the text between the markers of a page; the newest results of each device include a table of speeds."""
     nothing, explanation = PAGES[name]
     if not results:
         return nothing
-    parts, devices = [seen_table(results)], set()
+    sections, devices = [results_table(results)], set()
     for content in results:
-        if timed(content) and content["device"] not in devices:
+        if speed_figures(content) and content["device"] not in devices:
             devices.add(content["device"])
-            parts += [f"{content['device']}, {content['date']}. {explanation}", speeds_table(content)]
-    return "\n\n".join(parts)
+            sections += [f"{content['device']}, {content['date']}. {explanation}", speed_table(content)]
+    return "\n\n".join(sections)
 
 
-def seen(root: Path = ROOT) -> list[dict[str, Any]]:
+def load_results(root: Path = ROOT) -> list[dict[str, Any]]:
     """Return the results in the repository, the newest first."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / SEEN).glob("*.json"))]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / RESULTS_DIR).glob("*.json"))]
     return sorted(results, key=lambda content: str(content["date"]), reverse=True)
 
 
-def with_block(text: str, new: str) -> str:
-    """Return a page with ``new`` between its markers.
+def replace_block(text: str, block_text: str) -> str:
+    """Return a page with ``block_text`` between its markers.
 
     Raises:
         ValueError: the page does not have both markers once, in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"a page must contain {BEGIN} and after it {END}, once each")
-    return f"{before}{begin}\n\n{new}\n\n{end}{after}"
+    before, begin, remainder = text.partition(BEGIN_MARKER)
+    _, end, after = remainder.partition(END_MARKER)
+    if not begin or not end or BEGIN_MARKER in remainder or END_MARKER in after:
+        raise ValueError(f"a page must contain {BEGIN_MARKER} and after it {END_MARKER}, once each")
+    return f"{before}{begin}\n\n{block_text}\n\n{end}{after}"
 
 
-def problem_of(path: Path) -> str | None:
+def find_problem(path: Path) -> str | None:
     """Return the reason why a file does not contain valid GPU results; None if it does."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["is_dry"] or content["kind"] != "cuda":
             return f"results must come from a GPU, not from a dry run or a CPU, got {path}"
-        block("docs/accelerators.md", [content])
+        page_block("docs/accelerators.md", [content])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"results must be a file written by benchmarks/gpu/run.sh, got {path}: {type(error).__name__}: {error}"
     return None
@@ -154,17 +154,17 @@ def write_tables(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     if results is None:
         raise Skip("there are no results")
     path = results.path.with_suffix(".md")
-    path.write_text(f"{seen_table([results.content])}\n\n{speeds_table(results.content)}\n", encoding="utf-8")
-    models = timed(results.content)
+    path.write_text(f"{results_table([results.content])}\n\n{speed_table(results.content)}\n", encoding="utf-8")
+    models = speed_figures(results.content)
     return f"{len(models)} timed cases in {path.name}", {"timed": len(models)}
 
 
 PART = Part(
     name="tables",
-    about="tables of the results so far",
+    description="tables of the results so far",
     cases=lambda machine: [Case("tables", write_tables)],
     budget_s=20.0,
-    is_always=True,
+    always_runs=True,
 )
 
 
@@ -179,16 +179,16 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("results", nargs="*", type=Path, metavar="RESULTS.json", help="files written by run.sh")
     args = parser.parse_args(argv)
     for path in args.results:
-        if problem := problem_of(path):
+        if problem := find_problem(path):
             parser.error(problem)
     for path in args.results:
-        (root / SEEN).mkdir(parents=True, exist_ok=True)
-        if path.resolve() != (root / SEEN / path.name).resolve():
-            shutil.copyfile(path, root / SEEN / path.name)
-    results = seen(root)
+        (root / RESULTS_DIR).mkdir(parents=True, exist_ok=True)
+        if path.resolve() != (root / RESULTS_DIR / path.name).resolve():
+            shutil.copyfile(path, root / RESULTS_DIR / path.name)
+    results = load_results(root)
     for name in PAGES:
         path = root / name
-        path.write_text(with_block(path.read_text(encoding="utf-8"), block(name, results)), encoding="utf-8")
+        path.write_text(replace_block(path.read_text(encoding="utf-8"), page_block(name, results)), encoding="utf-8")
         print(f"written: {name}")
     return 0
 

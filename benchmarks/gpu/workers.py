@@ -36,18 +36,18 @@ sys.path[0] = str(ROOT)  # instead of the folder of this file, whose modules cou
 
 import torch  # noqa: E402
 
-OURS = (f"{ROOT}/megatron/", f"{ROOT}/tds/")
+PROJECT_PREFIXES = (f"{ROOT}/megatron/", f"{ROOT}/tds/")
 VOCAB = 512
-WATCHED = range(1, 3)
+WATCHED_STEPS = range(1, 3)
 """Steps 2 and 3, as indices from 0."""
-PRESSED = range(2, 6)
+LIMITED_STEPS = range(2, 6)
 MIB = 2**20
 SMALL = 2**19
 """Bytes of a block in torch's pool of small blocks, which the allocator does not use for larger tensors."""
 SLACK = 64 * MIB
 
 
-def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
+def make_engine(family: str, argv: list[str]) -> tuple[Any, Any]:
     """Return an engine on this process's device and an iterator over micro-batches of random tokens."""
     from megatron.arguments import parse
     from megatron.training import global_vars, initialize
@@ -68,19 +68,19 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
     return engine, RunData({"train": random_data(config)}, None).batches("train", config, world)
 
 
-def place() -> str:
+def caller_location() -> str:
     """Return the innermost active function of the project, such as "tds/loss_reduction.py:read"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(OURS):
+        if name.startswith(PROJECT_PREFIXES):
             return f"{Path(name).relative_to(ROOT)}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
 
 
 @contextmanager
-def warned() -> Iterator[list[str]]:
+def record_waits() -> Iterator[list[str]]:
     """Yield a list that receives a line for each wait of the host in the block, detected by CUDA's sync debug mode.
 
     This mode does not detect synchronizations of the whole device, so these calls are recorded separately.
@@ -89,22 +89,22 @@ def warned() -> Iterator[list[str]]:
 
     waits: list[str] = []
 
-    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+    def note_wait(message: Warning | str, *_: Any, **__: Any) -> None:
         if "called a synchronizing" in str(message):
-            waits.append(f"wait in {place()}")
+            waits.append(f"wait in {caller_location()}")
 
-    def whole(*_: Any, **__: Any) -> None:
-        waits.append(f"synchronize in {place()}")
+    def note_synchronize(*_: Any, **__: Any) -> None:
+        waits.append(f"synchronize in {caller_location()}")
 
     owners = (torch.cuda, torch.accelerator, get_accelerator())
     originals = [owner.synchronize for owner in owners]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = note
+        warnings.showwarning = note_wait
         torch.cuda.set_sync_debug_mode("warn")
         try:
             for owner in owners:
-                owner.synchronize = whole
+                owner.synchronize = note_synchronize
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -113,11 +113,11 @@ def warned() -> Iterator[list[str]]:
 
 
 @contextmanager
-def counted() -> Iterator[list[str]]:
-    """Like ``warned``, but for a CPU: record the calls that would wait on a GPU."""
+def record_simulated_waits() -> Iterator[list[str]]:
+    """Like ``record_waits``, but for a CPU: record the calls that would wait on a GPU."""
     from tests.helpers import host_reads
 
-    with host_reads.counted() as waits:
+    with host_reads.count_waits() as waits:
         yield waits
 
 
@@ -128,22 +128,22 @@ def reads(family: str, argv: list[str]) -> dict[str, Any]:
         ``steps``: number of steps. ``found``: location -> number of waits. ``is_noticed``: True if a deliberate wait is
         detected, which shows that detection works.
     """
-    engine, batches = engine_of(family, argv)
+    engine, batches = make_engine(family, argv)
     is_cuda = engine.device.type == "cuda" if isinstance(engine.device, torch.device) else "cuda" in str(engine.device)
-    num_batches = engine.share.num_micro_batches * WATCHED.stop
+    num_batches = engine.share.num_micro_batches * WATCHED_STEPS.stop
     batches = iter([next(batches) for _ in range(num_batches)])  # reading samples is host work and does not count
-    for step in range(WATCHED.start):
+    for step in range(WATCHED_STEPS.start):
         engine.train_step(batches, step)
-    watch = warned if is_cuda else counted
+    watch = record_waits if is_cuda else record_simulated_waits
     with watch() as waits:
-        for step in WATCHED:
+        for step in WATCHED_STEPS:
             engine.train_step(batches, step)
-    with watch() as planted:
+    with watch() as deliberate_waits:
         torch.ones(1, device=engine.device).item()
-    return {"steps": len(WATCHED), "found": Counter(waits), "is_noticed": len(planted) == 1}
+    return {"steps": len(WATCHED_STEPS), "found": Counter(waits), "is_noticed": len(deliberate_waits) == 1}
 
 
-def squeeze(peak: int) -> int:
+def limit_memory(peak: int) -> int:
     """Limit the memory of torch's allocator so that a step fits only if cached blocks are freed; return the bytes.
 
     The cached blocks are small ones, which the allocator does not use for larger tensors. Because of the limit for this
@@ -160,12 +160,12 @@ def squeeze(peak: int) -> int:
 
 def under_pressure(family: str, argv: list[str], *, is_pressed: bool) -> dict[str, Any]:
     """Return the losses of six steps, and the allocator's retries in the last four."""
-    engine, batches = engine_of(family, argv)
-    losses = [engine.train_step(batches, step).loss.hex() for step in range(PRESSED.start)]
+    engine, batches = make_engine(family, argv)
+    losses = [engine.train_step(batches, step).loss.hex() for step in range(LIMITED_STEPS.start)]
     peak = torch.cuda.max_memory_reserved()
-    limit = squeeze(peak) if is_pressed else 0
+    limit = limit_memory(peak) if is_pressed else 0
     before = torch.cuda.memory_stats()["num_alloc_retries"]
-    losses += [engine.train_step(batches, step).loss.hex() for step in PRESSED]
+    losses += [engine.train_step(batches, step).loss.hex() for step in LIMITED_STEPS]
     retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
     return {"losses": losses, "retries": retries, "peak": peak, "limit": limit}
 
@@ -175,16 +175,16 @@ STEPS, MICRO_BATCHES, WIDTH, LAYERS = 6, 8, 256, 8
 
 
 class Paused(torch.nn.Module):
-    """A layer that, if ``pauses``, synchronizes with the device and frees cached memory in forward and backward."""
+    """A layer that synchronizes with the device and frees cached memory in forward and backward if ``should_pause``."""
 
-    def __init__(self, width: int, *, pauses: bool) -> None:
+    def __init__(self, width: int, *, should_pause: bool) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(width, width)
-        self.pauses = pauses and torch.cuda.is_available()
+        self.should_pause = should_pause and torch.cuda.is_available()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.gelu(self.linear(x))
-        if self.pauses:
+        if self.should_pause:
             free_device()
             if y.requires_grad:
                 y.register_hook(lambda gradient: free_device())
@@ -197,7 +197,7 @@ def free_device() -> None:
     torch.cuda.empty_cache()
 
 
-def pipeline_losses(backend: str, schedule: str, *, pauses: bool) -> list[str]:
+def pipeline_losses(backend: str, schedule: str, *, should_pause: bool) -> list[str]:
     """Return the losses of a pipeline of two stages whose layers may pause. Collective."""
     if torch.cuda.device_count() == 1:
         os.environ["LOCAL_RANK"] = "0"  # both stages on the one GPU; set before DeepSpeed reads it
@@ -212,7 +212,7 @@ def pipeline_losses(backend: str, schedule: str, *, pauses: bool) -> list[str]:
     torch.distributed.init_process_group(backend)
     deepspeed.init_distributed(dist_backend=backend)
     torch.manual_seed(0)
-    layers = [Paused(WIDTH, pauses=pauses) for _ in range(LAYERS)]
+    layers = [Paused(WIDTH, should_pause=should_pause) for _ in range(LAYERS)]
     module = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -228,7 +228,7 @@ def pipeline_losses(backend: str, schedule: str, *, pauses: bool) -> list[str]:
     return [float(engine.train_batch(data)).hex() for _ in range(STEPS)]
 
 
-def spoiled_in(step: int) -> Any:
+def nan_forward_step(step: int) -> Any:
     """Return GPT-2's forward step with NaN losses in the given step, counted from 1."""
     import pretrain_gpt2
     from megatron.training import get_config
@@ -244,16 +244,16 @@ def spoiled_in(step: int) -> Any:
     return forward_step
 
 
-def train(what: str) -> None:
-    """Run ``pretrain_gpt2.py`` with the remaining words of the command line and the fault ``what``."""
+def train(fault: str) -> None:
+    """Run ``pretrain_gpt2.py`` with the remaining words of the command line and the fault ``fault``."""
     import pretrain_gpt2
     from megatron.training import pretrain
 
     forward_step = pretrain_gpt2.forward_step
-    if what == "one-gpu":
+    if fault == "one-gpu":
         os.environ["LOCAL_RANK"] = "0"
     else:
-        forward_step = spoiled_in(int(what.removeprefix("nan@")))
+        forward_step = nan_forward_step(int(fault.removeprefix("nan@")))
     pretrain(pretrain_gpt2.train_valid_test_datasets_provider, pretrain_gpt2.model_provider, forward_step)
 
 
@@ -262,7 +262,7 @@ def main() -> None:
     program = sys.argv.pop(1)
     if program in ("pause", "plain"):
         file, backend, schedule = sys.argv[1:]
-        losses = pipeline_losses(backend, schedule, pauses=program == "pause")
+        losses = pipeline_losses(backend, schedule, should_pause=program == "pause")
         if torch.distributed.get_rank() == 0:
             Path(file).write_text(json.dumps(losses))
         torch.distributed.barrier()

@@ -55,11 +55,11 @@ class Case:
 
     def specs(self) -> list[LayerSpec]:
         """Return the layers of the model."""
-        sizes = self.sizes
-        h, vocab_size = sizes.hidden_size, sizes.vocab_size
-        layers = [LayerSpec(Embedding, vocab_size, sizes.seq_length, h)]
-        for idx in range(sizes.num_layers):
-            layers += [LayerSpec(Attention, idx, h, sizes.num_attention_heads), LayerSpec(Mlp, idx, h)]
+        model_sizes = self.sizes
+        h, vocab_size = model_sizes.hidden_size, model_sizes.vocab_size
+        layers = [LayerSpec(Embedding, vocab_size, model_sizes.seq_length, h)]
+        for idx in range(model_sizes.num_layers):
+            layers += [LayerSpec(Attention, idx, h, model_sizes.num_attention_heads), LayerSpec(Mlp, idx, h)]
         return [*layers, LayerSpec(nn.LayerNorm, h), LayerSpec(Head, h, vocab_size)]
 
     def batches(self, step: int) -> list[Batch]:
@@ -75,17 +75,17 @@ class Contender:
     Args:
         kind: "alone", "side by side", "stock", "torch" or "ours".
         partition: bounds of the chunks in layers, or a ``partition_method`` of DeepSpeed.
-        cut: number of transformer layers of each chunk as text, for tables.
-        keeps_freed: make the C allocator keep freed memory, as our engine does by default.
+        split_text: number of transformer layers of each chunk as text, for tables.
+        should_keep_freed: make the C allocator keep freed memory, as our engine does by default.
     """
 
     name: str
     kind: str
     partition: Bounds | str = ()
-    cut: str = ""
+    split_text: str = ""
     schedule: str = "1f1b"
-    chunks: int = 1
-    keeps_freed: bool = False
+    num_chunks: int = 1
+    should_keep_freed: bool = False
 
     def num_ranks(self, case: Case) -> int:
         """Return the number of processes."""
@@ -98,7 +98,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, seq_length: int, h: int) -> None:
         super().__init__()
         self.word, self.position = nn.Embedding(vocab_size, h), nn.Embedding(seq_length, h)
-        fill(self, 0)
+        initialize(self, 0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.word(tokens) + self.position.weight[: tokens.shape[1]]
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norm, self.qkv, self.out = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
-        fill(self, 2 * layer_idx + 1)
+        initialize(self, 2 * layer_idx + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, h = x.shape
@@ -127,7 +127,7 @@ class Mlp(nn.Module):
     def __init__(self, layer_idx: int, h: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-        fill(self, 2 * layer_idx + 2)
+        initialize(self, 2 * layer_idx + 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
@@ -138,10 +138,10 @@ class Head(nn.Linear):
 
     def __init__(self, h: int, vocab_size: int) -> None:
         super().__init__(h, vocab_size, bias=False)
-        fill(self, -1)
+        initialize(self, -1)
 
 
-def fill(module: nn.Module, seed: int) -> None:
+def initialize(module: nn.Module, seed: int) -> None:
     """Initialize matrices with normal(0, ``STD``) values that depend on ``seed`` only, and biases with zeros."""
     generator = torch.Generator().manual_seed(SEED + 1000 + seed)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 
-def chain(specs: Iterable[LayerSpec]) -> nn.Sequential:
+def build_layers(specs: Iterable[LayerSpec]) -> nn.Sequential:
     """Return the layers as one module."""
     return nn.Sequential(*(spec.build() for spec in specs))
 
@@ -182,7 +182,7 @@ class Built:
 
 def build(case: Case, contender: Contender, rank: int) -> Built:
     """Build a contender on this rank. Collective over its ranks."""
-    if contender.keeps_freed:
+    if contender.should_keep_freed:
         keep_freed()
     if contender.kind in ("alone", "side by side"):
         return _build_plain(case)
@@ -192,7 +192,7 @@ def build(case: Case, contender: Contender, rank: int) -> Built:
 
 
 def _build_plain(case: Case) -> Built:
-    module = chain(case.specs())
+    module = build_layers(case.specs())
     optimizer = make_optimizer(module)
 
     def step(batches: list[Batch]) -> float:
@@ -212,7 +212,7 @@ def _build_torch(case: Case, contender: Contender, rank: int) -> Built:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     start, stop = contender.partition[rank : rank + 2]
-    module = chain(case.specs()[start:stop])
+    module = build_layers(case.specs()[start:stop])
     optimizer = make_optimizer(module)
     stage = PipelineStage(module, rank, case.num_stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, case.num_micro_batches, loss_fn=loss_fn)
@@ -247,8 +247,8 @@ def _build_engine(case: Case, contender: Contender) -> Built:
         import tds as library
 
         pipeline["schedule"] = contender.schedule
-        if contender.chunks > 1:
-            options["chunks"] = pipeline["chunks"] = contender.chunks
+        if contender.num_chunks > 1:
+            options["chunks"] = pipeline["chunks"] = contender.num_chunks
             options["placement"] = placement_for(contender.schedule)
     else:
         import deepspeed as library

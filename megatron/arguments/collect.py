@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.arguments import config_file, deepspeed_json, model_choice, other_programs, script_defaults, translate
-from megatron.arguments.deepspeed_json import text_of_value
+from megatron.arguments.deepspeed_json import format_value
 from megatron.arguments.extra_flags import ExtraFlags
 from megatron.arguments.flag_values import scan
 from megatron.arguments.model_choice import ModelChoice
@@ -24,7 +24,7 @@ from megatron.arguments.sources import (
     DEEPSPEED_DEFAULT,
     MODEL,
     Layer,
-    values_of,
+    merged_values,
 )
 
 CheckpointArgs = Callable[[Scan, Mapping[str, Any]], dict[str, Any]]
@@ -35,18 +35,18 @@ class Collected:
     """The values of all sources.
 
     Args:
-        found: flags of the command line and --config; problems and notes of all sources.
+        scanned: flags of the command line and --config; problems and notes of all sources.
         layers: layers in order of precedence, the strongest first.
         json: DeepSpeed's JSON.
         extra: flag of ``extra_args_provider`` -> value.
-        is_of_run: True if the file of --config is the config.json of a run.
+        is_run_config: True if the file of --config is the config.json of a run.
     """
 
-    found: Scan
+    scanned: Scan
     layers: list[Layer]
     json: dict[str, Any]
     extra: dict[str, Any]
-    is_of_run: bool
+    is_run_config: bool
 
 
 def collect(
@@ -62,29 +62,29 @@ def collect(
     """Read all sources. ``parse`` documents the arguments."""
     # command line and --config
     scanned = scan(words, extras.flags, choice.family)
-    file = config_file.take(scanned, extras.flags)
-    choice.replace_file(scanned)
+    file = config_file.merge_config_file(scanned, extras.flags)
+    choice.drop_file_architecture(scanned)
     if choice.problem:
         scanned.problems.append(choice.problem)
         scanned.values.pop(model_choice.FIELD, None)
 
     # --model, MEGATRON_DEFAULTS and the program
-    program = choice.taken(other_programs.defaults_of(scanned, defaults))
-    program = script_defaults.of_script(program, scanned)
-    script = script_defaults.of_environment(env, scanned, extras.flags, choice.recipe)
+    program = choice.compatible_defaults(other_programs.defaults_of(scanned, defaults))
+    program = script_defaults.valid_program_defaults(program, scanned)
+    script = script_defaults.environment_defaults(env, scanned, extras.flags, choice.recipe)
     if not accepts_model:
-        explicit = {**script, **({} if file.is_of_run else scanned.values)}
+        explicit = {**script, **({} if file.is_run_config else scanned.values)}
         scanned.problems += [model_choice.NOT_ACCEPTED] if explicit.get(model_choice.FIELD) else []
     weaker = choice.layers(script, program)
-    if values_of(weaker).get("config"):
+    if merged_values(weaker).get("config"):
         scanned.problems.append("--config is accepted on the command line only, got it in the defaults. Move it there")
-    _drop(("config",), weaker)
-    if file.is_of_run:  # the config.json of a run has every setting
+    _drop_fields(("config",), weaker)
+    if file.is_run_config:  # the config.json of a run has every setting
         weaker = [layer for layer in weaker if layer.source is MODEL and choice.source is COMMAND_LINE]
-    _drop(translate.skip_train(scanned, values_of(weaker)), weaker)
+    _drop_fields(translate.convert_skip_train(scanned, merged_values(weaker)), weaker)
 
     # DeepSpeed's JSON, whose omitted parameters have DeepSpeed's defaults
-    json = file.deepspeed or _read_json(scanned, values_of(weaker))
+    json = file.deepspeed or _read_json(scanned, merged_values(weaker))
     if file.json:
         if json:
             scanned.problems.append(
@@ -92,42 +92,42 @@ def collect(
             )
         json = file.json
     stated_json = {} if file.deepspeed else json  # a config.json already contains the values of the run's JSON
-    scanned.implied = deepspeed_json.implied_values(stated_json, {**values_of(weaker), **scanned.values})
+    scanned.implied = deepspeed_json.implied_values(stated_json, {**merged_values(weaker), **scanned.values})
 
     # checkpoint
-    if checkpoint_args is not None and {"load", "resume"} & (values_of(weaker).keys() | scanned.values.keys()):
-        weaker.insert(0, Layer(CHECKPOINT, checkpoint_args(scanned, values_of(weaker))))
+    if checkpoint_args is not None and {"load", "resume"} & (merged_values(weaker).keys() | scanned.values.keys()):
+        weaker.insert(0, Layer(CHECKPOINT, checkpoint_args(scanned, merged_values(weaker))))
 
-    if implied := {name: value for name, value in scanned.implied.items() if name not in values_of(weaker)}:
-        listed = ", ".join(f"{name} {text_of_value(value)}" for name, value in implied.items())
+    if implied := {name: value for name, value in scanned.implied.items() if name not in merged_values(weaker)}:
+        listed = ", ".join(f"{name} {format_value(value)}" for name, value in implied.items())
         scanned.notes.append(f"DeepSpeed's defaults for parameters missing from the JSON's optimizer section: {listed}")
     weaker.append(Layer(DEEPSPEED_DEFAULT, scanned.implied))
     extra = extras.values(scanned)
-    typed = {name: value for name, value in scanned.values.items() if name not in scanned.from_file}
-    of_file = {name: value for name, value in scanned.values.items() if name in scanned.from_file}
+    command_line_values = {name: value for name, value in scanned.values.items() if name not in scanned.from_file}
+    file_values = {name: value for name, value in scanned.values.items() if name in scanned.from_file}
     layers = [
         Layer(CHECKPOINT_SCHEDULE, scanned.schedule),
-        Layer(COMMAND_LINE, typed, scanned.spelling),
-        Layer(CONFIG_FILE, of_file, scanned.spelling),
-        deepspeed_json.layer_of(stated_json, scanned.values, values_of(weaker), scanned.problems),
+        Layer(COMMAND_LINE, command_line_values, scanned.spelling),
+        Layer(CONFIG_FILE, file_values, scanned.spelling),
+        deepspeed_json.json_layer(stated_json, scanned.values, merged_values(weaker), scanned.problems),
         *weaker,
     ]
-    return Collected(found=scanned, layers=layers, json=json, extra=extra, is_of_run=file.is_of_run)
+    return Collected(scanned=scanned, layers=layers, json=json, extra=extra, is_run_config=file.is_run_config)
 
 
-def _drop(names: Sequence[str], layers: Sequence[Layer]) -> None:
+def _drop_fields(names: Sequence[str], layers: Sequence[Layer]) -> None:
     for layer in layers:
         for name in names:
             layer.values.pop(name, None)
 
 
-def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    path = found.values.get("deepspeed_config", defaults.get("deepspeed_config"))
+def _read_json(scanned: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    path = scanned.values.get("deepspeed_config", defaults.get("deepspeed_config"))
     if path is None:
         return {}
     json, problems, ignored = deepspeed_json.read(path)
-    found.problems += problems
-    found.ignored |= ignored
+    scanned.problems += problems
+    scanned.ignored |= ignored
     unknown_keys = [key for key, reason in ignored.items() if reason == deepspeed_json.UNKNOWN]
-    found.notes += [f"{path}: unknown key {key} has no effect" for key in unknown_keys]
+    scanned.notes += [f"{path}: unknown key {key} has no effect" for key in unknown_keys]
     return json

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments import deepspeed_keys, related_fields
-from megatron.arguments.deepspeed_json import JsonText, good_keys, read_json, text_of
+from megatron.arguments.deepspeed_json import JsonText, read_json, read_text, validate_keys
 from megatron.arguments.flag_values import (
     all_options,
     all_sections,
     config_from_values,
-    options_in,
+    family_options,
     rejected_flags,
     scan,
-    unknown,
+    unknown_message,
 )
 from megatron.arguments.foreign_flags import foreign_flags
 from megatron.arguments.scan import Scan
 from megatron.arguments.sources import COMMAND_LINE, CONFIG_FILE, Layer, merge
-from megatron.config.changed_defaults import describe_kept, former_defaults
-from megatron.config.config import UNNAMED
+from megatron.config.changed_defaults import describe_saved_settings, former_defaults
+from megatron.config.config import FIELDS_WITHOUT_FLAG, RENAMED_SECTIONS
 from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
@@ -49,7 +49,7 @@ class FileText:
     values: dict[str, Any]
     lines: Mapping[tuple[str, ...], int]
 
-    def where(self, *keys: str) -> str:
+    def location(self, *keys: str) -> str:
         """Return "file:line" of a key; ``keys`` is the path from the root, such as ("model", "num_layers")."""
         line = self.lines.get(keys)
         return f"{self.path}:{line}" if line else self.path
@@ -70,17 +70,17 @@ def read_file(path: str) -> FileText:
 
 def _read_json(path: str) -> FileText:
     text = read_json(path, "--config")
-    return FileText(path, text.values, {keys: line for keys, (line, _) in text.places.items()})
+    return FileText(path, text.values, {keys: line for keys, (line, _) in text.positions.items()})
 
 
-_TABLE = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
-_KEY = re.compile(r"\s*([\w-]+)\s*=")
+_TOML_TABLE = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
+_TOML_KEY = re.compile(r"\s*([\w-]+)\s*=")
 
 
 def _read_toml(path: str) -> FileText:
     import tomllib  # deferred to the first TOML file: takes 5 ms
 
-    text = text_of(path, "--config", "flags")
+    text = read_text(path, "--config", "flags")
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,10 +93,10 @@ def _read_toml(path: str) -> FileText:
     lines: dict[tuple[str, ...], int] = {}
     heading: tuple[str, ...] = ()
     for line_number, line in enumerate(text.splitlines(), 1):
-        if table := _TABLE.fullmatch(line):
+        if table := _TOML_TABLE.fullmatch(line):
             heading = (table[1].strip(),)
             lines.setdefault(heading, line_number)
-        elif key := _KEY.match(line):
+        elif key := _TOML_KEY.match(line):
             lines.setdefault((*heading, key[1]), line_number)
     return FileText(path, values, lines)
 
@@ -104,7 +104,7 @@ def _read_toml(path: str) -> FileText:
 def _read_yaml(path: str) -> FileText:
     import yaml  # deferred to the first YAML file: takes 20 ms
 
-    text = text_of(path, "--config", "flags")
+    text = read_text(path, "--config", "flags")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -116,10 +116,10 @@ def _read_yaml(path: str) -> FileText:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}:1: must contain keys with values, one per line, such as num-layers: 4")
     lines: dict[tuple[str, ...], int] = {}
-    return FileText(path, _mapping(root, (), path, lines, set()), lines)
+    return FileText(path, _node_value(root, (), path, lines, set()), lines)
 
 
-_CORE = (
+_YAML_CORE_SCHEMA = (
     (re.compile(r"~|null|Null|NULL|"), lambda text: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
     (re.compile(r"[-+]?[0-9]+"), int),
@@ -129,12 +129,14 @@ _CORE = (
 """The core schema of YAML 1.2: pattern of a plain scalar -> function for its value. All other scalars are text."""
 
 
-def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int], seen: set[int]) -> Any:
+def _node_value(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int], seen: set[int]) -> Any:
     """Return the value of a YAML node, and add the lines of its keys to ``lines``."""
     location = f"{path}:{node.start_mark.line + 1}"
     if node.id == "scalar":
         if node.style is None and node.tag.startswith("tag:yaml.org,2002:"):
-            return next((make(node.value) for pattern, make in _CORE if pattern.fullmatch(node.value)), node.value)
+            return next(
+                (make(node.value) for pattern, make in _YAML_CORE_SCHEMA if pattern.fullmatch(node.value)), node.value
+            )
         if not node.tag.startswith("tag:yaml.org,2002:"):
             raise ConfigError(f"{location}: YAML tags are not supported, got {node.tag}. Remove it")
         return node.value
@@ -144,7 +146,7 @@ def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str,
         )
     seen.add(id(node))
     if node.id == "sequence":
-        return [_mapping(item, keys, path, lines, seen) for item in node.value]
+        return [_node_value(item, keys, path, lines, seen) for item in node.value]
     values: dict[str, Any] = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
@@ -157,7 +159,7 @@ def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str,
                 "Remove one"
             )
         lines[(*keys, key)] = line
-        values[key] = _mapping(value, (*keys, key), path, lines, seen)
+        values[key] = _node_value(value, (*keys, key), path, lines, seen)
     return values
 
 
@@ -170,106 +172,108 @@ READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json"
 # keys, as in config.json, and have no effect. Keys that are not flags of this program are passed to ``scan`` as words
 # of a command line: it knows the flags of other programs and suggests the nearest name.
 
-OF_RUN = "family"
+RUN_MARKER_KEY = "family"
 """Top-level key that identifies a file as the config.json of a run."""
 
 
 @dataclass
-class Taken:
-    """Result of ``take``, in addition to the values of flags, which ``take`` stores in the ``Scan``.
+class ConfigFileResult:
+    """Result of ``merge_config_file``, in addition to the values of flags, which are stored in the ``Scan``.
 
     Args:
-        is_of_run: the file is the config.json of a run: defaults of the program and of MEGATRON_DEFAULTS do not apply,
-            and its fields do not count as set by the user.
+        is_run_config: the file is the config.json of a run: defaults of the program and of MEGATRON_DEFAULTS do not
+            apply, and its fields do not count as set by the user.
         deepspeed: DeepSpeed's JSON of that run.
         json: top-level keys of the file that are keys of DeepSpeed's JSON, as in the files of GPT-NeoX.
     """
 
-    is_of_run: bool = False
+    is_run_config: bool = False
     deepspeed: dict[str, Any] | None = None
     json: dict[str, Any] | None = None
 
 
-def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
-    """Merge the file of --config into ``found``, the flags of the command line.
+def merge_config_file(scanned: Scan, extra_flags: Iterable[str] = ()) -> ConfigFileResult:
+    """Merge the file of --config into ``scanned``, the flags of the command line.
 
     Args:
-        extra_flags: flags of ``extra_args_provider``; their values are added to ``found.rest``.
+        extra_flags: flags of ``extra_args_provider``; their values are added to ``scanned.extra_words``.
     """
-    path, contents = found.values.get("config"), Taken()
+    path, result = scanned.values.get("config"), ConfigFileResult()
     if path is None:
-        return contents
+        return result
     try:
         text = read_file(path)
     except ConfigError as error:
-        found.problems.append(str(error))
-        return contents
-    contents.is_of_run = isinstance(text.values.get(OF_RUN), str)
-    reader = _Reader(text, found.family, tuple(extra_flags), contents.is_of_run)
+        scanned.problems.append(str(error))
+        return result
+    result.is_run_config = isinstance(text.values.get(RUN_MARKER_KEY), str)
+    reader = _Reader(text, scanned.family, tuple(extra_flags), result.is_run_config)
     values = reader.read()
-    found.problems += reader.problems
-    found.unknown |= reader.unknown
-    found.notes += reader.notes
-    found.rest[:0] = reader.rest
-    found.ignored = {**reader.ignored, **found.ignored}
+    scanned.problems += reader.problems
+    scanned.unknown |= reader.unknown
+    scanned.notes += reader.notes
+    scanned.extra_words[:0] = reader.extra_words
+    scanned.ignored = {**reader.ignored, **scanned.ignored}
     if reader.json:
-        key_places = {keys: (line, 1) for keys, line in text.lines.items()}
-        contents.json, problems, ignored = good_keys(JsonText(path, reader.json, key_places))
-        found.problems += problems
-        found.ignored |= ignored
+        key_positions = {keys: (line, 1) for keys, line in text.lines.items()}
+        result.json, problems, ignored = validate_keys(JsonText(path, reader.json, key_positions))
+        scanned.problems += problems
+        scanned.ignored |= ignored
     has_problems = bool(set(reader.problems) - reader.unknown.keys())
-    if contents.is_of_run and not has_problems:
-        values = _without_derived(values, found.family)
-        values = _with_length(values, reader.converted, text.values, found)
-    for flag in related_fields.overridden_flags(reader.converted, found):
+    if result.is_run_config and not has_problems:
+        values = _without_derived(values, scanned.family)
+        values = _without_derived_lengths(values, reader.converted, text.values, scanned)
+    for flag in related_fields.overridden_flags(reader.converted, scanned):
         del reader.converted[flag]
-    settings = related_fields.settings_of(found)
-    for name in [name for name in values if related_fields.setting_of(name) in settings and name not in found.values]:
+    settings = related_fields.settings_of(scanned)
+    for name in [name for name in values if related_fields.setting_of(name) in settings and name not in scanned.values]:
         del values[name]
-    for name in related_fields.yielding_fields(found) & values.keys():
-        del found.values[name]
-    found.converted = {**reader.converted, **found.converted}
+    for name in related_fields.fallback_fields(scanned) & values.keys():
+        del scanned.values[name]
+    scanned.converted = {**reader.converted, **scanned.converted}
     if has_problems:
-        return contents
-    if contents.is_of_run:
-        values = {**_former_defaults(text.values, found), **values}
-        values = _begin_anew(values, Path(path))
-        if "deepspeed_config" not in found.values:
+        return result
+    if result.is_run_config:
+        values = {**_former_defaults(text.values, scanned), **values}
+        values = _drop_own_run_dir(values, Path(path))
+        if "deepspeed_config" not in scanned.values:
             json_text = JsonText(path, _without_max_grad_norm(text.values.get("deepspeed") or {}), {})
-            contents.deepspeed, problems, _ = good_keys(json_text)
-            found.problems += problems
+            result.deepspeed, problems, _ = validate_keys(json_text)
+            scanned.problems += problems
             values["deepspeed_config"] = None
-    for name in related_fields.fields_replaced_in_file(values, found.values):
+    for name in related_fields.fields_replaced_in_file(values, scanned.values):
         del values[name]
-    origins = {name: reader.places.get(name, path) for name in values}
+    origins = {name: reader.origins.get(name, path) for name in values}
     written = {name: f"{origins[name]} {value}" for name, value in values.items()}
-    for name, setting in merge([Layer(COMMAND_LINE, found.values), Layer(CONFIG_FILE, values, written)], found).items():
+    for name, setting in merge(
+        [Layer(COMMAND_LINE, scanned.values), Layer(CONFIG_FILE, values, written)], scanned
+    ).items():
         if setting.source is CONFIG_FILE:
-            found.values[name], found.spelling[name] = setting.value, setting.written
-            found.from_file[name] = origins[name]
-    return contents
+            scanned.values[name], scanned.spelling[name] = setting.value, setting.written
+            scanned.from_file[name] = origins[name]
+    return result
 
 
 class _Reader:
     """Reader for the keys of a file, which collects values, notes and problems."""
 
-    def __init__(self, text: FileText, family: str, extra_flags: tuple[str, ...], is_of_run: bool) -> None:
-        self.text, self.family, self.is_of_run = text, family, is_of_run
+    def __init__(self, text: FileText, family: str, extra_flags: tuple[str, ...], is_run_config: bool) -> None:
+        self.text, self.family, self.is_run_config = text, family, is_run_config
         self.known: dict[str, tuple[Option, str]] = {}  # normalised name -> option, and the flag of that name
-        for option in options_in(family):
-            self.known.update({_normal(flag): (option, flag) for flag in option.flags})
-        for option in options_in(family):
+        for option in family_options(family):
+            self.known.update({_normalize(flag): (option, flag) for flag in option.flags})
+        for option in family_options(family):
             self.known[option.name] = (option, "")
-        self.extras = {_normal(flag): flag for flag in extra_flags}
-        self.foreign = {option.name for _, option in all_options()} - set(self.known)
+        self.extras = {_normalize(flag): flag for flag in extra_flags}
+        self.other_family_fields = {option.name for _, option in all_options()} - set(self.known)
         self.values: dict[str, Any] = {}
-        self.places: dict[str, str] = {}
-        self.yielded: set[str] = set()  # fields set by foreign flags that yield to the field's own flag
+        self.origins: dict[str, str] = {}
+        self.fallback_fields: set[str] = set()  # fields set by foreign flags that yield to the field's own flag
         self.problems: list[str] = []
         self.unknown: dict[str, str] = {}
         self.json: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.rest: list[str] = []
+        self.extra_words: list[str] = []
         self.ignored: dict[str, str] = {}
         self.converted: dict[str, Any] = {}
 
@@ -282,25 +286,25 @@ class _Reader:
     def _leaves(self) -> Iterator[tuple[tuple[str, ...], Any]]:
         headings = dict.fromkeys([*all_sections(), *FAMILIES])
         for key, value in self.text.values.items():
-            if self.is_of_run and key == OF_RUN:
+            if self.is_run_config and key == RUN_MARKER_KEY:
                 self._check_family(value)
-            elif self.is_of_run and key in ("deepspeed", "extra"):
+            elif self.is_run_config and key in ("deepspeed", "extra"):
                 for name, inner in value.items() if key == "extra" else ():
                     yield (key, name), inner
-            elif not self.is_of_run and self._is_of_deepspeed(key, value, headings):
+            elif not self.is_run_config and self._is_deepspeed_key(key, value, headings):
                 self.json[key] = value
-            elif isinstance(value, dict) and key in headings:
+            elif isinstance(value, dict) and RENAMED_SECTIONS.get(key, key) in headings:
                 for name, inner in value.items():
                     yield (key, name), inner
             elif isinstance(value, dict):
-                message = unknown("section", key, headings).partition("; --help-all")[0]
-                problem = f"{self.text.where(key)}: {message}; a section is one of {', '.join(headings)}"
+                message = unknown_message("section", key, headings).partition("; --help-all")[0]
+                problem = f"{self.text.location(key)}: {message}; a section is one of {', '.join(headings)}"
                 self.problems.append(problem)
                 self.unknown[problem] = key
             else:
                 yield (key,), value
 
-    def _is_of_deepspeed(self, key: str, value: Any, headings: Container[str]) -> bool:
+    def _is_deepspeed_key(self, key: str, value: Any, headings: Container[str]) -> bool:
         """Return True if ``key`` is a key of DeepSpeed's JSON and not a flag.
 
         A section with the name of one of our sections, such as "optimizer", is DeepSpeed's if it contains "type".
@@ -309,32 +313,32 @@ class _Reader:
             return False
         if isinstance(value, dict):
             return key not in headings or "type" in value
-        return _normal(key) not in self.known and _normal(key) not in self.extras
+        return _normalize(key) not in self.known and _normalize(key) not in self.extras
 
     def _check_family(self, family: str) -> None:
         if family == self.family:
             return
         program = f"use {FAMILIES[family].command}" if family in FAMILIES else "it was written by another program"
         self.problems.append(
-            f"{self.text.where(OF_RUN)}: the file must be from a run of {FAMILIES[self.family].title}, got family "
-            f"{family}: {program}"
+            f"{self.text.location(RUN_MARKER_KEY)}: the file must be from a run of {FAMILIES[self.family].title}, got "
+            f"family {family}: {program}"
         )
 
     def _read_key(self, keys: tuple[str, ...], value: Any) -> None:
-        key, location = keys[-1], self.text.where(*keys)
-        name = _normal(key)
+        key, location = keys[-1], self.text.location(*keys)
+        name = _normalize(key)
         if keys[0] == "extra" or name in self.extras:
-            self.rest += _words(self.extras.get(name, f"--{key}"), value) if name in self.extras else []
+            self.extra_words += _to_words(self.extras.get(name, f"--{key}"), value) if name in self.extras else []
         elif name == "config":
-            if not self.is_of_run:
+            if not self.is_run_config:
                 self.problems.append(f"{location}: {key} is accepted on the command line only. Remove it here")
         elif name in self.known:
-            self._take(*self.known[name], key, location, value)
-        elif not (self.is_of_run and (name in self.foreign or key in UNNAMED)):
-            self._pass_on(name, key, location, value)
+            self._read_option(*self.known[name], key, location, value)
+        elif not (self.is_run_config and (name in self.other_family_fields or key in FIELDS_WITHOUT_FLAG)):
+            self._read_foreign_key(name, key, location, value)
 
-    def _take(self, option: Option, flag: str, key: str, place: str, value: Any) -> None:
-        label = f"{place}: {key}"
+    def _read_option(self, option: Option, flag: str, key: str, location: str, value: Any) -> None:
+        label = f"{location}: {key}"
         try:
             is_set, value = self._value_of(option, flag, value)
         except ValueError as error:
@@ -342,15 +346,15 @@ class _Reader:
             return
         if not is_set:
             return
-        if option.name in self.places and option.name not in self.yielded:
+        if option.name in self.origins and option.name not in self.fallback_fields:
             self.problems.append(
-                f"{label} sets the same field as {self.places[option.name]}: a flag may occur only once. Remove one"
+                f"{label} sets the same field as {self.origins[option.name]}: a flag may occur only once. Remove one"
             )
             return
-        self.places[option.name] = label
-        self.yielded.discard(option.name)
+        self.origins[option.name] = label
+        self.fallback_fields.discard(option.name)
         problem = option.problem(value, label)
-        if problem and not (self.is_of_run and is_derived(option, value)):
+        if problem and not (self.is_run_config and is_derived(option, value)):
             self.problems.append(problem)
         else:
             self.values[option.name] = value
@@ -367,40 +371,40 @@ class _Reader:
         if value is None:
             if option.default is not None:
                 raise ValueError(f"{option.rule()}, got no value. Add a value, or remove the key")
-            return self.is_of_run, None
+            return self.is_run_config, None
         if flag in option.constants:
             if not isinstance(value, bool):
-                raise ValueError(f"true or false, got {_shown(value)}")
+                raise ValueError(f"true or false, got {_describe_value(value)}")
             return value, option.constants[flag]
         if value is True and option.alone is not None:
             return True, option.alone
         if isinstance(value, str):
             value = option.synonyms.get(value, value)
-        if option.join is not None and not self.is_of_run:
+        if option.join is not None and not self.is_run_config:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:
-                raise ValueError(f"a string, or a list of strings and numbers, got {_shown(value)}")
+                raise ValueError(f"a string, or a list of strings and numbers, got {_describe_value(value)}")
             return True, option.join([str(word) for word in words])
         if isinstance(value, (dict, list)):
-            raise ValueError(f"{option.rule()}, got {_shown(value)}")
+            raise ValueError(f"{option.rule()}, got {_describe_value(value)}")
         if option.read is not None and isinstance(value, str):
             try:
                 return True, option.read(value)
             except ValueError:
-                raise ValueError(f"{option.rule()}, got {_shown(value)}") from None
-        if option.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+                raise ValueError(f"{option.rule()}, got {_describe_value(value)}") from None
+        if option.value_type == "float" and isinstance(value, int) and not isinstance(value, bool):
             return True, float(value)
-        if option.kind == "str" and not isinstance(value, str):
-            raise ValueError(f"{option.rule()}, got {_shown(value)}. Quote it if it is meant as a string")
+        if option.value_type == "str" and not isinstance(value, str):
+            raise ValueError(f"{option.rule()}, got {_describe_value(value)}. Quote it if it is meant as a string")
         return True, value
 
-    def _pass_on(self, name: str, key: str, place: str, value: Any) -> None:
+    def _read_foreign_key(self, name: str, key: str, location: str, value: Any) -> None:
         """Read a key that is not a flag of this program with ``scan``, which knows the flags of other trainers."""
         if isinstance(value, dict):
-            self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
+            self.problems.append(f"{location}: {key} must be a value, got {_describe_value(value)}")
             return
-        accepted = FAMILIES[self.family].config.HOLDS
-        names = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
+        accepted = FAMILIES[self.family].config.ALWAYS_ON_FLAGS
+        names = {_normalize(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
         flag = names.get(name, "--" + name.replace("_", "-"))
         row = foreign_flags().get(flag)
         if row is not None and row.value == "bool" and isinstance(value, bool):
@@ -409,37 +413,37 @@ class _Reader:
             problems = scan([flag], (), self.family).problems  # sets nothing, but an unknown flag is still a problem
             scanned = Scan(self.family, problems=[text for text in problems if text.startswith("unknown ")])
         else:
-            scanned = scan(_words(flag, value), (), self.family)
+            scanned = scan(_to_words(flag, value), (), self.family)
         for problem in scanned.problems:
             if problem.startswith("unknown flag "):
                 problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
-                self.unknown[f"{place}: {problem}"] = key
-            self.problems.append(f"{place}: {problem}")
-        self.notes += [f"{place}: {note}" for note in scanned.notes]
+                self.unknown[f"{location}: {problem}"] = key
+            self.problems.append(f"{location}: {problem}")
+        self.notes += [f"{location}: {note}" for note in scanned.notes]
         self.ignored |= scanned.ignored
         self.converted |= scanned.converted
         targets = row.targets if row is not None else ()
-        yielding = {name for target in targets if target.yields for name in target.fields}
+        fallback = {name for target in targets if target.is_fallback for name in target.fields}
         plain = {name for target in targets if not target.function for name in target.fields}
         for name, converted in scanned.values.items():
-            if name in yielding and name in self.places:  # the field's own key takes precedence
+            if name in fallback and name in self.origins:  # the field's own key takes precedence
                 continue
-            if name in plain and name in self.places and self.values.get(name, converted) != converted:
+            if name in plain and name in self.origins and self.values.get(name, converted) != converted:
                 self.problems.append(
-                    f"{place}: {key} must agree with {self.places[name]}, got {name.replace('_', ' ')} {converted} and "
-                    f"{self.values[name]}. Remove one of them"
+                    f"{location}: {key} must agree with {self.origins[name]}, got {name.replace('_', ' ')} {converted} "
+                    f"and {self.values[name]}. Remove one of them"
                 )
             else:
-                self.values[name], self.places[name] = converted, f"{place}: {key}"
-            if name in yielding:
-                self.yielded.add(name)
+                self.values[name], self.origins[name] = converted, f"{location}: {key}"
+            if name in fallback:
+                self.fallback_fields.add(name)
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _words(flag: str, value: Any) -> list[str]:
+def _to_words(flag: str, value: Any) -> list[str]:
     """Return ``value`` as words of a command line: true becomes the flag only, false and null become no words."""
     if value is None or value is False:
         return []
@@ -447,7 +451,7 @@ def _words(flag: str, value: Any) -> list[str]:
     return [flag, *map(str, values)]
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Return a short text for ``value`` in a message."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
@@ -460,8 +464,8 @@ NEEDS_CHECKPOINT = (
 )  # fmt: skip
 
 
-def _with_length(
-    values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], found: Scan
+def _without_derived_lengths(
+    values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], scanned: Scan
 ) -> dict[str, Any]:
     """Drop derived lengths from the values of a run's config.json; they are computed again for the new run.
 
@@ -475,20 +479,20 @@ def _with_length(
     }
     if values.get("lr_decay_samples") is not None:
         values.pop("lr_decay_iters", None)  # derived from lr_decay_samples
-        if _decays_to_the_end(values, limits, batch, saved):
+        if _decays_over_full_run(values, limits, batch, saved):
             del values["lr_decay_samples"]
     if not limits:
         return values
     values.pop("train_iters", None)
     if batch.get("requested_train_iters") is not None:
         values["train_iters"] = batch["requested_train_iters"]
-    if "train_iters" in found.values or {"--train-samples", "--train-tokens"} & found.converted.keys():
+    if "train_iters" in scanned.values or {"--train-samples", "--train-tokens"} & scanned.converted.keys():
         for flag in limits:
             del converted[flag]
     return values
 
 
-def _decays_to_the_end(
+def _decays_over_full_run(
     values: Mapping[str, Any], limits: Mapping[str, int], batch: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> bool:
     """Return True if ``lr_decay_samples`` equals the length of the run, which is its default.
@@ -513,19 +517,19 @@ def _decays_to_the_end(
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
     """Drop the derived values of a run's config.json; they are computed again for the new run."""
-    derived = {option.name for option in options_in(family) if is_derived(option, option.default)}
+    derived = {option.name for option in family_options(family) if is_derived(option, option.default)}
     independent = {name: value for name, value in values.items() if name not in derived}
     derived_values = vars(config_from_values(independent, family=family).namespace())
     return {name: value for name, value in values.items() if name not in derived or derived_values[name] != value}
 
 
-def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+def _former_defaults(saved: Mapping[str, Any], scanned: Scan) -> dict[str, Any]:
     """Return the former defaults of settings that did not exist when the run was started; a note lists them."""
-    options = {option.name: option for option in options_in(found.family)}
-    former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - found.values}
+    options = {option.name: option for option in family_options(scanned.family)}
+    former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - scanned.values}
     defaults = {name: option.default for name, option in options.items()}
-    if changed := list(describe_kept(former, defaults)):
-        found.notes.append(
+    if changed := list(describe_saved_settings(former, defaults)):
+        scanned.notes.append(
             f"former defaults of settings that did not exist when that run was saved: {', '.join(changed)}"
         )
     return former
@@ -540,20 +544,20 @@ def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
     return {**json, "optimizer": {**section, "params": params}}
 
 
-def _begin_anew(values: dict[str, Any], path: Path) -> dict[str, Any]:
+def _drop_own_run_dir(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """Drop ``load`` and ``save`` if they name the run's own folder.
 
     A repeated run then starts from scratch, as the first run did, and saves to a new folder.
     """
     run_dir, values = path.resolve().parent, dict(values)
 
-    def is_own(name: str) -> bool:
+    def is_own_run_dir(name: str) -> bool:
         candidate = Path(values.get(name) or "/").resolve()
         return candidate == run_dir or run_dir / "checkpoints" in (candidate, *candidate.parents)
 
-    if is_own("load") or values.get("resume"):
+    if is_own_run_dir("load") or values.get("resume"):
         for name in NEEDS_CHECKPOINT:
             values.pop(name, None)
-    if is_own("save"):
+    if is_own_run_dir("save"):
         values["save"] = None
     return values

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments import deepspeed_keys, deepspeed_scheduler
-from megatron.arguments.flag_values import all_options, is_near, unknown
+from megatron.arguments.flag_values import all_options, has_suggestion, unknown_message
 from megatron.arguments.sources import DEEPSPEED_JSON, Layer
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
@@ -29,11 +29,11 @@ class JsonText:
 
     path: str
     values: dict[str, Any]
-    places: dict[tuple[str, ...], tuple[int, int]]  # keys from the root -> line, column
+    positions: dict[tuple[str, ...], tuple[int, int]]  # keys from the root -> line, column
 
-    def where(self, *keys: str) -> str:
+    def location(self, *keys: str) -> str:
         """Return "file:line:column" of a key; ``keys`` is the path from the root, such as ("fp16", "enabled")."""
-        line, column = self.places.get(keys, (1, 1))
+        line, column = self.positions.get(keys, (1, 1))
         return f"{self.path}:{line}:{column}"
 
 
@@ -47,7 +47,7 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
         ConfigError: the file is missing, unreadable, empty, not UTF-8 or not JSON, has a duplicate key, or does not
             contain an object.
     """
-    text = text_of(path, flag)
+    text = read_text(path, flag)
     try:
         values = json.loads(text, parse_constant=_parse_constant)
     except json.JSONDecodeError as error:
@@ -59,15 +59,15 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
         raise ConfigError(f"{path}: is nested too deeply") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}:1:1: must contain one JSON object {{...}}, got {type(values).__name__}")
-    return JsonText(path, values, _key_places(path, text))
+    return JsonText(path, values, _key_positions(path, text))
 
 
-def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
+def read_text(path: str, flag: str, content: str = "one JSON object {...}") -> str:
     """Return the text of the file ``path``.
 
     Args:
         flag: the flag that names the file, for messages.
-        what: description of the expected content, for messages.
+        content: description of the expected content, for messages.
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8, or is empty.
@@ -87,8 +87,8 @@ def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
             f"{path}:{line}:1: must be UTF-8, got byte {raw[error.start]:#x}. Save it as UTF-8"
         ) from error
     if not text.strip():
-        cure = "Write {} for no settings" if path.endswith("json") else "Remove the flag for no settings"
-        raise ConfigError(f"{path}:1:1: must contain {what}, got an empty file. {cure}")
+        fix = "Write {} for no settings" if path.endswith("json") else "Remove the flag for no settings"
+        raise ConfigError(f"{path}:1:1: must contain {content}, got an empty file. {fix}")
     return text
 
 
@@ -112,7 +112,7 @@ def _hint(text: str, position: int) -> str:
     return ""
 
 
-def _key_places(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
+def _key_positions(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
     """Return the line and column of each key of each object in valid JSON text."""
     positions: dict[tuple[str, ...], tuple[int, int]] = {}
     stack: list[str] = []  # enclosing keys; "" for the root and for array elements
@@ -148,17 +148,17 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Parse the JSON file ``path`` and return the result of ``good_keys``.
+    """Parse the JSON file ``path`` and return the result of ``validate_keys``.
 
     If the file cannot be parsed, the object is empty and the error is the only problem.
     """
     try:
-        return good_keys(read_json(path))
+        return validate_keys(read_json(path))
     except ConfigError as error:
         return {}, [str(error)], {}
 
 
-def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+def validate_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     """Validate the keys of a JSON object.
 
     Returns:
@@ -168,8 +168,8 @@ def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]
     problems: list[str] = []
     ignored: dict[str, str] = {}
     for name, value in _without_comments(text.values, ignored).items():
-        value = _with_whole_numbers(name, value)
-        if not _is_known(name) and not is_near(name, deepspeed_keys.KNOWN):
+        value = _with_integers(name, value)
+        if not _is_known(name) and not has_suggestion(name, deepspeed_keys.KNOWN):
             ignored[name] = UNKNOWN
             continue
         key_problems = list(_key_problems(text, name, value))
@@ -199,32 +199,32 @@ def _without_comments(section: Mapping[str, Any], ignored: dict[str, str], path:
     return remaining
 
 
-def _with_whole_numbers(path: str, value: Any) -> Any:
+def _with_integers(path: str, value: Any) -> Any:
     """Convert whole floats such as 1e5 to integers where DeepSpeed requires integers.
 
     An infinite steps_per_print, as Accelerate writes it, becomes the largest integer.
     """
     if isinstance(value, dict):
-        return {name: _with_whole_numbers(f"{path}.{name}", inner) for name, inner in value.items()}
+        return {name: _with_integers(f"{path}.{name}", inner) for name, inner in value.items()}
     if path == "steps_per_print" and value in (inf, "inf"):
         return LARGEST_INT
     parent, _, name = path.rpartition(".")
-    section = _section(deepspeed_keys.RENAMED.get(parent, parent)) if parent else _TOP
+    section = _section(deepspeed_keys.RENAMED.get(parent, parent)) if parent else _TOP_LEVEL_KEYS
     key = (section or {}).get(name)
-    is_whole = isinstance(value, float) and abs(value) <= LARGEST_INT and value.is_integer()
-    return int(value) if is_whole and key is not None and key.kind in deepspeed_keys.INTEGERS else value
+    is_integral = isinstance(value, float) and abs(value) <= LARGEST_INT and value.is_integer()
+    return int(value) if is_integral and key is not None and key.value_type in deepspeed_keys.INTEGERS else value
 
 
-_TOP = {**deepspeed_keys.VALUES, **deepspeed_keys.PASSED}
+_TOP_LEVEL_KEYS = {**deepspeed_keys.FIELD_KEYS, **deepspeed_keys.PASSED_TO_ENGINE}
 
 
 def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Yield each ignored key (with dots) and the reason."""
-    known = {**deepspeed_keys.IGNORED, **deepspeed_keys.PASSED} if not path else _section(path) or {}
+    known = {**deepspeed_keys.IGNORED, **deepspeed_keys.PASSED_TO_ENGINE} if not path else _section(path) or {}
     for name, value in json.items():
         key, full_name = known.get(name), f"{path}.{name}" if path else name
         if key is not None and key.is_ignored:
-            yield full_name, key.about
+            yield full_name, key.description
         elif name == "scheduler" and deepspeed_scheduler.is_supported(value):
             continue
         elif not path and name in deepspeed_keys.REJECTED:
@@ -234,31 +234,31 @@ def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
 
 
 def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
-    return deepspeed_keys.SECTIONS.get(path) or deepspeed_keys.INNER.get(path)
+    return deepspeed_keys.SECTIONS.get(path) or deepspeed_keys.SUBSECTIONS.get(path)
 
 
-def _is_off(name: str, value: Any) -> bool:
+def _is_disabled(name: str, value: Any) -> bool:
     """Return True if a rejected section has no effect: it is disabled, or all its values are "auto"."""
     if not isinstance(value, dict):
         return value is False
     if name == "scheduler":
-        return all(one == "auto" for one in value.get("params", {}).values()) and bool(value.get("params"))
+        return all(entry == "auto" for entry in value.get("params", {}).values()) and bool(value.get("params"))
     if name == "data_types":
         return value.get("grad_accum_dtype", "fp32") in ("fp32", None) and set(value) == {"grad_accum_dtype"}
     if name == "data_efficiency":
         return value.get("enabled") is False or all(
-            one.get("enabled", False) is False for one in value.values() if isinstance(one, dict)
+            entry.get("enabled", False) is False for entry in value.values() if isinstance(entry, dict)
         )
     return value.get("enabled") is False
 
 
 def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
-    location = text.where(name)
+    location = text.location(name)
     renamed = deepspeed_keys.RENAMED.get(name, name)
     if name == "scheduler" and deepspeed_scheduler.is_supported(value):
         yield from (f"{location}: {problem}" for problem in deepspeed_scheduler.problems(value))
     elif name in deepspeed_keys.REJECTED:
-        if not _is_off(name, value):
+        if not _is_disabled(name, value):
             yield f"{location}: key {name} is not supported: {deepspeed_keys.REJECTED[name]}"
     elif name in deepspeed_keys.IGNORED:
         yield from _value_problems(location, name, deepspeed_keys.IGNORED[name], value)
@@ -268,14 +268,14 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
         yield from _section_problems(text, (name,), deepspeed_keys.SECTIONS[renamed], value)
         if name == "zero_optimization" and isinstance(value, dict):
             yield from _zero_problems(text, value)
-    elif name in deepspeed_keys.INNER:
-        yield from _section_problems(text, (name,), deepspeed_keys.INNER[name], value)
-    elif name in deepspeed_keys.VALUES or name in deepspeed_keys.PASSED:
+    elif name in deepspeed_keys.SUBSECTIONS:
+        yield from _section_problems(text, (name,), deepspeed_keys.SUBSECTIONS[name], value)
+    elif name in deepspeed_keys.FIELD_KEYS or name in deepspeed_keys.PASSED_TO_ENGINE:
         yield from _value_problems(
-            location, name, deepspeed_keys.VALUES.get(name) or deepspeed_keys.PASSED[name], value
+            location, name, deepspeed_keys.FIELD_KEYS.get(name) or deepspeed_keys.PASSED_TO_ENGINE[name], value
         )
     else:
-        problem = unknown("key", name, deepspeed_keys.KNOWN).replace("--help-all lists all flags", "remove it")
+        problem = unknown_message("key", name, deepspeed_keys.KNOWN).replace("--help-all lists all flags", "remove it")
         yield f"{location}: {problem}"
 
 
@@ -284,30 +284,34 @@ def _section_problems(
 ) -> Iterator[str]:
     name = ".".join(path)
     if not isinstance(section, dict):
-        yield f"{text.where(*path)}: {name} must be an object {{...}}, got {section!r}"
+        yield f"{text.location(*path)}: {name} must be an object {{...}}, got {section!r}"
         return
     for inner, value in section.items():
-        location = text.where(*path, inner)
+        location = text.location(*path, inner)
         full_name = f"{name}.{inner}"
-        if full_name in deepspeed_keys.INNER:
-            yield from _section_problems(text, (*path, inner), deepspeed_keys.INNER[full_name], value)
+        if full_name in deepspeed_keys.SUBSECTIONS:
+            yield from _section_problems(text, (*path, inner), deepspeed_keys.SUBSECTIONS[full_name], value)
         elif inner in known:
             yield from _value_problems(location, full_name, known[inner], value)
         else:
-            rule = deepspeed_keys.REJECTED_IN.get(name) or f"supported keys are {', '.join(known)}"
-            yield f"{location}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
+            rule = deepspeed_keys.SUPPORTED_KEYS_HINTS.get(name) or f"supported keys are {', '.join(known)}"
+            yield f"{location}: {unknown_message('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
-def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
-    if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
+def _value_problems(location: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
+    if value == "auto" and not name.startswith("pipeline.") and key.value_type != deepspeed_keys.OBJECT:
         return
-    if key.is_ignored and key.holds and not any(value is allowed or value == allowed for allowed in key.holds):
-        yield f"{place}: {name} {text_of_value(value)} is not supported: {key.otherwise}"
+    if (
+        key.is_ignored
+        and key.accepted_values
+        and not any(value is allowed or value == allowed for allowed in key.accepted_values)
+    ):
+        yield f"{location}: {name} {format_value(value)} is not supported: {key.alternative}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
     if key.choices:
         if value not in key.choices:
-            yield f"{place}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
+            yield f"{location}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
         return
     is_valid = {
         deepspeed_keys.ANY: True,
@@ -322,8 +326,8 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
         deepspeed_keys.DEPTH: is_integer and value >= -1,
         deepspeed_keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
-    if not is_valid[key.kind]:
-        yield f"{place}: {name} must be {key.kind}, got {value!r}"
+    if not is_valid[key.value_type]:
+        yield f"{location}: {name} must be {key.value_type}, got {value!r}"
 
 
 def _is_number(value: Any) -> bool:
@@ -333,32 +337,34 @@ def _is_number(value: Any) -> bool:
 def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
     optimizer, params = section.get("type", "AdamW"), section.get("params", {})
     if isinstance(params, dict) and "max_grad_norm" in params:
-        location = text.where("optimizer", "params", "max_grad_norm")
+        location = text.location("optimizer", "params", "max_grad_norm")
         yield f"{location}: optimizer.params.max_grad_norm is not supported, as in DeepSpeed. Use gradient_clipping"
     if isinstance(optimizer, str) and optimizer.lower() in deepspeed_keys.OPTIMIZER_TYPES and isinstance(params, dict):
-        rejected = deepspeed_keys.OTHER_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[optimizer.lower()]]
+        rejected = deepspeed_keys.UNSUPPORTED_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[optimizer.lower()]]
         for name in params:
             if name in rejected:
-                location = text.where("optimizer", "params", name)
+                location = text.location("optimizer", "params", name)
                 yield (
                     f"{location}: optimizer.params.{name} is not a parameter of {optimizer} in DeepSpeed. Remove the "
                     "key"
                 )
     if isinstance(optimizer, str) and optimizer.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
-            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW), "
-            f"SGD or Muon, got {optimizer!r}. Use one of these, or remove the section"
+            f"{text.location('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as "
+            f"AdamW), SGD or Muon, got {optimizer!r}. Use one of these, or remove the section"
         )
 
 
 def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
     pins = {
-        name: section[name].get("pin_memory") for name in deepspeed_keys.OFFLOADS if isinstance(section.get(name), dict)
+        name: section[name].get("pin_memory")
+        for name in deepspeed_keys.OFFLOAD_FIELDS
+        if isinstance(section.get(name), dict)
     }
     if len(set(pins.values()) - {None, "auto"}) > 1:
-        location = text.where("zero_optimization", "offload_param")
+        location = text.location("zero_optimization", "offload_param")
         yield (
-            f"{location}: pin_memory must be the same in {' and '.join(deepspeed_keys.OFFLOADS)}, got {pins}. "
+            f"{location}: pin_memory must be the same in {' and '.join(deepspeed_keys.OFFLOAD_FIELDS)}, got {pins}. "
             "Change one of them"
         )
 
@@ -378,7 +384,7 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
         if _is_stated(section.get(name)):
             num_elements = min(ceil(section[name]), LARGEST_INT)
             yield "stage3_prefetch_bucket_size", (f"zero_optimization.{name}", num_elements)
-    for name, field in deepspeed_keys.OFFLOADS.items():
+    for name, field in deepspeed_keys.OFFLOAD_FIELDS.items():
         inner = section.get(name) or {}
         if _is_stated(inner.get("device")):
             device = inner["device"]
@@ -387,7 +393,7 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
             yield "no_pin_memory", (f"zero_optimization.{name}.pin_memory, that is", not inner["pin_memory"])
 
 
-def layer_of(
+def json_layer(
     json: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], problems: list[str]
 ) -> Layer:
     """Return the layer of the values in the JSON.
@@ -404,28 +410,28 @@ def layer_of(
     has_pipeline = flags.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
     keyed_values = _json_values(json, problems) | (_pipeline_values(json) if has_pipeline else {})
     lr = flags.get("lr", keyed_values["lr"][1] if "lr" in keyed_values else defaults.get("lr", options["lr"].default))
-    keyed_values |= deepspeed_scheduler.values(json, lr)
+    keyed_values |= deepspeed_scheduler.scheduler_values(json, lr)
     invalid = {name: options[name].problem(value, f"{key} in the JSON") for name, (key, value) in keyed_values.items()}
     return Layer(
         DEEPSPEED_JSON,
         values={name: value for name, (_, value) in keyed_values.items()},
         written={
-            name: f"{key} {text_of_value(value)}{_origin(key, json)}" for name, (key, value) in keyed_values.items()
+            name: f"{key} {format_value(value)}{_origin_note(key, json)}" for name, (key, value) in keyed_values.items()
         },
         keys={name: key for name, (key, _) in keyed_values.items()},
         invalid={name: problem for name, problem in invalid.items() if problem},
-        excluded={"dtype": excluded(json)},
+        excluded={"dtype": disabled_dtypes(json)},
     )
 
 
-def _origin(key: str, json: Mapping[str, Any]) -> str:
+def _origin_note(key: str, json: Mapping[str, Any]) -> str:
     """Return a remark if the JSON omits the scheduler parameter ``key``; "" for every other key."""
     section, _, name = key.rpartition(".params.")
     is_omitted = section == "scheduler" and name not in json["scheduler"]["params"]
     return f" (default of {json['scheduler']['type']})" if is_omitted else ""
 
 
-def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
+def disabled_dtypes(json: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the number formats whose section has ``"enabled": false``."""
     return tuple(name for name in ("fp16", "bf16") if json.get(name, {}).get("enabled") is False)
 
@@ -433,7 +439,7 @@ def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
 def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) for every value that the JSON states."""
     keyed_values = {
-        key.field: (name, json[name]) for name, key in deepspeed_keys.VALUES.items() if _is_stated(json.get(name))
+        key.field: (name, json[name]) for name, key in deepspeed_keys.FIELD_KEYS.items() if _is_stated(json.get(name))
     }
     fp16, bf16 = json.get("fp16", {}), json.get("bf16", {})
     if fp16.get("enabled") is True and bf16.get("enabled") is True:
@@ -480,7 +486,10 @@ def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, 
     section = json.get("optimizer", {})
     if not _is_stated(section.get("type")):
         return {}
-    params, implied = section.get("params", {}), deepspeed_keys.implied_by(section["type"], section.get("params", {}))
+    params, implied = (
+        section.get("params", {}),
+        deepspeed_keys.default_params(section["type"], section.get("params", {})),
+    )
     omitted: dict[str, Any] = {_field_of(section, name): value for name, value in implied.items() if name not in params}
     if deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()] == "muon":
         omitted["muon_scale_mode"] = "original"  # sqrt(max(1, rows / columns)), the only mode of DeepSpeed
@@ -509,7 +518,7 @@ def _is_stated(value: Any) -> bool:
     return value is not None and value != "auto"
 
 
-def text_of_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -517,7 +526,9 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     """Return the configuration for DeepSpeed's engine: sizes and DeepSpeed's own switches, no precision or clipping."""
     d = config.parallel.data_parallel_size(world_size)
     context = config.parallel.context_parallel_size  # DeepSpeed counts context-parallel ranks as replicas
-    engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED})
+    engine = _without_auto(
+        {name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED_TO_ENGINE}
+    )
     engine.setdefault("steps_per_print", config.run.log_interval or LARGEST_INT)
     engine.setdefault("wall_clock_breakdown", False)
     disabled = {"enabled": False}  # throughput timers synchronize with the device at each micro-batch
@@ -550,7 +561,7 @@ def _pipeline_section(config: Config) -> dict[str, Any]:
     settings["micro_batch_group_size"] = config.parallel.group_size
     if is_auto(config.parallel.pipeline_schedule):
         settings["schedule"] = config.parallel.schedule
-    if settings["chunks"] == 1 and "pipeline_chunks" not in config.given:
+    if settings["chunks"] == 1 and "pipeline_chunks" not in config.explicit_fields:
         del settings["chunks"]
     return {name: value for name, value in settings.items() if bool(value) != (name in deepspeed_keys.ON_BY_DEFAULT)}
 

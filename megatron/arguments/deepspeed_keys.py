@@ -15,21 +15,21 @@ class Key:
     """A key of DeepSpeed's JSON: type of its value, field of ``Config`` that it sets ("" for none), and description.
 
     Args:
-        is_ignored: the key is accepted without effect and listed in the start table; ``about`` is the reason.
-        holds: values for which the key is ignored; empty for all values.
-        otherwise: reason for rejecting other values, and the alternative.
+        is_ignored: the key is accepted without effect and listed in the start table; ``description`` is the reason.
+        accepted_values: values for which the key is ignored; empty for all values.
+        alternative: reason for rejecting other values, and the alternative.
         needs_deepspeed: returns True for a value that only DeepSpeed's engine implements. A run without a pipeline then
             trains on DeepSpeed's engine; with a pipeline the engine of tds passes the key to DeepSpeed.
         without_pipeline: reason why the key has no effect in a run without a pipeline.
     """
 
-    kind: str
+    value_type: str
     field: str = ""
-    about: str = ""
+    description: str = ""
     choices: tuple[str, ...] = ()
     is_ignored: bool = False
-    holds: tuple[object, ...] = ()
-    otherwise: str = ""
+    accepted_values: tuple[object, ...] = ()
+    alternative: str = ""
     needs_deepspeed: Callable[[Any], bool] | None = None
     without_pipeline: str = ""
 
@@ -47,7 +47,7 @@ INTEGERS = (POSITIVE, INTEGER, DEPTH)
 BETAS = "two numbers"
 ANY = "anything"
 
-VALUES = {
+FIELD_KEYS = {
     "train_batch_size": Key(POSITIVE, "requested_global_batch_size"),
     "train_micro_batch_size_per_gpu": Key(POSITIVE, "batch_size"),
     "gradient_accumulation_steps": Key(POSITIVE, "gas"),
@@ -65,31 +65,34 @@ FP16 = {
 }
 
 
-def _ignored(about: str, *keys: str, kind: str = ANY) -> dict[str, Key]:
-    return {key: Key(kind, about=about, is_ignored=True) for key in keys}
+def _ignored(description: str, *keys: str, value_type: str = ANY) -> dict[str, Key]:
+    return {key: Key(value_type, description=description, is_ignored=True) for key in keys}
 
 
-def _held(about: str, value: object, otherwise: str, *keys: str) -> dict[str, Key]:
-    return {key: Key(ANY, about=about, is_ignored=True, holds=(value,), otherwise=otherwise) for key in keys}
+def _ignored_if(description: str, value: object, alternative: str, *keys: str) -> dict[str, Key]:
+    return {
+        key: Key(ANY, description=description, is_ignored=True, accepted_values=(value,), alternative=alternative)
+        for key in keys
+    }
 
 
 _FP32 = "main params, their gradients and optimizer states are fp32"
 _BUCKETS = "gradients are reduced in contiguous buckets during the backward pass"
-_GATHERED = "weights are gathered layer by layer, one layer in advance"
+_LAYERWISE_GATHER = "weights are gathered layer by layer, one layer in advance"
 FP16 |= _ignored("token ids are not cast", "auto_cast") | _ignored("enabled selects the format", "fp16")
-FP16 |= _ignored("a window of steps without overflow refills the hysteresis", "consecutive_hysteresis") | _held(
+FP16 |= _ignored("a window of steps without overflow refills the hysteresis", "consecutive_hysteresis") | _ignored_if(
     _FP32, False, f"{_FP32}; use false, or remove the key", "fp16_master_weights_and_grads"
 )
 BF16 = {
     "enabled": Key(BOOLEAN),
-    **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_master_weights_and_grads"),
-    **_held(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_optimizer_states"),
+    **_ignored_if(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_master_weights_and_grads"),
+    **_ignored_if(_FP32, False, f"{_FP32}; use false, or remove the key", "bf16_optimizer_states"),
     **_ignored("gradients are accumulated in fp32 immediately", "immediate_grad_update", "check_grad_overflow"),
 }
 PREFETCH = "0: no layer is prefetched; otherwise the next layer, whatever its size"
 _QUANTISED = "messages have the number format of the weights; use false, or remove the key"
 _SHARDED = "weights are sharded over all replicas"
-_ONE = "there is one implementation of ZeRO 1"
+_ZERO_1 = "there is one implementation of ZeRO 1"
 ZERO = {
     "stage": Key(INTEGER, "zero_stage"),
     "offload_optimizer": Key(OBJECT),
@@ -106,7 +109,7 @@ ZERO = {
         "use_all_reduce_for_fetch_params",
     ),
     **_ignored(
-        _GATHERED, "sub_group_size", "stage3_param_persistence_threshold",
+        _LAYERWISE_GATHER, "sub_group_size", "stage3_param_persistence_threshold",
         "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
         "stage3_module_granularity_threshold", "stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params",
         "module_granularity_threshold", "param_persistence_threshold",
@@ -120,12 +123,12 @@ ZERO = {
         "load_from_fp32_weights", "elastic_checkpoint",
     ),
     **_ignored("offloaded tensors are in pinned memory unless --no-pin-memory is given", "cpu_offload_use_pin_memory"),
-    **_held("messages are not quantized", False, _QUANTISED, "zero_quantized_weights", "zero_quantized_gradients"),
-    **_held(
-        "messages are not quantized", False, _QUANTISED, "zero_quantized_nontrainable_weights", "zeropp_loco_param",
+    **_ignored_if(
+        "messages are not quantized", False, _QUANTISED, "zero_quantized_weights", "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights", "zeropp_loco_param",
     ),
-    **_held(_SHARDED, -1, f"{_SHARDED}; remove the key", "mics_shard_size"),
-    **_held(_ONE, False, f"{_ONE}; remove the key", "legacy_stage1"),
+    **_ignored_if(_SHARDED, -1, f"{_SHARDED}; remove the key", "mics_shard_size"),
+    **_ignored_if(_ZERO_1, False, f"{_ZERO_1}; remove the key", "legacy_stage1"),
 }  # fmt: skip
 OFFLOAD = {
     "device": Key(TEXT, choices=("cpu", "none")),
@@ -135,7 +138,7 @@ OFFLOAD = {
         "pipeline_read", "pipeline_write", "fast_init", "ratio", "max_in_cpu", "nvme_path",
     ),
 }  # fmt: skip
-OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+OFFLOAD_FIELDS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 """Section of "zero_optimization" -> field that its "device" sets."""
 ACTIVATIONS = {
     "partition_activations": Key(BOOLEAN, "partition_activations"),
@@ -157,19 +160,19 @@ OPTIMIZER_PARAMS = {
     **_ignored("the update uses a fused kernel if the device has one", "torch_adam", "fused", "foreach", "capturable"),
     **_ignored("gradients are freed after each step", "set_grad_none"),
     **_ignored("updates are not differentiated", "differentiable"),
-    **_held(
+    **_ignored_if(
         "weight decay is decoupled", True, "weight decay is decoupled (AdamW): use true", "adam_w_mode", "adamw_mode",
         "decoupled_weight_decay",
     ),
-    **_held(_BIAS, True, f"{_BIAS}; use true, or remove the key", "bias_correction"),
-    **_held("AMSGrad is off", False, "AMSGrad is not supported; use false", "amsgrad"),
-    **_held("states are fp32", True, "use --exp-avg-dtype bf16 for moments in bf16", "fp32_optimizer_states"),
-    **_held("the loss is minimized", False, "the loss is minimized: use false, or remove the key", "maximize"),
+    **_ignored_if(_BIAS, True, f"{_BIAS}; use true, or remove the key", "bias_correction"),
+    **_ignored_if("AMSGrad is off", False, "AMSGrad is not supported; use false", "amsgrad"),
+    **_ignored_if("states are fp32", True, "use --exp-avg-dtype bf16 for moments in bf16", "fp32_optimizer_states"),
+    **_ignored_if("the loss is minimized", False, "the loss is minimized: use false, or remove the key", "maximize"),
     **_ignored("both methods compute the same matrices", "ns_method"),
-    **_held("there is no dampening", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
-    **_held("momentum is not Nesterov's", False, "SGD has no Nesterov momentum: use false", "nesterov"),
+    **_ignored_if("there is no dampening", 0, "SGD has no dampening: use 0, or remove the key", "dampening"),
+    **_ignored_if("momentum is not Nesterov's", False, "SGD has no Nesterov momentum: use false", "nesterov"),
 }  # fmt: skip
-OTHER_PARAMS = {
+UNSUPPORTED_PARAMS = {
     "adamw": ("momentum", "dampening", "nesterov", "ns_method"),
     "muon": ("dampening", "nesterov", "amsgrad", "torch_adam", "foreach", "capturable", "differentiable", "maximize"),
     "sgd": (
@@ -180,17 +183,17 @@ OTHER_PARAMS = {
 """Optimizer -> keys of ``OPTIMIZER_PARAMS`` that DeepSpeed does not accept for it."""
 
 
-def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
-    """Return parameter -> default of DeepSpeed's optimizer of type ``kind`` for parameters missing in ``params``.
+def default_params(optimizer_type: str, params: Mapping[str, object]) -> dict[str, float]:
+    """Return parameter -> DeepSpeed's default for the parameters of an optimizer that are missing in ``params``.
 
-    ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``kind`` is a type as DeepSpeed accepts
-    it. Betas and eps are omitted, because DeepSpeed's defaults equal ours.
+    ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``optimizer_type`` is a type as DeepSpeed
+    accepts it. Betas and eps are omitted, because DeepSpeed's defaults equal ours.
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """
-    if OPTIMIZER_TYPES[kind.lower()] == "muon":
+    if OPTIMIZER_TYPES[optimizer_type.lower()] == "muon":
         return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95}
-    if OPTIMIZER_TYPES[kind.lower()] == "sgd":
+    if OPTIMIZER_TYPES[optimizer_type.lower()] == "sgd":
         return {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0}
     return {"lr": 1e-3, "weight_decay": 0.01 if params.get("torch_adam") is True else 0.0}
 
@@ -235,44 +238,48 @@ def _times_throughput(section: Any) -> bool:
 
 
 _ANY_OPTIMIZER = "ZeRO accepts every optimizer of --optimizer"
-PASSED = {
+PASSED_TO_ENGINE = {
     "steps_per_print": Key(
         POSITIVE,
-        about='steps between DeepSpeed\'s own lines; "auto": --log-interval',
+        description='steps between DeepSpeed\'s own lines; "auto": --log-interval',
         without_pipeline="DeepSpeed's lines appear with --verbose-deepspeed only",
     ),
     "wall_clock_breakdown": Key(
         BOOLEAN,
-        about="times of forward, backward, reduction and step; without a pipeline with --verbose-deepspeed",
+        description="times of forward, backward, reduction and step; without a pipeline with --verbose-deepspeed",
         needs_deepspeed=_is_true,
     ),
     "memory_breakdown": Key(
-        BOOLEAN, about="DeepSpeed's memory lines, shown with --verbose-deepspeed", needs_deepspeed=_is_true
+        BOOLEAN, description="DeepSpeed's memory lines, shown with --verbose-deepspeed", needs_deepspeed=_is_true
     ),
     "dump_state": Key(
-        BOOLEAN, about="DeepSpeed prints its configuration, shown with --verbose-deepspeed", needs_deepspeed=_is_true
+        BOOLEAN,
+        description="DeepSpeed prints its configuration, shown with --verbose-deepspeed",
+        needs_deepspeed=_is_true,
     ),
-    "disable_python_gc": Key(BOOLEAN, about="DeepSpeed disables Python's garbage collection", needs_deepspeed=_is_true),
+    "disable_python_gc": Key(
+        BOOLEAN, description="DeepSpeed disables Python's garbage collection", needs_deepspeed=_is_true
+    ),
     "log_level": Key(
-        TEXT, about=("level of DeepSpeed's log, shown with --verbose-deepspeed"), needs_deepspeed=_is_stated
+        TEXT, description=("level of DeepSpeed's log, shown with --verbose-deepspeed"), needs_deepspeed=_is_stated
     ),
     "zero_allow_untested_optimizer": Key(
-        BOOLEAN, about="allows our optimizers with DeepSpeed's ZeRO", without_pipeline=_ANY_OPTIMIZER
+        BOOLEAN, description="allows our optimizers with DeepSpeed's ZeRO", without_pipeline=_ANY_OPTIMIZER
     ),
-    "tensorboard": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
-    "wandb": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
-    "csv_monitor": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
-    "comet": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "tensorboard": Key(OBJECT, description="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "wandb": Key(OBJECT, description="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "csv_monitor": Key(OBJECT, description="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
+    "comet": Key(OBJECT, description="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
     "pipeline": Key(
         OBJECT,
-        about="pipeline engine only (--pipe-parallel-size 2 or more)",
+        description="pipeline engine only (--pipe-parallel-size 2 or more)",
         without_pipeline="there is no pipeline (--pipe-parallel-size 2 or more)",
     ),
-    "flops_profiler": Key(OBJECT, about="DeepSpeed's profiler, without a pipeline", needs_deepspeed=_is_enabled),
-    "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication", needs_deepspeed=_is_enabled),
+    "flops_profiler": Key(OBJECT, description="DeepSpeed's profiler, without a pipeline", needs_deepspeed=_is_enabled),
+    "comms_logger": Key(OBJECT, description="DeepSpeed's record of its own communication", needs_deepspeed=_is_enabled),
     "timers": Key(
         OBJECT,
-        about="DeepSpeed's timers; the throughput timer, which synchronizes with the device, only if stated",
+        description="DeepSpeed's timers; the throughput timer, which synchronizes with the device, only if stated",
         needs_deepspeed=_times_throughput,
     ),
 }
@@ -286,11 +293,11 @@ def engine_features(json: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in json.items()
-        if (key := PASSED.get(name)) and key.needs_deepspeed is not None and key.needs_deepspeed(value)
+        if (key := PASSED_TO_ENGINE.get(name)) and key.needs_deepspeed is not None and key.needs_deepspeed(value)
     ]
 
 
-NOT_READ = {
+UNUSED_PIPELINE_KEYS = {
     "stages": "stages are set by --pipe-parallel-size",
     "partition": "layers are assigned to stages by --partition-method",
     "seed_layers": "weights are initialized from a counter-based generator, the same in every layout",
@@ -301,20 +308,22 @@ NOT_READ = {
 """Keys of "pipeline" that have no effect, and the reason; they are accepted with a note."""
 
 _MONITOR = {"enabled": Key(BOOLEAN), "output_path": Key(TEXT), "job_name": Key(TEXT)}
-INNER = {
+SUBSECTIONS = {
     "optimizer.params": OPTIMIZER_PARAMS,
     "zero_optimization.offload_optimizer": OFFLOAD,
     "zero_optimization.offload_param": OFFLOAD,
     "pipeline": {
-        "activation_checkpoint_interval": Key(INTEGER, about="layers between two saved inputs; 0: as the flags set it"),
-        "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
+        "activation_checkpoint_interval": Key(
+            INTEGER, description="layers between two saved inputs; 0: as the flags set it"
+        ),
+        "use_reentrant": Key(BOOLEAN, description="false: recompute without re-entering autograd"),
         **PIPELINE,
-        "trace_steps": Key(POSITIVE, about="number of steps in the trace, from the start of the run; default 20"),
-        "p2p_max_ctas": Key(INTEGER, about="CTAs per message on a GPU; 0: chosen by NCCL; default 4"),
+        "trace_steps": Key(POSITIVE, description="number of steps in the trace, from the start of the run; default 20"),
+        "p2p_max_ctas": Key(INTEGER, description="CTAs per message on a GPU; 0: chosen by NCCL; default 4"),
         "backward_split": Key(
             TEXT,
             choices=("auto", "linear", "graph"),
-            about=(
+            description=(
                 "weight gradients that zb-h1 defers: those of linear layers only, or also others that the autograd "
                 "graph allows"
             ),
@@ -366,11 +375,11 @@ INNER = {
 }
 """Name of a section, with dots -> its keys, as in DeepSpeed's configuration classes."""
 
-_FORMATS = "gradients of 16-bit weights are all-reduced in fp32"
-_SAVED = "checkpoints are written by megatron/checkpoint; see --save"
+_FP32_REDUCTION = "gradients of 16-bit weights are all-reduced in fp32"
+_CHECKPOINTS = "checkpoints are written by megatron/checkpoint; see --save"
 IGNORED = {
     **_ignored("it determines the order of a division only", "prescale_gradients", "gradient_predivide_factor"),
-    **_ignored(_FORMATS, "communication_data_type", "seq_parallel_communication_data_type"),
+    **_ignored(_FP32_REDUCTION, "communication_data_type", "seq_parallel_communication_data_type"),
     **_ignored("the loss is a mean over the global batch", "managed_gradient_accumulation"),
     **_ignored("weights are gathered as ZeRO needs them", "disable_allgather", "zero_allow_comm_data_type_fp32"),
     **_ignored("embedding gradients are dense", "sparse_gradients"),
@@ -380,15 +389,15 @@ IGNORED = {
     **_ignored("offload goes to the CPU, not to disks", "aio"),
     **_ignored("DeepSpeed reads no such section", "comms_config", "monitor_config"),
     **_ignored(
-        _SAVED, "checkpoint", "load_universal_checkpoint", "use_node_local_storage", "datastates", "datastates_ckpt",
-        "nebula",
+        _CHECKPOINTS, "checkpoint", "load_universal_checkpoint", "use_node_local_storage", "datastates",
+        "datastates_ckpt", "nebula",
     ),
     **_ignored("the tokenizer or --vocab-size determines it", "vocabulary_size"),
     **_ignored("flags determine the layout of experts", "expert_parallel", "use_data_before_expert_parallelism", "moe"),
     **_ignored("there is one AdamW", "legacy_fusion"),
     **_ignored("DeepSpeed reads no such key; --seed sets the seed", "seed"),
-    **_held(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
-    **_held(
+    **_ignored_if(_FP32, False, f"{_FP32}; remove the key", "fp16_master_weights_and_grads"),
+    **_ignored_if(
         "sequences are not split", 1, "use 1, and --context-parallel-size to split them", "sequence_parallel_size"
     ),
 }  # fmt: skip
@@ -422,7 +431,7 @@ REJECTED = {
 """Keys of DeepSpeed that would change the results; a disabled section is accepted."""
 
 _OFFLOAD = "supported keys are device and pin_memory; offload goes to the CPU, not to disks"
-REJECTED_IN = {
+SUPPORTED_KEYS_HINTS = {
     "fp16": (
         "supported keys are enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale"
     ),
@@ -439,5 +448,5 @@ REJECTED_IN = {
 }
 """Text to append to the message about an unknown key; messages about other sections list their keys."""
 
-KNOWN = (*VALUES, *SECTIONS, *PASSED, *IGNORED, *REJECTED)
+KNOWN = (*FIELD_KEYS, *SECTIONS, *PASSED_TO_ENGINE, *IGNORED, *REJECTED)
 """All known top-level keys. An unknown key that is similar to one of them is an error with a suggestion."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 AUTO = "auto"
-START = ("warmup_min_lr", "warmup_min_ratio")
+START_PARAMS = ("warmup_min_lr", "warmup_min_ratio")
 """Parameters for the learning rate at step 0, which must be 0."""
 
 
@@ -63,7 +63,7 @@ def problems(section: Mapping[str, Any]) -> Iterator[str]:
             continue
         elif not isinstance(value, (int, float)) or isinstance(value, bool):
             yield f"{full_key} must be a number, got {value!r}"
-        elif key in START and value != 0:
+        elif key in START_PARAMS and value != 0:
             yield f"{full_key} {value} is not supported: the warm-up starts at 0. Use 0"
         elif key == "last_batch_iteration" and value != -1:
             yield f"{full_key} {value} is not supported: a checkpoint determines the step. Use -1"
@@ -73,7 +73,7 @@ def problems(section: Mapping[str, Any]) -> Iterator[str]:
         yield f"scheduler.params.total_num_steps is required by {name}"
 
 
-def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
+def scheduler_values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) of the section; {} if it is not supported.
 
     Args:

@@ -10,11 +10,11 @@ from megatron.config.batch import BatchConfig
 from megatron.config.model import ModelConfig
 from megatron.models.registry import FAMILIES
 
-TOTAL = "requested_global_batch_size"
+GLOBAL_BATCH_FIELD = "requested_global_batch_size"
 
 
 JSON_KEYS = {
-    TOTAL: "train_batch_size",
+    GLOBAL_BATCH_FIELD: "train_batch_size",
     "batch_size": "train_micro_batch_size_per_gpu",
     "gas": "gradient_accumulation_steps",
 }
@@ -22,9 +22,9 @@ JSON_KEYS = {
 
 
 def resolve_batch_size(
-    found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any], world_size: int
+    scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any], world_size: int
 ) -> dict[str, Any]:
-    """Return the sizes that follow from the global batch size; a contradiction is added to ``found.problems``.
+    """Return the sizes that follow from the global batch size; a contradiction is added to ``scanned.problems``.
 
     global batch = micro-batch x gas x replicas. "Stated" means set by a flag or the JSON, not by a default:
 
@@ -39,63 +39,69 @@ def resolve_batch_size(
         defaults: field -> value of the sources of defaults.
     """
     merged = {**defaults, **explicit}
-    total, t, p = merged.get(TOTAL), merged.get("model_parallel_size", 1), max(merged.get("pipe_parallel_size", 1), 1)
+    total, t, p = (
+        merged.get(GLOBAL_BATCH_FIELD),
+        merged.get("model_parallel_size", 1),
+        max(merged.get("pipe_parallel_size", 1), 1),
+    )
     c = merged.get("context_parallel_size", 1)
     if not total or c < 1 or world_size % (t * p * c):
         return {}
-    if TOTAL not in explicit and "gas" in explicit:
-        return {TOTAL: 0}
+    if GLOBAL_BATCH_FIELD not in explicit and "gas" in explicit:
+        return {GLOBAL_BATCH_FIELD: 0}
     d = world_size // (t * p * c)
     replicas = f"dp = world {world_size} / (tp {t} x pp {p}{f' x cp {c}' if c > 1 else ''})"
     micro, gas = explicit.get("batch_size"), explicit.get("gas")
     if micro and gas:
         if total != micro * gas * d:
-            found.problems.append(_disagreement(found, total, micro, gas, d, replicas))
+            scanned.problems.append(_disagreement(scanned, total, micro, gas, d, replicas))
         return {}
     known = [("micro", micro)] if micro else [("gas", gas)] if gas else []
     product = (micro or gas or 1) * d
     if total % product:
         names = " x ".join([*(name for name, _ in known), "dp"])
         terms = " x ".join(f"{name} {size}" for name, size in [*known, ("dp", d)])
-        cure = _origin(found, "batch_size" if micro else "gas") + " or the global batch" if known else "it"
-        found.problems.append(
+        fix = _origin(scanned, "batch_size" if micro else "gas") + " or the global batch" if known else "it"
+        scanned.problems.append(
             f"train_batch_size must be a multiple of {names}, got {total} and {terms} = {product}; {replicas}. "
-            f"Change {cure}"
+            f"Change {fix}"
         )
         return {}
     if known:
         return {"gas" if micro else "batch_size": total // product}
-    if TOTAL in explicit and TOTAL not in found.values:  # from the JSON, where a missing accumulation means 1
+    if (
+        GLOBAL_BATCH_FIELD in explicit and GLOBAL_BATCH_FIELD not in scanned.values
+    ):  # from the JSON, where a missing accumulation means 1
         return {"batch_size": total // d, "gas": 1}
     samples, max_micro = total // d, defaults.get("batch_size", BatchConfig().batch_size)
     size = max(size for size in range(1, min(max_micro, samples) + 1) if samples % size == 0)
     default_pair = (max_micro, defaults.get("gas", BatchConfig().gas))
     if (size, samples // size) != default_pair:
-        found.notes.append(
+        scanned.notes.append(
             f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} becomes --batch-size {size} x --gas "
             f"{samples // size} instead of {default_pair[0]} x {default_pair[1]}; set one of the two to change this"
         )
     return {"batch_size": size, "gas": samples // size}
 
 
-def _disagreement(found: Scan, total: int, micro: int, gas: int, d: int, replicas: str) -> str:
+def _disagreement(scanned: Scan, total: int, micro: int, gas: int, d: int, replicas: str) -> str:
     product = micro * gas * d
     return (
         f"train_batch_size {total} != micro {micro} x gas {gas} x dp {d} = {product}; {replicas}. "
-        f'Set train_batch_size to {product} or "auto", or change {_origin(found, "batch_size")} or '
-        f"{_origin(found, 'gas')}"
+        f'Set train_batch_size to {product} or "auto", or change {_origin(scanned, "batch_size")} or '
+        f"{_origin(scanned, 'gas')}"
     )
 
 
-def _origin(found: Scan, name: str) -> str:
-    return found.spelling.get(name, JSON_KEYS[name])
+def _origin(scanned: Scan, name: str) -> str:
+    return scanned.spelling.get(name, JSON_KEYS[name])
 
 
 FLAG = "--num-layers-per-virtual-pipeline-stage"
 
 
-def resolve_chunks(found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of chunks for the given layers per chunk; a contradiction is added to ``found.problems``.
+def resolve_chunks(scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of chunks for the given layers per chunk; a contradiction is added to ``scanned.problems``.
 
     chunks = layers / (stages x layers of a chunk). For an encoder-decoder, layers are the sum of both sides.
 
@@ -109,18 +115,18 @@ def resolve_chunks(found: Scan, explicit: Mapping[str, Any], defaults: Mapping[s
         return {}
     layers = merged.get("num_layers", ModelConfig().num_layers)
     name = "--num-layers"
-    if sides := FAMILIES[found.family].config.SIDES:
+    if sides := FAMILIES[scanned.family].config.SIDES:
         layers = sum(merged.get(side) or layers for side in sides)
         name = "the layers of both sides"
     if layers % (stages * size):
-        found.problems.append(
+        scanned.problems.append(
             f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {size} = "
             f"{stages * size}. Change one of them, or use --pipeline-chunks, which supports any number of layers"
         )
         return {}
     chunks = layers // (stages * size)
     if explicit.get("pipeline_chunks", chunks) != chunks:
-        found.problems.append(
+        scanned.problems.append(
             f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {size}) = {chunks} and "
             f"{explicit['pipeline_chunks']}. Remove one of them"
         )

@@ -9,7 +9,7 @@ from megatron.config import Config, elastic
 from megatron.errors import ConfigError, raise_all
 
 
-def fit_to_ranks(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Config, int]:
+def fit_to_ranks(config: Config, span: elastic.RankRange, num_ranks: int) -> tuple[Config, int]:
     """Return ``config`` for ``num_ranks`` ranks of an elastic job, and the number of ranks that have work.
 
     The result is the same on every rank.
@@ -17,7 +17,7 @@ def fit_to_ranks(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Co
     Raises:
         ConfigError: no layout fits these ranks.
     """
-    elastic.check_fewest(config, span)
+    elastic.check_min_ranks(config, span)
     problems: list[str] = []
     for num_replicas in elastic.replica_counts(config, span, num_ranks):
         fitted = elastic.with_replicas(config, span, num_replicas)
@@ -27,8 +27,8 @@ def fit_to_ranks(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Co
             note = elastic.describe(fitted, span, num_ranks, num_replicas)
             return replace(fitted, notes=(*fitted.notes, note)), num_used
         problems = problems or layout_problems
-    raise_all([f"with {num_ranks} of {span.most} ranks: {problem}" for problem in problems])
+    raise_all([f"with {num_ranks} of {span.max_ranks} ranks: {problem}" for problem in problems])
     raise ConfigError(
-        f"no number of replicas on {num_ranks} of {span.most} ranks divides the global batch into micro-batches of "
-        f"{config.batch.batch_size}. Lower --batch-size, or choose a global batch with more divisors"
+        f"no number of replicas on {num_ranks} of {span.max_ranks} ranks divides the global batch into micro-batches "
+        f"of {config.batch.batch_size}. Lower --batch-size, or choose a global batch with more divisors"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.arguments.argparse_parsers import RaisingParser
-from megatron.arguments.flag_values import options_in
+from megatron.arguments.flag_values import family_options
 from megatron.arguments.model_choice import FLAG
 from megatron.arguments.scan import Scan
 from megatron.errors import raise_all
@@ -33,17 +33,17 @@ class ExtraFlags:
         self._parser = RaisingParser(add_help=False, allow_abbrev=False)
         provider(self._parser)
         self.flags = [flag for action in self._parser._actions for flag in action.option_strings]
-        known_flags = {flag for option in options_in(family) for flag in option.flags}
+        known_flags = {flag for option in family_options(family) for flag in option.flags}
         known_flags -= set() if accepts_model else {FLAG}
         clashes = sorted(known_flags & set(self.flags))
         raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in clashes])
 
-    def values(self, found: Scan) -> dict[str, Any]:
-        """Parse ``found.rest`` and return name -> value; a problem is added to ``found``."""
+    def values(self, scanned: Scan) -> dict[str, Any]:
+        """Parse ``scanned.extra_words`` and return name -> value; a problem is added to ``scanned``."""
         if self._parser is None:
             return {}
         try:
-            return vars(self._parser.parse_args(found.rest))
+            return vars(self._parser.parse_args(scanned.extra_words))
         except (ValueError, argparse.ArgumentError) as error:
-            found.problems.append(f"flags of extra_args_provider: {error}")
+            scanned.problems.append(f"flags of extra_args_provider: {error}")
             return {}

@@ -9,7 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import translate
-from megatron.arguments.foreign_flags import CONVERTED, REJECTED, ForeignFlag, flags_with, foreign_flag, foreign_flags
+from megatron.arguments.foreign_flags import (
+    CONVERTED,
+    REJECTED,
+    ForeignFlag,
+    flags_with_rule,
+    foreign_flag,
+    foreign_flags,
+)
 from megatron.arguments.scan import Scan
 from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
 from megatron.config.family import ModelFamily
@@ -35,19 +42,19 @@ def _options(families: tuple[ModelFamily, ...]) -> tuple[tuple[str, Option], ...
     return tuple((name, item) for name, section in all_sections().items() for item in options_of(section))
 
 
-def takes(family: str, section: str, option: Option) -> bool:
+def accepts_option(family: str, section: str, option: Option) -> bool:
     """Return True if a run of ``family`` accepts the flag ``option`` of ``section``."""
-    return FAMILIES[family].takes(option, section, is_own=section not in SECTIONS)
+    return FAMILIES[family].accepts_option(option, section, is_family_section=section not in SECTIONS)
 
 
-def options_in(family: str) -> tuple[Option, ...]:
+def family_options(family: str) -> tuple[Option, ...]:
     """Return the flags that a run of ``family`` accepts."""
-    return _options_in(family, tuple(FAMILIES.values()))
+    return _family_options(family, tuple(FAMILIES.values()))
 
 
 @functools.cache
-def _options_in(family: str, families: tuple[ModelFamily, ...]) -> tuple[Option, ...]:
-    return tuple(option for section, option in _options(families) if takes(family, section, option))
+def _family_options(family: str, families: tuple[ModelFamily, ...]) -> tuple[Option, ...]:
+    return tuple(option for section, option in _options(families) if accepts_option(family, section, option))
 
 
 def config_from_values(values: Mapping[str, Any], *, family: str = FIRST_FAMILY, **others: Any) -> Config:
@@ -61,29 +68,29 @@ def config_from_values(values: Mapping[str, Any], *, family: str = FIRST_FAMILY,
         ValueError: the family does not exist.
     """
     family_config = family_of(family).config
-    unknown = values.keys() - {option.name for _, option in all_options()}
-    if unknown:
-        raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown))}")
+    unknown_names = values.keys() - {option.name for _, option in all_options()}
+    if unknown_names:
+        raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown_names))}")
     values = {**family_config.DEFAULTS, **values}
     sections = {
         name: section(**{option.name: values[option.name] for option in options_of(section) if option.name in values})
-        for name, section in {**SECTIONS, "own": family_config}.items()
+        for name, section in {**SECTIONS, "family_config": family_config}.items()
     }
     return Config(family=family, **sections, **others)
 
 
 # Parse the words of a command line. All problems are collected; none ends the scan.
 
-LARGEST_COUNT = 2**62
+MAX_COUNT = 2**62
 """Maximum number of samples or tokens, which are counted in 64 bits."""
-ALIKE = 0.8
+MIN_SIMILARITY = 0.8
 """Minimum similarity of two names for a suggestion; high enough to match typing errors only."""
 
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
     """Parse ``argv``. Flags in ``extra_flags`` and their values are added to ``rest``."""
-    known = {flag: option for option in options_in(family) for flag in option.flags}
-    accepted = FAMILIES[family].config.HOLDS
+    known = {flag: option for option in family_options(family) for flag in option.flags}
+    accepted = FAMILIES[family].config.ALWAYS_ON_FLAGS
     extras = set(extra_flags)
     scanned = Scan(family)
     words = list(argv)
@@ -94,9 +101,9 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
         if flag not in extras and flag not in known and with_dashes in known:
             flag = with_dashes
         if flag in extras:
-            scanned.rest += [word, *_values_after(words)]
+            scanned.extra_words += [word, *_values_after(words)]
         elif flag in known:
-            _take(scanned, known[flag], flag, text if equals else None, words)
+            _parse_flag(scanned, known[flag], flag, text if equals else None, words)
         elif flag in accepted:
             scanned.ignored[flag] = accepted[flag]
         elif not flag.startswith("-"):
@@ -108,48 +115,50 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
             if reason := rejected_flags(family).get(flag):
                 scanned.problems.append(f"{flag} is not supported: {reason}")
             elif row := foreign_flag(flag) or foreign_flag(with_dashes):
-                _take_foreign(scanned, row, values)
+                _parse_foreign_flag(scanned, row, values)
             else:
                 other_flags = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
-                problem = unknown("flag", flag, [*known, *extras, *other_flags], known)
+                problem = unknown_message("flag", flag, [*known, *extras, *other_flags], known)
                 scanned.add_unknown(problem, " ".join([flag, *values]))
-    translate.fields_of(scanned)
+    translate.set_converted_fields(scanned)
     return scanned
 
 
-def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
+def _parse_foreign_flag(scanned: Scan, row: ForeignFlag, values: list[str]) -> None:
     """Store a flag of another trainer that is ignored or converted."""
-    inapplicable = _inapplicable_field(found.family, row)
+    inapplicable = _inapplicable_field(scanned.family, row)
     if inapplicable is not None:
-        found.problems.append(f"{row.flag} is not supported: {FAMILIES[found.family].advice(inapplicable)}")
+        scanned.problems.append(f"{row.flag} is not supported: {FAMILIES[scanned.family].advice(inapplicable)}")
     elif problem := row.count_problem(values) or row.value_problem(values):
-        found.problems.append(problem)
+        scanned.problems.append(problem)
     elif row.rule != CONVERTED:
-        found.ignored[" ".join([row.flag, *values]) if row.target else row.flag] = row.note
+        scanned.ignored[" ".join([row.flag, *values]) if row.target else row.flag] = row.note
     elif row.value == "str*":
-        found.converted[row.flag] = values
+        scanned.converted[row.flag] = values
     elif not row.value:
-        found.converted[row.flag] = True
+        scanned.converted[row.flag] = True
     elif row.value == "bool":
         if values[0] in ("true", "false"):
-            found.converted[row.flag] = values[0] == "true"
+            scanned.converted[row.flag] = values[0] == "true"
         else:
-            found.problems.append(f"{row.flag} must be true or false, got {values[0]!r}")
+            scanned.problems.append(f"{row.flag} must be true or false, got {values[0]!r}")
     else:
         value, problem = Option(
-            name="", flag=row.flag, kind=row.value, default=None, help="", shown_default="", minimum=0,
-            maximum=LARGEST_COUNT,
+            name="", flag=row.flag, value_type=row.value, default=None, help="", shown_default="", minimum=0,
+            maximum=MAX_COUNT,
         ).convert(values[0], row.flag)  # fmt: skip
         if problem:
-            found.problems.append(problem)
+            scanned.problems.append(problem)
         else:
-            found.converted[row.flag] = value
+            scanned.converted[row.flag] = value
 
 
 def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
     """Return a field that the flag sets and that ``family`` does not have; None if there is none."""
-    inapplicable = {option.name: option for section, option in all_options() if not takes(family, section, option)}
-    accepted = {option.name for option in options_in(family)}
+    inapplicable = {
+        option.name: option for section, option in all_options() if not accepts_option(family, section, option)
+    }
+    accepted = {option.name for option in family_options(family)}
     return next((inapplicable[name] for name in row.fields if name in inapplicable and name not in accepted), None)
 
 
@@ -161,13 +170,15 @@ def rejected_flags(family: str) -> Mapping[str, str]:
 @functools.cache
 def _rejected_flags(family: str, families: tuple[ModelFamily, ...]) -> Mapping[str, str]:
     model_family = FAMILIES[family]
-    other_options = [option for section, option in all_options() if not takes(family, section, option)]
+    other_options = [option for section, option in all_options() if not accepts_option(family, section, option)]
     advice = {flag: model_family.advice(option) for option in other_options for flag in option.flags}
-    advice = {flag: reason for flag, reason in advice.items() if flag not in model_family.config.HOLDS}
-    return {row.flag: row.note for row in flags_with(REJECTED)} | advice | dict(model_family.config.REFUSED)
+    advice = {flag: reason for flag, reason in advice.items() if flag not in model_family.config.ALWAYS_ON_FLAGS}
+    return {row.flag: row.note for row in flags_with_rule(REJECTED)} | advice | dict(model_family.config.REJECTED_FLAGS)
 
 
-def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
+def unknown_message(
+    noun: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})
+) -> str:
     """Return the message about an unknown name, with a suggestion if an accepted name is similar.
 
     Args:
@@ -175,20 +186,20 @@ def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Op
             suggested.
     """
     names = list(known)
-    longer = [other for other in names if other.startswith(name)] if len(name) > 3 else []
-    bare = {other.lstrip("-"): other for other in names}  # the dashes do not count for the similarity
-    close = difflib.get_close_matches(name.lower().lstrip("-"), bare, n=1, cutoff=ALIKE)
+    completions = [other for other in names if other.startswith(name)] if len(name) > 3 else []
+    name_without_dashes = {other.lstrip("-"): other for other in names}  # the dashes do not count for the similarity
+    close = difflib.get_close_matches(name.lower().lstrip("-"), name_without_dashes, n=1, cutoff=MIN_SIMILARITY)
     words = name.lower().lstrip("-").replace("_", "-").replace("-", " ")
     matching = [flag for flag, option in options.items() if " " in words and words in option.help]
-    suggestions = longer[:1] or [bare[other] for other in close] or matching[:1]
-    return f"unknown {kind} {name}" + (
+    suggestions = completions[:1] or [name_without_dashes[other] for other in close] or matching[:1]
+    return f"unknown {noun} {name}" + (
         f"; did you mean {suggestions[0]}?" if suggestions else "; --help-all lists all flags"
     )
 
 
-def is_near(name: str, known: Iterable[str]) -> bool:
-    """Return True if ``unknown`` would suggest one of ``known`` for ``name``."""
-    return "did you mean" in unknown("name", name, known)
+def has_suggestion(name: str, known: Iterable[str]) -> bool:
+    """Return True if ``unknown_message`` would suggest one of ``known`` for ``name``."""
+    return "did you mean" in unknown_message("name", name, known)
 
 
 def _values_after(words: list[str]) -> list[str]:
@@ -198,10 +209,10 @@ def _values_after(words: list[str]) -> list[str]:
     return values
 
 
-def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[str]) -> None:
-    takes_value = option.kind != "bool" and flag not in option.constants
+def _parse_flag(scanned: Scan, option: Option, flag: str, text: str | None, words: list[str]) -> None:
+    takes_value = option.value_type != "bool" and flag not in option.constants
     if not takes_value and text is not None:
-        found.problems.append(f"{flag} takes no value, got {text!r}. Remove the value, or the flag")
+        scanned.problems.append(f"{flag} takes no value, got {text!r}. Remove the value, or the flag")
         return
     if takes_value and text is None and words and not words[0].startswith("--"):
         text = words.pop(0) if option.join is None else option.join(_values_after(words))
@@ -210,25 +221,25 @@ def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[
     if text is None and option.alone is not None:
         text = option.alone
     if takes_value and not text:
-        found.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
+        scanned.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
         return
     value, problem = option.convert(text, flag) if text is not None else (option.constants.get(flag, True), None)
     if problem and option.name == "tokenizer_type":
-        found.unknown_tokenizer_type = str(text)
+        scanned.unknown_tokenizer_type = str(text)
         return
     if problem:
-        found.problems.append(problem)
+        scanned.problems.append(problem)
         return
-    _store(found, option, flag, value, f"{flag} {text}" if text is not None else flag)
+    _store_value(scanned, option, flag, value, f"{flag} {text}" if text is not None else flag)
 
 
-def _store(found: Scan, option: Option, flag: str, value: Any, spelling: str) -> None:
-    if option.name in found.values:
-        if option.name == "dtype" and found.values["dtype"] != value:
-            found.problems.append(
-                f"only one number format may be set, got {found.spelling['dtype']} and {spelling}. Remove one of them"
+def _store_value(scanned: Scan, option: Option, flag: str, value: Any, spelling: str) -> None:
+    if option.name in scanned.values:
+        if option.name == "dtype" and scanned.values["dtype"] != value:
+            scanned.problems.append(
+                f"only one number format may be set, got {scanned.spelling['dtype']} and {spelling}. Remove one of them"
             )
-        if flag not in found.repeated:
-            found.repeated.append(flag)
-    found.values[option.name] = value
-    found.spelling[option.name] = spelling
+        if flag not in scanned.repeated:
+            scanned.repeated.append(flag)
+    scanned.values[option.name] = value
+    scanned.spelling[option.name] = spelling

@@ -36,13 +36,13 @@ class Target(NamedTuple):
         fields: fields that are set.
         function: name of the function that sets them; "" for none.
         value: constant, or WORD:VALUE pairs; "" for the flag's value.
-        yields: a value from another flag takes precedence.
+        is_fallback: a value from another flag takes precedence.
     """
 
     fields: tuple[str, ...]
     function: str = ""
     value: str = ""
-    yields: bool = False
+    is_fallback: bool = False
 
     @property
     def choices(self) -> dict[str, str]:
@@ -61,7 +61,7 @@ class ForeignFlag:
             or "any" (any number of words).
         target: accepted values (by-value), or the fields that it sets (converted).
         note: reason, or meaning of the conversion, as shown to the user.
-        otherwise: advice for a value that is not accepted.
+        alternative: advice for a value that is not accepted.
     """
 
     flag: str
@@ -70,7 +70,7 @@ class ForeignFlag:
     value: str = ""
     target: str = ""
     note: str = ""
-    otherwise: str = ""
+    alternative: str = ""
 
     @functools.cached_property
     def targets(self) -> tuple[Target, ...]:
@@ -82,13 +82,13 @@ class ForeignFlag:
 
         Targets with ``?``, which yield to other flags, are left out unless all targets have it.
         """
-        targets = [target for target in self.targets if not target.yields] or self.targets[:1]
+        targets = [target for target in self.targets if not target.is_fallback] or self.targets[:1]
         return tuple(field for target in targets for field in target.fields)
 
     @property
-    def yields(self) -> bool:
+    def is_fallback(self) -> bool:
         """True if the flag sets its first field only if no other flag sets it."""
-        return bool(self.targets) and self.targets[0].yields
+        return bool(self.targets) and self.targets[0].is_fallback
 
     def count_problem(self, values: list[str]) -> str | None:
         """Return the problem with the number of words after the flag, or None."""
@@ -104,9 +104,9 @@ class ForeignFlag:
 
     def value_problem(self, values: list[str]) -> str | None:
         """Return the problem if the rule is by-value and one of ``values`` is not accepted, otherwise None."""
-        if self.rule != BY_VALUE or all(_is_among(value, self.target.split()) for value in values):
+        if self.rule != BY_VALUE or all(_is_accepted(value, self.target.split()) for value in values):
             return None
-        return f"{self.flag} {' '.join(values)} is not supported: {self.otherwise}"
+        return f"{self.flag} {' '.join(values)} is not supported: {self.alternative}"
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def foreign_flag(flag: str) -> ForeignFlag | None:
     return rows.get(flag) or next((replace(row, flag=flag) for row in patterns), None)
 
 
-def flags_with(*rules: str) -> Iterator[ForeignFlag]:
+def flags_with_rule(*rules: str) -> Iterator[ForeignFlag]:
     """Yield the rows with one of ``rules``."""
     yield from (row for row in foreign_flags().values() if row.rule in rules)
 
@@ -133,10 +133,10 @@ def _target_of(item: str) -> Target:
     left, _, value = item.partition("=")
     function, _, fields = left.rpartition(":")
     names = fields.split(",") if fields else []
-    return Target(tuple(name.rstrip("?") for name in names), function, value, yields=fields.endswith("?"))
+    return Target(tuple(name.rstrip("?") for name in names), function, value, is_fallback=fields.endswith("?"))
 
 
-def _is_among(value: str, accepted: Iterable[str]) -> bool:
+def _is_accepted(value: str, accepted: Iterable[str]) -> bool:
     if value in accepted:
         return True
     try:

@@ -5,31 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megatron.arguments.flag_values import options_in
+from megatron.arguments.flag_values import family_options
 from megatron.arguments.scan import Scan
 
 FLAG_VARIABLES = "MEGATRON_VARIABLES"
 """Environment variable with a list of ``--flag=NAME``: the variable NAME of the run script sets the flag."""
 
 
-def with_typed_flags(problems: list[str], found: Scan) -> list[str]:
+def with_typed_flags(problems: list[str], scanned: Scan) -> list[str]:
     """Append to each problem the aliases that the user typed for the flags in its message."""
     if not problems:
         return problems
-    names = {option.name: option.flag for option in options_in(found.family) if option.flag}
-    typed = {names[field]: text for field, text in found.spelling.items() if field in names and text.startswith("--")}
+    names = {option.name: option.flag for option in family_options(scanned.family) if option.flag}
+    typed = {names[field]: text for field, text in scanned.spelling.items() if field in names and text.startswith("--")}
     lines = []
     for problem in problems:
         renamed = [
             f"{flag} was given as {text}"
             for flag, text in typed.items()
-            if text.split(" ")[0] != flag and _names(problem, flag) and not _names(problem, text.split(" ")[0])
+            if text.split(" ")[0] != flag and _mentions(problem, flag) and not _mentions(problem, text.split(" ")[0])
         ]
         lines.append(f"{problem} ({', '.join(renamed)})" if renamed else problem)
     return lines
 
 
-def _names(text: str, flag: str) -> bool:
+def _mentions(text: str, flag: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) is not None
 
 

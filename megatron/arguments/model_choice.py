@@ -23,16 +23,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.arguments import config_file
-from megatron.arguments.flag_values import all_sections, options_in
+from megatron.arguments.flag_values import all_sections, family_options
 from megatron.arguments.scan import Scan
 from megatron.arguments.script_defaults import VARIABLE
 from megatron.arguments.sources import COMMAND_LINE, CONFIG_FILE, MODEL, PROGRAM, RUN_SCRIPT, Layer, Source
-from megatron.config.config import Config
+from megatron.config.config import RENAMED_SECTIONS, Config
 from megatron.config.decoder import ARCHITECTURE
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import ConfigError
-from megatron.models.architectures import Architecture, architecture, problem_of
+from megatron.models.architectures import Architecture, find_architecture, unknown_model_message
 from megatron.models.registry import FAMILIES
 
 FLAG, FIELD = "--model", "architecture"
@@ -50,7 +50,7 @@ class ModelChoice:
         family: family of the model.
         program: the family that the program trains without ``--model``.
         source: the source that names the model; PROGRAM without ``--model``.
-        named: the architecture of ``--model``; None if the program's model is used.
+        arch: the architecture of ``--model``; None if the program's model is used.
         names: values of ``--model`` that mean this model.
         recipe: the family by which the flags in MEGATRON_DEFAULTS are parsed; "" for ``family``.
         problem: message about a name that is not a decoder; "" if there is no problem.
@@ -59,7 +59,7 @@ class ModelChoice:
     family: str
     program: str
     source: Source = PROGRAM
-    named: Architecture | None = None
+    arch: Architecture | None = None
     names: tuple[str, ...] = ()
     recipe: str = ""
     problem: str = ""
@@ -67,14 +67,14 @@ class ModelChoice:
     @property
     def settings(self) -> Mapping[str, Any]:
         """Field -> value of the architecture."""
-        return {} if self.named is None else self.named.settings
+        return {} if self.arch is None else self.arch.settings
 
-    def taken(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def compatible_defaults(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Drop the defaults of a weaker source that belong to another architecture or family."""
-        if self.family == self.program and self.named is None:
+        if self.family == self.program and self.arch is None:
             return dict(defaults)
-        options = {option.name for option in options_in(self.family)}
-        replaced = ARCHITECTURE if self.named is not None else ()
+        options = {option.name for option in family_options(self.family)}
+        replaced = ARCHITECTURE if self.arch is not None else ()
         return {name: value for name, value in defaults.items() if name in options and name not in replaced}
 
     def layers(self, script: dict[str, Any], program: dict[str, Any]) -> list[Layer]:
@@ -87,16 +87,16 @@ class ModelChoice:
         model = Layer(MODEL, dict(self.settings))
         if self.source in (PROGRAM, RUN_SCRIPT):
             return [Layer(RUN_SCRIPT, script), model, Layer(PROGRAM, program)]
-        return [model, Layer(RUN_SCRIPT, self.taken(script)), Layer(PROGRAM, program)]
+        return [model, Layer(RUN_SCRIPT, self.compatible_defaults(script)), Layer(PROGRAM, program)]
 
-    def replace_file(self, found: Scan) -> None:
+    def drop_file_architecture(self, scanned: Scan) -> None:
         """Remove the architecture settings that come from the file of --config if the command line names the model."""
         if self.source is COMMAND_LINE:
-            for name in self.settings.keys() & found.from_file.keys():
-                del found.values[name], found.spelling[name], found.from_file[name]
+            for name in self.settings.keys() & scanned.from_file.keys():
+                del scanned.values[name], scanned.spelling[name], scanned.from_file[name]
 
 
-def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelChoice:
+def choose_model(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelChoice:
     """Return the model that the command line, --config, MEGATRON_DEFAULTS or the program names.
 
     Args:
@@ -105,34 +105,34 @@ def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelC
         program: the family that the program trains without ``--model``.
     """
     choice = ModelChoice(family=program, program=program, names=(program,))
-    choice = _named(_last_value(_words_of(env), FLAG), RUN_SCRIPT, choice)
-    choice = _of_file(_last_value(words, "--config"), choice)
-    return _named(_last_value(words, FLAG), COMMAND_LINE, choice)
+    choice = _choose_by_name(_last_value(_environment_words(env), FLAG), RUN_SCRIPT, choice)
+    choice = _choose_by_file(_last_value(words, "--config"), choice)
+    return _choose_by_name(_last_value(words, FLAG), COMMAND_LINE, choice)
 
 
-def _named(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice:
+def _choose_by_name(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice:
     """Return the choice of the model ``name``, or ``weaker`` if there is no name or it is the same model."""
     if not name or name in weaker.names:
         return weaker
-    arch = architecture(name)
+    arch = find_architecture(name)
     if arch is None:
-        return replace(weaker, problem=problem_of(name))
+        return replace(weaker, problem=unknown_model_message(name))
     recipe = arch.family if source is RUN_SCRIPT else weaker.recipe or weaker.family
     return ModelChoice(
-        family=arch.family, program=weaker.program, source=source, named=arch, names=(name,), recipe=recipe
+        family=arch.family, program=weaker.program, source=source, arch=arch, names=(name,), recipe=recipe
     )
 
 
-def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
+def _choose_by_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
     """Return the choice of the --config file: the model of the run that wrote it, or the model that it names."""
     try:
         values = config_file.read_file(path).values if path else {}
     except ConfigError:
         return weaker  # the parser reports it
-    family, name = values.get(config_file.OF_RUN), _name_in(values)
+    family, name = values.get(config_file.RUN_MARKER_KEY), _model_name_in(values)
     if not isinstance(family, str):
-        return _named(name, CONFIG_FILE, weaker)
-    if family not in FAMILIES or FAMILIES[family].kind != "decoder":
+        return _choose_by_name(name, CONFIG_FILE, weaker)
+    if family not in FAMILIES or FAMILIES[family].model_type != "decoder":
         return weaker
     names = (family, name) if name else (family,)
     return ModelChoice(
@@ -140,14 +140,14 @@ def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
     )
 
 
-def problems_of(choice: ModelChoice, config: Config) -> Iterator[str]:
+def missing_size_problems(choice: ModelChoice, config: Config) -> Iterator[str]:
     """Yield the sizes that the model requires and that are not set."""
-    if choice.named is None:
+    if choice.arch is None:
         return
     flags = {option.name: option.flag for option in options_of(ModelConfig)}
-    for name in choice.named.needs:
+    for name in choice.arch.required_fields:
         if not getattr(config.model, name):
-            yield f"--model {choice.named.name} needs {flags[name]}: --model sets no sizes. Add {flags[name]}"
+            yield f"--model {choice.arch.name} needs {flags[name]}: --model sets no sizes. Add {flags[name]}"
 
 
 def _last_value(words: Sequence[str], flag: str) -> str | None:
@@ -161,19 +161,19 @@ def _last_value(words: Sequence[str], flag: str) -> str | None:
     return value
 
 
-def _words_of(env: Mapping[str, str]) -> list[str]:
+def _environment_words(env: Mapping[str, str]) -> list[str]:
     try:
         return shlex.split(env.get(VARIABLE, ""))
     except ValueError:
         return []  # the parser reports it
 
 
-def _name_in(values: Mapping[str, Any]) -> str | None:
+def _model_name_in(values: Mapping[str, Any]) -> str | None:
     """Return the model that a file of flags names, at the top level or in a section."""
     sections = [
         section_values
         for key, section_values in values.items()
-        if isinstance(section_values, dict) and key in all_sections()
+        if isinstance(section_values, dict) and RENAMED_SECTIONS.get(key, key) in all_sections()
     ]
     for section in (values, *sections):
         for key in ("model", FLAG, FIELD):

@@ -50,12 +50,12 @@ _SGD_AND_MUON = {
     "sgd_momentum": 0.9, "muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral"
 }  # fmt: skip
 GPT: Mapping[str, Any] = MappingProxyType({**MEGATRON, **_SGD_AND_MUON, "hidden_bias": True})
-_PIECES = {"tokenizer_type": "BertWordPieceLowerCase", "layernorm_epsilon": 1e-5}
+_WORDPIECE = {"tokenizer_type": "BertWordPieceLowerCase", "layernorm_epsilon": 1e-5}
 BERT: Mapping[str, Any] = MappingProxyType(
-    {**{name: value for name, value in MEGATRON.items() if name != "untie_embeddings"}, **_PIECES}
+    {**{name: value for name, value in MEGATRON.items() if name != "untie_embeddings"}, **_WORDPIECE}
 )
 T5: Mapping[str, Any] = MappingProxyType(
-    {**MEGATRON, **_PIECES, "hidden_bias": True, "position_embedding_type": "learned"}
+    {**MEGATRON, **_WORDPIECE, "hidden_bias": True, "position_embedding_type": "learned"}
 )
 PROGRAMS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {"pretrain_gpt.py": ("gpt2", GPT), "pretrain_bert.py": ("bert", BERT)}
@@ -64,7 +64,7 @@ PROGRAMS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 T5_LENGTHS = ("--encoder-seq-length", "--decoder-seq-length")
 
 
-def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+def defaults_of(scanned: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the defaults of the program for which the script was written.
 
     They are ``T5`` for a script of Megatron's T5, which is recognised by its flags, otherwise ``defaults``.
@@ -72,29 +72,33 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     A Megatron script passes its checkpoint folder by --load in the first run, too, so a missing checkpoint is accepted
     unless --exit-on-missing-checkpoint is given.
     """
-    lengths = (found.spelling.get("enc_seq_length", ""), found.spelling.get("dec_seq_length", ""))
+    lengths = (scanned.spelling.get("enc_seq_length", ""), scanned.spelling.get("dec_seq_length", ""))
     is_megatron = any(text.startswith(T5_LENGTHS) for text in lengths)
-    if FAMILIES[found.family].kind == "encoder-decoder" and is_megatron and "max_position_embeddings" in found.values:
-        if "position_embedding_type" not in found.values:
-            found.notes.append(
+    if (
+        FAMILIES[scanned.family].model_type == "encoder-decoder"
+        and is_megatron
+        and "max_position_embeddings" in scanned.values
+    ):
+        if "position_embedding_type" not in scanned.values:
+            scanned.notes.append(
                 "parsed as a script for Megatron's T5: learned positions, layer norms, biases; for T5's own relative "
                 "positions add --position-embedding-type relative"
             )
         defaults = T5
-    found.follows_megatron = any(dict(defaults) == dict(known) for known in (GPT, BERT, T5))
-    left_out = {"tokenizer_type"} if "tokenizer_path" in found.values else set()
-    may_be_first = "load" in found.values and not {"--exit-on-missing-checkpoint", "--skip-train"} & set(
-        found.converted
+    scanned.follows_megatron = any(dict(defaults) == dict(known) for known in (GPT, BERT, T5))
+    left_out = {"tokenizer_type"} if "tokenizer_path" in scanned.values else set()
+    may_be_first = "load" in scanned.values and not {"--exit-on-missing-checkpoint", "--skip-train"} & set(
+        scanned.converted
     )
-    needs_checkpoint = found.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
+    needs_checkpoint = scanned.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
     if needs_checkpoint or not may_be_first:
         left_out.add("load_if_exists")
     return {name: value for name, value in defaults.items() if name not in left_out}
 
 
-def notes(config: Config, found: Scan) -> Iterator[str]:
+def notes(config: Config, scanned: Scan) -> Iterator[str]:
     """Yield the differences from Megatron-LM if the script was written for one of its programs."""
-    if not found.follows_megatron:
+    if not scanned.follows_megatron:
         return
     if config.model.loss_average == "micro-batch":
         yield (

@@ -50,8 +50,8 @@ def parse(
         has_gpu: True if a GPU can be used; None if unknown, in which case ``check_device`` must be called later.
         family: family that the script trains, one of ``registry.FAMILIES``; flags of other families are rejected.
         accepts_model: ``--model`` may name a decoder other than ``family``.
-        checkpoint_args: ``checkpoint.checkpoint_args.bring``, which reads the values of --load and --resume; None to
-            read no checkpoint.
+        checkpoint_args: ``checkpoint.checkpoint_args.load_checkpoint_args``, which reads the values of --load and
+            --resume; None to read no checkpoint.
 
     Raises:
         ConfigError: all problems at once, numbered.
@@ -62,14 +62,16 @@ def parse(
     family_of(family)
     words = list(sys.argv[1:] if argv is None else argv)
     env = os.environ if env is None else env
-    choice = model_choice.choose(words, env, family) if accepts_model else ModelChoice(family=family, program=family)
+    choice = (
+        model_choice.choose_model(words, env, family) if accepts_model else ModelChoice(family=family, program=family)
+    )
     extras = ExtraFlags(extra_args_provider, choice.family, accepts_model=accepts_model)
     if help_flags := HELP_FLAGS & set(words):
         text = help_text(
             extra_args_provider,
             choice.family,
             defaults or {},
-            is_whole="--help-all" in help_flags,
+            show_all="--help-all" in help_flags,
             env=env,
             choice=choice,
             accepts_model=accepts_model,
@@ -81,17 +83,17 @@ def parse(
     collected = collect(
         words, env, choice, extras, defaults or {}, accepts_model=accepts_model, checkpoint_args=checkpoint_args
     )
-    scanned, json = collected.found, collected.json
+    scanned, json = collected.scanned, collected.json
     settings = merge(collected.layers, scanned)
     explicit = {name: setting.value for name, setting in settings.items() if not setting.source.is_default}
     implicit = {name: setting.value for name, setting in settings.items() if setting.source.is_default}
 
     # Derive the sizes and lengths that follow from others.
-    sizes = resolve_batch_size(scanned, explicit, implicit, world_size) | resolve_chunks(scanned, explicit, implicit)
-    values = {**implicit, **explicit, **sizes}
-    limits = translate.lengths(scanned, values, world_size)
-    translate.what_holds(scanned, values, choice.family)
-    if collected.is_of_run:
+    derived = resolve_batch_size(scanned, explicit, implicit, world_size) | resolve_chunks(scanned, explicit, implicit)
+    values = {**implicit, **explicit, **derived}
+    limits = translate.resolve_lengths(scanned, values, world_size)
+    translate.resolve_dependent_settings(scanned, values, choice.family)
+    if collected.is_run_config:
         scanned.drop_ignored_of_file()
     rank_problems = _add_local_rank(values, env)
     config = config_from_values(
@@ -99,7 +101,9 @@ def parse(
         family=choice.family,
         deepspeed=json,
         extra=collected.extra,
-        given=tuple(name for name in scanned.values if not (collected.is_of_run and name in scanned.from_file)),
+        explicit_fields=tuple(
+            name for name in scanned.values if not (collected.is_run_config and name in scanned.from_file)
+        ),
         repeated=tuple(scanned.repeated),
         ignored=dict(scanned.ignored),
         dropped=scanned.drop_unknown() if values.get("ignore_unknown_flags") else {},
@@ -107,16 +111,18 @@ def parse(
     config = replace(
         config,
         batch=replace(config.batch, **limits),
-        precision=replace(config.precision, excluded=deepspeed_json.excluded(json)),
+        precision=replace(config.precision, excluded=deepspeed_json.disabled_dtypes(json)),
     )
-    config = replace(config, shadowed=_shadowed(config, scanned))
+    config = replace(config, shadowed=_shadowed_flags(config, scanned))
 
     # Check all sections, and raise all problems at once.
     if config.run.strict_flags:
         without_effect = {**scanned.ignored, **config.shadowed}
-        scanned.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
+        scanned.problems += [
+            f"{name} is rejected by --strict-flags: {reason}" for name, reason in without_effect.items()
+        ]
     problems = rank_problems + scanned.problems + _plugin_problems(env) + find_problems(config, world_size)
-    problems += model_choice.problems_of(choice, config)
+    problems += model_choice.missing_size_problems(choice, config)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(rank_problems)):
@@ -133,10 +139,10 @@ def _plugin_problems(env: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _shadowed(config: Config, found: Scan) -> dict[str, str]:
-    """Return flag as typed -> reason for each shadowed flag that ``found.ignored`` does not contain."""
-    reason_of_flag = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
-    return {name: why for name, why in reason_of_flag.items() if name not in found.ignored}
+def _shadowed_flags(config: Config, scanned: Scan) -> dict[str, str]:
+    """Return flag as typed -> reason for each shadowed flag that ``scanned.ignored`` does not contain."""
+    reason_of_flag = {scanned.spelling.get(name, _flag_of(name)): reason for name, reason in shadowed_fields(config)}
+    return {name: reason for name, reason in reason_of_flag.items() if name not in scanned.ignored}
 
 
 def _flag_of(field: str) -> str:
@@ -145,13 +151,13 @@ def _flag_of(field: str) -> str:
 
 def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]:
     """Set the device index from LOCAL_RANK, and return the problems. They may occur on a single rank only."""
-    flag_value, launched = values.get("local_rank"), env.get("LOCAL_RANK", "")
-    if not launched.isdecimal():
+    flag_value, launcher_value = values.get("local_rank"), env.get("LOCAL_RANK", "")
+    if not launcher_value.isdecimal():
         return []
-    values["local_rank"] = int(launched)
-    if flag_value in (None, int(launched)):
+    values["local_rank"] = int(launcher_value)
+    if flag_value in (None, int(launcher_value)):
         return []
-    return [f"--local_rank must agree with LOCAL_RANK, got {flag_value} and {launched}. Remove the flag"]
+    return [f"--local_rank must agree with LOCAL_RANK, got {flag_value} and {launcher_value}. Remove the flag"]
 
 
 def _with_notes(config: Config, notes: list[str], world_size: int) -> Config:

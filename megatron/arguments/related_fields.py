@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron.arguments.derived_sizes import TOTAL
+from megatron.arguments.derived_sizes import GLOBAL_BATCH_FIELD
 from megatron.arguments.foreign_flags import foreign_flags
 from megatron.arguments.scan import Scan
-from megatron.config.data import EACH, PATHS
+from megatron.config.data import PATHS, SPLIT_PATH_FIELDS
 
 LENGTHS = (
     ("lr_decay_iters", "lr_decay_samples"),
@@ -34,30 +34,30 @@ def settings_of_flag(flag: str) -> set[str]:
     return {setting_of(field) for field in foreign_flags()[flag].fields}
 
 
-def _yields(flag: str) -> bool:
+def _is_fallback(flag: str) -> bool:
     """Return True for a converted flag that sets a field only if the field's own flag is missing."""
     row = foreign_flags().get(flag)
-    return row is not None and row.yields
+    return row is not None and row.is_fallback
 
 
-def yielding_fields(found: Scan) -> set[str]:
-    """Return the fields in ``found.values`` whose only source is a flag that yields to the field's own flag."""
-    fields = {field for flag in found.converted if _yields(flag) for field in foreign_flags()[flag].fields}
-    typed = {field: found.spelling.get(field, "").split(" ")[0] for field in fields & found.values.keys()}
-    return {field for field, flag in typed.items() if not flag or _yields(flag)}
+def fallback_fields(scanned: Scan) -> set[str]:
+    """Return the fields in ``scanned.values`` whose only source is a flag that yields to the field's own flag."""
+    fields = {field for flag in scanned.converted if _is_fallback(flag) for field in foreign_flags()[flag].fields}
+    typed = {field: scanned.spelling.get(field, "").split(" ")[0] for field in fields & scanned.values.keys()}
+    return {field for field, flag in typed.items() if not flag or _is_fallback(flag)}
 
 
-def settings_of(found: Scan) -> set[str]:
+def settings_of(scanned: Scan) -> set[str]:
     """Return the settings that the command line determines."""
-    explicit = found.values.keys() - yielding_fields(found)
-    converted = [flag for flag in found.converted if not _yields(flag)]
+    explicit = scanned.values.keys() - fallback_fields(scanned)
+    converted = [flag for flag in scanned.converted if not _is_fallback(flag)]
     return {setting_of(field) for field in explicit}.union(*map(settings_of_flag, converted))
 
 
-def overridden_flags(converted: Iterable[str], found: Scan) -> list[str]:
+def overridden_flags(converted: Iterable[str], scanned: Scan) -> list[str]:
     """Return the converted flags of a weaker source that the command line overrides."""
-    settings = settings_of(found)
-    return [flag for flag in converted if flag in found.converted or settings_of_flag(flag) & settings]
+    settings = settings_of(scanned)
+    return [flag for flag in converted if flag in scanned.converted or settings_of_flag(flag) & settings]
 
 
 def shadowing_lengths(names: Iterable[str]) -> set[str]:
@@ -72,38 +72,40 @@ def shadowing_lengths(names: Iterable[str]) -> set[str]:
 
 
 EXCLUSIVE = (
-    (("data_path", "split", "split_by"), EACH),
-    (("sft", "valid_sft", "chat_template", "sft_overlong"), ("data_path", *EACH)),
+    (("data_path", "split", "split_by"), SPLIT_PATH_FIELDS),
+    (("sft", "valid_sft", "chat_template", "sft_overlong"), ("data_path", *SPLIT_PATH_FIELDS)),
     (("tokenizer_path",), ("vocab_file", "merge_file")),
     (("load",), ("resume",)),
 )
 """Pairs of groups of fields that exclude each other."""
-SIZES = (TOTAL, "batch_size", "gas")
+BATCH_SIZE_FIELDS = (GLOBAL_BATCH_FIELD, "batch_size", "gas")
 """Batch sizes, each of which follows from the other two."""
 
 
-def fields_replaced_in_file(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+def fields_replaced_in_file(values: Mapping[str, Any], command_line: Mapping[str, Any]) -> Iterator[str]:
     """Yield the fields of a ``--config`` file that related fields of the command line replace.
 
     Args:
         values: field -> value of the file.
-        given: field -> value of the command line.
+        command_line: field -> value of the command line.
     """
     replaced = set()
     for pair in EXCLUSIVE:
         for group, other in (pair, pair[::-1]):
-            if any(name in given for name in other) and not any(name in given for name in group):
+            if any(name in command_line for name in other) and not any(name in command_line for name in group):
                 replaced |= {name for name in group if name in values}
-    merged = {**values, **given}
-    given_sizes = [name for name in SIZES if name in given]
-    if given_sizes and all(merged.get(name) for name in SIZES):
+    merged = {**values, **command_line}
+    explicit_sizes = [name for name in BATCH_SIZE_FIELDS if name in command_line]
+    if explicit_sizes and all(merged.get(name) for name in BATCH_SIZE_FIELDS):
         replaced.add(
-            {TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[given_sizes[0]] if len(given_sizes) == 1 else TOTAL
+            {GLOBAL_BATCH_FIELD: "gas", "batch_size": "gas", "gas": "batch_size"}[explicit_sizes[0]]
+            if len(explicit_sizes) == 1
+            else GLOBAL_BATCH_FIELD
         )
-    yield from replaced & values.keys() - given.keys()
+    yield from replaced & values.keys() - command_line.keys()
 
 
-WHOLE = {"sequence_parallel": False, "context_parallel_size": 1}
+UNSPLIT_VALUES = {"sequence_parallel": False, "context_parallel_size": 1}
 """Fields that split sequences over ranks -> the value that disables the split."""
 
 
@@ -125,17 +127,19 @@ def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str,
         defaults.pop("valid_sft", None)
     for name in shadowing_lengths(explicit):
         defaults.pop(name, None)
-    if any(name in explicit for name in EACH):
+    if any(name in explicit for name in SPLIT_PATH_FIELDS):
         defaults.pop("data_path", None)
         defaults.pop("split", None)
     elif "data_path" in explicit:
-        for name in EACH:
+        for name in SPLIT_PATH_FIELDS:
             defaults.pop(name, None)
     if "lr" in explicit and defaults.get("min_lr", 0.0) > explicit["lr"]:
         notes.append(
             f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
         )
-    splitting = [name for name, unsplit in WHOLE.items() if explicit.get(name, defaults.get(name, unsplit)) != unsplit]
+    splitting = [
+        name for name, unsplit in UNSPLIT_VALUES.items() if explicit.get(name, defaults.get(name, unsplit)) != unsplit
+    ]
     if "sample_prompts" in defaults and splitting:
         del defaults["sample_prompts"]
         flag = f"--{splitting[0].replace('_', '-')}"

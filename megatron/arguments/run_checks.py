@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def debug_problems(config: Config) -> Iterator[str]:
     """Yield debugging flags that have no effect or do not work with another flag."""
     debug = config.debug
-    flags = [_flag(name) for name in DUMP_ONLY if name in config.given]
+    flags = [_flag(name) for name in DUMP_ONLY if name in config.explicit_fields]
     if flags and debug.debug_dump is None:
         yield f"{', '.join(flags)} has no effect without --debug-dump. Add --debug-dump FOLDER, or remove it"
     if debug.debug_nan and config.stability.is_guarded:
@@ -26,11 +26,11 @@ def debug_problems(config: Config) -> Iterator[str]:
             f"--debug-nan ends the run at the first NaN, but --stability-guard {config.stability.stability_guard} "
             "continues after it. Remove one of them; --debug-dump also names the module and works with the guard"
         )
-    yield from _dumped_beyond_run(config)
-    flags = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.given]
+    yield from _dump_step_problems(config)
+    flags = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.explicit_fields]
     if flags and config.checkpoint.eval_only:
         yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
-    if debug.is_on and config.parallel.compile:
+    if debug.is_enabled and config.parallel.compile:
         yield (
             f"{'--debug-dump' if debug.debug_dump else '--debug-nan'} inspects the modules within layers, which "
             "compiled layers do not have, got --compile. Remove one of them"
@@ -43,7 +43,7 @@ def _may_be_longer(config: Config) -> bool:
     return is_continued and (config.batch.train_samples is not None or config.batch.train_tokens is not None)
 
 
-def _dumped_beyond_run(config: Config) -> Iterator[str]:
+def _dump_step_problems(config: Config) -> Iterator[str]:
     """Yield a problem if the run contains none of the steps to dump."""
     debug, last = config.debug, config.batch.train_iters
     if debug.debug_dump is None or _may_be_longer(config) or any(True for _ in debug.problems()):
@@ -62,16 +62,18 @@ def _flag(name: str) -> str:
 
 def logging_problems(config: Config) -> Iterator[str]:
     """Yield logging flags that have no effect, do not work with another flag, or need a missing package."""
-    seeing = config.seeing
-    flags = [_flag(name) for name in WANDB_ONLY if name in config.given]
-    if flags and not seeing.wandb_project:
+    logging_config = config.logging
+    flags = [_flag(name) for name in WANDB_ONLY if name in config.explicit_fields]
+    if flags and not logging_config.wandb_project:
         yield f"{', '.join(flags)} has no effect without --wandb-project. Add --wandb-project NAME, or remove it"
-    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # only rank 0 imports it
+    if (
+        logging_config.wandb_project and os.environ.get("RANK", "0") == "0" and not _is_installed("wandb")
+    ):  # only rank 0 imports it
         yield (
             "--wandb-project needs the package wandb, which is not installed. Run pip install -e '.[wandb]' or pip "
             "install wandb, or remove the flag: metrics.jsonl and TensorBoard's files are always written"
         )
-    flags = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
+    flags = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.explicit_fields]
     if flags and config.checkpoint.eval_only:
         yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
     parallel = config.parallel
@@ -79,30 +81,30 @@ def logging_problems(config: Config) -> Iterator[str]:
         "--sequence-parallel": parallel.sequence_parallel,
         "--context-parallel-size": parallel.context_parallel_size > 1,
     }
-    for flag in (name for name, cuts in split_by.items() if cuts and seeing.sample_prompts):
+    for flag in (name for name, is_split in split_by.items() if is_split and logging_config.sample_prompts):
         yield (
             f"--sample-prompts generates one token at a time, which {flag} cannot split over the ranks. Remove "
             "--sample-prompts, and use tools/generate.py on the run's checkpoint"
         )
-    if not seeing.prompt_bos and seeing.sample_prompts is None and seeing.eval_tasks is None:
+    if not logging_config.prompt_bos and logging_config.sample_prompts is None and logging_config.eval_tasks is None:
         yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or remove it"
     yield from _task_problems(config)
-    yield from _profiled_beyond_run(config)
+    yield from _profile_step_problems(config)
 
 
 def _task_problems(config: Config) -> Iterator[str]:
     """Yield the reasons why tasks cannot be evaluated in this run."""
-    seeing = config.seeing
-    if seeing.eval_tasks is None:
-        if "eval_tasks_interval" in config.given:
+    logging_config = config.logging
+    if logging_config.eval_tasks is None:
+        if "eval_tasks_interval" in config.explicit_fields:
             yield (
                 "--eval-tasks-interval has no effect without --eval-tasks FILE. Add --eval-tasks, or remove the "
                 "interval"
             )
         return
-    if not os.path.isfile(seeing.eval_tasks):
-        yield f"--eval-tasks must name a file of tasks, got {seeing.eval_tasks}, which is not a file"
-    if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # only rank 0 imports it
+    if not os.path.isfile(logging_config.eval_tasks):
+        yield f"--eval-tasks must name a file of tasks, got {logging_config.eval_tasks}, which is not a file"
+    if os.environ.get("RANK", "0") == "0" and not _is_installed("lm_eval"):  # only rank 0 imports it
         yield (
             "--eval-tasks needs the package lm_eval, which is not installed. Run pip install -e '.[eval]', or remove "
             "the flag and evaluate the run's checkpoints with tools/evaluate.py on another machine"
@@ -114,32 +116,32 @@ def _task_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _profiled_beyond_run(config: Config) -> Iterator[str]:
+def _profile_step_problems(config: Config) -> Iterator[str]:
     """Yield a problem if the run ends before the last step to profile."""
-    seeing, last = config.seeing, config.batch.train_iters
-    if seeing.profile is None or _may_be_longer(config) or any(True for _ in seeing.problems()):
+    logging_config, last = config.logging, config.batch.train_iters
+    if logging_config.profile is None or _may_be_longer(config) or any(True for _ in logging_config.problems()):
         return
-    if seeing.profiled()[-1] > last:
+    if logging_config.profiled_steps()[-1] > last:
         yield (
-            f"--profile must name steps of the run, got {seeing.profile} and --train-iters {last}. Name earlier "
-            "steps, or raise --train-iters"
+            f"--profile must name steps of the run, got {logging_config.profile} and --train-iters {last}. Name "
+            "earlier steps, or raise --train-iters"
         )
 
 
-def _has(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def stability_problems(config: Config) -> Iterator[str]:
     """Yield stability flags that have no effect or that need another flag."""
     stability, checkpoint = config.stability, config.checkpoint
-    if "stability_patience" in config.given and not stability.is_guarded:
+    if "stability_patience" in config.explicit_fields and not stability.is_guarded:
         yield (
             "--stability-patience has no effect without --stability-guard skip or rollback, got --stability-guard "
             "off. Remove it, or add --stability-guard"
         )
     has_saves = checkpoint.save_interval or checkpoint.minutes
-    if stability.goes_back and not has_saves and not checkpoint.eval_only:
+    if stability.rolls_back and not has_saves and not checkpoint.eval_only:
         yield (
             "--stability-guard rollback needs a checkpoint of this run, got --save-interval-minutes 0, so that none "
             "is saved before the end. Add --save-interval N, or use --stability-guard skip"
@@ -148,5 +150,5 @@ def stability_problems(config: Config) -> Iterator[str]:
 
 def stability_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield notes about stability flags that have no effect and do no harm."""
-    if "drift_interval" in config.given and config.stability.drift_interval and world_size == 1:
+    if "drift_interval" in config.explicit_fields and config.stability.drift_interval and world_size == 1:
         yield "--drift-interval has no effect on one rank: there are no copies to compare"

@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-SCRIPT = "MEGATRON_RUN_SCRIPT"
+SCRIPT_VARIABLE = "MEGATRON_RUN_SCRIPT"
 """Environment variable with the path of the run script that started the program."""
-FLAGS = "MEGATRON_VARIABLES"
+FLAGS_VARIABLE = "MEGATRON_VARIABLES"
 """Environment variable with FLAG=VARIABLE pairs."""
 _VARIABLE = re.compile(r"(\w+)=\$\{\1:-(.*?)\}\s*(?:#\s*(.*))?")
 _CONTINUED = re.compile(r"\s+#\s*(.*)")
@@ -21,11 +21,11 @@ _COLUMN = 36
 
 def command(env: Mapping[str, str]) -> str | None:
     """Return the command that starts the run script, such as "bash run_gpt2.sh"; None without a script."""
-    path = env.get(SCRIPT)
+    path = env.get(SCRIPT_VARIABLE)
     return f"bash {os.path.relpath(path)}" if path else None
 
 
-def shown(value: object) -> object:
+def relative_to_cwd(value: object) -> object:
     """Return a default of the run script for --help. A path below the working directory is made relative."""
     cwd_prefix = os.getcwd() + os.sep
     return value.removeprefix(cwd_prefix) if isinstance(value, str) else value
@@ -33,10 +33,10 @@ def shown(value: object) -> object:
 
 def variables_text(env: Mapping[str, str]) -> str:
     """Return the section of --help on the variables of the run script; "" without a script."""
-    path = env.get(SCRIPT)
+    path = env.get(SCRIPT_VARIABLE)
     if not path:
         return ""
-    flags = {name: flag for flag, _, name in (pair.partition("=") for pair in env.get(FLAGS, "").split())}
+    flags = {name: flag for flag, _, name in (pair.partition("=") for pair in env.get(FLAGS_VARIABLE, "").split())}
     width = max(shutil.get_terminal_size().columns - 2, _COLUMN + 20)
     lines = [
         "variables, set before the command or at the top of the script:",

@@ -17,7 +17,7 @@ class Scan:
         repeated: flags given more than once.
         unknown_tokenizer_type: value of --tokenizer-type that is not a known type.
         unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
-        rest: words for the parser of ``extra_args_provider``.
+        extra_words: words for the parser of ``extra_args_provider``.
         ignored: flag or JSON key -> reason why it has no effect.
         converted: flag in another trainer's units -> its value.
         implied: field -> DeepSpeed's default for a key that the JSON omits.
@@ -34,7 +34,7 @@ class Scan:
     problems: list[str] = field(default_factory=list)
     unknown_tokenizer_type: str = ""
     unknown: dict[str, str] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
+    extra_words: list[str] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
     converted: dict[str, Any] = field(default_factory=dict)
     implied: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Scan:
     def drop_ignored_of_file(self) -> None:
         """Remove settings of a run's config.json from the ignored flags: the file lists unused settings, too."""
         written = {self.spelling[name] for name in self.from_file if name in self.spelling}
-        self.ignored = {name: why for name, why in self.ignored.items() if name not in written}
+        self.ignored = {name: reason for name, reason in self.ignored.items() if name not in written}
 
     def set(self, field: str, value: Any, spelling: str) -> None:
         """Set ``field``, or add a problem if another flag has set a different value.

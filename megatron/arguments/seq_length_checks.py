@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def schedule_problems(config: Config) -> Iterator[str]:
     """Yield all problems of the schedule, and of its lengths in this layout, each with a fix."""
     text = config.batch.seq_length_schedule
-    if text is None or config.own.KIND != "decoder":  # other families reject the flag
+    if text is None or config.family_config.KIND != "decoder":  # other families reject the flag
         return
     try:
         steps = parse_lengths(text)
@@ -44,8 +44,8 @@ def _order_problems(steps: tuple[tuple[int, int], ...]) -> Iterator[str]:
 def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[str]:
     largest = max(length for _, length in steps)
     for length in dict.fromkeys(length for _, length in steps if full % length and length < full):
-        divisors = [each for each in range(1, full + 1) if full % each == 0]
-        nearest = sorted(sorted(divisors, key=lambda each: abs(each - length))[:3])
+        divisors = [divisor for divisor in range(1, full + 1) if full % divisor == 0]
+        nearest = sorted(sorted(divisors, key=lambda divisor: abs(divisor - length))[:3])
         yield (
             f"each length of {FLAG} must divide --seq-length, so that a sample is split into equal chunks, got "
             f"{length} and {full} ({full} / {length} = {full / length:g}). The nearest valid lengths are "
@@ -68,16 +68,16 @@ def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
     parallel = config.parallel
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c > 1:
-        parts = 2 * c * (t if parallel.sequence_parallel else 1)
+        num_chunks = 2 * c * (t if parallel.sequence_parallel else 1)
         tensor = " x --model-parallel-size" if parallel.sequence_parallel else ""
-        rule, leave = f"2 x --context-parallel-size{tensor} = {parts}", "another --context-parallel-size"
+        rule, fix = f"2 x --context-parallel-size{tensor} = {num_chunks}", "another --context-parallel-size"
     elif parallel.sequence_parallel:
-        parts, rule, leave = t, f"--model-parallel-size = {t}, with --sequence-parallel", "no --sequence-parallel"
+        num_chunks, rule, fix = t, f"--model-parallel-size = {t}, with --sequence-parallel", "no --sequence-parallel"
     else:
         return
-    wrong = [str(length) for length in lengths if length % parts]
-    if wrong:
+    invalid = [str(length) for length in lengths if length % num_chunks]
+    if invalid:
         yield (
-            f"each length of {FLAG} must be a multiple of {rule}, got {', '.join(wrong)}. Use multiples of {parts}, or "
-            f"{leave}"
+            f"each length of {FLAG} must be a multiple of {rule}, got {', '.join(invalid)}. Use multiples of "
+            f"{num_chunks}, or {fix}"
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron import object_store
 from megatron.config.config import Config
 from megatron.config.decoder import has_window
-from megatron.config.experts import AUX_LOSS, NAMES, NO_LOSS, expert_layers
+from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS, expert_layers
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _has_local_base_everywhere(config: Config) -> bool:
 
 def _has_no_dense_layer(config: Config) -> bool:
     model = config.model
-    if not model.num_experts or "moe_ffn_hidden_size" not in config.given:
+    if not model.num_experts or "moe_ffn_hidden_size" not in config.explicit_fields:
         return False
     try:
         return all(expert_layers(model.moe_layer_freq, model.num_layers))
@@ -137,7 +137,7 @@ SHADOWS = (
     ),
     # experts
     Shadow(
-        (*NAMES[1:], "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        (*FIELD_NAMES[1:], "expert_model_parallel_size", "expert_tensor_parallel_size"),
         lambda config: not config.model.num_experts,
         "the model has no experts (--num-experts)",
     ),
@@ -223,7 +223,7 @@ SHADOWS = (
 def shadowed_fields(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (field, reason) for every given field that has no effect because of another field."""
     for shadow in SHADOWS:
-        names = [name for name in shadow.fields if name in config.given]
+        names = [name for name in shadow.fields if name in config.explicit_fields]
         if names and shadow.is_shadowed(config):
             for name in names:
                 yield name, shadow.reason

@@ -21,14 +21,14 @@ class Source:
 
     Args:
         name: short name.
-        about: where the values come from.
+        description: where the values come from.
         overrides: the sources whose values it replaces.
         conflict: the outcome if a stronger source gives another value.
         is_default: drop a value that contradicts a related field of the command line, --config or the JSON.
     """
 
     name: str
-    about: str
+    description: str
     overrides: str = "all sources below"
     conflict: str = "the stronger source decides"
     is_default: bool = False
@@ -36,7 +36,7 @@ class Source:
 
 CHECKPOINT_SCHEDULE = Source(
     name="checkpoint's schedule",
-    about=(
+    description=(
         "only with --use-checkpoint-opt_param-scheduler: learning rate, its schedule and weight decay of the run that "
         "--load or --resume resumes"
     ),
@@ -44,19 +44,19 @@ CHECKPOINT_SCHEDULE = Source(
 )
 COMMAND_LINE = Source(
     name="command line",
-    about="flags as typed; if a flag is repeated, the last one",
+    description="flags as typed; if a flag is repeated, the last one",
     overrides="all sources below, except for the loss scale of the JSON",
     conflict="the flag is ignored, and listed at the start",
 )
 CONFIG_FILE = Source(
     name="--config",
-    about="a file of flags (YAML, TOML, JSON), a GPT-NeoX YAML, or the config.json of a run",
+    description="a file of flags (YAML, TOML, JSON), a GPT-NeoX YAML, or the config.json of a run",
     overrides="all sources below; the config.json of a run also removes MEGATRON_DEFAULTS and the program's defaults",
     conflict="the command line decides, also if it sets a related flag, such as samples for a length in steps",
 )
 DEEPSPEED_JSON = Source(
     name="DeepSpeed JSON",
-    about=(
+    description=(
         '--deepspeed_config, or its keys in the file of --config; "auto" sets no value; the learning rate of the '
         "scheduler section (of a WarmupDecayLR without warmup_max_lr: 1e-3) replaces that of the optimizer section"
     ),
@@ -68,7 +68,7 @@ DEEPSPEED_JSON = Source(
 )
 CHECKPOINT = Source(
     name="checkpoint",
-    about=(
+    description=(
         "sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder; for a "
         "resumed run also parameters that would otherwise have DeepSpeed's default, and settings whose default changed"
     ),
@@ -80,7 +80,7 @@ CHECKPOINT = Source(
 )
 MODEL = Source(
     name="--model",
-    about="architecture, without sizes, of the model that --model names",
+    description="architecture, without sizes, of the model that --model names",
     overrides=(
         "all sources below, and on the command line the architecture of the file of --config; in MEGATRON_DEFAULTS it "
         "overrides the program's defaults only"
@@ -89,12 +89,12 @@ MODEL = Source(
 )
 RUN_SCRIPT = Source(
     name="MEGATRON_DEFAULTS",
-    about="flags in the environment: the recipe of a run script, whose variables are flags of the command line",
+    description="flags in the environment: the recipe of a run script, whose variables are flags of the command line",
     is_default=True,
 )
 PROGRAM = Source(
     name="program",
-    about=(
+    description=(
         "pretrain(args_defaults=...): Megatron's defaults in pretrain_gpt.py and pretrain_bert.py, --activation relu "
         "and --layernorm-epsilon 1e-6 in pretrain_t5.py; a script for Megatron's T5, known by its flags, has the "
         "defaults of that program"
@@ -103,15 +103,15 @@ PROGRAM = Source(
 )
 DEEPSPEED_DEFAULT = Source(
     name="DeepSpeed's default",
-    about="parameters that the optimizer section of the JSON omits",
+    description="parameters that the optimizer section of the JSON omits",
     is_default=True,
 )
 FAMILY = Source(
     name="family",
-    about="LLaMA: --activation gated-silu, an untied head, no dropout; MPT: no dropout",
+    description="LLaMA: --activation gated-silu, an untied head, no dropout; MPT: no dropout",
     is_default=True,
 )
-DEFAULT = Source(name="default", about="the default in the table of flags", overrides="", is_default=True)
+DEFAULT = Source(name="default", description="the default in the table of flags", overrides="", is_default=True)
 
 SOURCES = (
     CHECKPOINT_SCHEDULE, COMMAND_LINE, CONFIG_FILE, DEEPSPEED_JSON,
@@ -159,7 +159,7 @@ class Layer:
         return Setting(self.values[name], self.source, self.written.get(name, ""), self.keys.get(name, ""))
 
 
-def merge(layers: Sequence[Layer], found: Scan) -> dict[str, Setting]:
+def merge(layers: Sequence[Layer], scanned: Scan) -> dict[str, Setting]:
     """Merge the layers into field -> setting.
 
     The first layer that has a field decides its value, unless ``CONFLICTS`` has a rule for the two sources. Defaults
@@ -167,70 +167,69 @@ def merge(layers: Sequence[Layer], found: Scan) -> dict[str, Setting]:
 
     Args:
         layers: layers in order of precedence, the strongest first.
-        found: receives problems, notes and ignored flags.
+        scanned: receives problems, notes and ignored flags.
     """
-    explicit = _first_of((layer for layer in layers if not layer.source.is_default), found)
-    defaults = _first_of((layer for layer in layers if layer.source.is_default), found)
+    explicit = _strongest_settings((layer for layer in layers if not layer.source.is_default), scanned)
+    defaults = _strongest_settings((layer for layer in layers if layer.source.is_default), scanned)
     for layer in layers:
         for name, values in layer.excluded.items():
             if name in explicit and explicit[name].value in values:
-                found.problems.append(_excluded_problem(explicit[name]))
+                scanned.problems.append(_excluded_problem(explicit[name]))
             if name in defaults and defaults[name].value in values:
                 del defaults[name]
     usable = {name: setting.value for name, setting in defaults.items()}
     if usable:
-        drop_contradicting_defaults(usable, {name: setting.value for name, setting in explicit.items()}, found.notes)
+        drop_contradicting_defaults(usable, {name: setting.value for name, setting in explicit.items()}, scanned.notes)
     return {**{name: setting for name, setting in defaults.items() if name in usable}, **explicit}
 
 
-def _first_of(layers: Iterable[Layer], found: Scan) -> dict[str, Setting]:
+def _strongest_settings(layers: Iterable[Layer], scanned: Scan) -> dict[str, Setting]:
     """Return field -> setting of the first layer that has the field; ``CONFLICTS`` resolves differing values."""
     merged: dict[str, Setting] = {}
     for layer in layers:
         for name, value in layer.values.items():
             stronger = merged.get(name)
             if name in layer.invalid:
-                found.problems.append(layer.invalid[name])
+                scanned.problems.append(layer.invalid[name])
             elif stronger is None:
                 merged[name] = layer.setting(name)
             elif stronger.value != value and (decide := CONFLICTS.get((stronger.source, layer.source))):
-                merged[name] = decide(name, stronger, layer.setting(name), found)
+                merged[name] = decide(name, stronger, layer.setting(name), scanned)
     return merged
 
 
-def values_of(layers: Sequence[Layer]) -> dict[str, Any]:
+def merged_values(layers: Sequence[Layer]) -> dict[str, Any]:
     """Merge layers of defaults, the strongest first, into field -> value, before the other layers are known."""
     return {name: value for layer in reversed(layers) for name, value in layer.values.items()}
 
 
 # Rules for two sources with different values. Each returns the setting to use.
 
-SCHEDULE_REPLACES = "the schedule of the checkpoint replaces it"
+REPLACED_BY_SCHEDULE = "the schedule of the checkpoint replaces it"
 """Reason why a flag or key has no effect with --use-checkpoint-opt_param-scheduler."""
 
 
-def _flag_and_json(name: str, flag: Setting, json: Setting, found: Scan) -> Setting:
+def _flag_and_json(name: str, flag: Setting, json: Setting, scanned: Scan) -> Setting:
     if name in SCALING:
-        found.ignored[flag.written] = f"{json.key} of the JSON sets the loss scale of DeepSpeed's engine"
+        scanned.ignored[flag.written] = f"{json.key} of the JSON sets the loss scale of DeepSpeed's engine"
         return json
     if json.key.startswith("optimizer."):
-        found.ignored[json.key] = "the flags set the optimizer and its parameters"
+        scanned.ignored[json.key] = "the flags set the optimizer and its parameters"
         return flag
-    cure = "remove the key" if json.key.startswith("pipeline.") else 'write "auto" in the JSON'
-    found.problems.append(
-        f"the command line and the JSON must agree, got {flag.written} and {json.written}. "
-        f"Change one of them, or {cure}"
+    fix = "remove the key" if json.key.startswith("pipeline.") else 'write "auto" in the JSON'
+    scanned.problems.append(
+        f"the command line and the JSON must agree, got {flag.written} and {json.written}. Change one of them, or {fix}"
     )
     return flag
 
 
-def _checkpoint_and_json(name: str, saved: Setting, json: Setting, found: Scan) -> Setting:
-    found.ignored[json.key] = SCHEDULE_REPLACES
+def _checkpoint_and_json(name: str, saved: Setting, json: Setting, scanned: Scan) -> Setting:
+    scanned.ignored[json.key] = REPLACED_BY_SCHEDULE
     return saved
 
 
-def _file_and_json(name: str, file: Setting, json: Setting, found: Scan) -> Setting:
-    found.notes.append(f"{file.written} overrides {json.written} of the JSON")
+def _file_and_json(name: str, file: Setting, json: Setting, scanned: Scan) -> Setting:
+    scanned.notes.append(f"{file.written} overrides {json.written} of the JSON")
     return file
 
 

@@ -1,7 +1,7 @@
 """Convert other trainers' flags exactly to our units, and resolve settings that depend on several flags.
 
-``fields_of`` needs flags only and runs before the JSON and the defaults are read; ``lengths`` and ``what_holds`` run
-after all sizes are known.
+``set_converted_fields`` needs flags only and runs before the JSON and the defaults are read; ``resolve_lengths`` and
+``resolve_dependent_settings`` run after all sizes are known.
 
 | flags of other trainers | conversion |
 |---|---|
@@ -24,7 +24,7 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
-from megatron.arguments.derived_sizes import TOTAL
+from megatron.arguments.derived_sizes import GLOBAL_BATCH_FIELD
 from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, foreign_flags
 from megatron.arguments.related_fields import LENGTHS
 from megatron.arguments.scan import Scan
@@ -32,8 +32,8 @@ from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
 from megatron.config.batch import BatchConfig
 from megatron.config.batch_rampup import BatchSizes, parse_rampup
-from megatron.config.data import EACH, MOCK_DATA, TOKENIZERS
-from megatron.config.logging import PROFILE_ALONE
+from megatron.config.data import MOCK_DATA, SPLIT_PATH_FIELDS, TOKENIZERS
+from megatron.config.logging import DEFAULT_PROFILE_STEPS
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
@@ -43,26 +43,26 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 """--data-parallel-sharding-strategy -> ZeRO stage."""
 
 
-def fields_of(found: Scan) -> None:
-    """Set the fields that depend on converted flags only; problems are added to ``found.problems``."""
-    for flag, value in found.converted.items():
+def set_converted_fields(scanned: Scan) -> None:
+    """Set the fields that depend on converted flags only; problems are added to ``scanned.problems``."""
+    for flag, value in scanned.converted.items():
         spelling = flag if value is True else f"{flag} {value}"
         for target in foreign_flags()[flag].targets:
             if target.function:
                 if convert := CONVERSIONS.get(target.function):
-                    convert(found, value, spelling)
+                    convert(scanned, value, spelling)
             elif target.choices:
-                _set_choice(found, foreign_flags()[flag], target, value)
-            elif target.yields:
-                found.values.setdefault(target.fields[0], _typed(target))
+                _set_choice(scanned, foreign_flags()[flag], target, value)
+            elif target.is_fallback:
+                scanned.values.setdefault(target.fields[0], _parse_constant(target))
             else:
-                found.set(target.fields[0], _typed(target) if target.value else value, spelling)
-    _zero_stage(found)
-    _profile_steps(found)
-    _paths(found)
+                scanned.set(target.fields[0], _parse_constant(target) if target.value else value, spelling)
+    _set_zero_stage(scanned)
+    _set_profile_steps(scanned)
+    _set_paths(scanned)
 
 
-def _typed(target: Target) -> Any:
+def _parse_constant(target: Target) -> Any:
     """Return the constant of a target as True or a number if it is one, otherwise as text."""
     if target.value == "True":
         return True
@@ -74,100 +74,100 @@ def _typed(target: Target) -> Any:
     return target.value
 
 
-def _set_choice(found: Scan, row: ForeignFlag, target: Target, value: str) -> None:
+def _set_choice(scanned: Scan, row: ForeignFlag, target: Target, value: str) -> None:
     if value in target.choices:
-        found.set(target.fields[0], target.choices[value], f"{row.flag} {value}")
+        scanned.set(target.fields[0], target.choices[value], f"{row.flag} {value}")
     else:
-        advice = f"; {row.otherwise}" if row.otherwise else ""
-        found.problems.append(f"{row.flag} must be one of {', '.join(target.choices)}, got {value!r}{advice}")
+        advice = f"; {row.alternative}" if row.alternative else ""
+        scanned.problems.append(f"{row.flag} must be one of {', '.join(target.choices)}, got {value!r}{advice}")
 
 
 # Conversions of a single flag, named by the targets of the table: (scan, value of the flag, "--flag value" as typed).
 
 
-def _minutes(found: Scan, value: float, spelling: str) -> None:
-    found.set("exit_duration_in_mins", value / 60, spelling)
+def _convert_minutes(scanned: Scan, value: float, spelling: str) -> None:
+    scanned.set("exit_duration_in_mins", value / 60, spelling)
 
 
-def _seconds(found: Scan, value: float, spelling: str) -> None:
-    found.set("step_timeout", max(round(60 * value), 1), spelling)
+def _convert_seconds(scanned: Scan, value: float, spelling: str) -> None:
+    scanned.set("step_timeout", max(round(60 * value), 1), spelling)
 
 
-def _vocab_rows(found: Scan, value: int, spelling: str) -> None:
-    found.values["vocab_size"] = max(value, found.values.get("vocab_size") or 0)
-    found.spelling["vocab_size"] = spelling
+def _convert_vocab_rows(scanned: Scan, value: int, spelling: str) -> None:
+    scanned.values["vocab_size"] = max(value, scanned.values.get("vocab_size") or 0)
+    scanned.spelling["vocab_size"] = spelling
 
 
-def _linear_scaling(found: Scan, value: float, spelling: str) -> None:
-    found.set("rotary_scaling", "linear", spelling)
-    found.set("rotary_scaling_factor", value, spelling)
+def _convert_linear_scaling(scanned: Scan, value: float, spelling: str) -> None:
+    scanned.set("rotary_scaling", "linear", spelling)
+    scanned.set("rotary_scaling_factor", value, spelling)
 
 
-def _remote_device(found: Scan, value: str, spelling: str) -> None:
+def _convert_remote_device(scanned: Scan, value: str, spelling: str) -> None:
     if value == "none":
-        found.ignored[spelling] = "weights are on the device"
+        scanned.ignored[spelling] = "weights are on the device"
     elif value == "cpu":
-        found.set("offload_parameters", True, spelling)
+        scanned.set("offload_parameters", True, spelling)
     else:
-        found.problems.append(
+        scanned.problems.append(
             f"--remote-device must be none or cpu, got {value!r}. Use cpu with --zero-stage 3, or remove it"
         )
 
 
-def _recompute_method(found: Scan, value: str, spelling: str) -> None:
-    if "--activations-checkpoint-granularity" in found.converted:
+def _convert_recompute_method(scanned: Scan, value: str, spelling: str) -> None:
+    if "--activations-checkpoint-granularity" in scanned.converted:
         return
     if value in ("uniform", "block"):
-        found.set("checkpoint_activations", True, spelling)
+        scanned.set("checkpoint_activations", True, spelling)
     else:
-        found.problems.append(f"--activations-checkpoint-method must be one of uniform, block, got {value!r}")
+        scanned.problems.append(f"--activations-checkpoint-method must be one of uniform, block, got {value!r}")
 
 
-def _attention_config(found: Scan, value: list[str], spelling: str) -> None:
+def _convert_attention_config(scanned: Scan, value: list[str], spelling: str) -> None:
     """Ignore attention types that select a kernel; any other type is a problem."""
     text = " ".join(value)
     if unsupported := set(re.findall(r"[a-z_]+", text)) - {"global", "flash", "all"}:
-        found.problems.append(f"--attention-config must be global or flash, got {', '.join(sorted(unsupported))}")
+        scanned.problems.append(f"--attention-config must be global or flash, got {', '.join(sorted(unsupported))}")
     else:
-        found.ignored["--attention-config"] = "scaled_dot_product_attention selects the kernel of all layers"
+        scanned.ignored["--attention-config"] = "scaled_dot_product_attention selects the kernel of all layers"
 
 
-def _head_type(found: Scan, value: str, spelling: str) -> None:
+def _convert_head_type(scanned: Scan, value: str, spelling: str) -> None:
     if value == "multiquery":
-        found.values.setdefault("num_query_groups", 1)
+        scanned.values.setdefault("num_query_groups", 1)
     elif value == "multihead":
-        found.ignored[spelling] = "every attention head has its own keys and values by default"
+        scanned.ignored[spelling] = "every attention head has its own keys and values by default"
     else:
-        found.problems.append(f"--attention-head-type must be one of multihead, multiquery, got {value!r}")
+        scanned.problems.append(f"--attention-head-type must be one of multihead, multiquery, got {value!r}")
 
 
-def _ulysses(found: Scan, value: int, spelling: str) -> None:
+def _convert_ulysses(scanned: Scan, value: int, spelling: str) -> None:
     if value == 1:
-        found.ignored[spelling] = "sequences are not split"
+        scanned.ignored[spelling] = "sequences are not split"
         return
-    found.set("context_parallel_size", value, spelling)
-    found.set("cp_comm_type", "a2a", spelling)
+    scanned.set("context_parallel_size", value, spelling)
+    scanned.set("cp_comm_type", "a2a", spelling)
 
 
-def _scale_power(found: Scan, value: float, spelling: str) -> None:
+def _convert_scale_power(scanned: Scan, value: float, spelling: str) -> None:
     power = math.log2(value) if value > 0 else -1.0
     if power >= 0 and power == int(power):
-        found.set("initial_scale_power", int(power), spelling)
+        scanned.set("initial_scale_power", int(power), spelling)
 
 
 CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
-    "minutes": _minutes,
-    "seconds": _seconds,
-    "scale_power": _scale_power,
-    "vocab_rows": _vocab_rows,
-    "linear_scaling": _linear_scaling,
-    "remote_device": _remote_device,
-    "recompute_method": _recompute_method,
-    "ulysses": _ulysses,
-    "head_type": _head_type,
-    "attention_config": _attention_config,
+    "minutes": _convert_minutes,
+    "seconds": _convert_seconds,
+    "scale_power": _convert_scale_power,
+    "vocab_rows": _convert_vocab_rows,
+    "linear_scaling": _convert_linear_scaling,
+    "remote_device": _convert_remote_device,
+    "recompute_method": _convert_recompute_method,
+    "ulysses": _convert_ulysses,
+    "head_type": _convert_head_type,
+    "attention_config": _convert_attention_config,
 }
-LATER = (
+DEFERRED_CONVERSIONS = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
     "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias",
 )  # fmt: skip
@@ -179,144 +179,151 @@ CHECKPOINT_SCHEDULE = tuple(
 )
 
 
-def _zero_stage(found: Scan) -> None:
+def _set_zero_stage(scanned: Scan) -> None:
     """Set the ZeRO stage that FSDP or the distributed optimizer implies, unless a stage is given."""
-    converted, stage, origin = found.converted, 0, ""
+    converted, stage, origin = scanned.converted, 0, ""
     strategy = converted.get("--data-parallel-sharding-strategy")
     if "--use-torch-fsdp2" in converted:
         stage, origin = 3, "--use-torch-fsdp2"
     elif "--use-megatron-fsdp" in converted and strategy is not None:
         stage, origin = SHARDING.get(strategy, -1), f"--data-parallel-sharding-strategy {strategy}"
         if stage < 0:
-            found.problems.append(
+            scanned.problems.append(
                 f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING)}, got {strategy!r}"
             )
     elif strategy is not None:
-        found.ignored["--data-parallel-sharding-strategy"] = "it needs --use-megatron-fsdp"
+        scanned.ignored["--data-parallel-sharding-strategy"] = "it needs --use-megatron-fsdp"
     if stage == 0 and "--use-distributed-optimizer" in converted:
         stage, origin = 1, "--use-distributed-optimizer"
-    if stage > 0 and "zero_stage" not in found.values:
-        found.set("zero_stage", stage, origin)
+    if stage > 0 and "zero_stage" not in scanned.values:
+        scanned.set("zero_stage", stage, origin)
     elif "--use-distributed-optimizer" in converted and origin != "--use-distributed-optimizer":
-        found.ignored["--use-distributed-optimizer"] = "another flag sets the ZeRO stage"
+        scanned.ignored["--use-distributed-optimizer"] = "another flag sets the ZeRO stage"
 
 
-def _profile_steps(found: Scan) -> None:
+def _set_profile_steps(scanned: Scan) -> None:
     """Set the steps to profile: START + 1 to END, as in Megatron."""
     first, last = "--profile-step-start", "--profile-step-end"
-    flags = [flag for flag in (first, last) if flag in found.converted]
+    flags = [flag for flag in (first, last) if flag in scanned.converted]
     if not flags:
         return
-    if "profile" not in found.values:
-        found.ignored |= dict.fromkeys(flags, "it needs --profile")
+    if "profile" not in scanned.values:
+        scanned.ignored |= dict.fromkeys(flags, "it needs --profile")
         return
-    start, end = found.converted.get(first, 10), found.converted.get(last, 12)
+    start, end = scanned.converted.get(first, 10), scanned.converted.get(last, 12)
     steps = f"{start + 1}-{end}"
-    if found.values["profile"] not in (PROFILE_ALONE, steps):
-        found.problems.append(
-            f"{' and '.join(flags)} must agree with --profile, got the steps {steps} and {found.values['profile']}. "
+    if scanned.values["profile"] not in (DEFAULT_PROFILE_STEPS, steps):
+        scanned.problems.append(
+            f"{' and '.join(flags)} must agree with --profile, got the steps {steps} and {scanned.values['profile']}. "
             "Remove one of them"
         )
-    found.values["profile"], found.spelling["profile"] = steps, f"--profile {steps}"
+    scanned.values["profile"], scanned.spelling["profile"] = steps, f"--profile {steps}"
 
 
-def _paths(found: Scan) -> None:
+def _set_paths(scanned: Scan) -> None:
     """Set the corpora named by path files and by weighted split paths."""
-    converted = found.converted
-    for field in ("data_path", *EACH):
-        if isinstance(text := found.values.get(field), str):
-            found.values[field] = with_weights(text, found.notes)
+    converted = scanned.converted
+    for field in ("data_path", *SPLIT_PATH_FIELDS):
+        if isinstance(text := scanned.values.get(field), str):
+            scanned.values[field] = with_weights(text, scanned.notes)
     try:
         if path := converted.get("--data-args-path"):
-            found.set("data_path", paths_of_file(path), f"--data-args-path {path}")
+            scanned.set("data_path", paths_of_file(path), f"--data-args-path {path}")
         if path := converted.get("--per-split-data-args-path"):
             for field, text in paths_of_json(path).items():
-                found.set(field, text, f"--per-split-data-args-path {path}")
+                scanned.set(field, text, f"--per-split-data-args-path {path}")
         for field, text in weighted_paths(converted).items():
             if field == "split":  # the weighted paths also override --split in the original program
-                found.values["split"] = text
+                scanned.values["split"] = text
             else:
-                found.set(field, text, "--train-weighted-split-paths")
+                scanned.set(field, text, "--train-weighted-split-paths")
     except ConfigError as error:
-        found.problems.append(str(error))
+        scanned.problems.append(str(error))
 
 
 # --skip-train, which Megatron's scripts add to the flags of a training run.
 
-OF_STEPS = ("train_iters", *(name for names in LENGTHS for name in names))
+STEP_COUNT_FIELDS = ("train_iters", *(name for names in LENGTHS for name in names))
 """Fields that contain a number of training steps."""
 
 
-def skip_train(found: Scan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
+def convert_skip_train(scanned: Scan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """Convert --skip-train to --eval-only if a checkpoint is loaded, otherwise to --train-iters 0.
 
-    Flags of ``found`` that only training uses become ignored flags: the script passes them for its other runs.
+    Flags of ``scanned`` that only training uses become ignored flags: the script passes them for its other runs.
 
     Returns:
         The fields that only training uses, whose defaults must be dropped; () without --skip-train.
     """
-    if "--skip-train" not in found.converted:
+    if "--skip-train" not in scanned.converted:
         return ()
-    merged = {**defaults, **found.values}
+    merged = {**defaults, **scanned.values}
     if merged.get("load") or merged.get("resume"):
-        found.values["eval_only"], found.spelling["eval_only"] = True, "--skip-train"
+        scanned.values["eval_only"], scanned.spelling["eval_only"] = True, "--skip-train"
         unused: tuple[str, ...] = TRAINING_ONLY
     else:
-        unused = (*TRAINING_ONLY, *OF_STEPS)
-        for flag in [flag for flag in LENGTH_FLAGS if found.converted.pop(flag, None) is not None]:
-            found.ignored[flag] = "no step is trained with --skip-train"
+        unused = (*TRAINING_ONLY, *STEP_COUNT_FIELDS)
+        for flag in [flag for flag in LENGTH_FLAGS if scanned.converted.pop(flag, None) is not None]:
+            scanned.ignored[flag] = "no step is trained with --skip-train"
     for name in unused:
-        if found.values.pop(name, None) is not None:
-            found.ignored[found.spelling.pop(name)] = "no step is trained with --skip-train"
-    if "eval_only" not in found.values:
-        found.values["train_iters"], found.spelling["train_iters"] = 0, "--skip-train"
+        if scanned.values.pop(name, None) is not None:
+            scanned.ignored[scanned.spelling.pop(name)] = "no step is trained with --skip-train"
+    if "eval_only" not in scanned.values:
+        scanned.values["train_iters"], scanned.spelling["train_iters"] = 0, "--skip-train"
     return unused
 
 
 # Lengths: --train-samples, --train-tokens, and warm-up and decay in samples and tokens.
 
-SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+SAMPLE_LENGTH_FIELDS = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 LENGTH_FLAGS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens")
 
 
-def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
+def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Set the steps of the run and the lengths of the learning-rate schedule in ``values``, which includes defaults.
 
     Returns:
         Fields of ``BatchConfig`` without a flag: the limits of the run in samples and tokens.
     """
-    length_flags = {flag: found.converted[flag] for flag in LENGTH_FLAGS if flag in found.converted}
+    length_flags = {flag: scanned.converted[flag] for flag in LENGTH_FLAGS if flag in scanned.converted}
     is_by_tokens = length_flags.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
-    is_by_tokens = is_by_tokens and "train_iters" not in found.values
+    is_by_tokens = is_by_tokens and "train_iters" not in scanned.values
     is_exact = is_by_tokens and values.get("train_tokens_lr_unit", OptimizerConfig().train_tokens_lr_unit) == "samples"
-    lengths_in_samples = [name for name in SAMPLES if "wsd" not in name or values.get("lr_decay_style") == "wsd"]
-    in_samples = bool(length_flags.keys() - {"--train-tokens"}) or any(
+    lengths_in_samples = [
+        name for name in SAMPLE_LENGTH_FIELDS if "wsd" not in name or values.get("lr_decay_style") == "wsd"
+    ]
+    is_by_samples = bool(length_flags.keys() - {"--train-tokens"}) or any(
         values.get(name) is not None for name in lengths_in_samples
     )
-    in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
-    has_decay = "--lr-decay-tokens" in length_flags or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
-    if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
-        found.ignored[found.spelling["train_tokens_lr_unit"]] = (
+    is_by_samples = is_by_samples or (is_exact and "lr_decay_iters" not in scanned.values)
+    has_decay = "--lr-decay-tokens" in length_flags or scanned.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
+    if "train_tokens_lr_unit" in scanned.values and (has_decay or not is_by_tokens):
+        scanned.ignored[scanned.spelling["train_tokens_lr_unit"]] = (
             "it needs --train-tokens as the only length of the run and of the decay"
         )
-    if not length_flags and not in_samples:
+    if not length_flags and not is_by_samples:
         return {}
-    sizes = _sizes(values, world_size)
-    if sizes is None:  # reported by the checks of the layout
+    batch_sizes = _batch_sizes(values, world_size)
+    if batch_sizes is None:  # reported by the checks of the layout
         return {}
-    tokens = Fraction(_tokens_per_sample(values, found.family))
+    tokens_per_sample = Fraction(_tokens_per_sample(values, scanned.family))
     limits = {
         flag[2:].replace("-", "_"): length_flags[flag]
         for flag in ("--train-samples", "--train-tokens")
         if flag in length_flags
     }
-    if "train_iters" in found.values and limits.keys() == {"train_tokens"}:
-        limits["requested_train_iters"] = found.values["train_iters"]
-    steps = _train_iters(found, values, length_flags, sizes, tokens)
-    if in_samples:
-        samples = Fraction(length_flags.get("--train-samples", sizes.consumed_after(steps)))
-        _in_samples(
-            found, values, length_flags, sizes, tokens, length_flags["--train-tokens"] / tokens if is_exact else samples
+    if "train_iters" in scanned.values and limits.keys() == {"train_tokens"}:
+        limits["requested_train_iters"] = scanned.values["train_iters"]
+    steps = _set_train_iters(scanned, values, length_flags, batch_sizes, tokens_per_sample)
+    if is_by_samples:
+        samples = Fraction(length_flags.get("--train-samples", batch_sizes.consumed_after(steps)))
+        _set_lengths_in_samples(
+            scanned,
+            values,
+            length_flags,
+            batch_sizes,
+            tokens_per_sample,
+            length_flags["--train-tokens"] / tokens_per_sample if is_exact else samples,
         )
     return limits
 
@@ -333,14 +340,14 @@ def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
     return BatchConfig().seq_length
 
 
-def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
+def _batch_sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
     defaults = BatchConfig()
     t, p = values.get("model_parallel_size", 1), max(values.get("pipe_parallel_size", 1), 1)
     ranks = t * p * values.get("context_parallel_size", 1)
     if ranks < 1 or world_size % ranks:
         return None
     micro, gas = values.get("batch_size", defaults.batch_size), values.get("gas", defaults.gas)
-    batch = BatchConfig(batch_size=micro, gas=gas, requested_global_batch_size=values.get(TOTAL) or 0)
+    batch = BatchConfig(batch_size=micro, gas=gas, requested_global_batch_size=values.get(GLOBAL_BATCH_FIELD) or 0)
     full = batch.global_batch_size(world_size // ranks)
     text = values.get("rampup_batch_size")
     try:
@@ -349,41 +356,50 @@ def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
         return None
 
 
-def _train_iters(
-    found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction
+def _set_train_iters(
+    scanned: Scan,
+    values: dict[str, Any],
+    length_flags: Mapping[str, int],
+    batch_sizes: BatchSizes,
+    tokens_per_sample: Fraction,
 ) -> int:
     """Set ``train_iters``, and return the number of steps before the limit by --train-tokens is applied."""
     explicit, samples, limit = (
-        found.values.get("train_iters"),
-        asked.get("--train-samples"),
-        asked.get("--train-tokens"),
+        scanned.values.get("train_iters"),
+        length_flags.get("--train-samples"),
+        length_flags.get("--train-tokens"),
     )
     steps = explicit
     if samples is not None:
-        steps = sizes.steps_within(samples)
-        first = sizes.at(0)
+        steps = batch_sizes.steps_within(samples)
+        first = batch_sizes.at(0)
         if samples and not steps:
-            found.problems.append(
+            scanned.problems.append(
                 f"--train-samples must be enough for one step, got {samples} samples and {first} in the first step. "
                 "Raise it"
             )
         if explicit not in (None, steps):
-            found.problems.append(
+            scanned.problems.append(
                 f"--train-iters and --train-samples must agree, got {explicit} steps and {samples} samples, which are "
-                f"{steps} steps of {sizes.full}. Remove one of them"
+                f"{steps} steps of {batch_sizes.full}. Remove one of them"
             )
     last = steps
     if limit is not None:
-        by_tokens = sizes.steps_until(limit / tokens)
+        by_tokens = batch_sizes.steps_until(limit / tokens_per_sample)
         last = by_tokens if steps is None else min(steps, by_tokens)
     if last is not None:
         values["train_iters"] = last
-        found.values["train_iters"] = last
+        scanned.values["train_iters"] = last
     return values.get("train_iters", BatchConfig().train_iters) if steps is None else steps
 
 
-def _in_samples(
-    found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction, whole: Fraction
+def _set_lengths_in_samples(
+    scanned: Scan,
+    values: dict[str, Any],
+    length_flags: Mapping[str, int],
+    batch_sizes: BatchSizes,
+    tokens_per_sample: Fraction,
+    run_samples: Fraction,
 ) -> None:
     """Set the lengths of decay and warm-up in samples, and the step at which the decay ends.
 
@@ -391,26 +407,31 @@ def _in_samples(
     the last N steps of the decay for ``lr_wsd_decay_iters``. Steps of a batch ramp-up have fewer samples.
 
     Args:
-        whole: samples of the run without the limit by --train-tokens.
+        run_samples: samples of the run without the limit by --train-tokens.
     """
-    decay = _samples(found, "decay", asked.get("--lr-decay-tokens"), sizes, tokens)
-    decay = whole if decay is None else decay
-    warmup = _samples(found, "warmup", asked.get("--lr-warmup-tokens"), sizes, tokens)
+    decay = _length_in_samples(scanned, "decay", length_flags.get("--lr-decay-tokens"), batch_sizes, tokens_per_sample)
+    decay = run_samples if decay is None else decay
+    warmup = _length_in_samples(
+        scanned, "warmup", length_flags.get("--lr-warmup-tokens"), batch_sizes, tokens_per_sample
+    )
     if warmup is None and values.get("lr_warmup_samples") is not None:  # from the defaults
         warmup = Fraction(values["lr_warmup_samples"])
     if warmup is None and values.get("lr_warmup_iters") is not None:
-        warmup = Fraction(sizes.consumed_after(values["lr_warmup_iters"]))
-    values["lr_decay_samples"] = _number(decay)
-    values["lr_decay_iters"] = max(sizes.steps_until(decay), 1)
+        warmup = Fraction(batch_sizes.consumed_after(values["lr_warmup_iters"]))
+    values["lr_decay_samples"] = _to_number(decay)
+    values["lr_decay_iters"] = max(batch_sizes.steps_until(decay), 1)
     if warmup is not None:
-        values["lr_warmup_samples"] = _number(warmup)
+        values["lr_warmup_samples"] = _to_number(warmup)
         values["lr_warmup_iters"] = None
-    steps, last = values.get("lr_wsd_decay_iters"), sizes.steps_until(decay)
+    steps, last = values.get("lr_wsd_decay_iters"), batch_sizes.steps_until(decay)
     if steps is not None:
-        before = sizes.consumed_after(last - steps) if steps <= last else 0
-        converted, samples = sizes.consumed_after(max(last, steps)) - before, found.values.get("lr_wsd_decay_samples")
+        before = batch_sizes.consumed_after(last - steps) if steps <= last else 0
+        converted, samples = (
+            batch_sizes.consumed_after(max(last, steps)) - before,
+            scanned.values.get("lr_wsd_decay_samples"),
+        )
         if samples not in (None, converted):
-            found.problems.append(
+            scanned.problems.append(
                 f"--lr-wsd-decay-iters and --lr-wsd-decay-samples must agree, got {steps} steps, which are the last "
                 f"{converted:g} samples of the decay, and {samples:g} samples. Remove one of them"
             )
@@ -418,7 +439,9 @@ def _in_samples(
         values["lr_wsd_decay_iters"] = None
 
 
-def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, tokens: Fraction) -> Fraction | None:
+def _length_in_samples(
+    scanned: Scan, name: str, in_tokens: int | None, batch_sizes: BatchSizes, tokens_per_sample: Fraction
+) -> Fraction | None:
     """Return the length of the decay or warm-up in samples; None if no flag sets it.
 
     A length in tokens overrides one in samples, as in Megatron-DeepSpeed. If steps and samples are both given, they
@@ -427,218 +450,222 @@ def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, t
     Args:
         name: "decay" or "warmup".
         in_tokens: length in tokens, or None.
-        tokens: tokens per sample.
+        tokens_per_sample: tokens per sample.
     """
-    steps, samples = found.values.get(f"lr_{name}_iters"), found.values.get(f"lr_{name}_samples")
+    steps, samples = scanned.values.get(f"lr_{name}_iters"), scanned.values.get(f"lr_{name}_samples")
     if in_tokens is not None:
-        overridden = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
+        overridden = scanned.spelling.get(f"lr_{name}_samples") or scanned.spelling.get(f"lr_{name}_iters")
         if overridden:
-            found.ignored[overridden] = f"--lr-{name}-tokens overrides it"
-        return in_tokens / tokens
-    if steps is not None and samples is not None and sizes.consumed_after(steps) != samples:
-        found.problems.append(
+            scanned.ignored[overridden] = f"--lr-{name}-tokens overrides it"
+        return in_tokens / tokens_per_sample
+    if steps is not None and samples is not None and batch_sizes.consumed_after(steps) != samples:
+        scanned.problems.append(
             f"--lr-{name}-iters and --lr-{name}-samples must agree, got {steps} steps, which are "
-            f"{sizes.consumed_after(steps)} samples, and {_number(Fraction(samples))} samples. Remove one of them"
+            f"{batch_sizes.consumed_after(steps)} samples, and {_to_number(Fraction(samples))} samples. Remove one of "
+            "them"
         )
     if samples is not None:
         return Fraction(samples)
-    return None if steps is None else Fraction(sizes.consumed_after(steps))
+    return None if steps is None else Fraction(batch_sizes.consumed_after(steps))
 
 
-def _number(length: Fraction) -> float | int:
+def _to_number(length: Fraction) -> float | int:
     return int(length) if length.denominator == 1 else float(length)
 
 
 # Settings that follow from several others, once all of them are known.
 
-OF_TOKEN_FILES = (
+TOKEN_FILE_FIELDS = (
     "split", "split_by", "data_impl", "data_cache_path", "object_storage_cache_path", "object_storage_cache_gb",
 )  # fmt: skip
 """Fields that take effect only if token files are read."""
-OF_RECOMPUTED = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
+RECOMPUTE_FIELDS = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
 """Fields that take effect only if full layers are recomputed."""
 SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_scale")
 """Fields that take effect with fp16 only."""
 
 
-def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
-    """Resolve settings that depend on other settings: change ``values``, and add unused flags to ``found.ignored``."""
-    converted, t = found.converted, values.get("model_parallel_size", 1)
+def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: str) -> None:
+    """Resolve settings that depend on others: change ``values``, and add unused flags to ``scanned.ignored``."""
+    converted, t = scanned.converted, values.get("model_parallel_size", 1)
     if "--swiglu" in converted and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
-    _gelu(found, values)
-    _linear_biases(found, values)
-    _norm_bias(found, values, family)
-    _mup(found, values, family)
-    _dense_only(found, values)
-    if found.values.get("add_qkv_bias") and values.get("hidden_bias"):
+    _set_gelu(scanned, values)
+    _set_linear_biases(scanned, values)
+    _set_norm_bias(scanned, values, family)
+    _apply_mup(scanned, values, family)
+    _reject_dense_only(scanned, values)
+    if scanned.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
-        found.ignored["--add-qkv-bias"] = "all linear layers have biases"
-    for name, why in (
+        scanned.ignored["--add-qkv-bias"] = "all linear layers have biases"
+    for name, cause in (
         ("sequence_parallel", "there is only one tensor rank"),
         ("partition_activations", "there is only one tensor rank"),
     ):
-        if name in found.values and values.get(name) and t == 1:
+        if name in scanned.values and values.get(name) and t == 1:
             values[name] = False
-            found.ignored[found.spelling[name]] = why
+            scanned.ignored[scanned.spelling[name]] = cause
     recomputes = values.get("checkpoint_activations") or values.get("recompute_granularity") == "full"
-    for name in OF_RECOMPUTED if not recomputes else ():
-        if name in found.values and found.spelling[name] not in found.ignored:
-            del values[name], found.values[name]
-            found.ignored[found.spelling[name]] = "no layers are recomputed"
+    for name in RECOMPUTE_FIELDS if not recomputes else ():
+        if name in scanned.values and scanned.spelling[name] not in scanned.ignored:
+            del values[name], scanned.values[name]
+            scanned.ignored[scanned.spelling[name]] = "no layers are recomputed"
     if values.get("dtype") not in (None, "fp16"):
-        if "--initial-loss-scale" in converted and "initial_scale_power" not in found.values:
-            found.ignored[f"--initial-loss-scale {converted['--initial-loss-scale']}"] = (
+        if "--initial-loss-scale" in converted and "initial_scale_power" not in scanned.values:
+            scanned.ignored[f"--initial-loss-scale {converted['--initial-loss-scale']}"] = (
                 f"only fp16 has a loss scale, and this run is {values['dtype']}"
             )
         for name in SCALING:
-            if name in found.values:
+            if name in scanned.values:
                 values.pop(name, None)
-                del found.values[name]
-                found.ignored[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
-    elif "--initial-loss-scale" in converted and "initial_scale_power" not in found.values:
+                del scanned.values[name]
+                scanned.ignored[scanned.spelling[name]] = (
+                    f"only fp16 has a loss scale, and this run is {values['dtype']}"
+                )
+    elif "--initial-loss-scale" in converted and "initial_scale_power" not in scanned.values:
         scale = converted["--initial-loss-scale"]
-        found.problems.append(f"--initial-loss-scale must be a power of 2, got {scale:g}. Use --initial-scale-power")
+        scanned.problems.append(f"--initial-loss-scale must be a power of 2, got {scale:g}. Use --initial-scale-power")
     for name, is_unused, reason in (
         ("moe_router_pre_softmax", values.get("moe_router_score_function") == "sigmoid", "the router uses sigmoid"),
         ("rotary_scaling_factor", values.get("rotary_scaling", "none") == "none", "there is no --rotary-scaling"),
         ("no_load_optim", not (values.get("load") or values.get("resume")), "no checkpoint is loaded"),
         ("no_load_rng", not (values.get("load") or values.get("resume")), "no checkpoint is loaded"),
     ):
-        if name in found.values and is_unused:
+        if name in scanned.values and is_unused:
             values.pop(name, None)
-            del found.values[name]
-            found.ignored[found.spelling[name]] = reason
-    _tokenizer_type(found, values)
+            del scanned.values[name]
+            scanned.ignored[scanned.spelling[name]] = reason
+    _resolve_tokenizer_type(scanned, values)
     for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
         if flag in converted:
-            found.ignored[flag] = "no checkpoint is loaded"
+            scanned.ignored[flag] = "no checkpoint is loaded"
     for optimizer in ("muon", "sgd"):
         if values.get("optimizer") == optimizer:
             continue
-        for name in [name for name in found.values if name.startswith(f"{optimizer}_")]:
+        for name in [name for name in scanned.values if name.startswith(f"{optimizer}_")]:
             values.pop(name, None)
-            del found.values[name]
-            found.ignored[found.spelling[name]] = f"it needs --optimizer {optimizer}"
-    for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
-        if name in found.values:
-            found.ignored[found.spelling[name]] = "random tokens are not read from files"
+            del scanned.values[name]
+            scanned.ignored[scanned.spelling[name]] = f"it needs --optimizer {optimizer}"
+    for name in TOKEN_FILE_FIELDS if values.get("data_path") == MOCK_DATA else ():
+        if name in scanned.values:
+            scanned.ignored[scanned.spelling[name]] = "random tokens are not read from files"
     if "--no-pipeline-parallel" in converted:
         stages = values.get("pipe_parallel_size", 0)
         if stages > 1:
-            found.problems.append(
+            scanned.problems.append(
                 f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Remove one of them"
             )
-        found.ignored["--no-pipeline-parallel"] = "there is no pipeline"
+        scanned.ignored["--no-pipeline-parallel"] = "there is no pipeline"
     if "--num-unique-layers" in converted:
         layers = values.get("num_layers")
         if layers is not None and converted["--num-unique-layers"] != layers:
-            found.problems.append(
+            scanned.problems.append(
                 "--num-unique-layers must equal --num-layers, because layers do not share weights, got "
                 f"{converted['--num-unique-layers']} and {layers}. Remove it"
             )
-        found.ignored["--num-unique-layers"] = "layers share no weights"
+        scanned.ignored["--num-unique-layers"] = "layers share no weights"
     relative = values.get("position_embedding_type", "relative") == "relative"
-    if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
+    if FAMILIES[family].model_type == "encoder-decoder" and relative and "max_position_embeddings" in scanned.values:
         del values["max_position_embeddings"]
-        found.ignored["--max-position-embeddings"] = "relative positions have no maximum length"
+        scanned.ignored["--max-position-embeddings"] = "relative positions have no maximum length"
 
 
-def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
+def _resolve_tokenizer_type(scanned: Scan, values: Mapping[str, Any]) -> None:
     """Ignore an unknown tokenizer type if the tokenizer's files determine the type."""
-    name = found.unknown_tokenizer_type
+    name = scanned.unknown_tokenizer_type
     if name and values.get("tokenizer_path"):
-        found.ignored[f"--tokenizer-type {name}"] = "the files of --tokenizer-path determine the type"
+        scanned.ignored[f"--tokenizer-type {name}"] = "the files of --tokenizer-path determine the type"
     elif name:
-        found.problems.append(
+        scanned.problems.append(
             f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {name!r}. It is optional with "
             "--tokenizer-path"
         )
 
 
-def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
+def _reject_dense_only(scanned: Scan, values: Mapping[str, Any]) -> None:
     """Reject flags with the rule dense-only if the model has experts; in a dense model they are ignored."""
     if (values.get("num_experts") or 0) <= 1:
         return
-    flags = [name for name in found.ignored if name.startswith("--")]
+    flags = [name for name in scanned.ignored if name.startswith("--")]
     rows = [foreign_flags()[flag] for flag in flags if flag in foreign_flags()]
     if names := [row.flag for row in rows if row.rule == DENSE_ONLY]:
-        found.problems.append(
+        scanned.problems.append(
             f"not supported with --num-experts, since the results would change: {', '.join(names)}. Use the "
             "--moe-* flags of docs/flags.md"
         )
 
 
-def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
+def _apply_mup(scanned: Scan, values: dict[str, Any], family: str) -> None:
     """Apply Megatron's muP, which uses the model itself as the base and divides scores by the head size."""
-    recipe = found.converted.get("--scaling-recipe", "none")
+    recipe = scanned.converted.get("--scaling-recipe", "none")
     if recipe not in ("none", "mup"):
-        found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Remove it")
-    if recipe != "mup" and "--use-mup" not in found.converted:
-        if "--scaling-recipe" in found.converted:
-            found.ignored["--scaling-recipe"] = "there is no muP"
+        scanned.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Remove it")
+    if recipe != "mup" and "--use-mup" not in scanned.converted:
+        if "--scaling-recipe" in scanned.converted:
+            scanned.ignored["--scaling-recipe"] = "there is no muP"
         return
-    if FAMILIES[family].kind != "decoder":
-        found.problems.append("--use-mup is supported in decoders only; remove it")
+    if FAMILIES[family].model_type != "decoder":
+        scanned.problems.append("--use-mup is supported in decoders only; remove it")
         return
     values.setdefault("mup_base_hidden_size", values.get("hidden_size", ModelConfig.hidden_size))
     if "softmax_scale" not in values:
         values.setdefault("mup_base_head_dim", 1)
 
 
-def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
+def _set_linear_biases(scanned: Scan, values: dict[str, Any]) -> None:
     """Set ``hidden_bias`` from GPT-NeoX's switches for the biases of attention and feed-forward layers.
 
     A missing switch counts as true, as in GPT-NeoX.
     """
-    flags = [flag for flag in ("--use-bias-in-attn-linear", "--use-bias-in-mlp") if flag in found.converted]
+    flags = [flag for flag in ("--use-bias-in-attn-linear", "--use-bias-in-mlp") if flag in scanned.converted]
     if not flags:
         return
-    attention, mlp = (found.converted.get(f"--use-bias-in-{part}", True) for part in ("attn-linear", "mlp"))
+    attention, mlp = (scanned.converted.get(f"--use-bias-in-{layer}", True) for layer in ("attn-linear", "mlp"))
     if attention != mlp:
-        found.problems.append(
-            f"--use-bias-in-attn-linear and --use-bias-in-mlp must be equal, got {_word(attention)} and {_word(mlp)} "
-            "(a missing one is true): --hidden-bias adds biases to all linear layers. Set both to the same value"
+        scanned.problems.append(
+            f"--use-bias-in-attn-linear and --use-bias-in-mlp must be equal, got {_bool_word(attention)} and "
+            f"{_bool_word(mlp)} (a missing one is true): --hidden-bias adds biases to all linear layers. Set both to "
+            "the same value"
         )
         return
-    _set_agreeing(found, values, "hidden_bias", attention, f"{flags[0]} {_word(attention)}")
+    _set_agreeing(scanned, values, "hidden_bias", attention, f"{flags[0]} {_bool_word(attention)}")
 
 
-def _norm_bias(found: Scan, values: dict[str, Any], family: str) -> None:
+def _set_norm_bias(scanned: Scan, values: dict[str, Any], family: str) -> None:
     """Set ``norm_bias`` from GPT-NeoX's switch, which has no effect on norms without biases."""
     flag = "--use-bias-in-norms"
-    if flag not in found.converted:
+    if flag not in scanned.converted:
         return
     default = FAMILIES[family].config.DEFAULTS.get("normalization", ModelConfig.normalization)
     normalization = values.get("normalization", default)
     if normalization != "LayerNorm":
-        found.ignored[flag] = f"{normalization} has no bias"
+        scanned.ignored[flag] = f"{normalization} has no bias"
     else:
-        has_bias = found.converted[flag]
-        _set_agreeing(found, values, "norm_bias", has_bias, f"{flag} {_word(has_bias)}")
+        has_bias = scanned.converted[flag]
+        _set_agreeing(scanned, values, "norm_bias", has_bias, f"{flag} {_bool_word(has_bias)}")
 
 
-def _set_agreeing(found: Scan, values: dict[str, Any], field: str, value: bool, spelling: str) -> None:
+def _set_agreeing(scanned: Scan, values: dict[str, Any], field: str, value: bool, spelling: str) -> None:
     """Set a field from a converted flag, or add a problem if the field's own flag has a different value."""
-    if field in found.values and found.values[field] != value:
-        found.problems.append(f"{spelling} must agree with {found.spelling.get(field, field)}. Remove one of them")
+    if field in scanned.values and scanned.values[field] != value:
+        scanned.problems.append(f"{spelling} must agree with {scanned.spelling.get(field, field)}. Remove one of them")
     else:
         values[field] = value
 
 
-def _word(value: bool) -> str:
+def _bool_word(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _gelu(found: Scan, values: dict[str, Any]) -> None:
+def _set_gelu(scanned: Scan, values: dict[str, Any]) -> None:
     """Set the form of GELU from Megatron's switches for a fused kernel, which computes the tanh form."""
     for flag, before, after in (
         ("--no-bias-gelu-fusion", "gelu-tanh", "gelu"),
         ("--bias-gelu-fusion", "gelu", "gelu-tanh"),
     ):
-        if flag not in found.converted:
+        if flag not in scanned.converted:
             continue
-        if "activation" not in found.values and values.get("activation", "gelu") == before:
+        if "activation" not in scanned.values and values.get("activation", "gelu") == before:
             values["activation"] = after
         else:
-            found.ignored[flag] = "another flag sets the activation"
+            scanned.ignored[flag] = "another flag sets the activation"

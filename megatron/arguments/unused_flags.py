@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.arguments.deepspeed_keys import FP16, NOT_READ, PASSED, engine_features
+from megatron.arguments.deepspeed_keys import FP16, PASSED_TO_ENGINE, UNUSED_PIPELINE_KEYS, engine_features
 from megatron.config.config import Config
-from megatron.config.data import EACH, OWN_DATA, PATHS
+from megatron.config.data import PATHS, SCRIPT_DATA, SPLIT_PATH_FIELDS
 from megatron.config.data_paths import parse_paths, parse_schedule
 from megatron.config.debug import DEBUG_IN_TRAINING, DUMP_ONLY
 from megatron.config.logging import LOGGING_IN_TRAINING
@@ -16,7 +16,7 @@ from megatron.config.parallel import ParallelConfig
 
 # Data settings that would have no effect, and paths that the run needs but does not have.
 
-OF_TOKEN_FILES = (
+TOKEN_FILE_FIELDS = (
     "split",
     "split_by",
     "data_impl",
@@ -28,9 +28,9 @@ OF_TOKEN_FILES = (
     "fim_spm_rate",
 )
 """Fields that apply to token files, not to data that a script provides itself."""
-OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
+CONVERSATION_FIELDS = ("valid_sft", "chat_template", "sft_overlong")
 """Fields that apply to conversations only."""
-NOT_OF_CONVERSATIONS = (
+TOKEN_FILE_ONLY_FIELDS = (
     "data_impl", "packing", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
 )  # fmt: skip
 """Fields that apply to token files only. Conversations are always packed best-fit, without attention between them."""
@@ -38,23 +38,23 @@ NOT_OF_CONVERSATIONS = (
 
 def data_problems(config: Config) -> Iterator[str]:
     """Yield data settings of the user that have no effect, and problems of incomplete sets of data paths."""
-    given, data = config.given, config.data
+    explicit, data = config.explicit_fields, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
-    flags = [*_flags(config, OF_TOKEN_FILES), *_flags(config, ("mixture_schedule",))]
-    if flags and data.is_own:
+    flags = [*_flags(config, TOKEN_FILE_FIELDS), *_flags(config, ("mixture_schedule",))]
+    if flags and data.is_script_data:
         yield (
-            f"{', '.join(flags)} applies to token files only, got --data-path {OWN_DATA}. Remove it, or set "
+            f"{', '.join(flags)} applies to token files only, got --data-path {SCRIPT_DATA}. Remove it, or set "
             "--data-path to token files"
         )
-    elif "mixture_schedule" in given and data.training_path is None:
+    elif "mixture_schedule" in explicit and data.training_path is None:
         yield (
             "--mixture-schedule needs several corpora, got no --data-path. Remove it, or list several corpora with "
             "weights, such as 0.7 a 0.3 b"
         )
-    if "prefetch_factor" in given and not data.reading_processes:
+    if "prefetch_factor" in explicit and not data.num_reading_processes:
         yield "--prefetch-factor has no effect without --num-workers 1 or more, got 0. Remove it, or add --num-workers"
-    if "fim_spm_rate" in given and not data.fim_rate:
+    if "fim_spm_rate" in explicit and not data.fim_rate:
         yield "--fim-spm-rate has no effect without --fim-rate above 0. Remove it, or add --fim-rate"
     checkpoint = config.checkpoint
     restart_flag = "--finetune" if checkpoint.finetune else "--eval-only" if checkpoint.eval_only else None
@@ -72,7 +72,7 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
         yield f"the test evaluation at the end is skipped: there is no {flag}"
     yield from _empty_split_notes(config)
-    unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
+    unread = [flag for name, flag in PATHS.items() if name in config.explicit_fields and not reads.get(name, True)]
     if unread:
         yield f"{', '.join(unread)} has no effect: this run does not read these splits"
     if data.mixture_schedule is not None and data.training_path is not None and not config.checkpoint.eval_only:
@@ -84,7 +84,9 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
 def _empty_split_notes(config: Config) -> Iterator[str]:
     """Yield notes about evaluations that are skipped because --split assigns no documents to them."""
     reads, shares = splits_read(config), config.data.split_shares
-    for name, share, event in zip(EACH[1:], shares[1:], ("validation", "the test evaluation at the end"), strict=True):
+    for name, share, event in zip(
+        SPLIT_PATH_FIELDS[1:], shares[1:], ("validation", "the test evaluation at the end"), strict=True
+    ):
         if reads[name] and not share and not config.checkpoint.eval_only:
             yield f"{event} is skipped: --split {config.data.split} assigns no documents to that split"
 
@@ -94,17 +96,17 @@ def splits_read(config: Config) -> dict[str, bool]:
     batch, eval_only = config.batch, config.checkpoint.eval_only
     trains, evaluates = batch.train_iters > 0 and not eval_only, batch.eval_iters > 0
     validates = evaluates and batch.eval_interval > 0 and not eval_only
-    return dict(zip(EACH, (trains, validates, evaluates), strict=True))
+    return dict(zip(SPLIT_PATH_FIELDS, (trains, validates, evaluates), strict=True))
 
 
 def _sft_problems(config: Config) -> Iterator[str]:
     data = config.data
     if data.sft is None:
-        flags = _flags(config, OF_CONVERSATIONS)
+        flags = _flags(config, CONVERSATION_FIELDS)
         if flags:
             yield f"{', '.join(flags)} has no effect without --sft. Remove it, or add --sft FILE"
         return
-    flags = _flags(config, NOT_OF_CONVERSATIONS)
+    flags = _flags(config, TOKEN_FILE_ONLY_FIELDS)
     if flags:
         yield (
             f"{', '.join(flags)} applies to token files only, got --sft: conversations are packed best-fit and kept "
@@ -120,44 +122,44 @@ def _sft_problems(config: Config) -> Iterator[str]:
 
 def _path_problems(config: Config) -> Iterator[str]:
     data, flags = config.data, _flags(config, ("split", "split_by"))
-    given_paths = [name for name in EACH if getattr(data, name) is not None]
-    if not given_paths or data.data_path is not None:
+    explicit_paths = [name for name in SPLIT_PATH_FIELDS if getattr(data, name) is not None]
+    if not explicit_paths or data.data_path is not None:
         return
     if flags:
         yield (
             f"{', '.join(flags)} applies to --data-path only, got a path for each split. Remove it, or use --data-path"
         )
-    missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in given_paths]
+    missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in explicit_paths]
     # As in Megatron, a run without test data skips the test at its end.
-    if "valid_data_path" in given_paths and not config.checkpoint.eval_only:
+    if "valid_data_path" in explicit_paths and not config.checkpoint.eval_only:
         missing = [flag for flag in missing if flag != PATHS["test_data_path"]]
     if missing:
-        off = "" if missing == [PATHS["train_data_path"]] else ", or disable evaluation (--eval-iters 0)"
-        got, them = ", ".join(PATHS[name] for name in given_paths), "them" if len(missing) > 1 else "it"
+        alternative = "" if missing == [PATHS["train_data_path"]] else ", or disable evaluation (--eval-iters 0)"
+        got, them = ", ".join(PATHS[name] for name in explicit_paths), "them" if len(missing) > 1 else "it"
         yield (
-            f"each split that is read needs a path, got {got} without {' and '.join(missing)}. Add {them} too{off}, "
-            "or use --data-path, which --split divides into three splits"
+            f"each split that is read needs a path, got {got} without {' and '.join(missing)}. Add {them} "
+            f"too{alternative}, or use --data-path, which --split divides into three splits"
         )
 
 
 def _late_step_notes(config: Config, world_size: int) -> Iterator[str]:
     data, parallel = config.data, config.parallel
-    sizes = config.batch.sizes(parallel.data_parallel_size(world_size))
-    samples, each = sizes.consumed_after(config.batch.train_iters), config.tokens_per_sample
+    batch_sizes = config.batch.batch_sizes(parallel.data_parallel_size(world_size))
+    samples, tokens_per_sample = batch_sizes.consumed_after(config.batch.train_iters), config.tokens_per_sample
     steps = parse_schedule(data.mixture_schedule or "", len(parse_paths(data.training_path or "")))
-    late = [str(tokens) for tokens, _ in steps if -(-tokens // each) >= samples]
+    late = [str(tokens) for tokens, _ in steps if -(-tokens // tokens_per_sample) >= samples]
     if late:
         yield (
-            f"--mixture-schedule: the run ends after {samples * each} tokens, so the weights from {', '.join(late)} on "
-            "have no effect"
+            f"--mixture-schedule: the run ends after {samples * tokens_per_sample} tokens, so the weights from "
+            f"{', '.join(late)} on have no effect"
         )
 
 
 def _late_length_notes(config: Config, world_size: int) -> Iterator[str]:
-    samples = config.batch.sizes(config.parallel.data_parallel_size(world_size)).consumed_after(
+    samples = config.batch.batch_sizes(config.parallel.data_parallel_size(world_size)).consumed_after(
         config.batch.train_iters
     )
-    late = [str(length) for _, sample, length in config.batch.lengths.starts() if sample >= samples]
+    late = [str(length) for _, sample, length in config.batch.seq_lengths.starts() if sample >= samples]
     if late and config.batch.train_iters:
         yield (
             f"--seq-length-schedule: the run ends after {samples * config.tokens_per_sample} tokens, so the lengths "
@@ -166,7 +168,7 @@ def _late_length_notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name in names if name in config.given]
+    return [f"--{name.replace('_', '-')}" for name in names if name in config.explicit_fields]
 
 
 # Settings that would have no effect: an error if the user must have meant something else, otherwise a note.
@@ -175,9 +177,9 @@ def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
 # that is used for several layouts.
 
 SCALING = ("loss_scale", "initial_scale_power")
-SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
+DYNAMIC_SCALING = ("loss_scale_window", "hysteresis", "min_scale")
 """Fields of the dynamic loss scale, which take effect with fp16 only."""
-PIPELINE = {
+PIPELINE_FLAGS = {
     "pipeline_schedule": "--pipeline-schedule",
     "pipeline_auto_schedules": "--pipeline-auto-schedules",
     "pipeline_chunks": "--pipeline-chunks",
@@ -189,13 +191,13 @@ PIPELINE = {
     "check_data_agreement": "--check-data-agreement",
 }
 """Fields that take effect in a pipeline only -> their flags."""
-KEPT = {
+SAVED_INPUT_FLAGS = {
     "partition_activations": "--partition-activations",
     "checkpoint_in_cpu": "--checkpoint-in-cpu",
     "contiguous_checkpointing": "--contigious-checkpointing",
 }
 """Fields that control where the inputs of recomputed layers are stored -> their flags."""
-IN_TRAINING = (
+TRAINING_FIELDS = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "export_hf_interval", "save_remote",
     "rampup_batch_size", "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
@@ -204,7 +206,7 @@ IN_TRAINING = (
 )  # fmt: skip
 """Fields that take effect in training only. Prefetching is among them, because evaluation does not prefetch."""
 TRAINING_ONLY = (
-    *IN_TRAINING, "pipeline_trace", *LOGGING_IN_TRAINING, "eval_tasks_interval", *DEBUG_IN_TRAINING, *DUMP_ONLY,
+    *TRAINING_FIELDS, "pipeline_trace", *LOGGING_IN_TRAINING, "eval_tasks_interval", *DEBUG_IN_TRAINING, *DUMP_ONLY,
 )  # fmt: skip
 """Fields that are rejected together with --eval-only, and fields that depend on them."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
@@ -212,9 +214,9 @@ ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 def unused_flag_problems(config: Config) -> Iterator[str]:
     """Yield the given flags that have no effect."""
-    given, optimizer = config.given, config.optimizer
+    explicit, optimizer = config.explicit_fields, config.optimizer
     yield from scaling_problems(config)
-    if "wsd_decay_fraction" in given and optimizer.lr_decay_style != "wsd":
+    if "wsd_decay_fraction" in explicit and optimizer.lr_decay_style != "wsd":
         yield (
             "--wsd-decay-fraction has no effect without --lr-decay-style wsd, got --lr-decay-style "
             f"{optimizer.lr_decay_style}. Remove it, or change the style"
@@ -241,7 +243,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
     yield from format_problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs at least one evaluation step, got --eval-iters 0. Raise --eval-iters"
-    flags = [flag for name, flag in PIPELINE.items() if name in given]
+    flags = [flag for name, flag in PIPELINE_FLAGS.items() if name in explicit]
     if flags and not config.parallel.has_pipeline:
         yield (
             f"{', '.join(flags)} has no effect without a pipeline, got --pipe-parallel-size "
@@ -250,9 +252,9 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
     has_steps = config.parallel.has_pipeline and "trace_steps" in config.deepspeed.get("pipeline", {})
     if has_steps and not config.parallel.pipeline_trace:
         yield "pipeline.trace_steps in the JSON has no effect without a trace. Add --pipeline-trace FOLDER"
-    if config.checkpoint.eval_only and "pipeline_trace" in given:
+    if config.checkpoint.eval_only and "pipeline_trace" in explicit:
         yield "--pipeline-trace records training steps only, got --eval-only. Remove one of them"
-    flags = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
+    flags = _flags(config, TRAINING_FIELDS) if config.checkpoint.eval_only else []
     if flags:
         yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
 
@@ -286,20 +288,24 @@ def format_problems(config: Config) -> Iterator[str]:
         )
 
 
-def kept_notes(config: Config) -> Iterator[str]:
+def saved_input_notes(config: Config) -> Iterator[str]:
     """Yield notes about settings for saved layer inputs that have no effect and come from the JSON or the defaults."""
     parallel = config.parallel
-    flags = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
+    flags = [
+        flag
+        for name, flag in SAVED_INPUT_FLAGS.items()
+        if getattr(parallel, name) and name not in config.explicit_fields
+    ]
     if flags and not parallel.checkpoint_activations:
         yield f"{', '.join(flags)} in the JSON or the defaults has no effect without --checkpoint-activations"
-    elif KEPT["partition_activations"] in flags and parallel.model_parallel_size == 1:
+    elif SAVED_INPUT_FLAGS["partition_activations"] in flags and parallel.model_parallel_size == 1:
         yield "--partition-activations in the JSON or the defaults has no effect with one tensor rank"
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
     """Yield the flags of a dynamic loss scale if the scale is fixed."""
     fixed = config.precision.loss_scale
-    names = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
+    names = _flags(config, ("initial_scale_power", *DYNAMIC_SCALING)) if fixed and _may_be_fp16(config) else []
     if names:
         yield (
             f"{', '.join(names)} applies to a dynamic loss scale only, got the fixed {_scale_text(config)}. Remove "
@@ -310,12 +316,14 @@ def scaling_problems(config: Config) -> Iterator[str]:
 def notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield notes about settings that have no effect and do no harm."""
     yield from scaling_notes(config)
-    yield from kept_notes(config)
+    yield from saved_input_notes(config)
     yield from data_notes(config, world_size)
     parallel, json = config.parallel, config.deepspeed
-    if "partition_method" in config.given and not parallel.has_pipeline:
+    if "partition_method" in config.explicit_fields and not parallel.has_pipeline:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
-    defaults = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
+    defaults = [
+        flag for name, flag in PIPELINE_FLAGS.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)
+    ]
     if defaults and not parallel.has_pipeline:
         yield f"{', '.join(defaults)} in the defaults has no effect without a pipeline"
     if parallel.gradient_accumulation_fusion and parallel.device == "cpu" and config.precision.dtype == "bf16":
@@ -327,8 +335,8 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
         yield from _single_stage_notes(config)
     else:
         for name in json.get("pipeline", {}):
-            if name in NOT_READ:
-                yield f"the JSON's pipeline.{name} has no effect: {NOT_READ[name]}"
+            if name in UNUSED_PIPELINE_KEYS:
+                yield f"the JSON's pipeline.{name} has no effect: {UNUSED_PIPELINE_KEYS[name]}"
     if json.get("flops_profiler", {}).get("enabled", False) is True and parallel.has_pipeline:
         yield 'the JSON\'s "flops_profiler" has no effect with a pipeline; progress lines show FLOP/s'
 
@@ -340,9 +348,9 @@ def _single_stage_notes(config: Config) -> Iterator[str]:
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
     is_stated = json.get("steps_per_print", "auto") not in ("auto", LARGEST_INT)  # LARGEST_INT means never
     if is_stated and not (config.run.verbose_deepspeed or engine_features(json)):
-        yield f'the JSON\'s "steps_per_print" has no effect: {PASSED["steps_per_print"].without_pipeline}'
+        yield f'the JSON\'s "steps_per_print" has no effect: {PASSED_TO_ENGINE["steps_per_print"].without_pipeline}'
     if json.get("zero_allow_untested_optimizer") is False:
-        about = PASSED["zero_allow_untested_optimizer"].without_pipeline
+        about = PASSED_TO_ENGINE["zero_allow_untested_optimizer"].without_pipeline
         yield f'the JSON\'s "zero_allow_untested_optimizer" false has no effect: {about}'
 
 
@@ -354,7 +362,7 @@ def scaling_notes(config: Config) -> Iterator[str]:
     )
     if dynamic_keys and _may_be_fp16(config):
         yield f"{', '.join(dynamic_keys)} in the JSON has no effect with the fixed {_scale_text(config)}"
-    unused = [*_flags(config, (*SCALING, *SCALING_COURSE)), *_stated_scaling(config.deepspeed)]
+    unused = [*_flags(config, (*SCALING, *DYNAMIC_SCALING)), *_stated_scaling(config.deepspeed)]
     if unused and dtype not in (None, "fp16"):
         yield f"{', '.join(unused)} has no effect: only fp16 has a loss scale, and this run is {dtype}"
 
@@ -364,7 +372,7 @@ def _may_be_fp16(config: Config) -> bool:
 
 
 def _scale_text(config: Config) -> str:
-    name = "--loss-scale" if "loss_scale" in config.given else "fp16.loss_scale of the JSON,"
+    name = "--loss-scale" if "loss_scale" in config.explicit_fields else "fp16.loss_scale of the JSON,"
     return f"{name} {config.precision.loss_scale:g}"
 
 

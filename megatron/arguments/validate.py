@@ -13,14 +13,14 @@ from megatron.config.option import is_derived, options_of
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.config.pipeline_layout import num_layers, parse_layout
 from megatron.errors import raise_all
-from megatron.mpu.topology import axes_text, sizes_text
+from megatron.mpu.topology import format_axes, format_sizes
 from tds.schedule import read_schedule
-from tds.schedule.simulate import bubble, candidates
+from tds.schedule.simulate import bubble, candidate_schedules
 
 # ZeRO and offload: which flags can be combined, and which would have no effect.
 
-CUT_WEIGHTS = 3
-OFFLOAD = {
+SHARDED_WEIGHTS_STAGE = 3
+OFFLOAD_FLAGS = {
     "cpu_adam": "--cpu-adam",
     "no_pin_memory": "--no-pin-memory",
 }
@@ -33,52 +33,52 @@ def zero_problems(config: Config) -> Iterator[str]:
     stage = optimizer.zero_stage
     if stage > 1 and parallel.has_pipeline:
         yield (
-            f"{_name(config)} {stage} is not supported in a pipeline, got --pipe-parallel-size "
-            f"{parallel.pipe_parallel_size}: {_why_not_in_a_pipeline(stage)}. Use --zero-stage 1, which shards the "
+            f"{_stage_source(config)} {stage} is not supported in a pipeline, got --pipe-parallel-size "
+            f"{parallel.pipe_parallel_size}: {_pipeline_zero_reason(stage)}. Use --zero-stage 1, which shards the "
             "fp32 main params and the optimizer states, most of the memory; or remove the pipeline"
         )
     if stage > 1 and not parallel.overlap_grad_reduce:
         yield (
-            f"{_name(config)} {stage} reduces gradients during the backward pass, so that no replica holds all of "
-            "them, got --no-overlap-grad-reduce. Remove it, or use --zero-stage 1"
+            f"{_stage_source(config)} {stage} reduces gradients during the backward pass, so that no replica holds all "
+            "of them, got --no-overlap-grad-reduce. Remove it, or use --zero-stage 1"
         )
     if stage > 1 and parallel.gradient_accumulation_fusion:
         yield (
-            f"--gradient-accumulation-fusion accumulates into unsharded gradients in place, got {_name(config)} "
-            f"{stage}, which reduces them over the replicas in each micro-batch and stores only shards. Use "
-            "--zero-stage 1, or remove --gradient-accumulation-fusion"
+            "--gradient-accumulation-fusion accumulates into unsharded gradients in place, got "
+            f"{_stage_source(config)} {stage}, which reduces them over the replicas in each micro-batch and stores "
+            "only shards. Use --zero-stage 1, or remove --gradient-accumulation-fusion"
         )
-    if stage == CUT_WEIGHTS and getattr(parallel, "compile", False):
+    if stage == SHARDED_WEIGHTS_STAGE and getattr(parallel, "compile", False):
         yield (
             "--compile does not support --zero-stage 3, which gathers the weights of a layer in module hooks that a "
             "compiled layer does not run at the right time. Use --zero-stage 2, or remove --compile"
         )
-    asks_for_drift = "drift_interval" in config.given and config.stability.drift_interval
-    if stage == CUT_WEIGHTS and asks_for_drift and parallel.model_parallel_size == 1:
+    has_drift_check = "drift_interval" in config.explicit_fields and config.stability.drift_interval
+    if stage == SHARDED_WEIGHTS_STAGE and has_drift_check and parallel.model_parallel_size == 1:
         yield (
             "--drift-interval compares the copies of a weight, of which --zero-stage 3 stores only one, sharded over "
             "the replicas. Remove it, or use --zero-stage 2"
         )
-    if optimizer.offload_parameters and stage != CUT_WEIGHTS:
+    if optimizer.offload_parameters and stage != SHARDED_WEIGHTS_STAGE:
         yield (
             f"--offload-parameters stores the weight shards of --zero-stage 3 on the CPU, got --zero-stage {stage}. "
             "Add --zero-stage 3, or use only --offload-optimizer"
         )
     if optimizer.cpu_adam == "deepspeed" and optimizer.offload_optimizer:
         yield from _adam_problems(config)
-    flags = [flag for name, flag in OFFLOAD.items() if name in config.given]
-    if "no_pin_memory" in config.given and optimizer.offload_parameters:
-        flags.remove(OFFLOAD["no_pin_memory"])
+    flags = [flag for name, flag in OFFLOAD_FLAGS.items() if name in config.explicit_fields]
+    if "no_pin_memory" in config.explicit_fields and optimizer.offload_parameters:
+        flags.remove(OFFLOAD_FLAGS["no_pin_memory"])
     if flags and not optimizer.offload_optimizer:
         yield f"{', '.join(flags)} has no effect without --offload-optimizer. Add --offload-optimizer, or remove it"
 
 
-def _name(config: Config) -> str:
-    return "--zero-stage" if "zero_stage" in config.given else "zero_optimization.stage of the JSON"
+def _stage_source(config: Config) -> str:
+    return "--zero-stage" if "zero_stage" in config.explicit_fields else "zero_optimization.stage of the JSON"
 
 
-def _why_not_in_a_pipeline(stage: int) -> str:
-    gathered = " and the weights gathered again" if stage == CUT_WEIGHTS else ""
+def _pipeline_zero_reason(stage: int) -> str:
+    gathered = " and the weights gathered again" if stage == SHARDED_WEIGHTS_STAGE else ""
     return (
         "a stage accumulates all of its gradients until its last micro-batch, so sharded gradients would have to be "
         f"reduced over the replicas in each micro-batch{gathered}: many times the traffic, to save memory that the "
@@ -135,7 +135,7 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
             "--partition-activations has no effect with --sequence-parallel, which already shards the inputs of "
             "layers over the tensor ranks. Remove --partition-activations"
         )
-    flags = ("--enc-seq-length", "--dec-seq-length") if config.own.is_encoder_decoder else ("--seq-length",)
+    flags = ("--enc-seq-length", "--dec-seq-length") if config.family_config.is_encoder_decoder else ("--seq-length",)
     for flag, length in zip(flags, config.sequence_lengths, strict=True):
         if length % t:
             yield (
@@ -154,7 +154,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
     if c == 1:
         return
     got = f"got --context-parallel-size {c}"
-    if config.own.is_encoder_decoder:
+    if config.family_config.is_encoder_decoder:
         yield (
             f"--context-parallel-size does not support T5, {got}: it splits one sequence, but T5's decoder also "
             "attends to the encoder's sequence, and its biases depend on distances within a sequence. Use "
@@ -171,7 +171,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
         )
     if parallel.cp_comm_type == "a2a":
         heads = {"--num-attention-heads": model.num_attention_heads}
-        if config.own.KIND == "decoder" and model.num_query_groups != model.num_attention_heads:
+        if config.family_config.KIND == "decoder" and model.num_query_groups != model.num_attention_heads:
             heads["--num-query-groups"] = model.num_query_groups
         for flag, count in heads.items():
             if count % (t * c):
@@ -192,7 +192,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
 def context_parallel_notes(config: Config) -> Iterator[str]:
     """Yield notes about context-parallel flags that have no effect or select the same method as another value."""
     parallel = config.parallel
-    if "cp_comm_type" in config.given and parallel.context_parallel_size == 1:
+    if "cp_comm_type" in config.explicit_fields and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
     elif parallel.cp_comm_type == "p2p" and parallel.context_parallel_size > 1:
         yield "--cp-comm-type p2p: keys and values are gathered, as with all_gather; the results are the same"
@@ -216,14 +216,19 @@ def find_problems(config: Config, world_size: int) -> list[str]:
         return ranges
     sections = [section for section in config.sections().values() if hasattr(section, "problems")]
     section_problems = [problem for section in sections for problem in section.problems()]
-    return [*section_problems, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
+    return [
+        *section_problems,
+        *_world_problems(config, world_size),
+        *_divisibility_problems(config),
+        *_cross_problems(config),
+    ]
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of the model's settings, whatever their source; ``config.given`` lists the given fields."""
-    yield from config.own.problems()
+    """Yield the problems of the model's settings from any source; ``config.explicit_fields`` are set by flags."""
+    yield from config.family_config.problems()
     yield from _head_problems(config)
-    yield from config.own.model_problems(config)
+    yield from config.family_config.model_problems(config)
 
 
 def _range_problems(config: Config) -> Iterator[str]:
@@ -237,21 +242,21 @@ def _range_problems(config: Config) -> Iterator[str]:
 
 def _world_problems(config: Config, world_size: int) -> Iterator[str]:
     t, p, c = config.parallel.model_parallel_size, config.parallel.num_stages, config.parallel.context_parallel_size
-    got, ranks = sizes_text(world_size, t, p, c), config.parallel.replica_size
+    got, ranks = format_sizes(world_size, t, p, c), config.parallel.replica_size
     if t > world_size:
         yield f"--model-parallel-size must not exceed the world size, {got}. Start {ranks} processes, or lower it"
     elif world_size % ranks:
         below = world_size // ranks * ranks
-        sizes = " or ".join(str(n) for n in (below, below + ranks) if n)
+        process_counts = " or ".join(str(n) for n in (below, below + ranks) if n)
         yield (
-            f"world size must be a multiple of {axes_text(c)}, {got}. Start {sizes} processes, or lower one of the "
-            f"{'two' if c == 1 else 'three'}"
+            f"world size must be a multiple of {format_axes(c)}, {got}. Start {process_counts} processes, or lower one "
+            f"of the {'two' if c == 1 else 'three'}"
         )
     else:
         yield from _ramp_problems(config, world_size // ranks)
         yield from expert_rank_problems(config, world_size // ranks * c)
     if config.parallel.has_pipeline:
-        yield from _order_problems(config)
+        yield from _pipeline_file_problems(config)
         if config.parallel.pipeline_layout is None:
             yield from _stage_problems(config)
 
@@ -260,21 +265,21 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
     if config.batch.rampup_batch_size is None:
         return
     try:
-        sizes = config.batch.sizes(replicas).all()
+        batch_sizes = config.batch.batch_sizes(replicas).all()
     except ValueError as error:
         yield str(error)
         return
     micro = config.batch.batch_size
-    invalid = run_length.indivisible(sizes, micro * replicas)
+    invalid = run_length.indivisible(batch_sizes, micro * replicas)
     if invalid:
         yield (
             f"every batch size of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
             f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, invalid))} "
-            f"among {', '.join(map(str, sizes))}. Change START or INCREMENT, or lower --batch-size"
+            f"among {', '.join(map(str, batch_sizes))}. Change START or INCREMENT, or lower --batch-size"
         )
 
 
-def _order_problems(config: Config) -> Iterator[str]:
+def _pipeline_file_problems(config: Config) -> Iterator[str]:
     """Yield problems of a schedule file, or of a layout in Megatron's notation, with the other settings."""
     parallel, m = config.parallel, config.batch.num_micro_batches
     if any(parallel.problems()):
@@ -288,7 +293,7 @@ def _order_problems(config: Config) -> Iterator[str]:
             )
     if parallel.pipeline_layout is not None:
         layers = num_layers(parse_layout(parallel.pipeline_layout))
-        if config.own.is_encoder_decoder:
+        if config.family_config.is_encoder_decoder:
             yield f"{LAYOUT_FLAG} does not support encoder-decoder models. Use --partition-method, or remove it"
         elif layers != config.total_layers:
             yield f"{LAYOUT_FLAG} must contain all layers, got {layers} t and --num-layers {config.total_layers}"
@@ -297,9 +302,9 @@ def _order_problems(config: Config) -> Iterator[str]:
 def _stage_problems(config: Config) -> Iterator[str]:
     layers, p, chunks = config.total_layers, config.parallel.num_stages, config.parallel.chunks
     got = f"--num-layers {layers}"
-    has_sides = config.own.is_encoder_decoder
+    has_sides = config.family_config.is_encoder_decoder
     if has_sides:
-        got = f"{config.own.enc_layers} encoder and {config.own.dec_layers} decoder layers"
+        got = f"{config.family_config.enc_layers} encoder and {config.family_config.dec_layers} decoder layers"
     minimum = f"{p * chunks} layers or more in all" if has_sides else f"--num-layers {p * chunks} or more"
     if p > layers:
         allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
@@ -318,7 +323,7 @@ def _stage_problems(config: Config) -> Iterator[str]:
 def _head_problems(config: Config) -> Iterator[str]:
     model = config.model
     h, a = model.hidden_size, model.num_attention_heads
-    if h % a and "kv_hidden_size" not in config.given and model.kv_hidden_size == h // a:
+    if h % a and "kv_hidden_size" not in config.explicit_fields and model.kv_hidden_size == h // a:
         divisors = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
         yield (
             f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "
@@ -326,7 +331,7 @@ def _head_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _cut_problems(config: Config) -> Iterator[str]:
+def _divisibility_problems(config: Config) -> Iterator[str]:
     model, t = config.model, config.parallel.model_parallel_size
     yield from _head_problems(config)
     split_sizes = {  # heads are never split, so any --kv-hidden-size fits if the number of heads does
@@ -347,9 +352,9 @@ def _cut_problems(config: Config) -> Iterator[str]:
 
 def _cross_problems(config: Config) -> Iterator[str]:
     t = config.parallel.model_parallel_size
-    yield from config.own.check(config)
+    yield from config.family_config.check(config)
     if not config.run.dry_run:
-        yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES)
+        yield from config.data.missing_files(reads_span_files=config.family_config.READS_SPAN_FILES)
     if config.run.check_paths and not config.run.dry_run:
         yield "--check-paths has no effect without --dry-run, because a run always checks its paths. Remove it"
     precision = config.precision
@@ -452,7 +457,7 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
 def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
     """Return the idle fraction of equally slow stages; for the schedule "auto", the lowest of its candidates."""
     parallel, m = config.parallel, num_micro_batches or config.batch.gas
-    names = candidates(parallel.schedule, parallel.chunks, parallel.placement)
+    names = candidate_schedules(parallel.schedule, parallel.chunks, parallel.placement)
     return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
 
 
@@ -465,10 +470,10 @@ def notes_of(config: Config, world_size: int) -> list[str]:
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect without several chunks in a loop"
         )
     if config.parallel.has_pipeline and m < p and config.parallel.pipeline_schedule_file is None:
-        idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
+        idle, lower_idle = expected_bubble(config), expected_bubble(config, 4 * p)
         notes.append(
             f"warning: {m} micro-batches on {p} stages leave the stages idle {idle:.0%} of the time; "
-            f"raise --gas to {4 * p} for {less:.0%}"
+            f"raise --gas to {4 * p} for {lower_idle:.0%}"
         )
     decay_iters = config.optimizer.lr_decay_iters
     if config.optimizer.lr_decay_style == "inverse-square-root" and 0 < decay_iters < config.batch.train_iters:
@@ -487,7 +492,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         )
     return [
         *notes,
-        *config.own.notes(config),
+        *config.family_config.notes(config),
         *unused_flags.notes(config, world_size),
         *run_checks.stability_notes(config, world_size),
         *zero_notes(config, world_size),

@@ -15,16 +15,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.data import EACH
+from megatron.config.data import SPLIT_PATH_FIELDS
 from megatron.config.data_paths import join_words
 from megatron.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
 _RULE = 'must be "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH", such as "train: 0.3 0:0.95 a, 0.7 0:0.95 b"'
-_WHOLE = (Fraction(0), Fraction(1))
+_FULL_RANGE = (Fraction(0), Fraction(1))
 
 
-class Part(NamedTuple):
+class WeightedCorpus(NamedTuple):
     """A corpus of a split: its weight as written, the range of its documents, and its path."""
 
     weight: str
@@ -38,7 +38,7 @@ def paths_of_file(path: str) -> str:
     Raises:
         ConfigError: the file cannot be read or is empty.
     """
-    words = _text("--data-args-path", path).split()
+    words = _read_text("--data-args-path", path).split()
     if not words:
         raise ConfigError(f"--data-args-path must name a file with weights and paths, got {path}, which is empty")
     return join_words(words)
@@ -57,11 +57,11 @@ def with_weights(text: str, notes: list[str]) -> str:
     if len(paths) < 2 or any(_is_number(path) for path in paths):
         return text
     try:
-        sizes = [Path(f"{path}.bin").stat().st_size for path in paths]
+        file_sizes = [Path(f"{path}.bin").stat().st_size for path in paths]
     except OSError:
-        sizes = []
-    is_known = bool(sizes) and all(sizes)
-    weights = sizes if is_known else [1] * len(paths)
+        file_sizes = []
+    is_known = bool(file_sizes) and all(file_sizes)
+    weights = file_sizes if is_known else [1] * len(paths)
     words = [word for weight, path in zip(weights, paths, strict=True) for word in (str(weight), path)]
     shares = ", ".join(f"{path} {weight / sum(weights):.1%}" for weight, path in zip(weights, paths, strict=True))
     rule = "by the sizes of their .bin files" if is_known else "equally, since the size of a .bin file is unknown"
@@ -77,55 +77,55 @@ def paths_of_json(path: str) -> dict[str, str]:
     """
     flag = "--per-split-data-args-path"
     try:
-        parts = json.loads(_text(flag, path))
+        words_of_split = json.loads(_read_text(flag, path))
     except ValueError as error:
         raise ConfigError(f"{flag} must name a JSON file, got {path}: {error}") from error
-    if not isinstance(parts, dict) or set(parts) - set(SPLITS):
+    if not isinstance(words_of_split, dict) or set(words_of_split) - set(SPLITS):
         raise ConfigError(f"{flag} must name a JSON object with train, valid and test, got {path}")
     return {
         f"{split}_data_path": join_words([str(word) for word in (words if isinstance(words, list) else words.split())])
-        for split, words in parts.items()
+        for split, words in words_of_split.items()
         if words
     }
 
 
-def weighted_paths(asked: Mapping[str, Any]) -> dict[str, str]:
+def weighted_paths(flag_values: Mapping[str, Any]) -> dict[str, str]:
     """Return field -> text for the flags of weighted split paths: --data-path and --split, or a path for each split.
 
     Args:
-        asked: flag -> value. The value of a flag that ends in ``-path`` is the name of a file with the text.
+        flag_values: flag -> value. The value of a flag that ends in ``-path`` is the name of a file with the text.
 
     Raises:
         ConfigError: a file or text cannot be parsed, a split has several groups, or --split cannot express the ranges.
     """
-    splits: dict[str, list[Part]] = {}
+    splits: dict[str, list[WeightedCorpus]] = {}
     for split in SPLITS:
         flag = f"--{split}-weighted-split-paths"
-        texts = list(asked.get(flag, []))
-        if f"{flag}-path" in asked:
-            texts += shlex.split(_text(f"{flag}-path", asked[f"{flag}-path"]).replace("'", '"'))
+        texts = list(flag_values.get(flag, []))
+        if f"{flag}-path" in flag_values:
+            texts += shlex.split(_read_text(f"{flag}-path", flag_values[f"{flag}-path"]).replace("'", '"'))
         if texts:
-            splits[split] = _parts(flag, texts)
+            splits[split] = _parse_corpora(flag, texts)
     if not splits:
         return {}
-    if all(part.range == _WHOLE for parts in splits.values() for part in parts):
-        return {f"{split}_data_path": _mixture(parts) for split, parts in splits.items()}
-    return _one_mixture(splits)
+    if all(corpus.range == _FULL_RANGE for corpora in splits.values() for corpus in corpora):
+        return {f"{split}_data_path": _mixture(corpora) for split, corpora in splits.items()}
+    return _shared_mixture(splits)
 
 
-def _parts(flag: str, texts: list[str]) -> list[Part]:
+def _parse_corpora(flag: str, texts: list[str]) -> list[WeightedCorpus]:
     text = " ".join(texts)
     message = f"{flag} {_RULE}; got {text!r}"
     name, colon, entries = text.partition(":")
     if not colon or " " in name.strip():
         raise ConfigError(message)
-    parts = []
+    corpora = []
     for entry in entries.split(","):
         words = entry.split()
         if len(words) != 3:
             is_group = any(word.endswith(":") for word in words)
-            several = ", which has a second group. Evaluate the others with --eval-only --test-data-path"
-            raise ConfigError(message + (several if is_group else ""))
+            hint = ", which has a second group. Evaluate the others with --eval-only --test-data-path"
+            raise ConfigError(message + (hint if is_group else ""))
         weight, bounds, path = words
         try:
             start, end = (Fraction(share) for share in bounds.split(":"))
@@ -134,23 +134,25 @@ def _parts(flag: str, texts: list[str]) -> list[Part]:
             is_valid = False
         if not is_valid:
             raise ConfigError(f"{message}, where {entry.strip()!r} is invalid")
-        parts.append(Part(weight, (start, end), path))
-    return parts
+        corpora.append(WeightedCorpus(weight, (start, end), path))
+    return corpora
 
 
-def _one_mixture(splits: Mapping[str, list[Part]]) -> dict[str, str]:
+def _shared_mixture(splits: Mapping[str, list[WeightedCorpus]]) -> dict[str, str]:
     """Return --data-path and --split for splits that are adjacent ranges of the same corpora."""
     flags = ", ".join(f"--{split}-weighted-split-paths" for split in splits)
-    ranges = {split: {part.range for part in parts} for split, parts in splits.items()}
-    mixtures = {_mixture(parts) for parts in splits.values()}
+    ranges = {split: {corpus.range for corpus in corpora} for split, corpora in splits.items()}
+    mixtures = {_mixture(corpora) for corpora in splits.values()}
     bounds = [next(iter(values)) for values in ranges.values()]
     expected_starts = [Fraction(0), *(end for _, end in bounds)]
-    is_row = all(start == before for (start, _), before in zip(bounds, expected_starts, strict=False))
-    if any(len(values) > 1 for values in ranges.values()) or len(mixtures) > 1 or not is_row:
+    is_consecutive = all(
+        start == expected_start for (start, _), expected_start in zip(bounds, expected_starts, strict=False)
+    )
+    if any(len(values) > 1 for values in ranges.values()) or len(mixtures) > 1 or not is_consecutive:
         raise ConfigError(
             f"{flags} must use consecutive ranges, from 0 on, of the same corpora with the same weights, or all "
             "documents of each corpus (0:1), because --split divides all corpora equally. Use separate token files "
-            f"with {', '.join('--' + name.replace('_', '-') for name in EACH)}"
+            f"with {', '.join('--' + name.replace('_', '-') for name in SPLIT_PATH_FIELDS)}"
         )
     shares = {split: end - start for split, (start, end) in zip(splits, bounds, strict=True)}
     remainder = 1 - bounds[-1][1]
@@ -164,11 +166,11 @@ def _one_mixture(splits: Mapping[str, list[Part]]) -> dict[str, str]:
     }
 
 
-def _mixture(parts: list[Part]) -> str:
-    return join_words([word for part in parts for word in (part.weight, part.path)])
+def _mixture(corpora: list[WeightedCorpus]) -> str:
+    return join_words([word for corpus in corpora for word in (corpus.weight, corpus.path)])
 
 
-def _text(flag: str, path: str) -> str:
+def _read_text(flag: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

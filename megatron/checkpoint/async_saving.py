@@ -18,13 +18,13 @@ from threading import Thread
 
 import torch.distributed as dist
 
-from megatron.checkpoint.retention import ALL, RetentionPolicy
+from megatron.checkpoint.retention import KEEP_ALL, RetentionPolicy
 from megatron.checkpoint.saving import CapturedState, write_checkpoint
 from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.mpu.groups import Group
 
-PATIENCE = timedelta(hours=2)
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Timeout of a background save's collectives, long enough for a slow disk. If a rank dies, they fail at once."""
 
 
@@ -67,23 +67,23 @@ class AsyncSaver:
     def __init__(self, world: Group) -> None:
         self._world = world
         if world.handle is not None:
-            handle = dist.new_group(list(world.ranks), backend="gloo", timeout=PATIENCE)
+            handle = dist.new_group(list(world.ranks), backend="gloo", timeout=COLLECTIVE_TIMEOUT)
             self._world = replace(world, handle=handle)
         self._staging = StagingBuffer()
         self._thread: Thread | None = None
         self._outcomes: deque[Committed | BaseException] = deque()
 
-    def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = ALL) -> Staged:
+    def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = KEEP_ALL) -> Staged:
         """Copy the tensors, start writing them in the background, and return after the copy. Collective.
 
         Waits for the previous save first. Errors, including errors of the copy, are raised on all ranks by ``poll`` and
         ``finish``.
         """
         self._join()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         metadata = copy.deepcopy(captured.metadata) if self._world.rank == 0 else {}
         get_records, num_bytes = self._copy(captured.records)
-        staged = Staged(captured.step, time.perf_counter() - began, num_bytes)
+        staged = Staged(captured.step, time.perf_counter() - start_time, num_bytes)
         write = partial(write_checkpoint, root, captured.step, get_records, metadata, self._world, retention)
         self._thread = Thread(
             target=self._write,
@@ -142,15 +142,15 @@ class AsyncSaver:
         error to all ranks. Raising it here would leave the other ranks waiting.
         """
         try:
-            copied, num_bytes = self._staging.copy(records)
+            copied_records, num_bytes = self._staging.copy(records)
         except Exception as error:
             return partial(_raise, error), 0
-        return lambda: copied, num_bytes
+        return lambda: copied_records, num_bytes
 
     def _write(self, write: partial[Path], step: int, num_bytes: int) -> None:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
-            self._outcomes.append(Committed(step, write(), time.perf_counter() - began, num_bytes))
+            self._outcomes.append(Committed(step, write(), time.perf_counter() - start_time, num_bytes))
         except BaseException as error:  # ``poll`` raises it again in the training thread
             self._outcomes.append(error)
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.dcp_load import RecordLoadPlanner, ShardReader
 from megatron.checkpoint.dcp_save import RecordSavePlanner, ShardWriter
-from megatron.checkpoint.rank_errors import summary
+from megatron.checkpoint.rank_errors import summarize_failures
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 
@@ -29,7 +29,7 @@ def save(writer: ShardWriter, planner: RecordSavePlanner, world: Group) -> Path:
     Raises:
         CheckpointError: names the ranks that failed and the causes; raised on all ranks.
     """
-    with _failures_in_words(world):
+    with _convert_failures(world):
         metadata = torch_dcp.save(
             {}, storage_writer=writer, planner=planner, process_group=world.handle, no_dist=world.handle is None
         )
@@ -43,19 +43,19 @@ def load(reader: ShardReader, planner: RecordLoadPlanner, world: Group) -> None:
     Raises:
         CheckpointError: as ``save``.
     """
-    with _failures_in_words(world):
+    with _convert_failures(world):
         torch_dcp.load(
             {}, storage_reader=reader, planner=planner, process_group=world.handle, no_dist=world.handle is None
         )
 
 
 @contextmanager
-def _failures_in_words(world: Group) -> Iterator[None]:
+def _convert_failures(world: Group) -> Iterator[None]:
     try:
         yield
-    except CheckpointException as caught:
-        local_error = caught.failures.get(world.rank, (None, None))[0]
+    except CheckpointException as error:
+        local_error = error.failures.get(world.rank, (None, None))[0]
         if local_error is not None and not isinstance(local_error, Exception):
-            raise local_error from caught  # KeyboardInterrupt and the like end this rank as usual
+            raise local_error from error  # KeyboardInterrupt and the like end this rank as usual
         with marked(is_of_this_rank=False):  # DCP sends the failures of all ranks to every rank
-            raise CheckpointError(summary(caught.failures, world.size)) from caught
+            raise CheckpointError(summarize_failures(error.failures, world.size)) from error

@@ -1,6 +1,6 @@
 """Storage reader and planner for ``torch.distributed.checkpoint.load``.
 
-The planner requests this rank's shards. DCP computes which saved pieces overlap with them.
+The planner requests this rank's shards. DCP computes which saved shards overlap with them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.checkpoint.file_visibility import FileVisibility
-from megatron.checkpoint.metadata import Entry, Manifest, Piece
-from megatron.checkpoint.rank_errors import in_words
+from megatron.checkpoint.metadata import Manifest, StoredShard, TensorEntry
+from megatron.checkpoint.rank_errors import as_checkpoint_error
 from megatron.checkpoint.shard_file import ShardFile
-from megatron.checkpoint.tensor_record import DTYPES, TensorRecord, offsets, part_shape
+from megatron.checkpoint.tensor_record import DTYPES, TensorRecord, offsets, shard_shape
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
 
@@ -42,17 +42,17 @@ from megatron.mpu.shard import Shard
 class ShardReader(StorageReader):
     """Reads slices of the safetensors files in ``path``, one slice at a time to limit memory."""
 
-    def __init__(self, path: Path, content: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
-        pieces = {
-            MetadataIndex(name, offsets(piece.shard)): piece
-            for name, entry in content.index.items()
-            for piece in entry.pieces
+        shards_by_index = {
+            MetadataIndex(name, offsets(stored_shard.shard)): stored_shard
+            for name, entry in manifest.index.items()
+            for stored_shard in entry.shards
         }
-        tensors = {name: _tensor_metadata(entry) for name, entry in content.index.items()}
-        self._metadata = Metadata(tensors, storage_data=pieces)  # type: ignore[arg-type]
-        self._open: dict[str, ShardFile] = {}
-        self._patience = FileVisibility()
+        tensors = {name: _tensor_metadata(entry) for name, entry in manifest.index.items()}
+        self._metadata = Metadata(tensors, storage_data=shards_by_index)  # type: ignore[arg-type]
+        self._open_files: dict[str, ShardFile] = {}
+        self._visibility = FileVisibility()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing (DCP's hook): a reader reads one checkpoint."""
@@ -79,32 +79,36 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy every slice of ``plan`` into its target tensor, converted to the target's element type."""
-        with in_words(), torch.no_grad():
+        with as_checkpoint_error(), torch.no_grad():
             for item in plan.items:
-                slices = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                slices = tuple(
+                    slice(offset, offset + length)
+                    for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+                )
                 values = self._read(self._metadata.storage_data[item.storage_index], slices)
                 target = planner.resolve_tensor(item)
                 planner.commit_tensor(item, target.copy_(values))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    def _read(self, piece: Piece, cuts: tuple[slice, ...]) -> torch.Tensor:
-        if piece.file not in self._open:
-            self._open[piece.file] = ShardFile(self._path / piece.file, self._patience)
-        values = self._open[piece.file].read(piece.key, cuts)
-        expected = tuple(cut.stop - cut.start for cut in cuts)
-        if tuple(values.shape) != expected:
+    def _read(self, stored_shard: StoredShard, slices: tuple[slice, ...]) -> torch.Tensor:
+        if stored_shard.file not in self._open_files:
+            self._open_files[stored_shard.file] = ShardFile(self._path / stored_shard.file, self._visibility)
+        values = self._open_files[stored_shard.file].read(stored_shard.key, slices)
+        expected_shape = tuple(dim_slice.stop - dim_slice.start for dim_slice in slices)
+        if tuple(values.shape) != expected_shape:
             raise CheckpointError(
-                f"{self._path / piece.file}: {piece.key} has the shape {tuple(values.shape)}, expected {expected}"
+                f"{self._path / stored_shard.file}: {stored_shard.key} has the shape {tuple(values.shape)}, expected "
+                f"{expected_shape}"
             )
         return values
 
 
-def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
+def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(torch.Size(offsets(piece.shard)), torch.Size(part_shape(piece.shard)))
-        for piece in entry.pieces
+        ChunkStorageMetadata(torch.Size(offsets(stored_shard.shard)), torch.Size(shard_shape(stored_shard.shard)))
+        for stored_shard in entry.shards
     ]
     return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
 
@@ -128,7 +132,7 @@ class RecordLoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Compute this rank's read items; return an empty plan, since rank 0 does not need the items."""
-        with in_words():
+        with as_checkpoint_error():
             self._check((record.name, record.shard) for record in self._records)
             self._reads = [item for idx in range(len(self._records)) for item in self._items(idx)]
             return LoadPlan([])
@@ -145,7 +149,12 @@ class RecordLoadPlanner(LoadPlanner):
         """Return the part of the record's tensor that ``read_item`` fills."""
         record = self._records[read_item.dest_index.index or 0]
         unpadded = record.shard.unpadded(record.tensor.detach())
-        return unpadded[tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
+        return unpadded[
+            tuple(
+                slice(offset, offset + length)
+                for offset, length in zip(read_item.dest_offsets, read_item.lengths, strict=True)
+            )
+        ]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Do nothing (DCP's hook): ``tensor`` is a view of the record's tensor."""
@@ -154,10 +163,10 @@ class RecordLoadPlanner(LoadPlanner):
         """Raise TypeError: checkpoints of this project have no byte entries, only tensors and a JSON manifest."""
         raise TypeError("a checkpoint contains only tensors, no byte entries")
 
-    def _items(self, place: int) -> list[ReadItem]:
-        name, shard = self._records[place].name, self._records[place].shard
-        if math.prod(part_shape(shard)) == 0:
+    def _items(self, record_idx: int) -> list[ReadItem]:
+        name, shard = self._records[record_idx].name, self._records[record_idx].shard
+        if math.prod(shard_shape(shard)) == 0:
             return []
-        wanted = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(part_shape(shard)))
-        items = create_read_items_for_chunk_list(name, self._metadata.state_dict_metadata[name], [wanted])  # type: ignore[arg-type]
-        return [replace(item, dest_index=MetadataIndex(name, wanted.offsets, place)) for item in items]
+        target_chunk = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(shard_shape(shard)))
+        items = create_read_items_for_chunk_list(name, self._metadata.state_dict_metadata[name], [target_chunk])  # type: ignore[arg-type]
+        return [replace(item, dest_index=MetadataIndex(name, target_chunk.offsets, record_idx)) for item in items]

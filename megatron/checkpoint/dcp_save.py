@@ -46,22 +46,22 @@ from torch.futures import Future
 from megatron import files
 from megatron.checkpoint import folders, shard_file
 from megatron.checkpoint.file_visibility import FileVisibility
-from megatron.checkpoint.metadata import MANIFEST_NAME, Entry, FileFacts, Manifest, Piece, manifest_to_bytes
-from megatron.checkpoint.rank_errors import in_words
+from megatron.checkpoint.metadata import MANIFEST_NAME, FileInfo, Manifest, StoredShard, TensorEntry, manifest_to_bytes
+from megatron.checkpoint.rank_errors import as_checkpoint_error
 from megatron.checkpoint.tensor_record import (
     Claim,
     TensorRecord,
-    claim,
     is_empty,
+    make_claim,
     offsets,
-    owned,
-    part_shape,
+    select_owned,
+    shard_shape,
     tiling_problem,
 )
 from megatron.errors import CheckpointError
 from megatron.log import human_bytes
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _MANIFEST_BYTES_PER_TENSOR = 400  # generous estimate, only for the check of the free space
 _format_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
 
@@ -91,73 +91,73 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check the free disk space, create the temporary folder, and add its path to the plan of every rank."""
-        with in_words(is_of_this_rank=False):
+        with as_checkpoint_error(is_of_this_rank=False):
             self._num_bytes = len(json.dumps(self._metadata)) + sum(plan.planner_data for plan in plans)
             files.make_folder(self._root)
             folders.remove_stale(self._root)
-            free = files.free_bytes(self._root)
-            if self._num_bytes > free:
+            free_bytes = files.free_bytes(self._root)
+            if self._num_bytes > free_bytes:
                 raise CheckpointError(
-                    f"it needs {_format_bytes(self._num_bytes)}, but only {_format_bytes(free)} are free. "
+                    f"it needs {_format_bytes(self._num_bytes)}, but only {_format_bytes(free_bytes)} are free. "
                     "Free some space, lower --keep-last, or set --save to another disk."
                 )
-            self._temporary = folders.temporary_name(folders.free_name(self._root, self._step))
+            self._temporary = folders.temporary_path(folders.unused_path(self._root, self._step))
             files.make_folder(self._temporary)
             return [replace(plan, storage_data=self._temporary, planner_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, unless it owns no tensors."""
-        done: Future[list[WriteResult]] = Future()
-        with in_words():
+        future: Future[list[WriteResult]] = Future()
+        with as_checkpoint_error():
             tensors = {_key(item): cast(torch.Tensor, planner.resolve_data(item)) for item in plan.items}
             if not tensors:
-                done.set_result([])
-                return done
+                future.set_result([])
+                return future
             name = shard_file.shard_file_name(self._rank)
             FileVisibility().wait_for(plan.storage_data)
             size, crc32 = shard_file.write_shard_file(plan.storage_data / name, tensors)
-            done.set_result([WriteResult(MetadataIndex(name), size, FileFacts(size, crc32))])
-            return done
+            future.set_result([WriteResult(MetadataIndex(name), size, FileInfo(size, crc32))])
+            return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, commit, and store the path in ``metadata``, which DCP then sends to all ranks."""
-        with in_words(is_of_this_rank=False):
+        with as_checkpoint_error(is_of_this_rank=False):
             assert self._temporary is not None  # set by prepare_global_plan on this rank
-            facts = {result.index.fqn: result.storage_data for rank_results in results for result in rank_results}
+            file_infos = {result.index.fqn: result.storage_data for rank_results in results for result in rank_results}
             sequence = folders.last_sequence(folders.list_checkpoints(self._root)) + 1
-            content = Manifest(sequence, self._step, self._metadata, facts, metadata.planner_data)
-            files.write_bytes(self._temporary / MANIFEST_NAME, manifest_to_bytes(content))
+            manifest = Manifest(sequence, self._step, self._metadata, file_infos, metadata.planner_data)
+            files.write_bytes(self._temporary / MANIFEST_NAME, manifest_to_bytes(manifest))
             files.sync_folder(self._temporary)
-            target = folders.free_name(self._root, self._step)
+            target = folders.unused_path(self._root, self._step)
             folders.commit_checkpoint(self._temporary, target)
             metadata.planner_data = None  # other ranks do not need the index
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
-    def abandon(self, why: str) -> str:
+    def abandon(self, error_text: str) -> str:
         """Remove the temporary folder; return an addition to the error message.
 
         Args:
-            why: text of the error. If it reports a full disk or a file size limit, the returned text states the bytes
-                needed and free, or the limit; otherwise it is "".
+            error_text: text of the error. If it reports a full disk or a file size limit, the returned text states the
+                bytes needed and free, or the limit; otherwise it is "".
         """
         if self._temporary is None:
             return ""
         with suppress(OSError):
             files.remove_tree(self._temporary)
-        if f"[Errno {errno.EFBIG}]" in why:
+        if f"[Errno {errno.EFBIG}]" in error_text:
             return f" (one of its files is {files.too_large_message()})"
-        if not any(f"[Errno {code}]" in why for code in _NO_ROOM):
+        if not any(f"[Errno {code}]" in error_text for code in _DISK_FULL_ERRNOS):
             return ""
         with suppress(OSError):
-            free = _format_bytes(files.free_bytes(self._root))
-            return f" (needed {_format_bytes(self._num_bytes)}, now free {free})"
+            free_space = _format_bytes(files.free_bytes(self._root))
+            return f" (needed {_format_bytes(self._num_bytes)}, now free {free_space})"
         return ""
 
 
 def _key(item: WriteItem) -> str:
     """Return the key of ``item`` in its safetensors file."""
     shape, start = item.tensor_data.chunk.sizes, item.index.offset  # type: ignore[union-attr]
-    return shard_file.key_of(item.index.fqn, max(start or torch.Size([0]), default=0) if shape else 0)
+    return shard_file.shard_key(item.index.fqn, max(start or torch.Size([0]), default=0) if shape else 0)
 
 
 def _num_bytes(item: WriteItem) -> int:
@@ -167,23 +167,23 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 class RecordSavePlanner(SavePlanner):
-    """Plans the save of TensorRecords; ``source`` is called once to get the records."""
+    """Plans the save of TensorRecords; ``get_records`` is called once."""
 
-    def __init__(self, source: Callable[[], list[TensorRecord]]) -> None:
-        self._source = source
+    def __init__(self, get_records: Callable[[], list[TensorRecord]]) -> None:
+        self._get_records = get_records
         self._tensors: dict[MetadataIndex, torch.Tensor] = {}
         self._items: list[WriteItem] = []
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing (DCP's hook): the records come from ``source``, since a state dict cannot represent shards."""
+        """Do nothing (DCP's hook). The records come from ``get_records``, since a state dict has no shards."""
 
     def create_local_plan(self) -> SavePlan:
         """Return a plan whose planner data are the claims of this rank's records and the bytes that it will write."""
-        with in_words():
-            records = self._source()
-            claims = [claim(record) for record in records]
-            owned_records = list(owned(records).values())
-            self._items = [_item(record) for record in owned_records]
+        with as_checkpoint_error():
+            records = self._get_records()
+            claims = [make_claim(record) for record in records]
+            owned_records = list(select_owned(records).values())
+            self._items = [_write_item(record) for record in owned_records]
             self._tensors = {item.index: record.tensor for item, record in zip(self._items, owned_records, strict=True)}
             num_bytes = sum(_num_bytes(item) + _MANIFEST_BYTES_PER_TENSOR for item in self._items)
             return SavePlan([], planner_data=([local_claim.packed() for local_claim in claims], num_bytes))
@@ -194,7 +194,7 @@ class RecordSavePlanner(SavePlanner):
         In the returned plans, the planner data is the number of bytes to write, which ``ShardWriter`` compares with the
         free space.
         """
-        with in_words(is_of_this_rank=False):
+        with as_checkpoint_error(is_of_this_rank=False):
             index = global_index(
                 [[Claim.unpacked(*packed_claim) for packed_claim in plan.planner_data[0]] for plan in all_plans]
             )
@@ -210,14 +210,14 @@ class RecordSavePlanner(SavePlanner):
         return self._tensors[write_item.index]
 
 
-def _item(record: TensorRecord) -> WriteItem:
+def _write_item(record: TensorRecord) -> WriteItem:
     shard = record.shard
-    chunk = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(part_shape(shard)))
+    chunk = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(shard_shape(shard)))
     data = TensorWriteData(chunk, TensorProperties(record.tensor.dtype), torch.Size(shard.global_shape))
     return WriteItem(MetadataIndex(record.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, Entry]:
+def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, TensorEntry]:
     """Return the manifest entry of each global tensor.
 
     Raises:
@@ -236,15 +236,21 @@ def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, Entry]:
         problem = problem or tiling_problem(shape, [held_claim.shard for _, held_claim in owner_claims])
         if problem:
             problems.append(f"{name} (owners: ranks {[rank for rank, _ in owner_claims]}): {problem}")
-        index[name] = Entry(
+        index[name] = TensorEntry(
             dtype,
             shape,
-            tuple(_piece(rank, held_claim) for rank, held_claim in owner_claims if not is_empty(held_claim.shard)),
+            tuple(
+                _stored_shard(rank, held_claim) for rank, held_claim in owner_claims if not is_empty(held_claim.shard)
+            ),
         )
     if problems:
         raise CheckpointError("each global tensor must be written exactly once: " + "; ".join(problems))
     return index
 
 
-def _piece(rank: int, one: Claim) -> Piece:
-    return Piece(shard_file.shard_file_name(rank), shard_file.key_of(one.name, one.shard.start), one.shard)
+def _stored_shard(rank: int, owner_claim: Claim) -> StoredShard:
+    return StoredShard(
+        shard_file.shard_file_name(rank),
+        shard_file.shard_key(owner_claim.name, owner_claim.shard.start),
+        owner_claim.shard,
+    )

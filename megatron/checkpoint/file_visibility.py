@@ -11,8 +11,8 @@ from pathlib import Path
 
 WAIT_S = 120.0
 """Maximum wait for files on a network file system, in seconds. NFS caches attributes for up to 60 s by default."""
-MOUNTS = Path("/proc/self/mountinfo")
-_NETWORK = (
+MOUNTINFO = Path("/proc/self/mountinfo")
+_NETWORK_FS_TYPES = (
     "nfs",
     "cifs",
     "smb",
@@ -27,14 +27,14 @@ _NETWORK = (
     "orangefs",
     "pvfs",
 )
-_LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
+_LOCAL_FUSE_TYPES = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 
 class FileVisibility:
     """Waits for the files of one checkpoint. The total wait ends ``WAIT_S`` after the first missing file."""
 
     def __init__(self) -> None:
-        self._end: float | None = None
+        self._deadline: float | None = None
 
     def wait_for(self, path: Path, size: int = 0) -> None:
         """Wait until ``path`` has at least ``size`` bytes; never raises.
@@ -43,11 +43,11 @@ class FileVisibility:
         """
         if _is_visible(path, size) or not is_on_network(path):
             return
-        self._end = self._end or time.monotonic() + WAIT_S
-        pause = 0.05
-        while not _is_visible(path, size) and time.monotonic() < self._end:
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
+        self._deadline = self._deadline or time.monotonic() + WAIT_S
+        delay_s = 0.05
+        while not _is_visible(path, size) and time.monotonic() < self._deadline:
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, 2.0)
 
 
 def _is_visible(path: Path, size: int) -> bool:
@@ -59,19 +59,19 @@ def _is_visible(path: Path, size: int) -> bool:
 
 def is_on_network(path: Path) -> bool:
     """Return True if the mount of ``path`` is a network file system, which other machines may write to."""
-    fs_type = _mounted_as(path.resolve())
-    return fs_type.startswith(_NETWORK) and fs_type not in _LOCAL_FUSE
+    fs_type = _file_system_type(path.resolve())
+    return fs_type.startswith(_NETWORK_FS_TYPES) and fs_type not in _LOCAL_FUSE_TYPES
 
 
-def _mounted_as(path: Path) -> str:
+def _file_system_type(path: Path) -> str:
     """Return the type of the file system of ``path``, such as "ext4"; empty if the system does not report it."""
     try:
-        mounts = [line.split(" - ", 1) for line in MOUNTS.read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in MOUNTINFO.read_text().splitlines()]
     except OSError:
         return ""
-    fs_types = {_unescaped(before.split()[4]): after.split()[0] for before, after in mounts}
+    fs_types = {_unescape(before.split()[4]): after.split()[0] for before, after in mounts}
     return next((fs_types[str(folder)] for folder in (path, *path.parents) if str(folder) in fs_types), "")
 
 
-def _unescaped(mount_point: str) -> str:
+def _unescape(mount_point: str) -> str:
     return mount_point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")

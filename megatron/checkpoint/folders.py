@@ -30,7 +30,7 @@ _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
 _STALE = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
-def checkpoints_in(source: Path) -> Path:
+def checkpoints_folder(source: Path) -> Path:
     """Return the folder of checkpoints of the run folder ``source``; any other path is returned unchanged."""
     inner = source / CHECKPOINTS
     return inner if inner.is_dir() else source
@@ -52,7 +52,7 @@ def last_sequence(paths: Iterable[Path]) -> int:
     return max((metadata.read_sequence(path) or 0 for path in paths), default=0)
 
 
-def in_turn(paths: Iterable[Path]) -> list[Path]:
+def order_candidates(paths: Iterable[Path]) -> list[Path]:
     """Return all checkpoints in the order in which to try them: last saved first.
 
     A checkpoint whose manifest does not verify has no known sequence number. If its step or its modification times
@@ -60,16 +60,16 @@ def in_turn(paths: Iterable[Path]) -> list[Path]:
     """
     paths = list(paths)
     verified = newest_first(paths)
-    broken = sorted(set(paths) - set(verified), key=_written_at, reverse=True)
+    broken = sorted(set(paths) - set(verified), key=_last_modified_ns, reverse=True)
     maybe_newer = [path for path in broken if not verified or _may_be_newer(path, verified[0])]
     return [*maybe_newer, *verified, *(path for path in broken if path not in maybe_newer)]
 
 
 def _may_be_newer(path: Path, other: Path) -> bool:
-    return step_of(path) >= step_of(other) or _written_at(path) > _written_at(other)
+    return step_of(path) >= step_of(other) or _last_modified_ns(path) > _last_modified_ns(other)
 
 
-def _written_at(path: Path) -> int:
+def _last_modified_ns(path: Path) -> int:
     """Return the modification time of the last file written in ``path``, in ns."""
     with suppress(OSError):
         return max((child.stat().st_mtime_ns for child in path.iterdir()), default=0)
@@ -81,7 +81,7 @@ def step_of(path: Path) -> int:
     return int(re.findall(r"\d+", path.name)[0])
 
 
-def free_name(root: Path, step: int) -> Path:
+def unused_path(root: Path, step: int) -> Path:
     """Return an unused path for a new checkpoint of ``step``, so that an existing one is never overwritten."""
     path = root / f"step-{step:08d}"
     suffix = 0
@@ -91,7 +91,7 @@ def free_name(root: Path, step: int) -> Path:
     return path
 
 
-def temporary_name(target: Path) -> Path:
+def temporary_path(target: Path) -> Path:
     """Return the temporary folder in which the checkpoint ``target`` is assembled, on the same file system."""
     return target.with_name(f".tmp-{target.name}-{os.getpid()}")
 

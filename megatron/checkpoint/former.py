@@ -20,10 +20,10 @@ from megatron.config.config import FIRST_FAMILY
 from megatron.config.decoder import IDENTITY, LEARNED, DecoderFeatures
 from megatron.models.registry import FAMILIES
 
-_POSITIONS = "position_embedding_type"
+_POSITION_TYPE = "position_embedding_type"
 
 
-def settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def convert_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current form of ``Config.to_dict()`` for settings saved by any version; absent fields stay absent."""
     family, converted = saved.get("family", FIRST_FAMILY), dict(saved)
     model = dict(saved.get("model", {}))
@@ -35,15 +35,15 @@ def settings(saved: Mapping[str, Any]) -> dict[str, Any]:
             converted[name] = remaining
             if not remaining:
                 del converted[name]
-    return {**converted, "model": _completed(model, family)} if model else converted
+    return {**converted, "model": _with_defaults(model, family)} if model else converted
 
 
-def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of ``Config.identity()`` for an identity saved by any version."""
-    return _completed(saved, saved.get("family", FIRST_FAMILY))
+def convert_identity(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the current form of ``Config.convert_identity()`` for an identity saved by any version."""
+    return _with_defaults(saved, saved.get("family", FIRST_FAMILY))
 
 
-def progress(state: Mapping[str, Any]) -> dict[str, Any]:
+def convert_progress(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current form of "progress" in a checkpoint's ``state`` saved by any version.
 
     If ``state`` has neither "tokens_consumed" nor the sequence lengths, the result has no "tokens_consumed".
@@ -64,19 +64,23 @@ def _samples_skipped(state: Mapping[str, Any]) -> int:
     Otherwise it is an estimate.
     """
     progress, batch = state["progress"], state.get("config", {}).get("batch", {})
-    consumed, step, skipped = progress["samples_consumed"], progress["step"], progress["step"] - progress["updates"]
+    samples_consumed, step, num_skipped_steps = (
+        progress["samples_consumed"],
+        progress["step"],
+        progress["step"] - progress["updates"],
+    )
     # a rollback skips samples without incrementing the step
     has_left_out_samples = state.get("guard", {}).get("returns", 0) > 0
     names = {field.name for field in fields(BatchConfig)}
     try:
-        sizes = BatchConfig(**{name: value for name, value in batch.items() if name in names}).sizes(
+        batch_sizes = BatchConfig(**{name: value for name, value in batch.items() if name in names}).batch_sizes(
             state["layout"]["data"]
         )
     except (KeyError, ValueError):
-        return round(consumed * skipped / max(step, 1))
-    if consumed == sizes.consumed_after(step) or has_left_out_samples:
-        return max(consumed - sizes.consumed_after(progress["updates"]), 0)
-    return round(consumed * skipped / max(step, 1))
+        return round(samples_consumed * num_skipped_steps / max(step, 1))
+    if samples_consumed == batch_sizes.consumed_after(step) or has_left_out_samples:
+        return max(samples_consumed - batch_sizes.consumed_after(progress["updates"]), 0)
+    return round(samples_consumed * num_skipped_steps / max(step, 1))
 
 
 def _tokens_per_sample(saved: Mapping[str, Any]) -> int:
@@ -86,11 +90,11 @@ def _tokens_per_sample(saved: Mapping[str, Any]) -> int:
     return int(saved.get("batch", {}).get("seq_length", 0))
 
 
-def _completed(model: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _with_defaults(model: Mapping[str, Any], family: str) -> dict[str, Any]:
     completed = dict(model)
-    if completed.get(_POSITIONS) == "learned":
-        completed[_POSITIONS] = LEARNED
-    if family not in FAMILIES or FAMILIES[family].kind != "decoder":
+    if completed.get(_POSITION_TYPE) == "learned":
+        completed[_POSITION_TYPE] = LEARNED
+    if family not in FAMILIES or FAMILIES[family].model_type != "decoder":
         return completed
     defaults = {field.name: field.default for field in fields(DecoderFeatures)} | dict(FAMILIES[family].config.DEFAULTS)
     if "num_attention_heads" in completed:

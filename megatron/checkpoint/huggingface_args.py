@@ -15,23 +15,23 @@ from megatron.checkpoint.huggingface.config import (
     INDEX,
     WEIGHTS,
     config_from_huggingface,
-    copies,
+    copy_names,
     family_by_type,
     format_of,
     full_names,
-    missing_file,
-    missing_head,
+    missing_file_error,
+    missing_head_advice,
     read_json,
     uses_index,
 )
-from megatron.checkpoint.settings_source import Source, require_family
+from megatron.checkpoint.settings_source import SettingsSource, check_family
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import NOTHING
+from megatron.models.common.huggingface import MATCHES_NOTHING
 from megatron.models.registry import costs_of
 
 
-def read_huggingface(path: Path, family: str, model: str) -> Source:
+def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
     """Return the settings of the model in the Hugging Face folder ``path``.
 
     Args:
@@ -49,7 +49,7 @@ def read_huggingface(path: Path, family: str, model: str) -> Source:
             f"{path / CONFIG}: model_type must be one of {', '.join(family_of_type)}, got {model_type!r}. This "
             "architecture is not supported"
         )
-    require_family(family_of_type[model_type], family, f"{path / CONFIG}: model_type {model_type}", model)
+    check_family(family_of_type[model_type], family, f"{path / CONFIG}: model_type {model_type}", model)
     if model and model not in (model_type, family_of_type[model_type]):
         raise CheckpointError(
             f"{path / CONFIG} has the model_type {model_type}, but --model is {model}. Use --model {model_type}, or "
@@ -62,9 +62,9 @@ def read_huggingface(path: Path, family: str, model: str) -> Source:
     tensors = read_headers(path)
     config = _with_biases(config, tensors)
     if not _fits(config, tensors):
-        raise CheckpointError(_misfit(path, hf_config, config, tensors))
+        raise CheckpointError(_mismatch_message(path, hf_config, config, tensors))
     fields = {option.name for _, option in all_options()}
-    return Source(path / CONFIG, config, fields)
+    return SettingsSource(path / CONFIG, config, fields)
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,22 @@ def read_headers(folder: Path) -> dict[str, Header]:
         CheckpointError: a file is missing, truncated, not a safetensors file, or lacks tensors that the index lists.
     """
     if not uses_index(folder):
-        return _header_of(folder, WEIGHTS)
+        return _read_header(folder, WEIGHTS)
     index = read_json(folder, INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(Path(str(name)).name == name for name in index.values()):
         raise CheckpointError(
             f"{folder / INDEX} is not a safetensors index: weight_map must map each tensor to a file of the folder"
         )
-    headers_of_file = {name: _header_of(folder, name) for name in sorted(set(index.values()))}
+    headers_of_file = {name: _read_header(folder, name) for name in sorted(set(index.values()))}
     if missing := sorted(key for key, name in index.items() if key not in headers_of_file[name]):
         raise CheckpointError(f"{folder}: the files lack tensors that the index lists: {', '.join(missing)}")
     return {key: headers_of_file[name][key] for key, name in index.items()}
 
 
-def _header_of(folder: Path, name: str) -> dict[str, Header]:
+def _read_header(folder: Path, name: str) -> dict[str, Header]:
     path = folder / name
     if not path.exists():
-        raise missing_file(folder, name)
+        raise missing_file_error(folder, name)
     try:
         with open(path, "rb") as file:
             length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
@@ -127,15 +127,15 @@ def _header_of(folder: Path, name: str) -> dict[str, Header]:
 
 def _with_biases(config: Config, tensors: Mapping[str, Header]) -> Config:
     """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
-    biases = format_of(config).biases
-    if config.model.hidden_bias or biases is NOTHING:
+    biases = format_of(config).optional_biases
+    if config.model.hidden_bias or biases is MATCHES_NOTHING:
         return config
     names = full_names(tensors, config)
-    has_biases = any(_is_set(tensors[name]) for full, name in names.items() if biases.fullmatch(full))
+    has_biases = any(_has_nonzero(tensors[name]) for full, name in names.items() if biases.fullmatch(full))
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
 
-def _is_set(header: Header) -> bool:
+def _has_nonzero(header: Header) -> bool:
     """Return True if a tensor has an element that is neither 0 nor -0."""
     with open(header.file, "rb") as file:
         file.seek(header.start)
@@ -147,7 +147,7 @@ def _is_set(header: Header) -> bool:
 
 def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
     """Return True if the names and the number of elements of the tensors match the model."""
-    expected, headers = _expected(config), _found(config, tensors)
+    expected, headers = _expected_names(config), _used_headers(config, tensors)
     word_name = format_of(config).word
     if expected != headers.keys() or len(headers[word_name].shape) != 2:
         return False
@@ -157,78 +157,82 @@ def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
     return bool(sum(prod(header.shape) for header in headers.values()) == costs_of(unpadded).num_parameters)
 
 
-def _expected(config: Config) -> set[str]:
+def _expected_names(config: Config) -> set[str]:
     hf_format = format_of(config)
-    return {name for recipe in hf_format.recipes(config).values() for name in recipe.names} - {*copies(config)}
+    return {name for recipe in hf_format.recipes(config).values() for name in recipe.hf_names} - {*copy_names(config)}
 
 
-def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
+def _used_headers(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
     """Return full name -> header of the tensors that our model uses.
 
     Copies of the word table, and biases that our model does not have, are left out. If the folder has no head and the
     format ties a missing head to the word table, the head gets the header of the word table.
     """
-    hf_format, expected = format_of(config), _expected(config)
+    hf_format, expected = format_of(config), _expected_names(config)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in by_full_name:
         by_full_name.setdefault(hf_format.head, by_full_name[hf_format.word])
-    redundant = copies(config)
+    redundant = copy_names(config)
     return {
         full: header
         for full, header in by_full_name.items()
-        if full not in redundant and (full in expected or not hf_format.biases.fullmatch(full))
+        if full not in redundant and (full in expected or not hf_format.optional_biases.fullmatch(full))
     }
 
 
-def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
+def _mismatch_message(path: Path, hf_config: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
     """Return the error message for a config.json that does not match its tensors.
 
     The message lists each key of config.json whose correction would be sufficient. Without such a key, it lists the
     missing and unexpected tensors.
     """
-    fixes = dict(_mended(theirs, config, tensors))
+    fixes = dict(_find_fixes(hf_config, config, tensors))
     if fixes:
-        got = ", ".join(f"{key} {theirs[key]}" for key in fixes)
-        suggestion = " or ".join(f"{key} {other}" for key, other in fixes.items())
+        current = ", ".join(f"{key} {hf_config[key]}" for key in fixes)
+        suggestion = " or ".join(f"{key} {new_value}" for key, new_value in fixes.items())
         return (
-            f"{path / CONFIG} does not match the tensors of its folder: it has {got}, but the tensors have "
+            f"{path / CONFIG} does not match the tensors of its folder: it has {current}, but the tensors have "
             f"{suggestion}. Download the folder again, or correct config.json"
         )
-    expected, headers = _expected(config), _found(config, tensors)
+    expected, headers = _expected_names(config), _used_headers(config, tensors)
     problems = [f"{name}: missing" for name in sorted(expected - headers.keys())]
     problems += [f"{name}: no such tensor in this model" for name in sorted(headers.keys() - expected)]
     shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in headers.items()]
     description = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    advice = missing_head(expected - headers.keys(), config) or ". Download the folder again"
+    advice = missing_head_advice(expected - headers.keys(), config) or ". Download the folder again"
     return f"{path / CONFIG} does not match the tensors of its folder: {description}{more}{advice}"
 
 
-def _mended(theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> Iterator[tuple[str, int]]:
+def _find_fixes(
+    hf_config: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]
+) -> Iterator[tuple[str, int]]:
     """Yield each (key, value) such that changing only this key of config.json makes it match the tensors."""
-    for key, value in theirs.items():
+    for key, value in hf_config.items():
         if type(value) is not int or key.endswith("_id"):
             continue
-        for other in sorted(_sizes_in(tensors, config) - {value}):
+        for candidate in sorted(_candidate_values(tensors, config) - {value}):
             try:
-                fits = _fits(_with_biases(config_from_huggingface({**theirs, key: other}), tensors), tensors)
+                is_match = _fits(_with_biases(config_from_huggingface({**hf_config, key: candidate}), tensors), tensors)
             except CheckpointError:
                 continue
-            if fits:
-                yield key, other
+            if is_match:
+                yield key, candidate
                 break
 
 
-def _sizes_in(tensors: Mapping[str, Header], config: Config) -> set[int]:
+def _candidate_values(tensors: Mapping[str, Header], config: Config) -> set[int]:
     """Return candidates for a setting's value: lengths of dimensions, lengths per head, and numbers of layers."""
     lengths = {length for header in tensors.values() for length in header.shape}
     heads = {config.model.kv_hidden_size, config.model.num_attention_heads}
-    parts = {length // head for length in lengths for head in heads if head and length % head == 0}
-    layers: dict[str, int] = {}
+    lengths_per_head = {length // head for length in lengths for head in heads if head and length % head == 0}
+    num_layers_by_prefix: dict[str, int] = {}
     for name in tensors:
-        words = name.split(".")
-        idx = next((position for position, word in enumerate(words) if word.isdecimal()), None)
+        components = name.split(".")
+        idx = next((position for position, component in enumerate(components) if component.isdecimal()), None)
         if idx is not None:
-            layer_prefix = ".".join(words[:idx])
-            layers[layer_prefix] = max(layers.get(layer_prefix, 0), int(words[idx]) + 1)
-    return lengths | parts | {*layers.values()}
+            layer_prefix = ".".join(components[:idx])
+            num_layers_by_prefix[layer_prefix] = max(
+                num_layers_by_prefix.get(layer_prefix, 0), int(components[idx]) + 1
+            )
+    return lengths | lengths_per_head | {*num_layers_by_prefix.values()}

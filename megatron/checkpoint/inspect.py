@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import metadata
-from megatron.checkpoint.one_process import WEIGHTS, read_whole
+from megatron.checkpoint.one_process import WEIGHTS, read_full
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.tensor_record import DTYPE_NAMES
 
 # Contents of a checkpoint: the progress of the run, the layout that saved it, and the size and norm of each tensor.
 
-_CHUNK = 1 << 22  # elements converted to fp64 at a time
+_CHUNK_NUMEL = 1 << 22  # elements converted to fp64 at a time
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class TensorStats:
     """Statistics of one tensor; the norm and the largest value are None unless the tensor is floating-point."""
 
     name: str
@@ -31,7 +31,7 @@ class TensorFacts:
     num_not_finite: int = 0
 
 
-def run_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+def summarize_run(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the metadata of the run as plain data; entries that an older version did not store are None."""
     metadata = checkpoint.metadata
     progress = metadata.get("progress", {})
@@ -53,21 +53,21 @@ def run_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def file_facts(checkpoint: Checkpoint) -> dict[str, int]:
+def file_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the size of each file in bytes. Opening the checkpoint has verified the files' checksums."""
-    return {name: facts.size for name, facts in _manifest(checkpoint).files.items()}
+    return {name: info.size for name, info in _manifest(checkpoint).files.items()}
 
 
-def tensor_facts(checkpoint: Checkpoint) -> list[TensorFacts]:
+def compute_tensor_stats(checkpoint: Checkpoint) -> list[TensorStats]:
     """Return the statistics of every tensor, reading one tensor at a time."""
     index = _manifest(checkpoint).index
-    return [_facts(checkpoint, name, len({p.file for p in index[name].pieces})) for name in checkpoint.names()]
+    return [_tensor_stats(checkpoint, name, len({p.file for p in index[name].shards})) for name in checkpoint.names()]
 
 
-def num_elements(facts: list[TensorFacts]) -> dict[str, int]:
+def num_elements(stats: list[TensorStats]) -> dict[str, int]:
     """Return the number of elements per group of tensors; the group is the part of the name before the first "/"."""
     counts: dict[str, int] = {}
-    for tensor in facts:
+    for tensor in stats:
         group = tensor.name.partition("/")[0]
         counts[group] = counts.get(group, 0) + math.prod(tensor.shape)
     return counts
@@ -78,20 +78,20 @@ def _manifest(checkpoint: Checkpoint) -> metadata.Manifest:
     return metadata.manifest_from_bytes(path.read_bytes(), path)
 
 
-def _facts(checkpoint: Checkpoint, name: str, num_files: int) -> TensorFacts:
-    tensor = read_whole(checkpoint, name)
+def _tensor_stats(checkpoint: Checkpoint, name: str, num_files: int) -> TensorStats:
+    tensor = read_full(checkpoint, name)
     description = (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), num_files)
     if not tensor.is_floating_point():
-        return TensorFacts(*description)
+        return TensorStats(*description)
     squares = largest = 0.0
     num_not_finite = 0
-    for chunk in tensor.flatten().split(_CHUNK):
+    for chunk in tensor.flatten().split(_CHUNK_NUMEL):
         values = chunk.double()
         finite = values[values.isfinite()]
         num_not_finite += values.numel() - finite.numel()
         squares += float(finite.square().sum())
         largest = max(largest, float(finite.abs().max()) if finite.numel() else 0.0)
-    return TensorFacts(*description, norm=math.sqrt(squares), largest=largest, num_not_finite=num_not_finite)
+    return TensorStats(*description, norm=math.sqrt(squares), largest=largest, num_not_finite=num_not_finite)
 
 
 # Comparison of the tensors and metadata of two checkpoints.
@@ -139,10 +139,10 @@ def _difference(name: str, first: Checkpoint, second: Checkpoint) -> Difference 
         return Difference(name, ONE_SIDE, descriptions[0], descriptions[1])
     if first.shape(name) != second.shape(name):
         return Difference(name, SHAPE, descriptions[0], descriptions[1])
-    first_tensor, second_tensor = read_whole(first, name), read_whole(second, name)
+    first_tensor, second_tensor = read_full(first, name), read_full(second, name)
     if first_tensor.dtype == second_tensor.dtype and torch.equal(_bits(first_tensor), _bits(second_tensor)):
         return None
-    return Difference(name, VALUES, descriptions[0], descriptions[1], *_apart(first_tensor, second_tensor))
+    return Difference(name, VALUES, descriptions[0], descriptions[1], *_value_differences(first_tensor, second_tensor))
 
 
 def _format_tensor(checkpoint: Checkpoint, name: str) -> str | None:
@@ -155,10 +155,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+def _value_differences(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
     """Return the largest absolute difference and the relative difference."""
     largest = squared_diff = squares = torch.zeros((), dtype=torch.float64)
-    for a, b in zip(one.flatten().split(_CHUNK), other.flatten().split(_CHUNK), strict=True):
+    for a, b in zip(first.flatten().split(_CHUNK_NUMEL), second.flatten().split(_CHUNK_NUMEL), strict=True):
         a, b = a.double(), b.double()
         is_same = (a == b) | (a.isnan() & b.isnan())  # includes equal infinities
         differences = (a - b).masked_fill(is_same, 0.0).abs()

@@ -40,10 +40,10 @@ def open_latest(
         CheckpointError: ``root`` does not exist, contains no checkpoint, or none of its checkpoints verifies.
     """
     root = Path(root)
-    candidates = gather_verdict(world, lambda: None, lambda _: _candidates(root, accept))
+    candidates = gather_verdict(world, lambda: None, lambda _: _list_candidates(root, accept))
     checkpoint = open_first(candidates, world, root, strict=strict)
     if world.rank == 0 and accept is None and checkpoint.path != root:
-        _compare_hint(root, checkpoint)
+        _check_latest_hint(root, checkpoint)
     return checkpoint
 
 
@@ -56,11 +56,11 @@ def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool
     if candidates == [root]:
         return open_checkpoint(root, world)
 
-    def opened(path: Path) -> tuple[Checkpoint, str]:
+    def open_path(path: Path) -> tuple[Checkpoint, str]:
         checkpoint = open_checkpoint(path, world)
         return checkpoint, f"{path.name} (step {checkpoint.step})"
 
-    return first_that_verifies(candidates, opened, world, root, strict=strict)
+    return open_first_valid(candidates, open_path, world, root, strict=strict)
 
 
 Candidate = TypeVar("Candidate")
@@ -68,19 +68,19 @@ Opened = TypeVar("Opened")
 
 
 @marked(is_of_this_rank=False)
-def first_that_verifies(
+def open_first_valid(
     candidates: Sequence[Candidate],
-    opened: Callable[[Candidate], tuple[Opened, str]],
+    open_candidate: Callable[[Candidate], tuple[Opened, str]],
     world: Group,
     root: Path | str,
     *,
     strict: bool = False,
 ) -> Opened:
-    """Call ``opened`` for the candidates in turn until it raises no CheckpointError; return its result. Collective.
+    """Return the result of the first candidate that ``open_candidate`` opens without a CheckpointError. Collective.
 
     Args:
-        opened: opens a candidate; returns the result and a name for the candidate. A warning about skipped candidates
-            uses the name.
+        open_candidate: opens a candidate; returns the result and a name for the candidate. A warning about skipped
+            candidates uses the name.
 
     Raises:
         NewerFormatError: a later version wrote the candidate; older candidates are not tried.
@@ -89,7 +89,7 @@ def first_that_verifies(
     reasons = []
     for candidate in candidates:
         try:
-            result, name = opened(candidate)
+            result, name = open_candidate(candidate)
         except NewerFormatError:
             raise
         except CheckpointError as error:
@@ -103,14 +103,16 @@ def first_that_verifies(
     raise CheckpointError(f"no checkpoint in {root} verifies: " + " | ".join(reasons))
 
 
-def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]:
+def _list_candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]:
     """Return the checkpoints in ``root`` in the order in which to try them, newest first. Rank 0 only."""
     if not root.is_dir():
         actual = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {actual}; a folder with checkpoints is required")
     if (root / metadata.MANIFEST_NAME).exists():
         return [root]
-    checkpoints = [path for path in folders.in_turn(folders.list_checkpoints(root)) if accept is None or accept(path)]
+    checkpoints = [
+        path for path in folders.order_candidates(folders.list_checkpoints(root)) if accept is None or accept(path)
+    ]
     if not checkpoints:
         raise CheckpointError(
             f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020{_deepspeed_hint(root)}"
@@ -121,9 +123,11 @@ def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]
 def _deepspeed_hint(root: Path) -> str:
     """Return an addition to an error message if ``root`` has checkpoints of DeepSpeed's engine, otherwise ""."""
     engine_folders = list(root.glob("global_step*"))
-    with_manifest = folders.in_turn(path for path in engine_folders if (path / metadata.MANIFEST_NAME).exists())
+    with_manifest = folders.order_candidates(
+        path for path in engine_folders if (path / metadata.MANIFEST_NAME).exists()
+    )
     if with_manifest:
-        return f". {in_deepspeed_format(with_manifest[0])}"
+        return f". {deepspeed_format_message(with_manifest[0])}"
     if engine_folders:
         return (
             f"; {engine_folders[0].name} was written by DeepSpeed: import its weights with tools/import_checkpoint.py"
@@ -131,7 +135,7 @@ def _deepspeed_hint(root: Path) -> str:
     return ""
 
 
-def in_deepspeed_format(path: Path) -> str:
+def deepspeed_format_message(path: Path) -> str:
     """Return the error message for a checkpoint in DeepSpeed's format where the native format is needed."""
     return (
         f"{path} is in DeepSpeed's format, which only the training scripts can read. Resume it in a new run folder to "
@@ -139,10 +143,12 @@ def in_deepspeed_format(path: Path) -> str:
     )
 
 
-def _compare_hint(root: Path, found: Checkpoint) -> None:
+def _check_latest_hint(root: Path, checkpoint: Checkpoint) -> None:
     hint = folders.read_latest(root)
-    if hint != found.path.name:
-        log.warning(f"{root / folders.LATEST} names {hint!r}, but the newest complete checkpoint is {found.path.name}")
+    if hint != checkpoint.path.name:
+        log.warning(
+            f"{root / folders.LATEST} names {hint!r}, but the newest complete checkpoint is {checkpoint.path.name}"
+        )
 
 
 @marked(is_of_this_rank=False)
@@ -153,15 +159,15 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
         CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.
     """
     path = Path(path)
-    raw = gather_verdict(world, lambda: None, lambda _: manifest_bytes(path))
-    content = metadata.manifest_from_bytes(raw, path / metadata.MANIFEST_NAME)
-    verify(path, content, world)
+    raw = gather_verdict(world, lambda: None, lambda _: read_manifest_bytes(path))
+    manifest = metadata.manifest_from_bytes(raw, path / metadata.MANIFEST_NAME)
+    verify(path, manifest, world)
     if world.rank == 0:
-        _warn_foreign(path, content)
-    return Checkpoint(path, content, world)
+        _warn_extra_files(path, manifest)
+    return Checkpoint(path, manifest, world)
 
 
-def manifest_bytes(path: Path) -> bytes:
+def read_manifest_bytes(path: Path) -> bytes:
     """Return the content of the manifest in ``path``. Only rank 0 reads it, so that all ranks use the same bytes."""
     try:
         return (path / metadata.MANIFEST_NAME).read_bytes()
@@ -171,11 +177,11 @@ def manifest_bytes(path: Path) -> bytes:
         ) from error
 
 
-def _warn_foreign(path: Path, content: Manifest) -> None:
-    foreign = sorted(
-        child.name for child in path.iterdir() if child.name not in {*content.files, metadata.MANIFEST_NAME}
+def _warn_extra_files(path: Path, manifest: Manifest) -> None:
+    extra_files = sorted(
+        child.name for child in path.iterdir() if child.name not in {*manifest.files, metadata.MANIFEST_NAME}
     )
-    if foreign:
+    if extra_files:
         log.warn_once(
-            f"{path} contains files that are not part of the checkpoint; they are ignored: {', '.join(foreign)}"
+            f"{path} contains files that are not part of the checkpoint; they are ignored: {', '.join(extra_files)}"
         )

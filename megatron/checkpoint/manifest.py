@@ -33,7 +33,7 @@ def read_sequence(folder: Path) -> int | None:
 
 def sequence_in(content: bytes) -> int | None:
     """Return the sequence number in a manifest; None if its checksum does not match."""
-    match = _SECOND_LINE.search(content[:256]) if is_whole(content) else None
+    match = _SECOND_LINE.search(content[:256]) if has_valid_checksum(content) else None
     return int(match[1]) if match else None
 
 
@@ -41,13 +41,13 @@ def read_metadata(folder: Path) -> dict[str, Any] | None:
     """Return the metadata of the checkpoint ``folder``; None without a manifest whose checksum matches."""
     try:
         content = (folder / MANIFEST_NAME).read_bytes()
-        metadata = json.loads(content)["state"] if is_whole(content) else None
+        metadata = json.loads(content)["state"] if has_valid_checksum(content) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return metadata if isinstance(metadata, dict) else None
 
 
-def is_whole(content: bytes) -> bool:
+def has_valid_checksum(content: bytes) -> bool:
     """Return True if the checksum in the first line matches the remaining bytes."""
     match = _FIRST_LINE.match(content)
     return match is not None and match[1] == b"%08x" % zlib.crc32(content[match.end() :])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
-from megatron.checkpoint.manifest import is_whole as is_whole
+from megatron.checkpoint.manifest import has_valid_checksum as has_valid_checksum
 from megatron.checkpoint.manifest import read_sequence as read_sequence
 from megatron.checkpoint.tensor_record import DTYPES, tiling_problem
 from megatron.errors import CheckpointError
@@ -23,7 +23,7 @@ class NewerFormatError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredShard:
     """A part of a global tensor: its position (``shard``), its file, and its key in the file."""
 
     file: str
@@ -32,16 +32,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A named global tensor: its element type (safetensors' name), its shape and its pieces."""
+class TensorEntry:
+    """A named global tensor: its element type (safetensors' name), its shape and its shards."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[StoredShard, ...]
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileInfo:
     """Size in bytes and checksum of a file as written; verified when the checkpoint is opened."""
 
     size: int
@@ -55,8 +55,8 @@ class Manifest:
     sequence: int
     step: int
     metadata: dict[str, Any]
-    files: dict[str, FileFacts]
-    index: dict[str, Entry]
+    files: dict[str, FileInfo]
+    index: dict[str, TensorEntry]
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
@@ -71,17 +71,19 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
     return b'{"crc32": "%08x",\n' % zlib.crc32(body) + body
 
 
-def _index_lines(index: dict[str, Entry]) -> str:
+def _index_lines(index: dict[str, TensorEntry]) -> str:
     return ",\n".join(f" {json.dumps(name)}: {json.dumps(_entry_fields(entry))}" for name, entry in index.items())
 
 
-def _entry_fields(entry: Entry) -> dict[str, Any]:
-    pieces = [
-        {"file": p.file, "key": p.key, "partition_dim": p.shard.partition_dim, "start": p.shard.start,
-         "length": p.shard.length}
-        for p in entry.pieces
+def _entry_fields(entry: TensorEntry) -> dict[str, Any]:
+    shard_fields = [
+        {
+            "file": stored.file, "key": stored.key, "partition_dim": stored.shard.partition_dim,
+            "start": stored.shard.start, "length": stored.shard.length,
+        }
+        for stored in entry.shards
     ]  # fmt: skip
-    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": shard_fields}
 
 
 def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
@@ -95,7 +97,7 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
         NewerFormatError: a later version wrote the manifest.
         CheckpointError: the manifest is truncated or altered, or its content is not valid.
     """
-    if not is_whole(content):
+    if not has_valid_checksum(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not match ({len(content)} bytes)")
     try:
         fields = json.loads(content)
@@ -114,14 +116,17 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
             sequence=int(fields["sequence"]),
             step=int(fields["step"]),
             metadata=fields["state"],
-            files={_plain(name): FileFacts(int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()},
-            index={name: _entry(name, entry) for name, entry in fields["index"].items()},
+            files={
+                _check_plain_name(name): FileInfo(int(size), int(crc, 16))
+                for name, (size, crc) in fields["files"].items()
+            },
+            index={name: _parse_entry(name, entry) for name, entry in fields["index"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
 
 
-def _plain(name: str) -> str:
+def _check_plain_name(name: str) -> str:
     """Return ``name`` if it is a plain file name, which cannot point outside the checkpoint's folder.
 
     Raises:
@@ -132,13 +137,17 @@ def _plain(name: str) -> str:
     return name
 
 
-def _entry(name: str, fields: dict[str, Any]) -> Entry:
+def _parse_entry(name: str, fields: dict[str, Any]) -> TensorEntry:
     shape = tuple(fields["shape"])
-    pieces = tuple(
-        Piece(_plain(p["file"]), p["key"], Shard(shape, p["partition_dim"], p["start"], p["length"]))
-        for p in fields["pieces"]
+    stored_shards = tuple(
+        StoredShard(
+            _check_plain_name(shard_fields["file"]),
+            shard_fields["key"],
+            Shard(shape, shard_fields["partition_dim"], shard_fields["start"], shard_fields["length"]),
+        )
+        for shard_fields in fields["pieces"]
     )
-    problem = tiling_problem(shape, [piece.shard for piece in pieces])
+    problem = tiling_problem(shape, [stored_shard.shard for stored_shard in stored_shards])
     if problem or fields["dtype"] not in DTYPES:
         raise ValueError(f"{name}: {problem or fields['dtype']}")
-    return Entry(fields["dtype"], shape, pieces)
+    return TensorEntry(fields["dtype"], shape, stored_shards)

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 _ABSENT = "absent"
 
 
-def compare_model_config(saved: dict[str, Any], now: dict[str, Any]) -> None:
+def compare_model_config(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Check that the saved model has the same settings as the model of this run.
 
     Raises:
         CheckpointError: lists every key that differs, with both values.
     """
-    keys = [*saved, *(key for key in now if key not in saved)]
-    different = [key for key in keys if saved.get(key, _ABSENT) != now.get(key, _ABSENT)]
-    if different:
-        table = "\n".join(f"  {key}: saved {saved.get(key, _ABSENT)}, now {now.get(key, _ABSENT)}" for key in different)
+    keys = [*saved, *(key for key in current if key not in saved)]
+    differing_keys = [key for key in keys if saved.get(key, _ABSENT) != current.get(key, _ABSENT)]
+    if differing_keys:
+        table = "\n".join(
+            f"  {key}: saved {saved.get(key, _ABSENT)}, now {current.get(key, _ABSENT)}" for key in differing_keys
+        )
         raise CheckpointError(
-            f"the checkpoint contains another model, {len(different)} values differ:\n{table}\n"
+            f"the checkpoint contains another model, {len(differing_keys)} values differ:\n{table}\n"
             "Use the saved values, or choose another checkpoint with --load."
         )
 
@@ -47,16 +49,18 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
     Raises:
         CheckpointError: lists every key that differs, with both values.
     """
-    flags, now = config.checkpoint, config.identity()
-    free: tuple[str, ...] = ("vocab_size",) if flags.resize_vocab else ()
-    free += config.refitted if flags.finetune else ()
+    flags, current = config.checkpoint, config.identity()
+    ignored_keys: tuple[str, ...] = ("vocab_size",) if flags.resize_vocab else ()
+    ignored_keys += config.refitted if flags.finetune else ()
     try:
-        saved = former.identity(saved)
+        saved = former.convert_identity(saved)
         if is_common_decoder(saved.get("family", FIRST_FAMILY)) and is_common_decoder(config.family):
-            saved, now = ({key: settings[key] for key in settings if key != "family"} for settings in (saved, now))
-        compare_model_config({**saved, **{key: now[key] for key in free if key in saved}}, now)
+            saved, current = (
+                {key: settings[key] for key in settings if key != "family"} for settings in (saved, current)
+            )
+        compare_model_config({**saved, **{key: current[key] for key in ignored_keys if key in saved}}, current)
     except CheckpointError as error:
-        refittable = [key for key in config.refitted if saved.get(key, _ABSENT) != now[key]]
+        refittable = [key for key in config.refitted if saved.get(key, _ABSENT) != current[key]]
         if not refittable or flags.finetune:
             raise
         raise CheckpointError(

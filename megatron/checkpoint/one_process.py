@@ -9,8 +9,8 @@ import torch
 
 from megatron import hub
 from megatron.checkpoint import metadata
-from megatron.checkpoint.folders import checkpoints_in
-from megatron.checkpoint.loading import in_deepspeed_format, manifest_bytes, open_latest
+from megatron.checkpoint.folders import checkpoints_folder
+from megatron.checkpoint.loading import deepspeed_format_message, open_latest, read_manifest_bytes
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE, Group
@@ -40,22 +40,22 @@ def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) 
         raise CheckpointError(
             f"{path} {actual}. Use a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
         )
-    checkpoint = open_latest(checkpoints_in(path), world)
+    checkpoint = open_latest(checkpoints_folder(path), world)
     if checkpoint.metadata.get("format") == DEEPSPEED and not any_format:
-        raise CheckpointError(in_deepspeed_format(checkpoint.path))
+        raise CheckpointError(deepspeed_format_message(checkpoint.path))
     return checkpoint
 
 
-def open_written(path: Path) -> Checkpoint:
+def open_unverified(path: Path) -> Checkpoint:
     """Open the checkpoint ``path`` that this process has just written, without verifying its files.
 
     Raises:
         CheckpointError: its manifest cannot be read.
     """
-    return Checkpoint(path, metadata.manifest_from_bytes(manifest_bytes(path), path / metadata.MANIFEST_NAME))
+    return Checkpoint(path, metadata.manifest_from_bytes(read_manifest_bytes(path), path / metadata.MANIFEST_NAME))
 
 
-def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def read_full(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the full tensor ``name``, without padding."""
     return checkpoint.read(name, Shard(checkpoint.shape(name)))
 
@@ -67,4 +67,4 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return all weights, keyed by their names in the model."""
-    return {name: read_whole(checkpoint, WEIGHTS + name) for name in weight_names(checkpoint)}
+    return {name: read_full(checkpoint, WEIGHTS + name) for name in weight_names(checkpoint)}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.checkpoint.metadata import Entry, Manifest
-from megatron.checkpoint.tensor_record import DTYPES, TensorRecord, part_shape, spans
+from megatron.checkpoint.metadata import Manifest, TensorEntry
+from megatron.checkpoint.tensor_record import DTYPES, TensorRecord, shard_bounds, shard_shape
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard
@@ -24,12 +24,12 @@ class Checkpoint:
     The checkpoint's folder is never written to.
     """
 
-    def __init__(self, path: Path, content: Manifest, world: Group = SINGLE) -> None:
+    def __init__(self, path: Path, manifest: Manifest, world: Group = SINGLE) -> None:
         self.path = path
-        self.step = content.step
-        self.sequence = content.sequence
-        self.metadata: dict[str, Any] = content.metadata
-        self._content, self._index, self._world = content, content.index, world
+        self.step = manifest.step
+        self.sequence = manifest.sequence
+        self.metadata: dict[str, Any] = manifest.metadata
+        self._manifest, self._index, self._world = manifest, manifest.index, world
         self._reader: ShardReader | None = None
 
     def names(self) -> list[str]:
@@ -53,7 +53,7 @@ class Checkpoint:
             dtype: convert to this type; None keeps the saved one.
         """
         self.check([(name, shard)])
-        result = torch.empty(part_shape(shard), dtype=dtype or self.dtype(name))
+        result = torch.empty(shard_shape(shard), dtype=dtype or self.dtype(name))
         self._load([TensorRecord(name, result, shard)], SINGLE)
         return result
 
@@ -67,21 +67,22 @@ class Checkpoint:
         """
         self._load(list(records), self._world)
 
-    def check(self, wanted: Iterable[tuple[str, Shard]]) -> None:
+    def check(self, requested: Iterable[tuple[str, Shard]]) -> None:
         """Check that the checkpoint has every wanted tensor with its global shape.
 
         Raises:
             CheckpointError: lists every missing name and every shape that differs.
         """
         problems = []
-        for name, shard in wanted:
+        for name, shard in requested:
             entry = self._index.get(name)
             if entry is None:
                 problems.append(f"{name}: not in the checkpoint")
             elif entry.shape != tuple(shard.global_shape):
                 problems.append(f"{name}: saved {list(entry.shape)}, now {list(shard.global_shape)}")
             elif any(
-                not 0 <= start <= stop <= size for (start, stop), size in zip(spans(shard), entry.shape, strict=True)
+                not 0 <= start <= stop <= size
+                for (start, stop), size in zip(shard_bounds(shard), entry.shape, strict=True)
             ):
                 problems.append(f"{name}: {shard} exceeds the bounds of the tensor")
         if problems:
@@ -89,7 +90,7 @@ class Checkpoint:
                 f"{self.path} does not fit this model ({len(problems)} tensors): " + "; ".join(problems)
             )
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         if name not in self._index:
             raise CheckpointError(f"{name}: not in the checkpoint {self.path}")
         return self._index[name]
@@ -101,5 +102,5 @@ class Checkpoint:
         )
 
         if self._reader is None:
-            self._reader = dcp_load.ShardReader(self.path, self._content)
+            self._reader = dcp_load.ShardReader(self.path, self._manifest)
         dcp.load(self._reader, dcp_load.RecordLoadPlanner(records, self.check), world)

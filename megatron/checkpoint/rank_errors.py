@@ -14,13 +14,13 @@ from megatron.mpu.groups import Group
 # Causes of failures as text, which can be sent from one rank to another.
 
 
-def cause(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the cause of ``error`` as text."""
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
-def in_words(*, is_of_this_rank: bool = True) -> Iterator[None]:
+def as_checkpoint_error(*, is_of_this_rank: bool = True) -> Iterator[None]:
     """Convert exceptions raised in the block to CheckpointError; other types may not pickle to another rank.
 
     Args:
@@ -32,10 +32,10 @@ def in_words(*, is_of_this_rank: bool = True) -> Iterator[None]:
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(cause(error)).with_traceback(error.__traceback__) from error
+            raise CheckpointError(error_text(error)).with_traceback(error.__traceback__) from error
 
 
-def summary(failures: Mapping[int, tuple[BaseException, Any]], num_ranks: int) -> str:
+def summarize_failures(failures: Mapping[int, tuple[BaseException, Any]], num_ranks: int) -> str:
     """Return a text that lists each cause once, with the ranks that failed for it.
 
     Args:
@@ -43,14 +43,14 @@ def summary(failures: Mapping[int, tuple[BaseException, Any]], num_ranks: int) -
     """
     ranks: dict[tuple[str, bool], list[int]] = {}
     for rank, (error, _) in sorted(failures.items()):
-        ranks.setdefault((cause(error), getattr(error, "is_of_this_rank", True)), []).append(rank)
+        ranks.setdefault((error_text(error), getattr(error, "is_of_this_rank", True)), []).append(rank)
     return "; ".join(
-        f"{_whose(failed_ranks)}{text}" if is_of_a_rank and len(failed_ranks) < num_ranks else text
+        f"{_rank_prefix(failed_ranks)}{text}" if is_of_a_rank and len(failed_ranks) < num_ranks else text
         for (text, is_of_a_rank), failed_ranks in ranks.items()
     )
 
 
-def _whose(ranks: list[int]) -> str:
+def _rank_prefix(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
@@ -60,32 +60,34 @@ Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")
 
 
-def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[list[Share]], Verdict]) -> Verdict:
+def gather_verdict(
+    world: Group, compute_share: Callable[[], Share], judge: Callable[[list[Share]], Verdict]
+) -> Verdict:
     """Return rank 0's ``judge(shares)`` on every rank. Collective.
 
     Args:
-        local: computes this rank's share.
+        compute_share: computes this rank's share.
         judge: called on rank 0 with the shares of all ranks, in rank order.
 
     Raises:
-        CheckpointError: ``local`` failed on any rank, or ``judge`` failed on rank 0. It is raised on all ranks, names
-            the ranks that failed and their causes, and is chained to the original exception on the failing rank.
+        CheckpointError: ``compute_share`` failed on any rank, or ``judge`` failed on rank 0. It is raised on all ranks,
+            names the ranks that failed and their causes, and is chained to the original exception on the failing rank.
     """
     share: Any = None
     failure: Exception | None = None
     try:
-        share = local()
+        share = compute_share()
     except Exception as error:  # sent to all ranks below; raising here would leave the others waiting in the gather
         failure = error
-    gathered = _gather(world, (share, cause(failure) if failure else None))
+    gathered = _gather(world, (share, error_text(failure) if failure else None))
     verdict: Any = None
     problem: CheckpointError | None = None
     if world.rank == 0:
         try:
-            verdict = judge(_shares(gathered))
+            verdict = judge(_require_shares(gathered))
         except Exception as error:
             failure = failure or error
-            problem = error if isinstance(error, CheckpointError) else CheckpointError(cause(error))
+            problem = error if isinstance(error, CheckpointError) else CheckpointError(error_text(error))
             problem.is_of_this_rank = False  # its text names the ranks, and it is raised on all of them
     verdict, problem = world.broadcast_object((verdict, problem))
     if problem:
@@ -93,11 +95,11 @@ def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[li
     return verdict
 
 
-def _shares(answers: list[tuple[Any, str | None]]) -> list[Any]:
-    problems = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(answers) if cause]
+def _require_shares(gathered: list[tuple[Any, str | None]]) -> list[Any]:
+    problems = [f"rank {rank}: {cause}" for rank, (_, cause) in enumerate(gathered) if cause]
     if problems:
         raise CheckpointError("; ".join(problems))
-    return [share for share, _ in answers]
+    return [share for share, _ in gathered]
 
 
 def _gather(world: Group, value: Any) -> list[Any]:

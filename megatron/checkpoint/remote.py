@@ -21,7 +21,7 @@ from megatron import log, object_store
 from megatron.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, sequence_in
 from megatron.errors import CheckpointError, DataError
 
-_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
 
 
 class RemoteCheckpoint(NamedTuple):
@@ -43,7 +43,7 @@ class RemoteCheckpoint(NamedTuple):
         return json.loads(self.manifest)["state"]
 
 
-def find(source: str) -> list[RemoteCheckpoint]:
+def find_checkpoints(source: str) -> list[RemoteCheckpoint]:
     """Return the complete checkpoints in ``source``, last saved first; warn about each incomplete one.
 
     Args:
@@ -52,30 +52,30 @@ def find(source: str) -> list[RemoteCheckpoint]:
     Raises:
         DataError: the store cannot be read.
     """
-    sizes = object_store.sizes_below(source)
+    object_sizes = object_store.sizes_below(source)
     folders: dict[tuple[str, ...], dict[str, int]] = {}
-    for parts, size in sizes.items():
+    for parts, size in object_sizes.items():
         folders.setdefault(parts[:-1], {})[parts[-1]] = size
     checkpoints = []
     for folder, file_sizes in folders.items():
         path = object_store.join(source, *folder)
-        is_inside = folder[:-1] in ((), (CHECKPOINTS,)) and _NAME.fullmatch(path.rpartition("/")[2])
+        is_inside = folder[:-1] in ((), (CHECKPOINTS,)) and _CHECKPOINT_NAME.fullmatch(path.rpartition("/")[2])
         if MANIFEST_NAME in file_sizes and is_inside:
-            one = _read(path, file_sizes)
-            checkpoints += [one] if one is not None else []
-    return sorted(checkpoints, key=lambda one: (one.sequence, one.step), reverse=True)
+            checkpoint = _read_checkpoint(path, file_sizes)
+            checkpoints += [checkpoint] if checkpoint is not None else []
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step), reverse=True)
 
 
-def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
-    content = object_store.read_range(object_store.join(path, MANIFEST_NAME), 0, held[MANIFEST_NAME])
+def _read_checkpoint(path: str, file_sizes: dict[str, int]) -> RemoteCheckpoint | None:
+    content = object_store.read_range(object_store.join(path, MANIFEST_NAME), 0, file_sizes[MANIFEST_NAME])
     sequence = sequence_in(content)
     if sequence is None:
         log.warning(f"{path} is incomplete and is skipped: the checksum of its {MANIFEST_NAME} does not match")
         return None
     fields = json.loads(content)
     expected = {name: (int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()}
-    missing = {name: size for name, (size, _) in expected.items() if held.get(name) != size}
-    problems = [f"{name} has {held.get(name, 0)} of {size} bytes" for name, size in missing.items()]
+    missing = {name: size for name, (size, _) in expected.items() if file_sizes.get(name) != size}
+    problems = [f"{name} has {file_sizes.get(name, 0)} of {size} bytes" for name, size in missing.items()]
     if problems:
         log.warning(f"{path} is incomplete and is skipped: {', '.join(problems)}")
         return None
@@ -84,18 +84,18 @@ def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
 
 def newest_metadata(source: str) -> tuple[str, dict[str, Any]] | None:
     """Return path and metadata of the newest complete checkpoint in ``source``; None without a complete checkpoint."""
-    checkpoints = find(source)
+    checkpoints = find_checkpoints(source)
     return (object_store.join(checkpoints[0].path, MANIFEST_NAME), checkpoints[0].metadata) if checkpoints else None
 
 
-def require(source: str) -> list[RemoteCheckpoint]:
-    """Return the result of ``find`` for ``source``, which must have a complete checkpoint.
+def require_checkpoints(source: str) -> list[RemoteCheckpoint]:
+    """Return the result of ``find_checkpoints`` for ``source``, which must have a complete checkpoint.
 
     Raises:
         CheckpointError: ``source`` has no complete checkpoint, or the store cannot be read.
     """
     try:
-        checkpoints = find(source)
+        checkpoints = find_checkpoints(source)
     except DataError as error:
         raise CheckpointError(str(error)) from error
     if not checkpoints:
@@ -106,35 +106,37 @@ def require(source: str) -> list[RemoteCheckpoint]:
     return checkpoints
 
 
-def remove(path: str, last: str = MANIFEST_NAME) -> None:
-    """Delete all objects below ``path``, starting with ``last``, so that a partly deleted folder counts as incomplete.
+def remove(path: str, marker_name: str = MANIFEST_NAME) -> None:
+    """Delete all objects below ``path``, ``marker_name`` first, so that a partly deleted folder counts as incomplete.
 
     Args:
-        last: name of the file that was uploaded last, which marks the folder as complete.
+        marker_name: name of the file that was uploaded last, which marks the folder as complete.
 
     Raises:
         DataError: the store rejects the deletion.
     """
     names = ["/".join(parts) for parts in object_store.sizes_below(path)]
-    for name in sorted(names, key=lambda name: name != last):
+    for name in sorted(names, key=lambda name: name != marker_name):
         object_store.remove(object_store.join(path, name))
 
 
-def remove_old(source: str, counts: Callable[[RemoteCheckpoint], bool], number: int, every: int | None) -> list[str]:
-    """Delete all but the last ``number`` of the complete checkpoints selected by ``counts``; return the deleted names.
+def remove_old(
+    source: str, is_counted: Callable[[RemoteCheckpoint], bool], keep_last: int, keep_every: int | None
+) -> list[str]:
+    """Delete all complete checkpoints that ``is_counted`` selects except the last ``keep_last``; return their names.
 
     Args:
-        counts: predicate; only checkpoints for which it is True are counted and may be deleted.
-        every: keep each checkpoint whose step is a multiple of this.
+        is_counted: predicate; only checkpoints for which it is True are counted and may be deleted.
+        keep_every: keep each checkpoint whose step is a multiple of this.
 
     Raises:
         DataError: the store rejects the deletion.
     """
-    old = [
+    expired = [
         checkpoint
-        for checkpoint in [checkpoint for checkpoint in find(source) if counts(checkpoint)][number:]
-        if not every or checkpoint.step % every
+        for checkpoint in [checkpoint for checkpoint in find_checkpoints(source) if is_counted(checkpoint)][keep_last:]
+        if not keep_every or checkpoint.step % keep_every
     ]
-    for checkpoint in old:
+    for checkpoint in expired:
         remove(checkpoint.path)
-    return [checkpoint.name for checkpoint in old]
+    return [checkpoint.name for checkpoint in expired]

@@ -18,37 +18,41 @@ if TYPE_CHECKING:
     pass
 
 
-_ROWS_AT_ONCE = 4096
+_BLOCK_ROWS = 4096
 
 
-def is_resized(saved: tuple[int, ...], now: tuple[int, ...]) -> bool:
+def is_resized(saved_shape: tuple[int, ...], current_shape: tuple[int, ...]) -> bool:
     """Return True if the table's shape differs from the saved one only in the number of rows."""
-    return len(saved) == len(now) and saved[1:] == now[1:] and saved != now
+    return (
+        len(saved_shape) == len(current_shape) and saved_shape[1:] == current_shape[1:] and saved_shape != current_shape
+    )
 
 
-def fill(target: torch.Tensor, shard: Shard, saved: tuple[int, ...], read: Callable[[Shard], torch.Tensor]) -> None:
+def fill_resized(
+    target: torch.Tensor, shard: Shard, saved_shape: tuple[int, ...], read_shard: Callable[[Shard], torch.Tensor]
+) -> None:
     """Fill this rank's shard of a table from a saved table with another number of rows, one block of rows at a time.
 
     Args:
         target: the local tensor of ``shard``, without padding; partitioned by rows or not at all.
-        saved: shape of the saved table.
-        read: returns a shard of the saved table.
+        saved_shape: shape of the saved table.
+        read_shard: returns a shard of the saved table.
     """
     if target.numel() == 0:
         return
     start = shard.start if shard.is_partitioned else 0
-    num_saved_rows = min(max(saved[0] - start, 0), target.shape[0])
-    for row in range(0, num_saved_rows, _ROWS_AT_ONCE):
-        num_rows = min(_ROWS_AT_ONCE, num_saved_rows - row)
-        target[row : row + num_rows].copy_(read(Shard(saved, 0, start + row, num_rows)))
+    num_saved_rows = min(max(saved_shape[0] - start, 0), target.shape[0])
+    for row in range(0, num_saved_rows, _BLOCK_ROWS):
+        num_rows = min(_BLOCK_ROWS, num_saved_rows - row)
+        target[row : row + num_rows].copy_(read_shard(Shard(saved_shape, 0, start + row, num_rows)))
     if num_saved_rows < target.shape[0]:
-        target[num_saved_rows:].copy_(_mean(saved, read))
+        target[num_saved_rows:].copy_(_mean_row(saved_shape, read_shard))
 
 
-def _mean(saved: tuple[int, ...], read: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+def _mean_row(saved_shape: tuple[int, ...], read_shard: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
     """Return the mean of all saved rows, computed in fp64; it is the same on every rank."""
-    total = torch.zeros(saved[1:], dtype=torch.float64)
-    for start in range(0, saved[0], _ROWS_AT_ONCE):
-        num_rows = min(_ROWS_AT_ONCE, saved[0] - start)
-        total += read(Shard(saved, 0, start, num_rows)).double().sum(0)
-    return total / saved[0]
+    total = torch.zeros(saved_shape[1:], dtype=torch.float64)
+    for start in range(0, saved_shape[0], _BLOCK_ROWS):
+        num_rows = min(_BLOCK_ROWS, saved_shape[0] - start)
+        total += read_shard(Shard(saved_shape, 0, start, num_rows)).double().sum(0)
+    return total / saved_shape[0]

@@ -13,7 +13,7 @@ from megatron.checkpoint.folders import newest_first, step_of
 from megatron.checkpoint.metadata import Manifest
 from megatron.checkpoint.remote import RemoteCheckpoint
 from megatron.config import CheckpointConfig
-from megatron.config.checkpoint import DEFAULT_KEPT
+from megatron.config.checkpoint import DEFAULT_NUM_CHECKPOINTS
 from megatron.errors import CheckpointError, ConfigError
 
 AUTOMATIC = "unasked"
@@ -29,7 +29,8 @@ class RetentionPolicy:
         every: keep each checkpoint whose step is a multiple of this.
         loaded: the checkpoint that the run started from, which is always kept.
         automatic: number of checkpoints to keep of those saved by default, if ``last`` is None; None keeps all.
-        earlier: checkpoints up to this sequence number belong to an earlier run and are neither counted nor deleted.
+        earlier_sequence: checkpoints up to this sequence number belong to an earlier run and are neither counted nor
+            deleted.
 
     Raises:
         ConfigError: ``last`` or ``every`` is below 1.
@@ -39,7 +40,7 @@ class RetentionPolicy:
     every: int | None = None
     loaded: Path | None = None
     automatic: int | None = None
-    earlier: int = 0
+    earlier_sequence: int = 0
 
     def __post_init__(self) -> None:
         for flag, value in (("--keep-last", self.last), ("--keep-every", self.every)):
@@ -52,13 +53,13 @@ class RetentionPolicy:
             return True
         return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
 
-    def counts(self, content: Manifest | RemoteCheckpoint) -> bool:
+    def counts(self, checkpoint: Manifest | RemoteCheckpoint) -> bool:
         """Return True if the checkpoint counts toward the limit on the number of checkpoints."""
-        is_limited = self.last is not None or bool(content.metadata.get(AUTOMATIC))
-        return is_limited and content.sequence > self.earlier
+        is_limited = self.last is not None or bool(checkpoint.metadata.get(AUTOMATIC))
+        return is_limited and checkpoint.sequence > self.earlier_sequence
 
 
-ALL = RetentionPolicy()
+KEEP_ALL = RetentionPolicy()
 
 
 def remove(path: Path) -> None:
@@ -68,38 +69,40 @@ def remove(path: Path) -> None:
     files.remove_tree(renamed)
 
 
-def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
-    """Delete the checkpoints that ``keep`` does not retain.
+def remove_old(paths: Iterable[Path], retention: RetentionPolicy) -> None:
+    """Delete the checkpoints that ``retention`` does not retain.
 
     A damaged checkpoint does not count toward the limit. A checkpoint whose manifest cannot be read, because it is
     damaged or was written by a later version, is not deleted.
     """
-    limit = keep.automatic if keep.last is None else keep.last
+    limit = retention.automatic if retention.last is None else retention.last
     if limit is None:
         return
     num_kept = 0
     for path in newest_first(paths):
         try:
-            content = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
+            manifest = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
         except (OSError, CheckpointError):
             continue
-        if not keep.counts(content):
+        if not retention.counts(manifest):
             continue
-        if num_kept >= limit and not keep.protects(path):
+        if num_kept >= limit and not retention.protects(path):
             remove(path)
-        elif _has_files(path, content):
+        elif _has_files(path, manifest):
             num_kept += 1
 
 
-def _has_files(path: Path, content: Manifest) -> bool:
+def _has_files(path: Path, manifest: Manifest) -> bool:
     """Return True if all files of ``path`` have the sizes in the manifest. The contents are not read."""
     try:
-        return all((path / name).stat().st_size == facts.size for name, facts in content.files.items())
+        return all((path / name).stat().st_size == info.size for name, info in manifest.files.items())
     except OSError:
         return False
 
 
-def retention_of(flags: CheckpointConfig, *, loaded: Path | None = None, earlier: int = 0) -> RetentionPolicy:
-    """Return the retention policy set by the flags; ``loaded`` and ``earlier`` are as in ``RetentionPolicy``."""
-    automatic = DEFAULT_KEPT if flags.is_default_interval else None
-    return RetentionPolicy(flags.keep_last, flags.keep_every, loaded, automatic, earlier)
+def make_retention_policy(
+    flags: CheckpointConfig, *, loaded: Path | None = None, earlier_sequence: int = 0
+) -> RetentionPolicy:
+    """Return the retention policy of the flags; ``loaded``, ``earlier_sequence``: see ``RetentionPolicy``."""
+    automatic = DEFAULT_NUM_CHECKPOINTS if flags.is_default_interval else None
+    return RetentionPolicy(flags.keep_last, flags.keep_every, loaded, automatic, earlier_sequence)

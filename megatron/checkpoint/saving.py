@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import folders
-from megatron.checkpoint.retention import ALL, RetentionPolicy, remove_old
+from megatron.checkpoint.retention import KEEP_ALL, RetentionPolicy, remove_old
 from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
@@ -45,7 +45,7 @@ class SyncSaver:
     def __init__(self, world: Group) -> None:
         self._world = world
 
-    def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = ALL) -> Path:
+    def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = KEEP_ALL) -> Path:
         """Write ``root/step-00000020``, commit it, delete old checkpoints, and return its path. Collective.
 
         Raises:
@@ -62,7 +62,7 @@ def save(
     records: list[TensorRecord],
     metadata: dict[str, Any],
     world: Group,
-    retention: RetentionPolicy = ALL,
+    retention: RetentionPolicy = KEEP_ALL,
 ) -> Path:
     """Write the checkpoint ``root/step-00000020`` and return its path. Collective over ``world``.
 

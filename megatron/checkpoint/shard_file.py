@@ -30,12 +30,12 @@ def shard_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def key_of(name: str, start: int) -> str:
+def shard_key(name: str, start: int) -> str:
     """Return the key of the part of tensor ``name`` that starts at index ``start`` of the partitioned dimension."""
     return f"{name}[{start}:]" if start else name
 
 
-def header(tensors: dict[str, torch.Tensor]) -> bytes:
+def make_header(tensors: dict[str, torch.Tensor]) -> bytes:
     """Return the header of a file with ``tensors`` in this order, including the 8 bytes of its length."""
     fields: dict[str, Any] = {}
     offset = 0
@@ -55,10 +55,10 @@ def write_shard_file(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int,
 
 
 def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    yield header(tensors)
+    yield make_header(tensors)
     for tensor in tensors.values():
-        on_host = tensor.detach().cpu().contiguous().flatten()
-        content = on_host.view(torch.uint8).numpy().data
+        host_tensor = tensor.detach().cpu().contiguous().flatten()
+        content = host_tensor.view(torch.uint8).numpy().data
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
 
@@ -66,17 +66,17 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 class ShardFile:
     """An open safetensors file. It is memory-mapped, so that only the requested slices are read."""
 
-    def __init__(self, path: Path, patience: FileVisibility | None = None) -> None:
+    def __init__(self, path: Path, visibility: FileVisibility | None = None) -> None:
         self._path = path
-        (patience or FileVisibility()).wait_for(path)
+        (visibility or FileVisibility()).wait_for(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
-    def read(self, key: str, cuts: tuple[slice, ...]) -> torch.Tensor:
-        """Return ``tensor[cuts]`` of the tensor ``key``. An empty ``cuts`` reads the full tensor (a scalar)."""
+    def read(self, key: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Return ``tensor[cuts]`` of the tensor ``key``. An empty ``slices`` reads the full tensor (a scalar)."""
         try:
-            return self._file.get_slice(key)[cuts] if cuts else self._file.get_tensor(key)
+            return self._file.get_slice(key)[slices] if slices else self._file.get_tensor(key)
         except SafetensorError as error:
             raise CheckpointError(f"{self._path}: {key} cannot be read: {error}") from error

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron import device
-from megatron.checkpoint.tensor_record import TensorRecord, owned
+from megatron.checkpoint.tensor_record import TensorRecord, select_owned
 
 
 class StagingBuffer:
@@ -25,31 +25,31 @@ class StagingBuffer:
 
         Records that this rank does not own get a meta tensor. The copies are valid until the next call.
         """
-        mine = owned(records)
-        num_bytes = sum(record.tensor.nbytes for record in mine.values())
-        self._make_room(num_bytes, any(device.can_pin(record.tensor.device.type) for record in mine.values()))
+        owned_records = select_owned(records)
+        num_bytes = sum(record.tensor.nbytes for record in owned_records.values())
+        self._reserve(num_bytes, any(device.can_pin(record.tensor.device.type) for record in owned_records.values()))
         copies: dict[int, TensorRecord] = {}
         start = 0
-        for idx, record in mine.items():  # largest element size first, so that every start is aligned
+        for idx, record in owned_records.items():  # largest element size first, so that every start is aligned
             stop = start + record.tensor.nbytes
             staged = self._memory[start:stop].view(record.tensor.dtype).view(record.tensor.shape)
             staged.copy_(record.tensor, non_blocking=True)
             copies[idx] = replace(record, tensor=staged)
             start = stop
-        for source_device in {record.tensor.device for record in mine.values()}:
+        for source_device in {record.tensor.device for record in owned_records.values()}:
             device.finish_copies(source_device)
-        return [copies.get(i) or _without_values(record) for i, record in enumerate(records)], num_bytes
+        return [copies.get(i) or _to_meta(record) for i, record in enumerate(records)], num_bytes
 
-    def _make_room(self, num_bytes: int, is_pinned: bool) -> None:
+    def _reserve(self, num_bytes: int, is_pinned: bool) -> None:
         if self._memory.numel() < num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the smaller buffer before allocating
             if is_pinned:
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             else:
-                self._memory = torch.frombuffer(_large_pages(num_bytes), dtype=torch.uint8)
+                self._memory = torch.frombuffer(_map_huge_pages(num_bytes), dtype=torch.uint8)
 
 
-def _large_pages(num_bytes: int) -> mmap.mmap:
+def _map_huge_pages(num_bytes: int) -> mmap.mmap:
     """Return newly mapped memory. It uses 2 MiB pages if available, which reduces page fault costs to a tenth."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -57,5 +57,5 @@ def _large_pages(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def _without_values(record: TensorRecord) -> TensorRecord:
+def _to_meta(record: TensorRecord) -> TensorRecord:
     return replace(record, tensor=torch.empty_like(record.tensor, device="meta"))

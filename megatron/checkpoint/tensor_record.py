@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.manifest import is_whole as is_whole
+from megatron.checkpoint.manifest import has_valid_checksum as has_valid_checksum
 from megatron.checkpoint.manifest import read_sequence as read_sequence
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
@@ -61,12 +61,12 @@ class Claim:
         return self.name, self.dtype, shard_fields, self.is_owner
 
     @classmethod
-    def unpacked(cls, name: str, dtype: str, cut: tuple[Any, ...], is_owner: bool) -> Claim:
+    def unpacked(cls, name: str, dtype: str, shard_fields: tuple[Any, ...], is_owner: bool) -> Claim:
         """Return the claim for the values returned by ``packed``."""
-        return cls(name, dtype, Shard(*cut), is_owner)
+        return cls(name, dtype, Shard(*shard_fields), is_owner)
 
 
-def claim(record: TensorRecord) -> Claim:
+def make_claim(record: TensorRecord) -> Claim:
     """Return the claim of ``record``.
 
     Raises:
@@ -75,7 +75,7 @@ def claim(record: TensorRecord) -> Claim:
     dtype = DTYPE_NAMES.get(record.tensor.dtype)
     if dtype is None:
         raise CheckpointError(f"{record.name}: the dtype must be one of {', '.join(DTYPES)}, got {record.tensor.dtype}")
-    actual, shape = list(record.tensor.shape), list(part_shape(record.shard))
+    actual, shape = list(record.tensor.shape), list(shard_shape(record.shard))
     dim = record.shard.partition_dim
     if dim is not None and len(actual) == len(shape) and actual[dim] > shape[dim]:
         actual[dim] = shape[dim]  # rows beyond the shard are padding
@@ -86,20 +86,20 @@ def claim(record: TensorRecord) -> Claim:
     return Claim(record.name, dtype, record.shard, record.is_owner)
 
 
-def owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
+def select_owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
     """Return the records that this rank writes, without padding: index in ``records`` -> record.
 
     They are sorted by element size, largest first, so that all tensors of a file are aligned, as safetensors requires.
     """
-    mine = {
+    owned_records = {
         idx: replace(record, tensor=record.shard.unpadded(record.tensor.detach()))
         for idx, record in enumerate(records)
         if record.is_owner and not is_empty(record.shard)
     }
-    return dict(sorted(mine.items(), key=lambda item: -item[1].tensor.element_size()))
+    return dict(sorted(owned_records.items(), key=lambda item: -item[1].tensor.element_size()))
 
 
-def spans(shard: Shard) -> list[tuple[int, int]]:
+def shard_bounds(shard: Shard) -> list[tuple[int, int]]:
     """Return the (start, stop) of ``shard`` along every dimension of the global tensor."""
     bounds = [(0, size) for size in shard.global_shape]
     if shard.partition_dim is not None:
@@ -109,12 +109,12 @@ def spans(shard: Shard) -> list[tuple[int, int]]:
 
 def offsets(shard: Shard) -> tuple[int, ...]:
     """Return the start of ``shard`` along every dimension of the global tensor."""
-    return tuple(start for start, _ in spans(shard))
+    return tuple(start for start, _ in shard_bounds(shard))
 
 
-def part_shape(shard: Shard) -> tuple[int, ...]:
+def shard_shape(shard: Shard) -> tuple[int, ...]:
     """Return the shape of ``shard``, without padding."""
-    return tuple(stop - start for start, stop in spans(shard))
+    return tuple(stop - start for start, stop in shard_bounds(shard))
 
 
 def is_empty(shard: Shard) -> bool:

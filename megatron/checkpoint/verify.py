@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron import files
 from megatron.checkpoint.file_visibility import FileVisibility
 from megatron.checkpoint.metadata import (
-    FileFacts,
+    FileInfo,
     Manifest,
 )
 from megatron.checkpoint.rank_errors import gather_verdict
@@ -46,17 +46,17 @@ class _Share:
     problems: dict[str, str]
 
 
-def verify(path: Path, content: Manifest, world: Group) -> None:
+def verify(path: Path, manifest: Manifest, world: Group) -> None:
     """Compare sizes and checksums of the files in ``path`` with the manifest. Collective.
 
     Raises:
         CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.
     """
-    all_segments = [part for name, facts in sorted(content.files.items()) for part in segments(name, facts.size)]
+    all_segments = [segment for name, info in sorted(manifest.files.items()) for segment in segments(name, info.size)]
     gather_verdict(
         world,
-        lambda: _read(path, content, all_segments[world.rank :: world.size]),
-        lambda all: _judge(path, content, all),
+        lambda: _read(path, manifest, all_segments[world.rank :: world.size]),
+        lambda shares: _check_files(path, manifest, shares),
     )
 
 
@@ -66,38 +66,38 @@ def segments(name: str, size: int) -> list[Segment]:
     return [Segment(name, start, min(start + SEGMENT_BYTES, size)) for start in starts]
 
 
-def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
-    names = sorted({segment.name for segment in own})
-    patience = FileVisibility()
-    problems = {name: _size_problem(path / name, content.files[name], patience) for name in names}
+def _read(path: Path, manifest: Manifest, local_segments: list[Segment]) -> _Share:
+    names = sorted({segment.name for segment in local_segments})
+    visibility = FileVisibility()
+    problems = {name: _size_problem(path / name, manifest.files[name], visibility) for name in names}
     problem_by_name = {name: problem for name, problem in problems.items() if problem}
-    readable = [segment for segment in own if segment.name not in problem_by_name]
+    readable = [segment for segment in local_segments if segment.name not in problem_by_name]
     with ThreadPoolExecutor(_num_threads()) as pool:
-        read = pool.map(lambda one: files.segment_crc(path / one.name, one.start, one.stop), readable)
-        return _Share(dict(zip(readable, read, strict=True)), problem_by_name)
+        crcs = pool.map(lambda unread: files.segment_crc(path / unread.name, unread.start, unread.stop), readable)
+        return _Share(dict(zip(readable, crcs, strict=True)), problem_by_name)
 
 
-def _size_problem(path: Path, facts: FileFacts, patience: FileVisibility) -> str | None:
-    patience.wait_for(path, facts.size)
+def _size_problem(path: Path, info: FileInfo, visibility: FileVisibility) -> str | None:
+    visibility.wait_for(path, info.size)
     try:
         size = path.stat().st_size
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    if size != facts.size:
-        return f"{path.name} is {'truncated' if size < facts.size else 'too long'}: {size} of {facts.size} bytes"
+    if size != info.size:
+        return f"{path.name} is {'truncated' if size < info.size else 'too long'}: {size} of {info.size} bytes"
     return None
 
 
-def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
+def _check_files(path: Path, manifest: Manifest, shares: list[_Share]) -> None:
     """Raise a CheckpointError if a file is damaged. Called on rank 0."""
     crcs = {segment: value for share in shares for segment, value in share.crcs.items()}
     problems = {name: problem for share in shares for name, problem in share.problems.items()}
-    for name, facts in sorted(content.files.items()):
+    for name, info in sorted(manifest.files.items()):
         if name not in problems:
             crc = 0
-            for part in segments(name, facts.size):
-                crc = files.crc32_combine(crc, crcs[part], part.stop - part.start)
-            if crc != facts.crc32:
+            for file_segment in segments(name, info.size):
+                crc = files.crc32_combine(crc, crcs[file_segment], file_segment.stop - file_segment.start)
+            if crc != info.crc32:
                 problems[name] = f"{name} was altered: its checksum does not match"
     if problems:
         raise CheckpointError(f"{path} is damaged: " + ", ".join(problems[name] for name in sorted(problems)))

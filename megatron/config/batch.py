@@ -115,13 +115,13 @@ class BatchConfig:
         """Return a replica's share of a step; with a batch ramp-up, after the end of the ramp."""
         return share_of(self.global_batch_size(data_parallel_size) // self.batch_size, data_parallel_size, replica)
 
-    def gas_text(self, data_parallel_size: int) -> str:
+    def describe_gas(self, data_parallel_size: int) -> str:
         """Return the micro-batches of a replica as text: "4", or "3 or 4" if some replicas run one less."""
         least = self.share(data_parallel_size, data_parallel_size - 1).num_micro_batches
         return str(self.gas) if least == self.gas else f"{least} or {self.gas}"
 
     @property
-    def lengths(self) -> SeqLengths:
+    def seq_lengths(self) -> SeqLengths:
         """The sequence length of a step as a function of the tokens consumed.
 
         Raises:
@@ -130,7 +130,7 @@ class BatchConfig:
         schedule = self.seq_length_schedule
         return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
-    def sizes(self, data_parallel_size: int) -> BatchSizes:
+    def batch_sizes(self, data_parallel_size: int) -> BatchSizes:
         """Return the number of samples of a step, over all replicas, as a function of the samples consumed.
 
         Raises:
@@ -147,9 +147,9 @@ class BatchConfig:
         Args:
             tokens_per_sample: tokens that --train-tokens counts for a sample.
         """
-        sizes = self.sizes(data_parallel_size)
+        batch_sizes = self.batch_sizes(data_parallel_size)
         if self.train_samples is None and self.train_tokens is None:
-            return RunLength(sizes, self.train_iters)
+            return RunLength(batch_sizes, self.train_iters)
         tokens = self.train_tokens
         min_samples = None if tokens is None else -(-tokens // tokens_per_sample)
-        return RunLength(sizes, self.requested_train_iters, self.train_samples, min_samples)
+        return RunLength(batch_sizes, self.requested_train_iters, self.train_samples, min_samples)

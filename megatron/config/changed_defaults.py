@@ -19,7 +19,8 @@ class ChangedDefault(NamedTuple):
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
         optimizer: the only optimizer that uses the field; "" if every run uses it.
-        is_reported: ``describe_kept`` includes the setting; False if the code that resolves it reports it instead.
+        is_reported: ``describe_saved_settings`` includes the setting; False if the code that resolves it reports it
+            instead.
     """
 
     section: str
@@ -53,12 +54,14 @@ def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = 
     return {row.field: row.former for row in rows if row.field not in _section(saved, row)}
 
 
-def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def saved_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return field -> value used by the saved run, for every setting in the table."""
     return {row.field: _section(saved, row).get(row.field, row.former) for row in CHANGED_DEFAULTS}
 
 
-def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str | None = None) -> Iterator[str]:
+def describe_saved_settings(
+    saved_values: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str | None = None
+) -> Iterator[str]:
     """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run.
 
     Args:
@@ -67,7 +70,7 @@ def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any], optimize
     left_out = {row.field for row in CHANGED_DEFAULTS if not row.is_reported}
     if optimizer is not None:
         left_out |= {row.field for row in CHANGED_DEFAULTS if row.optimizer not in ("", optimizer)}
-    for field, value in kept.items():
+    for field, value in saved_values.items():
         if value != defaults[field] and field not in left_out:
             yield f"{field.replace('_', '-')} {value} (a new run: {defaults[field]})"
 

@@ -10,7 +10,7 @@ from megatron.config.option import option
 
 DEFAULT_MINUTES = 30.0
 """Minutes between checkpoints of a run that sets no interval; at most this much work is lost."""
-DEFAULT_KEPT = 2
+DEFAULT_NUM_CHECKPOINTS = 2
 """Number of checkpoints to keep if they are saved at the default interval."""
 
 
@@ -43,7 +43,7 @@ class CheckpointConfig:
         None,
         "minutes between checkpoints; 0: never by time. The last step and a stop always save",
         minimum=0,
-        shown_default=f"{DEFAULT_MINUTES:g}, keeping the last {DEFAULT_KEPT}; 0 with --save-interval",
+        shown_default=f"{DEFAULT_MINUTES:g}, keeping the last {DEFAULT_NUM_CHECKPOINTS}; 0 with --save-interval",
     )
     checkpoint_format: str | None = option(
         None,

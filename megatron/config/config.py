@@ -36,7 +36,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "checkpoint": CheckpointConfig,
         "stability": StabilityConfig,
         "debug": DebugConfig,
-        "seeing": LoggingConfig,
+        "logging": LoggingConfig,
         "run": RunConfig,
     }
 )
@@ -44,6 +44,14 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 
 The section of the family follows "model", under the family's name; the two sections describe the model.
 """
+
+RENAMED_SECTIONS: Mapping[str, str] = MappingProxyType({"seeing": "logging"})
+"""Former section name -> current name. Files of --config and config.json of older runs use the former names."""
+
+RENAMED_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
+    {**RENAMED_SECTIONS, "own": "family_config", "given": "explicit_fields"}
+)
+"""Former attribute of ``Config`` -> current name. Scripts may use the former names until the next release."""
 
 FIRST_FAMILY = "gpt2"
 """Family of checkpoints that do not name one, written before other families existed."""
@@ -64,10 +72,10 @@ IDENTITY = (
 decoder (``decoder.IDENTITY``). A family may add or remove fields.
 """
 
-UNNAMED = ("excluded", "requested_train_iters")
+FIELDS_WITHOUT_FLAG = ("excluded", "requested_train_iters")
 """Fields that have no flag and that scripts do not read."""
 
-RANK_BOUND = ("local_rank",)
+PER_RANK_FIELDS = ("local_rank",)
 """Fields that differ between the ranks of one job and are excluded from dictionaries that ranks compare."""
 
 
@@ -75,12 +83,13 @@ RANK_BOUND = ("local_rank",)
 class Config:
     """All sections of a configuration and the notes of the parser; ``config_from_values`` builds it for a family.
 
-    ``own`` is the family's section, a ``FamilyConfig``. Its type is Any so that each family's fields can be accessed.
+    ``family_config`` is the family's section, a ``FamilyConfig``. Its type is Any so that each family's fields can be
+    accessed.
     """
 
     family: str = FIRST_FAMILY
     model: ModelConfig = field(default_factory=ModelConfig)
-    own: Any = field(default_factory=FamilyConfig)
+    family_config: Any = field(default_factory=FamilyConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -89,11 +98,11 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
-    seeing: LoggingConfig = field(default_factory=LoggingConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's JSON as read
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of the flags that extra_args_provider added
-    given: tuple[str, ...] = ()  # fields set by a flag
+    explicit_fields: tuple[str, ...] = ()  # fields set by a flag
     repeated: tuple[str, ...] = ()  # flags given more than once; the last value is used
     notes: tuple[str, ...] = ()  # notes to log once at the start
     ignored: Mapping[str, str] = field(default_factory=dict)  # ignored flag or key -> reason why it has no effect
@@ -101,8 +110,8 @@ class Config:
     shadowed: Mapping[str, str] = field(default_factory=dict)  # flag without effect because of another -> the reason
 
     def __post_init__(self) -> None:
-        family_config = self.own.resolved(self.model, self.data)
-        object.__setattr__(self, "own", family_config)
+        family_config = self.family_config.resolved(self.model, self.data)
+        object.__setattr__(self, "family_config", family_config)
         if family_config.has_max_positions(self.model) and not self.model.max_position_embeddings:
             model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
             object.__setattr__(self, "model", model)
@@ -113,20 +122,22 @@ class Config:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the family's section under the family's name, which older scripts use."""
+            """Return the family's section under the family's name, and sections under their former names."""
             if name == self.__dict__.get("family"):
-                return self.own
+                return self.family_config
+            if name in RENAMED_ATTRIBUTES:
+                return getattr(self, RENAMED_ATTRIBUTES[name])
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def total_layers(self) -> int:
         """Number of transformer layers, the sum of both sides for an encoder-decoder."""
-        return int(self.own.total_layers(self.model))
+        return int(self.family_config.total_layers(self.model))
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Tokens of a sample that the model reads: one length, or the lengths of encoder and decoder."""
-        lengths: tuple[int, ...] = self.own.sequence_lengths(self.batch)
+        lengths: tuple[int, ...] = self.family_config.sequence_lengths(self.batch)
         return lengths
 
     @property
@@ -145,7 +156,7 @@ class Config:
 
     def sections(self) -> dict[str, Any]:
         """Return name -> section. The family's section is included under its name if it has fields."""
-        family_section = {self.family: self.own} if dataclasses.fields(self.own) else {}
+        family_section = {self.family: self.family_config} if dataclasses.fields(self.family_config) else {}
         return {
             "model": self.model,
             **family_section,
@@ -154,7 +165,7 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that two models must share so that one can load the other's weights."""
-        family_config, model = self.own, self.model
+        family_config, model = self.family_config, self.model
         names = [*IDENTITY, *(decoder.IDENTITY if family_config.KIND == "decoder" else ()), *family_config.IDENTITY]
         if family_config.KIND == "decoder" and not model.has_learned_positions:
             names.remove("max_position_embeddings")  # there is no position table
@@ -169,14 +180,14 @@ class Config:
     @property
     def refitted(self) -> tuple[str, ...]:
         """Names in ``identity`` that may differ: the weights still load, but the outputs change."""
-        return (*(decoder.REFITTED if self.own.KIND == "decoder" else ()), *self.own.REFITTED)
+        return (*(decoder.REFITTED if self.family_config.KIND == "decoder" else ()), *self.family_config.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain data for JSON, the same on every rank."""
         settings: dict[str, Any] = {"family": self.family}
         for name, values in self.sections().items():
             section = dataclasses.asdict(values)
-            settings[name] = {key: value for key, value in section.items() if key not in RANK_BOUND}
+            settings[name] = {key: value for key, value in section.items() if key not in PER_RANK_FIELDS}
         settings["deepspeed"] = dict(self.deepspeed)
         settings["extra"] = {key: _plain(value) for key, value in self.extra.items()}
         return settings
@@ -197,7 +208,7 @@ class Config:
             deepspeed=True,
             **{dtype: self.precision.dtype == dtype for dtype in ("fp16", "bf16", "fp32", "fp64")},
         )
-        for name in UNNAMED:
+        for name in FIELDS_WITHOUT_FLAG:
             del flat[name]
         flat.update(self.extra)
         return Namespace(**flat)
@@ -217,7 +228,7 @@ class Config:
         if (
             wanted_size is not None
             and wanted_size < vocab_size
-            and "vocab_size" not in self.given
+            and "vocab_size" not in self.explicit_fields
             and self.checkpoint.load
         ):
             raise ConfigError(
@@ -230,10 +241,10 @@ class Config:
                 f"{vocab_size} tokens. Remove --vocab-size, or raise it to {vocab_size}"
             )
         config = replace(self, model=replace(self.model, vocab_size=wanted_size or vocab_size))
-        config._check_whole_rows()
+        config._check_unpadded_rows()
         return config
 
-    def _check_whole_rows(self) -> None:
+    def _check_unpadded_rows(self) -> None:
         rows = self.model.padded_vocab_size(self.parallel.model_parallel_size)
         if self.optimizer.optimizer == "adafactor" and rows != self.model.vocab_size:
             raise ConfigError(

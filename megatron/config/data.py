@@ -13,11 +13,11 @@ from megatron import hub, object_store
 from megatron.config.data_paths import join_words, parse_paths, parse_schedule
 from megatron.config.option import option
 
-OWN_DATA = "none"
+SCRIPT_DATA = "none"
 """Value of --data-path if the script provides its own data; no file is opened."""
 MOCK_DATA = "mock"
 """Value of --data-path for random tokens."""
-SET_SUFFIXES = ("_context", "_target", "_target_offset")
+CPM_SUFFIXES = ("_context", "_target", "_target_offset")
 """Suffixes of the three files of CPM's data sets, whose spans are masked when the files are created."""
 PATHS = {
     "data_path": "--data-path",
@@ -26,7 +26,7 @@ PATHS = {
     "test_data_path": "--test-data-path",
 }
 """Field that names corpora -> its flag: ``data_path`` for all splits, the others for one split each."""
-EACH = tuple(PATHS)[1:]
+SPLIT_PATH_FIELDS = tuple(PATHS)[1:]
 TOKENIZERS = (
     "TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5SentencePiece", "BertWordPiece", "BertWordPieceLowerCase",
     "BertWordPieceCase", "CPM1", "CPM2", "NullTokenizer",
@@ -47,23 +47,23 @@ FIM_TOKENS = (
 )
 """Names of the control tokens of --fim-rate (prefix, middle, suffix) in the vocabularies that have them."""
 
-_paths = partial(option, None, join=join_words)
-_decoder = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
+_paths_option = partial(option, None, join=join_words)
+_decoder_option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Token files, their split, and the tokenizer that encoded them."""
 
-    data_path: str | None = _paths(
+    data_path: str | None = _paths_option(
         "token files: path without .bin and .idx; a blend with weights: 0.7 a 0.3 b; none: the script provides the "
         "data; mock: random tokens",
         short="token files, without .bin and .idx",
     )
-    train_data_path: str | None = _paths("token files of the training split, instead of --data-path")
-    valid_data_path: str | None = _paths("token files of the validation split, instead of --data-path")
-    test_data_path: str | None = _paths("token files of the test split, instead of --data-path")
-    sft: str | None = _paths(
+    train_data_path: str | None = _paths_option("token files of the training split, instead of --data-path")
+    valid_data_path: str | None = _paths_option("token files of the validation split, instead of --data-path")
+    test_data_path: str | None = _paths_option("token files of the test split, instead of --data-path")
+    sft: str | None = _paths_option(
         "supervised fine-tuning on conversations instead of --data-path: JSON lines or a JSON array in the format "
         "of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; the loss covers the assistant's tokens "
         "only; a blend with weights: 0.7 a.jsonl 0.3 b.jsonl",
@@ -71,17 +71,17 @@ class DataConfig:
         elsewhere="it is supported in decoders only; remove it",
         short="conversations (JSON lines) for fine-tuning",
     )
-    valid_sft: str | None = _paths(
+    valid_sft: str | None = _paths_option(
         "conversations of the validation split; without it --split divides those of --sft",
         family_kind="decoder",
         elsewhere="it is supported in decoders only; remove it",
     )
-    chat_template: str | None = _decoder(
+    chat_template: str | None = _decoder_option(
         None,
         "file with the chat template (jinja) for --sft",
         shown_default="chat_template.jinja or tokenizer_config.json next to the tokenizer",
     )
-    sft_overlong: str = _decoder(
+    sft_overlong: str = _decoder_option(
         "cut",
         "conversations longer than --seq-length + 1 tokens: cut: truncated at the end, with a note of their "
         "number; refuse: an error that names the first",
@@ -144,19 +144,19 @@ class DataConfig:
         minimum=0,
     )
     prefetch_factor: int = option(2, "micro-batches that each worker process prefetches", minimum=1)
-    packing: str = _decoder(
+    packing: str = _decoder_option(
         "concat",
         "concat: documents are concatenated and split into samples; best-fit: samples are filled with complete "
         "documents, which are kept apart",
         choices=("concat", "best-fit"),
     )
-    fim_rate: float = _decoder(
+    fim_rate: float = _decoder_option(
         0.0,
         "fraction of documents whose middle is moved to the end (fill in the middle)",
         minimum=0,
         maximum=1,
     )
-    fim_spm_rate: float = _decoder(
+    fim_spm_rate: float = _decoder_option(
         0.5,
         "fraction of these documents in the order suffix, prefix, middle; the others are in the order prefix, "
         "suffix, middle",
@@ -171,7 +171,7 @@ class DataConfig:
         False,
         "no attention across end-of-document tokens",
     )
-    eod_mask_loss: bool = _decoder(
+    eod_mask_loss: bool = _decoder_option(
         False,
         "no loss on end-of-document tokens",
     )
@@ -180,7 +180,7 @@ class DataConfig:
         object.__setattr__(self, "split", self.split.strip("'\""))  # quotes within quotes of published scripts
 
     @property
-    def keeps_documents_apart(self) -> bool:
+    def separates_documents(self) -> bool:
         """True if the documents of a sample do not attend to each other."""
         return self.reset_attention_mask or bool(self.packed_keys)
 
@@ -210,9 +210,9 @@ class DataConfig:
         Raises:
             ValueError: --split is invalid.
         """
-        if self.is_mock or self.is_own or self.corpora["data_path"] is None:
+        if self.is_mock or self.is_script_data or self.corpora["data_path"] is None:
             return Fraction(1), Fraction(1), Fraction(1)
-        weights = [Fraction(part.strip()) for part in self.split.replace("/", ",").split(",")]
+        weights = [Fraction(word.strip()) for word in self.split.replace("/", ",").split(",")]
         train, valid, test = [weight / sum(weights) for weight in (*weights, Fraction(0), Fraction(0))[:3]]
         return train, valid, test
 
@@ -222,7 +222,7 @@ class DataConfig:
         return self.sft or self.train_data_path or self.data_path
 
     @property
-    def reading_processes(self) -> int:
+    def num_reading_processes(self) -> int:
         """Number of data-loading processes: ``num_workers``, but at least 1 if training reads from an object store."""
         is_fetched = any(object_store.is_remote(word) for word in str(self.training_path).split())
         return self.num_workers or int(is_fetched)
@@ -233,9 +233,9 @@ class DataConfig:
         return self.data_path == MOCK_DATA
 
     @property
-    def is_own(self) -> bool:
+    def is_script_data(self) -> bool:
         """True if the script provides its own data."""
-        return self.data_path == OWN_DATA
+        return self.data_path == SCRIPT_DATA
 
     @property
     def flag_of_prefix(self) -> dict[str, str]:
@@ -251,14 +251,14 @@ class DataConfig:
         return flags
 
     @property
-    def flag_of_set(self) -> dict[str, str]:
+    def flag_of_cpm_set(self) -> dict[str, str]:
         """Corpus -> the flag that names it, for corpora that are sets of CPM's three files with fixed spans."""
-        return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if is_set(prefix)}
+        return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if is_cpm_set(prefix)}
 
     @property
-    def cuts_spans(self) -> bool:
+    def has_dynamic_spans(self) -> bool:
         """True if T5's spans are masked during training: at least one corpus is not a set of CPM's three files."""
-        return not self.flag_of_prefix or len(self.flag_of_set) < len(self.flag_of_prefix)
+        return not self.flag_of_prefix or len(self.flag_of_cpm_set) < len(self.flag_of_prefix)
 
     def problems(self) -> Iterator[str]:
         """Yield the problems of this section: an invalid split, invalid weights, or an unreadable file."""
@@ -273,12 +273,12 @@ class DataConfig:
             ("--tokenizer-path", self.tokenizer_path),
         ):
             if path is not None and not os.access(path, os.R_OK):
-                cure = hub.advice(path) or " Correct the path"
-                yield f"{flag} must name a file that can be read, got {path} (looked in {Path.cwd()}).{cure}"
+                fix = hub.advice(path) or " Correct the path"
+                yield f"{flag} must name a file that can be read, got {path} (looked in {Path.cwd()}).{fix}"
 
     def _split_problems(self) -> Iterator[str]:
         try:
-            shares = [Fraction(part.strip()) for part in self.split.replace("/", ",").split(",")]
+            shares = [Fraction(word.strip()) for word in self.split.replace("/", ",").split(",")]
         except (ValueError, ZeroDivisionError):
             shares = []
         if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) == 0:
@@ -289,9 +289,9 @@ class DataConfig:
         for name, flag in PATHS.items():
             text = getattr(self, name)
             if text is not None:
-                yield from _problem_of(partial(parse_paths, text, flag))
+                yield from _parse_problems(partial(parse_paths, text, flag))
                 yield from _space_problems(text, flag)
-        flags = [PATHS[name] for name in EACH if getattr(self, name) is not None]
+        flags = [PATHS[name] for name in SPLIT_PATH_FIELDS if getattr(self, name) is not None]
         if flags and self.data_path is not None:
             yield (
                 f"--data-path, which --split divides into three splits, excludes {', '.join(flags)}, got both. Remove "
@@ -301,7 +301,7 @@ class DataConfig:
     def _sft_problems(self) -> Iterator[str]:
         for flag, text in (("--sft", self.sft), ("--valid-sft", self.valid_sft)):
             if text is not None:
-                yield from _problem_of(partial(parse_paths, text, flag))
+                yield from _parse_problems(partial(parse_paths, text, flag))
         flags = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
         if self.sft is not None and flags:
             yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
@@ -319,7 +319,7 @@ class DataConfig:
                 "corpora with weights, such as 0.7 a 0.3 b"
             )
         else:
-            yield from _problem_of(partial(parse_schedule, self.mixture_schedule, count))
+            yield from _parse_problems(partial(parse_schedule, self.mixture_schedule, count))
 
     def missing_files(self, *, reads_span_files: bool = False, on_any_node: bool = False) -> Iterator[str]:
         """Yield the token files that do not exist.
@@ -333,12 +333,12 @@ class DataConfig:
         By default a job with several nodes is not checked, because a node whose ranks read no data needs no files.
         """
         is_on_one_node = on_any_node or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        if not is_on_one_node or self.is_own or self.is_mock:
+        if not is_on_one_node or self.is_script_data or self.is_mock:
             return
         yield from self._missing_conversations()
         for prefix, flag in self.flag_of_prefix.items():
-            is_there = object_store.is_remote(prefix) or os.path.exists(prefix)
-            missing = () if is_there else _missing(prefix, reads_span_files)
+            exists = object_store.is_remote(prefix) or os.path.exists(prefix)
+            missing = () if exists else _unreadable_files(prefix, reads_span_files)
             if missing:
                 yield (
                     f"{flag} must name token files that can be read, got {flag} {prefix}, but cannot read "
@@ -360,15 +360,15 @@ class DataConfig:
                     )
 
 
-def is_set(prefix: str) -> bool:
+def is_cpm_set(prefix: str) -> bool:
     """Return True if ``prefix`` names a set of CPM's files: at least one exists, and no ordinary token file does."""
-    is_there = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in SET_SUFFIXES)
-    return is_there and not os.path.exists(f"{prefix}.idx")
+    exists = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in CPM_SUFFIXES)
+    return exists and not os.path.exists(f"{prefix}.idx")
 
 
 def _space_problems(text: str, flag: str) -> Iterator[str]:
     """Yield a problem if a path that contains a space and starts with a number is parsed as a weight and a path."""
-    if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_set(text)):
+    if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_cpm_set(text)):
         weight, path = text.split()
         yield (
             f"{flag} {text} is parsed as the weight {weight} and the path {path}, but token files {text} exist. Write "
@@ -376,13 +376,13 @@ def _space_problems(text: str, flag: str) -> Iterator[str]:
         )
 
 
-def _missing(prefix: str, reads_span_files: bool) -> list[str]:
-    parts = SET_SUFFIXES if reads_span_files and is_set(prefix) else ("",)
-    names = [prefix + part + suffix for part in parts for suffix in (".idx", ".bin")]
+def _unreadable_files(prefix: str, reads_span_files: bool) -> list[str]:
+    infixes = CPM_SUFFIXES if reads_span_files and is_cpm_set(prefix) else ("",)
+    names = [prefix + infix + suffix for infix in infixes for suffix in (".idx", ".bin")]
     return [name for name in names if not os.access(name, os.R_OK)]
 
 
-def _problem_of(parse: Callable[[], object]) -> Iterator[str]:
+def _parse_problems(parse: Callable[[], object]) -> Iterator[str]:
     try:
         parse()
     except ValueError as error:

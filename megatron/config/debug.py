@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.option import option, steps_of
+from megatron.config.option import option, parse_steps
 
 if TYPE_CHECKING:
     pass
 
 
-STEPS = "1-3"
+DEFAULT_STEPS = "1-3"
 DUMP_ONLY = ("debug_dump_steps", "debug_dump_modules", "debug_dump_tensors")
 """Fields that take effect with --debug-dump only."""
 DEBUG_IN_TRAINING = ("debug_dump", "debug_nan")
@@ -28,7 +28,7 @@ class DebugConfig:
         "folder for statistics of the inputs, outputs and gradients of each module, and of weights and their "
         "gradients, by rank, step and micro-batch; tools/compare_dumps.py compares two such folders",
     )
-    debug_dump_steps: str = option(STEPS, "steps of --debug-dump, counted from 1, such as 1-3,10")
+    debug_dump_steps: str = option(DEFAULT_STEPS, "steps of --debug-dump, counted from 1, such as 1-3,10")
     debug_dump_modules: str = option(
         "", "modules and parameters of --debug-dump: a regular expression that is searched in their names",
         shown_default="all",
@@ -41,7 +41,7 @@ class DebugConfig:
     )
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if a dump or a check is enabled."""
         return self.debug_dump is not None or self.debug_nan
 
@@ -51,9 +51,9 @@ class DebugConfig:
         Raises:
             ValueError: a range is empty, or a number is not an integer of at least 1.
         """
-        return [steps_of(word) for word in self.debug_dump_steps.split(",")]
+        return [parse_steps(word) for word in self.debug_dump_steps.split(",")]
 
-    def wanted(self) -> re.Pattern[str]:
+    def name_pattern(self) -> re.Pattern[str]:
         """Return the pattern of the names to dump.
 
         Raises:
@@ -71,6 +71,6 @@ class DebugConfig:
                 f"1-3,10; got {self.debug_dump_steps!r}"
             )
         try:
-            self.wanted()
+            self.name_pattern()
         except re.error as error:
             yield f"--debug-dump-modules must be a regular expression, got {self.debug_dump_modules!r} ({error})"

@@ -21,11 +21,11 @@ from megatron.config.option import option
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
 LEARNED, ROPE, ALIBI, NO_POSITIONS, RELATIVE = "learned_absolute", "rope", "alibi", "none", "relative"
-OF_DECODERS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
+DECODER_POSITIONS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
 """Values of ``position_embedding_type`` that are valid for a decoder."""
 
 
-def read_window(text: str) -> int:
+def parse_window(text: str) -> int:
     """Parse ``N``, ``N,0`` or ``(N,0)``, Megatron's notation for a decoder's window; -1 means no window and returns 0.
 
     Raises:
@@ -53,7 +53,7 @@ class DecoderFeatures(ExpertFeatures):
         LEARNED,
         "positions: learned_absolute (or learned): a table; rope: rotary; alibi: a bias on scores that falls with "
         "the distance; relative: T5's table of biases by distance; none",
-        choices=(*OF_DECODERS, RELATIVE, "learned"),
+        choices=(*DECODER_POSITIONS, RELATIVE, "learned"),
         synonyms={"absolute": LEARNED, "rotary": ROPE},
         constants={"--use-rotary-position-embeddings": ROPE},
         elsewhere="the model has learned positions; remove it",
@@ -135,7 +135,7 @@ class DecoderFeatures(ExpertFeatures):
         "number of previous tokens that a token attends to, in addition to itself, written N or N,0; Hugging "
         "Face's sliding_window is one larger; 0: all",
         minimum=0,
-        read=read_window,
+        read=parse_window,
     )
     window_attn_skip_freq: str = _option(
         "",
@@ -233,7 +233,7 @@ class DecoderFeatures(ExpertFeatures):
         return self.position_embedding_type in (LEARNED, ROPE)
 
     @property
-    def entering(self) -> tuple[str, str]:
+    def stage_input_fields(self) -> tuple[str, str]:
         """Names of the batch fields that enter the first pipeline stage after the tokens, if they are present."""
         # A position table exists only on stage 0, so learned positions come first; rotary positions go to every stage.
         names = ("position_ids", "segment_ids")
@@ -288,13 +288,13 @@ _ROTARY = ("rotary_base", "rotary_scaling", "rotary_percent", "rotary_local_base
 # Layers that have the window.
 
 
-def has_window(model: Any, layer: int) -> bool:
-    """Return True if layer ``layer``, counted from 0, of a model with these features attends to a window only.
+def has_window(model: Any, layer_idx: int) -> bool:
+    """Return True if layer ``layer_idx``, counted from 0, of a model with these features attends to a window only.
 
     Raises:
         ValueError: ``window_attn_skip_freq`` is invalid, or its list does not have one entry per layer.
     """
-    return bool(model.window_size) and window_pattern(model.window_attn_skip_freq, model.num_layers)[layer]
+    return bool(model.window_size) and window_pattern(model.window_attn_skip_freq, model.num_layers)[layer_idx]
 
 
 def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
@@ -318,9 +318,9 @@ def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 def feature_problems(config: Any) -> Iterator[str]:
     """Yield the problems of the model in ``config``, a ``Config`` of a decoder, whatever the source of its settings."""
     model = config.model
-    if model.position_embedding_type not in OF_DECODERS:
+    if model.position_embedding_type not in DECODER_POSITIONS:
         yield (
-            f"--position-embedding-type must be one of {', '.join(OF_DECODERS)} in a decoder, got "
+            f"--position-embedding-type must be one of {', '.join(DECODER_POSITIONS)} in a decoder, got "
             f"{model.position_embedding_type}. Use one of these, or pretrain_t5.py"
         )
     yield from _group_problems(model, config.parallel.model_parallel_size)
@@ -339,12 +339,12 @@ def feature_problems(config: Any) -> Iterator[str]:
 
 def unused_features(config: Any) -> Iterator[str]:
     """Yield the given features that have no effect."""
-    model, given = config.model, config.given
+    model, explicit = config.model, config.explicit_fields
     for position_types, names in (
         ((ROPE,), _ROTARY),
         ((ALIBI,), ("alibi_bias_max",)),
     ):
-        flags = [_flag(name) for name in names if name in given]
+        flags = [_flag(name) for name in names if name in explicit]
         if flags and model.position_embedding_type not in position_types:
             yield (
                 f"{', '.join(flags)} has no effect without --position-embedding-type {position_types[0]}, got "
@@ -352,24 +352,24 @@ def unused_features(config: Any) -> Iterator[str]:
             )
     if model.position_embedding_type == ROPE:
         for allowed in sorted(set(_SCALINGS.values()), key=len, reverse=True):
-            flags = [_flag(name) for name, scalings in _SCALINGS.items() if scalings == allowed and name in given]
+            flags = [_flag(name) for name, scalings in _SCALINGS.items() if scalings == allowed and name in explicit]
             if flags and model.rotary_scaling not in allowed:
                 yield (
                     f"{', '.join(flags)} has no effect without --rotary-scaling {' or '.join(allowed)}, got "
                     f"{model.rotary_scaling}. Remove it, or change --rotary-scaling"
                 )
-    if "norm_bias" in given and model.normalization != "LayerNorm":
+    if "norm_bias" in explicit and model.normalization != "LayerNorm":
         yield (
             f"--no-norm-bias applies to layer norms only, got --normalization {model.normalization}, which has no "
             "biases. Remove it"
         )
     for name, needed in (("window_attn_skip_freq", "window_size"), ("rotary_local_base", "window_size")):
-        if name in given and not model.window_size:
+        if name in explicit and not model.window_size:
             yield (
                 f"{_flag(name)} applies to layers with a window only, got no {_flag(needed)}. Remove it, or add "
                 f"{_flag(needed)}"
             )
-    if "window_size" in given and model.window_size > config.batch.seq_length and config.checkpoint.load is None:
+    if "window_size" in explicit and model.window_size > config.batch.seq_length and config.checkpoint.load is None:
         yield (
             f"--window-size must not exceed --seq-length, got {model.window_size} and {config.batch.seq_length}: each "
             "token already attends to all previous tokens. Remove it, or raise --seq-length"
@@ -384,7 +384,11 @@ def unused_features(config: Any) -> Iterator[str]:
 def window_notes(config: Any) -> Iterator[str]:
     """Yield a note if the window covers all tokens of a sample, as it may if the samples are shorter than usual."""
     model, length = config.model, config.batch.seq_length
-    if config.own.KIND == "decoder" and "window_size" in config.given and model.window_size >= length - 1 > 0:
+    if (
+        config.family_config.KIND == "decoder"
+        and "window_size" in config.explicit_fields
+        and model.window_size >= length - 1 > 0
+    ):
         yield f"--window-size {model.window_size} has no effect: it covers all tokens of a sample of {length} tokens"
 
 

@@ -26,66 +26,68 @@ VARIABLE = "MEGATRON_ELASTIC"
 """Environment variable with the minimum and maximum number of ranks, such as "4:8"; set by the launcher."""
 
 
-class Span(NamedTuple):
+class RankRange(NamedTuple):
     """The minimum and maximum number of ranks of a job."""
 
-    fewest: int
-    most: int
+    min_ranks: int
+    max_ranks: int
 
 
-def span_of(env: Mapping[str, str]) -> Span | None:
+def parse_rank_range(env: Mapping[str, str]) -> RankRange | None:
     """Return the span of ranks in ``env``; None if the number of ranks is fixed."""
     match = re.fullmatch(r"(\d+):(\d+)", env.get(VARIABLE, ""))
-    return Span(int(match.group(1)), int(match.group(2))) if match else None
+    return RankRange(int(match.group(1)), int(match.group(2))) if match else None
 
 
-def check_fewest(config: Config, span: Span) -> None:
+def check_min_ranks(config: Config, span: RankRange) -> None:
     """Check that the minimum number of ranks is enough for the layout.
 
     Raises:
         ConfigError: the minimum is less than the number of ranks of one replica.
     """
     size = config.parallel.replica_size
-    if span.fewest < size:
+    if span.min_ranks < size:
         raise ConfigError(
             "the minimum number of ranks must be at least the ranks of one replica, got MIN of --nnodes MIN:MAX for "
-            f"{span.fewest} of {span.most} ranks, and tensor x pipe x context = {size} ranks per replica. Raise MIN, "
-            "or lower --model-parallel-size, --pipe-parallel-size or --context-parallel-size"
+            f"{span.min_ranks} of {span.max_ranks} ranks, and tensor x pipe x context = {size} ranks per replica. "
+            "Raise MIN, or lower --model-parallel-size, --pipe-parallel-size or --context-parallel-size"
         )
 
 
-def replica_counts(config: Config, span: Span, num_ranks: int) -> list[int]:
+def replica_counts(config: Config, span: RankRange, num_ranks: int) -> list[int]:
     """Return the possible numbers of replicas on ``num_ranks`` ranks, the largest first."""
     replica_size, batch = config.parallel.replica_size, config.batch
-    sizes = batch.sizes(span.most // replica_size).all()
-    possible = range(min(num_ranks, span.most, sizes[0] // batch.batch_size * replica_size) // replica_size, 0, -1)
-    if may_be_unequal(config):
+    batch_sizes = batch.batch_sizes(span.max_ranks // replica_size).all()
+    possible = range(
+        min(num_ranks, span.max_ranks, batch_sizes[0] // batch.batch_size * replica_size) // replica_size, 0, -1
+    )
+    if allows_unequal_shares(config):
         return list(possible)
-    return [count for count in possible if not any(size % (batch.batch_size * count) for size in sizes)]
+    return [count for count in possible if not any(size % (batch.batch_size * count) for size in batch_sizes)]
 
 
-def may_be_unequal(config: Config) -> bool:
+def allows_unequal_shares(config: Config) -> bool:
     """Return True if replicas may run unequal numbers of micro-batches: they synchronize only after the last one."""
     return config.optimizer.zero_stage < 2 and not config.model.num_experts and config.batch.rampup_batch_size is None
 
 
-def with_replicas(config: Config, span: Span, count: int) -> Config:
-    """Return ``config`` with the same global batch on ``count`` replicas."""
+def with_replicas(config: Config, span: RankRange, num_replicas: int) -> Config:
+    """Return ``config`` with the same global batch on ``num_replicas`` replicas."""
     batch = config.batch
-    total = batch.global_batch_size(span.most // config.parallel.replica_size)
-    gas = -(-total // (batch.batch_size * count))
-    requested = total if total < gas * batch.batch_size * count else batch.requested_global_batch_size
+    total = batch.global_batch_size(span.max_ranks // config.parallel.replica_size)
+    gas = -(-total // (batch.batch_size * num_replicas))
+    requested = total if total < gas * batch.batch_size * num_replicas else batch.requested_global_batch_size
     return replace(config, batch=replace(batch, gas=gas, requested_global_batch_size=requested))
 
 
-def describe(config: Config, span: Span, num_ranks: int, count: int) -> str:
+def describe(config: Config, span: RankRange, num_ranks: int, num_replicas: int) -> str:
     """Describe how ``num_ranks`` of the maximum number of ranks are used."""
     size, batch = config.parallel.replica_size, config.batch
-    idle = num_ranks - count * size
-    gas = batch.gas_text(count)
-    stand_by = f"; {idle} rank{'' if idle == 1 else 's'} on standby" if idle else ""
+    idle = num_ranks - num_replicas * size
+    gas = batch.describe_gas(num_replicas)
+    standby = f"; {idle} rank{'' if idle == 1 else 's'} on standby" if idle else ""
     return (
-        f"elastic: {num_ranks} of {span.most} ranks: {count} of {span.most // size} replicas, each with {gas} "
-        f"micro-batches of {batch.batch_size} per step, the same {batch.global_batch_size(count)} samples as with all "
-        f"ranks{stand_by}"
+        f"elastic: {num_ranks} of {span.max_ranks} ranks: {num_replicas} of {span.max_ranks // size} replicas, each "
+        f"with {gas} micro-batches of {batch.batch_size} per step, the same {batch.global_batch_size(num_replicas)} "
+        f"samples as with all ranks{standby}"
     )

@@ -13,7 +13,7 @@ from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="experts are supported in decoders only; remove it")
 
-_LONGEST_PATTERN = 10_000
+_MAX_PATTERN_LENGTH = 10_000
 AUX_LOSS, NO_LOSS = "aux_loss", "none"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
@@ -94,7 +94,7 @@ class ExpertFeatures:
 
     def __post_init__(self) -> None:
         if self.num_experts <= 1:  # a dense model ignores all expert settings
-            for name in NAMES:
+            for name in FIELD_NAMES:
                 object.__setattr__(self, name, ExpertFeatures.__dataclass_fields__[name].default)
         elif not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", getattr(self, "ff_hidden_size", 0))
@@ -105,7 +105,7 @@ class ExpertFeatures:
         return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
 
 
-NAMES = tuple(field.name for field in fields(ExpertFeatures))
+FIELD_NAMES = tuple(field.name for field in fields(ExpertFeatures))
 TRAINING = (
     "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
 )  # fmt: skip
@@ -122,13 +122,13 @@ REFITTED = (
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 
 
-def has_experts(model: Any, layer: int) -> bool:
-    """Return True if layer ``layer``, counted from 0, of a model with these features has experts.
+def has_experts(model: Any, layer_idx: int) -> bool:
+    """Return True if layer ``layer_idx``, counted from 0, of a model with these features has experts.
 
     Raises:
         ValueError: ``moe_layer_freq`` is invalid, or its list does not have one entry per layer.
     """
-    return bool(model.num_experts) and expert_layers(model.moe_layer_freq, model.num_layers)[layer]
+    return bool(model.num_experts) and expert_layers(model.moe_layer_freq, model.num_layers)[layer_idx]
 
 
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
@@ -151,7 +151,7 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
         ValueError: ``text`` is invalid, or its list does not have one entry per layer.
     """
     try:
-        entries = _evaluated(ast.parse(text.strip(), mode="eval").body)
+        entries = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError):
         raise ValueError(text) from None
     if not isinstance(entries, list) or len(entries) != num_layers:
@@ -159,21 +159,25 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in entries)
 
 
-def _evaluated(node: ast.AST) -> list[int] | int:
+def _evaluate(node: ast.AST) -> list[int] | int:
     if isinstance(node, ast.List):
-        entries = [_evaluated(entry) for entry in node.elts]
+        entries = [_evaluate(entry) for entry in node.elts]
         if all(entry in (0, 1) for entry in entries):
             return [entry for entry in entries if isinstance(entry, int)]
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _evaluated(node.left), _evaluated(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
-            times, part = (right, left) if isinstance(left, list) else (left, right)
-            if isinstance(times, int) and isinstance(part, list) and times * len(part) <= _LONGEST_PATTERN:
-                return part * times
+            num_repeats, pattern = (right, left) if isinstance(left, list) else (left, right)
+            if (
+                isinstance(num_repeats, int)
+                and isinstance(pattern, list)
+                and num_repeats * len(pattern) <= _MAX_PATTERN_LENGTH
+            ):
+                return pattern * num_repeats
     raise ValueError(ast.dump(node))
 
 
@@ -187,8 +191,8 @@ def expert_problems(config: Any) -> Iterator[str]:
         return
     yield from _router_problems(model)
     try:
-        has = expert_layers(model.moe_layer_freq, model.num_layers)
-        if not any(has):
+        has_experts_by_layer = expert_layers(model.moe_layer_freq, model.num_layers)
+        if not any(has_experts_by_layer):
             yield (
                 f"--moe-layer-freq must assign experts to at least one layer, got {model.moe_layer_freq!r}. Change "
                 "it, or remove --num-experts"
@@ -212,7 +216,7 @@ def expert_problems(config: Any) -> Iterator[str]:
 
 
 def _router_problems(model: Any) -> Iterator[str]:
-    experts, k, groups, top = (
+    experts, k, groups, group_topk = (
         model.num_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
     )  # fmt: skip
     if k > experts:
@@ -229,16 +233,16 @@ def _router_problems(model: Any) -> Iterator[str]:
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores are independent "
             "of each other, got softmax. Use sigmoid, or balance the load with --moe-aux-loss-coeff"
         )
-    if bool(groups) != bool(top):
+    if bool(groups) != bool(group_topk):
         yield (
-            f"--moe-router-num-groups and --moe-router-group-topk must be set together, got {groups} and {top}. Set "
-            "both, or neither"
+            f"--moe-router-num-groups and --moe-router-group-topk must be set together, got {groups} and {group_topk}. "
+            "Set both, or neither"
         )
-    elif groups and (experts % groups or k % top or top > groups or k // top > experts // groups):
+    elif groups and (experts % groups or k % group_topk or group_topk > groups or k // group_topk > experts // groups):
         yield (
             "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk must not exceed "
             "--moe-router-num-groups and must divide --moe-router-topk, and a group must have at least as many "
-            f"experts as it contributes to a token, got {groups}, {experts}, {top} and {k}"
+            f"experts as it contributes to a token, got {groups}, {experts}, {group_topk} and {k}"
         )
 
 

@@ -38,9 +38,9 @@ class FamilyConfig:
     A field of the model or data section that is listed here is rejected. A field of another family's section is always
     rejected; if it is not listed here, the advice is its ``Option.elsewhere``.
     """
-    HOLDS: ClassVar[Mapping[str, str]] = {}
+    ALWAYS_ON_FLAGS: ClassVar[Mapping[str, str]] = {}
     """Flag of another section that is accepted without effect -> reason: this family always behaves as it requests."""
-    REFUSED: ClassVar[Mapping[str, str]] = {}
+    REJECTED_FLAGS: ClassVar[Mapping[str, str]] = {}
     """Flag of another trainer -> reason for rejecting it, which replaces the note in ``foreign_flags.tsv``."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of this section that two runs must share so that one can load the other's weights."""
@@ -168,12 +168,12 @@ class ModelFamily:
 
     def __post_init__(self) -> None:
         defaults = {"model": DECODER_MODEL, "pipeline": DECODER_PIPELINE, "costs": DECODER_COSTS}
-        missing = [part for part, default in defaults.items() if getattr(self, part) == default]
-        if missing and self.kind != "decoder":
+        missing = [field_name for field_name, default in defaults.items() if getattr(self, field_name) == default]
+        if missing and self.model_type != "decoder":
             raise ValueError(f"the family {self.name} is not a decoder and must define its own {', '.join(missing)}")
 
     @property
-    def kind(self) -> str:
+    def model_type(self) -> str:
         """decoder, encoder or encoder-decoder."""
         return self.config.KIND
 
@@ -201,15 +201,15 @@ class ModelFamily:
         """True if the family has its own flags."""
         return bool(fields(self.config))
 
-    def takes(self, option: Option, section: str, *, is_own: bool) -> bool:
+    def accepts_option(self, option: Option, section: str, *, is_family_section: bool) -> bool:
         """Return True if a run of this family accepts ``option`` of ``section``.
 
         Args:
-            is_own: the section belongs to a family, this one or another.
+            is_family_section: the section belongs to a family, this one or another.
         """
-        if is_own:
+        if is_family_section:
             return section == self.name
-        return option.name not in self.config.ADVICE and option.family_kind in ("", self.kind)
+        return option.name not in self.config.ADVICE and option.family_kind in ("", self.model_type)
 
     def advice(self, option: Option) -> str:
         """Return the advice for a run of this family, which does not accept the flag."""

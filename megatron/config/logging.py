@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.option import option, steps_of
+from megatron.config.option import option, parse_steps
 
 if TYPE_CHECKING:
     pass
 
 
-PROFILE_ALONE = "11-12"
+DEFAULT_PROFILE_STEPS = "11-12"
 """Steps of --profile without a value, as in Megatron-LM."""
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 """Fields that take effect with --wandb-project only."""
@@ -58,20 +58,20 @@ class LoggingConfig:
         None,
         "steps to profile with torch's profiler, counted from 1, such as 5-7 or 5: a Perfetto trace per rank and a "
         "table of the slowest operators in RUN/profile",
-        alone=PROFILE_ALONE,
+        alone=DEFAULT_PROFILE_STEPS,
     )
 
-    def profiled(self) -> range:
+    def profiled_steps(self) -> range:
         """Return the steps to profile.
 
         Raises:
             ValueError: the range is empty, or a number is not an integer of at least 1.
         """
-        return steps_of(self.profile) if self.profile is not None else range(0)
+        return parse_steps(self.profile) if self.profile is not None else range(0)
 
     def problems(self) -> Iterator[str]:
         """Yield the problems of this section."""
         try:
-            self.profiled()
+            self.profiled_steps()
         except ValueError:
             yield f"--profile must be a step or a range of steps, counted from 1, such as 5-7; got {self.profile!r}"

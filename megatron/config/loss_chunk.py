@@ -20,24 +20,26 @@ hidden states, n h elements on every rank, which matters if v/t is at most a few
 
 from __future__ import annotations
 
-WHOLE = 0
-"""Result of ``tokens_at_once`` if the logits of all tokens are computed together and kept for the backward pass."""
-SMALL = 2**22
+UNCHUNKED = 0
+"""Result of ``tokens_per_chunk`` if the logits of all tokens are computed together and kept for the backward pass."""
+MAX_UNCHUNKED_LOGITS = 2**22
 """Number of logits of a micro-batch, over the full vocabulary, up to which no chunks are used by default."""
-ON_CPU, ELSEWHERE = 256, 4096
+CPU_CHUNK_TOKENS, DEVICE_CHUNK_TOKENS = 256, 4096
 """Default number of tokens in a chunk on a CPU and on other devices; see docs/experiments.md."""
 
 
-def tokens_at_once(asked: int | None, num_tokens: int, vocab_size: int, hidden_size: int, *, is_on_cpu: bool) -> int:
+def tokens_per_chunk(
+    requested: int | None, num_tokens: int, vocab_size: int, hidden_size: int, *, is_on_cpu: bool
+) -> int:
     """Return the number of tokens in the largest chunk of a micro-batch of ``num_tokens``, or WHOLE.
 
     Args:
-        asked: maximum number of tokens in a chunk; 0 to compute all logits together, None for the default rule.
+        requested: maximum number of tokens in a chunk; 0 to compute all logits together, None for the default rule.
     """
-    if asked is None:
-        chunk = ON_CPU if is_on_cpu else ELSEWHERE
-        is_worth_it = num_tokens * vocab_size > SMALL and num_tokens > chunk + hidden_size
-        asked = chunk if is_worth_it else WHOLE
-    if asked == WHOLE or num_tokens == 0:
-        return WHOLE
-    return -(-num_tokens // -(-num_tokens // asked))  # equal chunks, as far as the number of tokens allows
+    if requested is None:
+        chunk = CPU_CHUNK_TOKENS if is_on_cpu else DEVICE_CHUNK_TOKENS
+        is_worth_it = num_tokens * vocab_size > MAX_UNCHUNKED_LOGITS and num_tokens > chunk + hidden_size
+        requested = chunk if is_worth_it else UNCHUNKED
+    if requested == UNCHUNKED or num_tokens == 0:
+        return UNCHUNKED
+    return -(-num_tokens // -(-num_tokens // requested))  # equal chunks, as far as the number of tokens allows

@@ -134,7 +134,7 @@ class ModelConfig(DecoderFeatures):
         """a x d: the width of all heads together."""
         return self.num_attention_heads * self.kv_hidden_size
 
-    def padded_vocab_size(self, tensor: int) -> int:
+    def padded_vocab_size(self, tensor_size: int) -> int:
         """Return the number of embedding rows over all tensor ranks, including padding.
 
         Raises:
@@ -144,5 +144,5 @@ class ModelConfig(DecoderFeatures):
             raise ValueError(
                 "model.vocab_size is not set yet: call config.with_vocab(size) after the tokenizer is built"
             )
-        multiple = self.make_vocab_size_divisible_by * tensor
+        multiple = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // multiple) * multiple

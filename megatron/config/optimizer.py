@@ -11,7 +11,7 @@ from megatron.config.option import option
 # Tables of numbers by parameter name: pattern of the name -> number.
 
 
-def read_table(text: str) -> dict[str, float]:
+def parse_table(text: str) -> dict[str, float]:
     """Parse "PATTERN=NUMBER", with commas between several entries, into pattern -> number.
 
     Raises:
@@ -19,8 +19,8 @@ def read_table(text: str) -> dict[str, float]:
     """
     table: dict[str, float] = {}
     for word in text.split(","):
-        pattern, sign, value_text = (part.strip() for part in word.rpartition("="))
-        if not (pattern and sign) or pattern in table or not 0 <= (value := float(value_text)) < math.inf:
+        pattern, equals, value_text = (token.strip() for token in word.rpartition("="))
+        if not (pattern and equals) or pattern in table or not 0 <= (value := float(value_text)) < math.inf:
             raise ValueError(word)
         table[pattern] = value
     return table
@@ -287,7 +287,7 @@ class OptimizerConfig:
         for name in ("lr_by_name", "weight_decay_by_name"):
             text, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             try:
-                rates = read_table(text) if text else {}
+                rates = parse_table(text) if text else {}
             except ValueError:
                 yield (
                     f"{flag} must be PATTERN=NUMBER entries separated by commas, with distinct patterns and numbers "
@@ -299,11 +299,11 @@ class OptimizerConfig:
                     f"{flag} needs rates above 0 with --lr-decay-style exponential, got {text!r}. Raise the rates, or "
                     "change the style"
                 )
-        either = [f"--lr-{name}" for name in ("embedding", "head") if getattr(self, f"lr_{name}") is not None]
-        if self.decoupled_lr is not None and either:
+        separate_flags = [f"--lr-{name}" for name in ("embedding", "head") if getattr(self, f"lr_{name}") is not None]
+        if self.decoupled_lr is not None and separate_flags:
             yield (
-                f"--decoupled-lr sets the learning rates of word embedding and head, got {' and '.join(either)} too. "
-                "Remove one of them"
+                "--decoupled-lr sets the learning rates of word embedding and head, got "
+                f"{' and '.join(separate_flags)} too. Remove one of them"
             )
         if self.decoupled_min_lr is None:
             if self.decoupled_lr is not None and self.min_lr > self.decoupled_lr:
@@ -312,19 +312,19 @@ class OptimizerConfig:
                     f"got {self.decoupled_lr:g} and {self.min_lr:g}. Add --decoupled-min-lr"
                 )
             return
-        highest = [rate for rate in (self.decoupled_lr, self.lr_embedding, self.lr_head) if rate is not None]
-        if not highest:
+        peak_rates = [rate for rate in (self.decoupled_lr, self.lr_embedding, self.lr_head) if rate is not None]
+        if not peak_rates:
             yield "--decoupled-min-lr has no effect without --decoupled-lr. Remove it, or add --decoupled-lr"
-        elif self.decoupled_min_lr > min(highest):
+        elif self.decoupled_min_lr > min(peak_rates):
             yield (
                 "--decoupled-min-lr must not exceed the learning rates that decay to it, got "
-                f"{self.decoupled_min_lr:g} and {min(highest):g}. Lower it"
+                f"{self.decoupled_min_lr:g} and {min(peak_rates):g}. Lower it"
             )
 
     def _warmup_problems(self) -> Iterator[str]:
         """Yield a warm-up that is not shorter than the schedule, and a wsd decay that is longer than the schedule."""
-        by_samples = self.lr_decay_samples is not None
-        unit = "samples" if by_samples else "iters"
+        is_by_samples = self.lr_decay_samples is not None
+        unit = "samples" if is_by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters
         for name, noun in (("warmup", "warm-up"), ("wsd_decay", "wsd decay")):
             length = getattr(self, f"lr_{name}_{unit}")

@@ -14,7 +14,7 @@ from typing import Any
 
 LARGEST_INT = 2**31 - 1
 
-KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+VALUE_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Option:
 
     name: str  # name of the field, and attribute of get_args()
     flag: str  # spelling on the command line
-    kind: str  # type of the value: int, float, str or bool
+    value_type: str  # type of the value: int, float, str or bool
     default: Any
     help: str
     shown_default: str
@@ -48,9 +48,9 @@ class Option:
         return ((self.flag,) if self.flag else ()) + self.aliases + tuple(self.constants)
 
     @property
-    def shown_kind(self) -> str:
+    def shown_type(self) -> str:
         """Description of a value in tables: its choices, or its type followed by dots if it may be several words."""
-        return ", ".join(self.choices) or (f"{self.kind} ..." if self.join else self.kind)
+        return ", ".join(self.choices) or (f"{self.value_type} ..." if self.join else self.value_type)
 
     def rule(self) -> str:
         """Describe the valid values in words."""
@@ -62,9 +62,11 @@ class Option:
             f"at most {self.maximum:g}" if self.maximum is not None else "",
             f"less than {self.below:g}" if self.below is not None else "",
         ]
-        if (self.kind, self.minimum, self.maximum) == ("int", 1, None):
+        if (self.value_type, self.minimum, self.maximum) == ("int", 1, None):
             return "a positive integer"
-        noun = {"int": "an integer", "float": "a finite number", "str": "a string", "bool": "true or false"}[self.kind]
+        noun = {"int": "an integer", "float": "a finite number", "str": "a string", "bool": "true or false"}[
+            self.value_type
+        ]
         limits = " and ".join(bound for bound in bounds if bound)
         return f"{noun} of {limits}" if limits else noun
 
@@ -72,8 +74,8 @@ class Option:
         """Return the reason why ``value`` is invalid for this field, or None; ``label`` names its source."""
         if value is None and self.default is None:
             return None
-        types = KINDS[self.kind]
-        is_wrong_type = not isinstance(value, types) or (isinstance(value, bool) and self.kind != "bool")
+        types = VALUE_TYPES[self.value_type]
+        is_wrong_type = not isinstance(value, types) or (isinstance(value, bool) and self.value_type != "bool")
         if is_wrong_type or not self._in_range(value):
             return f"{label or self.flag} must be {self.rule()}, got {value!r}"
         return None
@@ -81,11 +83,11 @@ class Option:
     def _in_range(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        if self.kind not in ("int", "float"):
+        if self.value_type not in ("int", "float"):
             return True
         return (
             math.isfinite(value)
-            and (self.kind != "int" or abs(value) <= max(LARGEST_INT, self.maximum or 0))
+            and (self.value_type != "int" or abs(value) <= max(LARGEST_INT, self.maximum or 0))
             and (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
@@ -98,42 +100,44 @@ class Option:
         try:
             if self.read is not None:
                 value = self.read(text)
-            elif self.kind in ("int", "float"):
-                value = int(text) if self.kind == "int" else float(text)
+            elif self.value_type in ("int", "float"):
+                value = int(text) if self.value_type == "int" else float(text)
         except ValueError:
             return None, f"{flag} must be {self.rule()}, got {text!r}"
         return value, self.problem(value, flag)
 
 
-def option(default: Any, help: str, *, flag: str | None = None, shown_default: str = "", **facts: Any) -> Any:
+def option(default: Any, help: str, *, flag: str | None = None, shown_default: str = "", **attributes: Any) -> Any:
     """Return a dataclass field that defines a flag; ``flag`` "" means that only constants or aliases set the field.
 
     A default of 0 for a field with ``minimum=1`` means "derived from other fields"; ``shown_default`` describes how.
     """
-    metadata = {"flag": flag, "help": help, "shown_default": shown_default, **facts}
+    metadata = {"flag": flag, "help": help, "shown_default": shown_default, **attributes}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
     """Return the options of a configuration dataclass in the order of its fields, inherited fields last."""
-    own_fields = section.__dict__.get("__annotations__", {})
+    local_fields = section.__dict__.get("__annotations__", {})
     flag_fields = [field for field in dataclasses.fields(section) if field.metadata]
-    return tuple(_option_of(field) for field in sorted(flag_fields, key=lambda field: field.name not in own_fields))
+    return tuple(_option_of(field) for field in sorted(flag_fields, key=lambda field: field.name not in local_fields))
 
 
 def _option_of(field: dataclasses.Field[Any]) -> Option:
-    facts = dict(field.metadata)
-    flag = facts.pop("flag")
+    attributes = dict(field.metadata)
+    flag = attributes.pop("flag")
     annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    shown_default = facts.pop("shown_default") or ("" if field.default in (None, False, "") else str(field.default))
+    shown_default = attributes.pop("shown_default") or (
+        "" if field.default in (None, False, "") else str(field.default)
+    )
     return Option(
         name=field.name,
         flag="--" + field.name.replace("_", "-") if flag is None else flag,
-        kind=annotation.split(" ")[0],
+        value_type=annotation.split(" ")[0],
         default=field.default,
         shown_default=shown_default,
-        **facts,
+        **attributes,
     )
 
 
@@ -145,20 +149,20 @@ def is_derived(option: Option, value: Any) -> bool:
 # Steps on a command line: a number or a range, counted from 1.
 
 
-def steps_of(word: str) -> range:
+def parse_steps(word: str) -> range:
     """Return the steps in ``word``, such as "5" or "5-7".
 
     Raises:
         ValueError: the range is empty, or a number is not an integer of at least 1.
     """
     first, dash, last = word.strip().partition("-")
-    steps = range(_step(first), _step(last if dash else first) + 1)
+    steps = range(_parse_step(first), _parse_step(last if dash else first) + 1)
     if not steps:
         raise ValueError(word)
     return steps
 
 
-def _step(word: str) -> int:
+def _parse_step(word: str) -> int:
     if not re.fullmatch(r"\s*[0-9]+\s*", word) or int(word) < 1:
         raise ValueError(word)
     return int(word)

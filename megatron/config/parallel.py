@@ -13,20 +13,20 @@ from megatron.config.pipeline_layout import parse_layout
 from tds.schedule import LOOP, PLACEMENTS, FileSchedule, Placement, V, read_schedule
 from tds.schedule.simulate import (
     AUTO,
-    IN_A_V,
-    IN_FILE,
+    FILE_PREFIX,
     MANY_CHUNKS,
     ONE_CHUNK,
     SCHEDULES,
-    auto_among,
-    by_default,
-    candidates,
+    V_SCHEDULES,
+    auto_schedule_of,
+    candidate_schedules,
+    default_schedule,
+    has_split_backwards,
     is_auto,
     placement_for,
-    splits,
 )
 
-METHODS = ("balanced", "uniform", "parameters", "profile")
+PARTITION_METHODS = ("balanced", "uniform", "parameters", "profile")
 STEP_TIMEOUT_S = 60
 """Seconds without progress in a step after which a rank ends the job; the first step has a longer limit."""
 
@@ -261,7 +261,7 @@ class ParallelConfig:
         return max(self.pipe_parallel_size, 1)
 
     @property
-    def cuts_experts(self) -> bool:
+    def shards_experts(self) -> bool:
         """True if each expert is sharded over the tensor ranks."""
         return self.expert_tensor_parallel_size != 1
 
@@ -273,10 +273,10 @@ class ParallelConfig:
     def schedule(self) -> str:
         """Name of the schedule according to the flags, or the default for the chunks and their placement."""
         if self.pipeline_schedule_file is not None:
-            return IN_FILE + self.pipeline_schedule_file
+            return FILE_PREFIX + self.pipeline_schedule_file
         if self.pipeline_schedule == AUTO and self.pipeline_auto_schedules:
-            return auto_among(self.auto_schedules)
-        return self.pipeline_schedule or by_default(self.chunks, self.placement)
+            return auto_schedule_of(self.auto_schedules)
+        return self.pipeline_schedule or default_schedule(self.chunks, self.placement)
 
     @property
     def auto_schedules(self) -> list[str]:
@@ -288,9 +288,9 @@ class ParallelConfig:
         """Placement of the chunks on the stages according to the flags, or the default of the schedule."""
         if not self.has_pipeline:
             return LOOP
-        if (file_schedule := self._order_in_file) is not None:
-            return file_schedule.placement.kind
-        if self.auto_schedules and set(self.auto_schedules) <= set(IN_A_V):
+        if (file_schedule := self._file_schedule) is not None:
+            return file_schedule.placement.style
+        if self.auto_schedules and set(self.auto_schedules) <= set(V_SCHEDULES):
             return self.pipeline_placement or V
         return self.pipeline_placement or placement_for(self.pipeline_schedule)
 
@@ -299,7 +299,7 @@ class ParallelConfig:
         """c, the number of chunks per stage; 1 without a pipeline."""
         if not self.has_pipeline:
             return 1
-        if (file_schedule := self._order_in_file) is not None:
+        if (file_schedule := self._file_schedule) is not None:
             return file_schedule.placement.num_chunks
         if self.pipeline_layout is not None:
             with suppress(ValueError):  # reported by problems()
@@ -315,7 +315,7 @@ class ParallelConfig:
         return self.micro_batch_group_size if self.chunks > 1 and self.placement == LOOP else 0
 
     @property
-    def _order_in_file(self) -> FileSchedule | None:
+    def _file_schedule(self) -> FileSchedule | None:
         """The order of --pipeline-schedule-file; None without a valid file, which problems() reports."""
         if self.pipeline_schedule_file is not None:
             with suppress(OSError, ValueError):
@@ -356,8 +356,8 @@ class ParallelConfig:
                 re.compile(method[5:])
             except re.error as error:
                 yield f"--partition-method type:REGEX needs a regular expression, got {method!r}: {error}"
-        elif method not in METHODS:
-            yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
+        elif method not in PARTITION_METHODS:
+            yield f"--partition-method must be one of {', '.join(PARTITION_METHODS)}, or type:REGEX, got {method!r}"
         if self.has_pipeline and (problem := self._file_problem() or self._layout_problem()):
             yield problem
             return  # the checks below need valid chunks
@@ -373,13 +373,13 @@ class ParallelConfig:
                 "--gradient-accumulation-fusion accumulates gradients during the backward of a layer, which --compile "
                 "does not support. Remove one of them"
             )
-        is_sound = self.has_pipeline and self._auto_problem() is None
-        names = candidates(self.schedule, self.chunks, self.placement) if is_sound else ()
-        if self.compile and (split := [name for name in names if splits(name)]):
+        is_valid = self.has_pipeline and self._auto_problem() is None
+        names = candidate_schedules(self.schedule, self.chunks, self.placement) if is_valid else ()
+        if self.compile and (split_schedules := [name for name in names if has_split_backwards(name)]):
             yield (
                 f"--compile needs a schedule with unsplit backward passes, got --pipeline-schedule {self.schedule}: "
-                f"{split[0]} defers weight gradients, but a compiled layer computes them together with the input "
-                f"gradient. Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or remove --compile"
+                f"{split_schedules[0]} defers weight gradients, but a compiled layer computes them together with the "
+                f"input gradient. Use --pipeline-schedule {default_schedule(self.pipeline_chunks)}, or remove --compile"
             )
 
     def _file_problem(self) -> str | None:
@@ -393,7 +393,7 @@ class ParallelConfig:
             "--pipeline-placement": self.pipeline_placement is not None,
             "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
         }
-        if flags := [flag for flag, is_said in exclusive.items() if is_said]:
+        if flags := [flag for flag, is_set in exclusive.items() if is_set]:
             return (
                 f"--pipeline-schedule-file determines the placement and order of the chunks, got {', '.join(flags)} "
                 "too. Remove one of them"
@@ -419,19 +419,19 @@ class ParallelConfig:
             "--num-layers-per-virtual-pipeline-stage": bool(self.layers_per_chunk),
             "--partition-method": self.partition_method != "balanced",
         }
-        if flags := [flag for flag, is_said in exclusive.items() if is_said]:
+        if flags := [flag for flag, is_set in exclusive.items() if is_set]:
             return (
                 f"--pipeline-model-parallel-layout determines the chunks, got {', '.join(flags)} too. Remove one of "
                 "them"
             )
         try:
-            num_pieces = len(parse_layout(self.pipeline_layout))
+            num_chunks = len(parse_layout(self.pipeline_layout))
         except ValueError as error:
             return str(error)
-        if num_pieces % self.num_stages:
+        if num_chunks % self.num_stages:
             return (
                 "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size chunks, got "
-                f"{num_pieces} and {self.num_stages} in {self.pipeline_layout!r}"
+                f"{num_chunks} and {self.num_stages} in {self.pipeline_layout!r}"
             )
         return None
 
@@ -440,7 +440,7 @@ class ParallelConfig:
         flag, names = "--pipeline-auto-schedules", self.pipeline_auto_schedules
         if names is None:
             return None
-        possible = candidates(AUTO, self.chunks, self.placement)
+        possible = candidate_schedules(AUTO, self.chunks, self.placement)
         if self.pipeline_schedule != AUTO:
             return f"{flag} needs --pipeline-schedule auto, got {flag} {names} and {self.schedule}. Remove one of them"
         known = [name for name in SCHEDULES if name != AUTO]
@@ -461,12 +461,12 @@ class ParallelConfig:
             return
         schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
-        if (self.placement == V) != (schedule in IN_A_V) and (self.placement == V or not is_auto(schedule)):
-            needs = V if schedule in IN_A_V else LOOP
+        if (self.placement == V) != (schedule in V_SCHEDULES) and (self.placement == V or not is_auto(schedule)):
+            required_placement = V if schedule in V_SCHEDULES else LOOP
             if not is_auto(schedule):
                 yield (
-                    f"--pipeline-schedule {schedule} needs --pipeline-placement {needs}, {got}, --pipeline-placement "
-                    f"{self.placement}. Remove one of the flags"
+                    f"--pipeline-schedule {schedule} needs --pipeline-placement {required_placement}, {got}, "
+                    f"--pipeline-placement {self.placement}. Remove one of the flags"
                 )
             return
         if 0 < self.group_size < self.num_stages:

@@ -16,7 +16,7 @@ class RunLength:
     after the same number of samples.
 
     Attributes:
-        sizes: global batch size as a function of the samples consumed.
+        batch_sizes: global batch size as a function of the samples consumed.
         steps: number of steps; None if only samples or tokens limit the run.
         samples: limit in samples. The run ends before a step that would exceed it.
         min_samples: limit in tokens as a number of samples. The run ends after the step that reaches it.
@@ -25,7 +25,7 @@ class RunLength:
         Megatron-LM, training.py, ``update_train_iters``; Megatron-DeepSpeed, training.py, ``train``.
     """
 
-    sizes: BatchSizes
+    batch_sizes: BatchSizes
     steps: int | None = None
     samples: int | None = None
     min_samples: int | None = None
@@ -36,12 +36,12 @@ class RunLength:
         if self.steps is not None:
             limits.append(max(self.steps - step, 0))
         if self.samples is not None:
-            limits.append(self.sizes.steps_within(self.samples, samples_consumed))
+            limits.append(self.batch_sizes.steps_within(self.samples, samples_consumed))
         if self.min_samples is not None:
-            limits.append(self.sizes.steps_until(self.min_samples, samples_consumed))
+            limits.append(self.batch_sizes.steps_until(self.min_samples, samples_consumed))
         return min(limits)
 
 
-def indivisible(sizes: Iterable[int], divisor: int) -> list[int]:
+def indivisible(values: Iterable[int], divisor: int) -> list[int]:
     """Return the sizes that are not multiples of ``divisor``."""
-    return [size for size in sizes if size % divisor]
+    return [value for value in values if value % divisor]

@@ -2,12 +2,12 @@
 
 With ``--seq-length-schedule "0: 512; 1e9: 2048; 5e9: 4096"``, a step uses the length of the last entry whose number of
 tokens has been consumed before the step. A sample is always a window of L = --seq-length tokens and the label of the
-last one. If the length l of a step, a divisor of L, is shorter, the L / l pieces of the window are read as separate
-samples. Piece k consists of columns k l ... k l + l of the window, so neighbours share one token, and each token is a
+last one. If the length l of a step, a divisor of L, is shorter, the L / l slices of the window are read as separate
+samples. Slice k consists of columns k l ... k l + l of the window, so neighbours share one token, and each token is a
 label exactly once, as in the full window:
 
     window of L = 8     t0 t1 t2 t3 t4 t5 t6 t7 t8
-    pieces of l = 4     t0 t1 t2 t3 t4
+    slices of l = 4     t0 t1 t2 t3 t4
                                     t4 t5 t6 t7 t8
 
 The tokens of a step, the samples and their order are therefore independent of the schedule, and so is the position at
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     pass
 
 FLAG = "--seq-length-schedule"
-LARGEST_TOKENS = 2**62
+MAX_TOKENS = 2**62
 """Maximum number of tokens, which are counted in 64 bits."""
 
 _RULE = 'must be entries "TOKENS: LENGTH" separated by semicolons, such as "0: 512; 1e9: 2048; 5e9: 4096"'
@@ -33,7 +33,7 @@ _RULE = 'must be entries "TOKENS: LENGTH" separated by semicolons, such as "0: 5
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """Length of a piece as a function of the tokens consumed. Without ``steps``, every step uses ``full``.
+    """Length of a slice as a function of the tokens consumed. Without ``steps``, every step uses ``full``.
 
     Args:
         full: tokens of a sample (--seq-length).
@@ -48,7 +48,7 @@ class SeqLengths:
         count = bisect_right(self.steps, tokens, key=lambda step: step[0])
         return self.steps[count - 1][1] if count else self.full
 
-    def of_step(self, samples_consumed: int) -> int:
+    def length_of_step(self, samples_consumed: int) -> int:
         """Return the length of the step that starts after ``samples_consumed`` samples."""
         return self.at(samples_consumed * self.full)
 
@@ -61,7 +61,7 @@ class SeqLengths:
         return [(tokens, -(-tokens // self.full), length) for tokens, length in self.steps]
 
     @property
-    def do_change(self) -> bool:
+    def is_changing(self) -> bool:
         """True if the length changes during training."""
         return len(self.steps) > 1
 
@@ -73,31 +73,31 @@ def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
         ValueError: the text has another form.
     """
     message = f"{FLAG} {_RULE}; got {text!r}"
-    steps = tuple(_entry(part.strip(), message) for part in text.split(";") if part.strip())
+    steps = tuple(_parse_entry(entry.strip(), message) for entry in text.split(";") if entry.strip())
     if not steps:
         raise ValueError(f"{message}, which has no entry. Add one, or remove the flag")
     return steps
 
 
-def _entry(part: str, wrong: str) -> tuple[int, int]:
-    tokens, colon, length = (piece.strip() for piece in part.partition(":"))
+def _parse_entry(entry: str, message: str) -> tuple[int, int]:
+    tokens, colon, length = (field.strip() for field in entry.partition(":"))
     if not colon:
-        raise ValueError(f"{wrong}, where {part!r} has no colon")
-    start, size = _whole(tokens), _whole(length)
+        raise ValueError(f"{message}, where {entry!r} has no colon")
+    start, size = _parse_whole_number(tokens), _parse_whole_number(length)
     if start is None:
-        raise ValueError(f"{wrong}, where {tokens!r} is not a whole number of tokens of at least 0")
+        raise ValueError(f"{message}, where {tokens!r} is not a whole number of tokens of at least 0")
     if not size:
-        raise ValueError(f"{wrong}, where {length!r} is not a length, a whole number of at least 1")
+        raise ValueError(f"{message}, where {length!r} is not a length, a whole number of at least 1")
     return start, size
 
 
-def _whole(word: str) -> int | None:
+def _parse_whole_number(word: str) -> int | None:
     """Return the integer in ``word``, which may be written as 1e9; None for anything else."""
     if word.isdecimal():
-        return int(word) if int(word) <= LARGEST_TOKENS else None
+        return int(word) if int(word) <= MAX_TOKENS else None
     try:
         value = float(word)
     except ValueError:
         return None
-    is_whole = math.isfinite(value) and value == int(value) and 0 <= value <= LARGEST_TOKENS
+    is_whole = math.isfinite(value) and value == int(value) and 0 <= value <= MAX_TOKENS
     return int(value) if is_whole else None

@@ -48,6 +48,6 @@ class StabilityConfig:
         return self.stability_guard != "off"
 
     @property
-    def goes_back(self) -> bool:
+    def rolls_back(self) -> bool:
         """True if consecutive anomalous steps cause a rollback to a checkpoint."""
         return self.stability_guard == "rollback"

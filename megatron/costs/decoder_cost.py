@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from megatron.config.decoder import ALIBI, ROPE, has_window
 from megatron.config.experts import expert_layers
 from megatron.costs import memory
-from megatron.costs.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
+from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
 from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_size
 from megatron.costs.expert_cost import ExpertCosts
 from megatron.costs.memory import BYTES, Memory, loss_bytes
@@ -32,8 +32,8 @@ ELEMENTWISE = 64
 With this value a head costs as much as 2.77 layers. The measured times are 212 ms for a head and 75 ms for a layer, a
 ratio of 2.83 (h 256, v 8192, s 256, two CPU cores).
 """
-KEPT = 2**24
-"""Maximum number of probabilities that T5's blocked attention saves: ``megatron.ops.biased_attention.KEPT``."""
+MAX_SAVED_PROBABILITIES = 2**24
+"""Maximum number of probabilities that T5's blocked attention saves, as in ``megatron.ops.biased_attention``."""
 GATHERED_COPIES = 4
 """Number of tensors with the size of a full sequence's keys and values in a backward of context parallelism.
 
@@ -41,24 +41,24 @@ They are the keys and values, their gradients from two runs of queries, and the 
 """
 
 
-def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = False) -> int:
+def between_bytes(hidden: int, masks: int, sequence: int, *, saves_gathered_inputs: bool = False) -> int:
     """Return the bytes that layers save between the products, with tokens sharded over ``sequence`` ranks.
 
     Args:
         hidden: bytes of the hidden states that norms read; products read the same amount.
         masks: bytes of the masks of dropout.
-        is_joined: products save their gathered inputs.
+        saves_gathered_inputs: products save their gathered inputs.
     """
-    return hidden + (hidden + masks) // sequence if is_joined else (2 * hidden + masks) // sequence
+    return hidden + (hidden + masks) // sequence if saves_gathered_inputs else (2 * hidden + masks) // sequence
 
 
-def attention_width(sizes: ModelDimensions) -> int:
+def attention_width(model: ModelDimensions) -> int:
     """Return a d, the total size of all heads."""
-    return sizes.num_attention_heads * sizes.kv_hidden_size
+    return model.num_attention_heads * model.kv_hidden_size
 
 
 def attention_parameters(
-    sizes: ModelDimensions, tensor: int = 1, keys: int | None = None, has_entering_bias: bool = False
+    model: ModelDimensions, tensor: int = 1, keys: int | None = None, has_entering_bias: bool = False
 ) -> int:
     """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is not sharded.
 
@@ -66,79 +66,79 @@ def attention_parameters(
         keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
         has_entering_bias: the products for queries, keys and values always have biases.
     """
-    h, width = sizes.hidden_size, attention_width(sizes)
+    h, width = model.hidden_size, attention_width(model)
     keys = width if keys is None else keys
-    sharded = 2 * h * (width + keys) + (width + 2 * keys if sizes.hidden_bias or has_entering_bias else 0)
-    return sharded // tensor + (h if sizes.hidden_bias else 0)
+    sharded = 2 * h * (width + keys) + (width + 2 * keys if model.hidden_bias or has_entering_bias else 0)
+    return sharded // tensor + (h if model.hidden_bias else 0)
 
 
-def feed_forward_parameters(sizes: ModelDimensions, tensor: int = 1) -> int:
+def feed_forward_parameters(model: ModelDimensions, tensor: int = 1) -> int:
     """Return the parameters of a feed-forward layer on one of ``tensor`` ranks; the output's bias is not sharded."""
-    h, f, matrices = sizes.hidden_size, sizes.ff_hidden_size, _matrices(sizes)
-    sharded = matrices * h * f + ((matrices - 1) * f if sizes.hidden_bias else 0)
-    return sharded // tensor + (h if sizes.hidden_bias else 0)
+    h, f, matrices = model.hidden_size, model.ff_hidden_size, _num_matrices(model)
+    sharded = matrices * h * f + ((matrices - 1) * f if model.hidden_bias else 0)
+    return sharded // tensor + (h if model.hidden_bias else 0)
 
 
-def table_parameters(sizes: ModelDimensions, tensor: int = 1) -> int:
+def table_parameters(model: ModelDimensions, tensor: int = 1) -> int:
     """Return the parameters of the word table on one rank, for the input embedding or an untied head."""
-    return -(-known_vocab_size(sizes) // tensor) * sizes.hidden_size
+    return -(-known_vocab_size(model) // tensor) * model.hidden_size
 
 
-def projections_flops(sizes: ModelDimensions, keys: int | None = None) -> int:
+def projections_flops(model: ModelDimensions, keys: int | None = None) -> int:
     """Return the FLOPs per token of an attention's four products: 8 h a d; ``keys``: see ``attention_products``."""
-    width = attention_width(sizes)
-    return 4 * sizes.hidden_size * (width + (width if keys is None else keys))
+    width = attention_width(model)
+    return 4 * model.hidden_size * (width + (width if keys is None else keys))
 
 
-def feed_forward_flops(sizes: ModelDimensions) -> int:
+def feed_forward_flops(model: ModelDimensions) -> int:
     """Return the FLOPs per token of a feed-forward layer: 4 h f, or 6 h f if gated."""
-    return 2 * _matrices(sizes) * sizes.hidden_size * sizes.ff_hidden_size
+    return 2 * _num_matrices(model) * model.hidden_size * model.ff_hidden_size
 
 
-def layer_products(sizes: ModelDimensions, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+def layer_products(model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
     """Return the products with weights of a layer on one of ``tensor`` ranks: attention and feed-forward."""
-    return (*attention_products(sizes, tokens, tensor, keys), *feed_forward_products(sizes, tokens, tensor))
+    return (*attention_products(model, tokens, tensor, keys), *feed_forward_products(model, tokens, tensor))
 
 
 def attention_products(
-    sizes: ModelDimensions, tokens: int, tensor: int, keys: int | None = None
+    model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None
 ) -> tuple[Product, ...]:
     """Return two products: the projection to queries, keys and values, and the output projection.
 
     Args:
         keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
     """
-    h, width = sizes.hidden_size, attention_width(sizes)
+    h, width = model.hidden_size, attention_width(model)
     keys = width if keys is None else keys
     return Product(tokens, h, (width + 2 * keys) // tensor, is_column=True), Product(tokens, width // tensor, h)
 
 
-def feed_forward_products(sizes: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
+def feed_forward_products(model: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
     """Return the two products of a feed-forward layer; a gated one computes gate and value in one product."""
-    h, f = sizes.hidden_size, sizes.ff_hidden_size
-    entering = Product(tokens, h, (_matrices(sizes) - 1) * f // tensor, is_column=True)
+    h, f = model.hidden_size, model.ff_hidden_size
+    entering = Product(tokens, h, (_num_matrices(model) - 1) * f // tensor, is_column=True)
     return entering, Product(tokens, f // tensor, h)
 
 
-def head_cost(sizes: ModelDimensions) -> int:
+def head_cost(model: ModelDimensions) -> int:
     """Return the cost per token of the head and its softmax, in FLOPs of a matrix product."""
-    return (2 * sizes.hidden_size + ELEMENTWISE) * known_vocab_size(sizes)
+    return (2 * model.hidden_size + ELEMENTWISE) * known_vocab_size(model)
 
 
-def feed_forward_kept(sizes: ModelDimensions) -> int:
+def feed_forward_saved_numel(model: ModelDimensions) -> int:
     """Return the number of elements per token that a feed-forward layer saves between its two products.
 
     They are 2 f: before and after the activation. With ReLU only the result is saved. A gated layer saves gate, value,
     activation and product.
     """
-    return sizes.ff_hidden_size * _kept_of_width(sizes)
+    return model.ff_hidden_size * _saved_per_width(model)
 
 
-def _kept_of_width(sizes: ModelDimensions) -> int:
-    return 4 if _is_gated(sizes) else 1 if sizes.activation == "relu" else 2
+def _saved_per_width(model: ModelDimensions) -> int:
+    return 4 if _is_gated(model) else 1 if model.activation == "relu" else 2
 
 
-def seen(length: int, window: int = 0) -> float:
+def mean_visible_keys(length: int, window: int = 0) -> float:
     """Return the average number of keys that a query sees in causal attention.
 
     Args:
@@ -151,12 +151,12 @@ def seen(length: int, window: int = 0) -> float:
 _expert_layers = lru_cache(expert_layers)
 
 
-def _matrices(sizes: ModelDimensions) -> int:
-    return 3 if _is_gated(sizes) else 2
+def _num_matrices(model: ModelDimensions) -> int:
+    return 3 if _is_gated(model) else 2
 
 
-def _is_gated(sizes: ModelDimensions) -> bool:
-    return sizes.activation.startswith("gated-")
+def _is_gated(model: ModelDimensions) -> bool:
+    return model.activation.startswith("gated-")
 
 
 # Costs of a decoder. Its units are the embedding, L layers, the final norm and the head.
@@ -185,7 +185,7 @@ def _is_gated(sizes: ModelDimensions) -> bool:
 
 @dataclass(frozen=True)
 class DecoderCosts(Costs):
-    """Costs of a decoder of ``sizes`` for samples of ``seq_length`` tokens.
+    """Costs of a decoder of ``model`` for samples of ``seq_length`` tokens.
 
     Args:
         is_causal: a token sees only itself and preceding tokens.
@@ -193,7 +193,7 @@ class DecoderCosts(Costs):
         is_blocked: attention in fp32 and fp64 works block by block, as on a CPU.
         mask_bytes: bytes per element of the masks of hidden dropout; 0: no dropout.
         has_segments: attention does not cross documents.
-        is_by_length: attention uses the starts of documents, without a mask in memory.
+        uses_document_starts: attention uses the starts of documents, without a mask in memory.
         context: number of ranks over which sequences are split.
         cuts_heads: context parallelism exchanges heads rather than keys and values.
         expert: number of ranks over which the experts of a layer are distributed.
@@ -201,14 +201,14 @@ class DecoderCosts(Costs):
     """
 
     is_causal: ClassVar[bool] = True
-    sizes: Features
+    model: Features
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
     is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
     is_blocked: bool = field(default=False, kw_only=True)
     mask_bytes: int = field(default=1, kw_only=True)
     has_segments: bool = field(default=False, kw_only=True)
-    is_by_length: bool = field(default=False, kw_only=True)
+    uses_document_starts: bool = field(default=False, kw_only=True)
     context: int = field(default=1, kw_only=True)
     cuts_heads: bool = field(default=False, kw_only=True)
     expert: int = field(default=1, kw_only=True)
@@ -216,13 +216,17 @@ class DecoderCosts(Costs):
 
     @property
     def num_parameters(self) -> int:
-        return self.stage_parameters([0, self.num_units])[0] if self.expert == 1 else self.shared_out(1).num_parameters
+        return (
+            self.stage_parameters([0, self.num_units])[0]
+            if self.expert == 1
+            else self.with_expert_ranks(1).num_parameters
+        )
 
     @property
     def num_active_parameters(self) -> int:
-        full = self.shared_out(1)
+        full = self.with_expert_ranks(1)
         layer_parameters, active = (
-            sum(full.layer_parameters(layer=layer, is_active=is_active) for layer in range(self.sizes.num_layers))
+            sum(full.layer_parameters(layer=layer, is_active=is_active) for layer in range(self.model.num_layers))
             for is_active in (False, True)
         )
         return full.num_parameters - layer_parameters + active
@@ -231,83 +235,83 @@ class DecoderCosts(Costs):
     def expert_ranks(self) -> int:
         return self.expert
 
-    def shared_out(self, ranks: int) -> DecoderCosts:
+    def with_expert_ranks(self, ranks: int) -> DecoderCosts:
         return self if ranks == self.expert else replace(self, expert=ranks)
 
     @property
     def with_experts(self) -> tuple[bool, ...]:
         """True for each layer with experts."""
-        sizes = self.sizes
+        model = self.model
         return (
-            _expert_layers(sizes.moe_layer_freq, sizes.num_layers) if sizes.num_experts else (False,) * sizes.num_layers
+            _expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else (False,) * model.num_layers
         )
 
     @property
     def experts(self) -> ExpertCosts:
         """Costs of a feed-forward half with experts."""
-        sizes = self.sizes
-        return ExpertCosts(sizes, _matrices(sizes), _kept_of_width(sizes), self.expert, self.cuts_experts)
+        model = self.model
+        return ExpertCosts(model, _num_matrices(model), _saved_per_width(model), self.expert, self.cuts_experts)
 
     @property
-    def own_length(self) -> int:
+    def local_length(self) -> int:
         """Number of tokens of a sample on one rank."""
         return self.seq_length // self.context
 
     @property
     def keys(self) -> int:
         """Total size of all key heads of a layer, equal to that of all value heads."""
-        return self.sizes.num_query_groups * self.sizes.kv_hidden_size
+        return self.model.num_query_groups * self.model.kv_hidden_size
 
     @property
-    def attention_kept(self) -> int:
+    def attention_saved_numel(self) -> int:
         """Number of elements per token that attention saves of queries, keys, values and its output.
 
         Rotary embedding saves a second copy of queries and keys (not with context parallelism), and so do norms of
         queries and keys. An all-to-all over the context ranks saves a second copy of the output.
         """
-        both = attention_width(self.sizes) + self.keys
+        both = attention_width(self.model) + self.keys
         if self.context > 1:
-            twice = attention_width(self.sizes) if self.cuts_heads else 0
-            return both * (2 + (self.sizes.qk_norm != "none")) + twice
-        return both * (2 + (self.sizes.position_embedding_type == ROPE) + (self.sizes.qk_norm != "none"))
+            twice = attention_width(self.model) if self.cuts_heads else 0
+            return both * (2 + (self.model.qk_norm != "none")) + twice
+        return both * (2 + (self.model.position_embedding_type == ROPE) + (self.model.qk_norm != "none"))
 
     @property
-    def norm_vectors(self) -> int:
+    def num_norm_vectors(self) -> int:
         """Number of vectors of a norm: a scale, and possibly a bias."""
-        return 2 if self.sizes.normalization == "LayerNorm" and self.sizes.norm_bias else 1
+        return 2 if self.model.normalization == "LayerNorm" and self.model.norm_bias else 1
 
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm."""
-        return self.norm_vectors * self.sizes.hidden_size
+        return self.num_norm_vectors * self.model.hidden_size
 
     @property
     def num_norms(self) -> int:
         """Number of norms of a layer, without those of queries and keys."""
-        return 4 if self.sizes.norm_placement == "both" else 2
+        return 4 if self.model.norm_placement == "both" else 2
 
     @property
-    def seen_by_layer(self) -> list[float]:
+    def visible_keys_by_layer(self) -> list[float]:
         """Average number of keys that a query sees in each layer, given its window."""
-        sizes = self.sizes
-        windows = [sizes.window_size if has_window(sizes, layer) else 0 for layer in range(sizes.num_layers)]
-        return [seen(self.seq_length, window) for window in windows]
+        model = self.model
+        windows = [model.window_size if has_window(model, layer) else 0 for layer in range(model.num_layers)]
+        return [mean_visible_keys(self.seq_length, window) for window in windows]
 
     @property
     def unit_names(self) -> list[str]:
-        layers = [f"layer {idx}" for idx in range(self.sizes.num_layers)]
+        layers = [f"layer {idx}" for idx in range(self.model.num_layers)]
         return ["embedding", *layers, "final norm", "head"]
 
     @property
     def unit_costs(self) -> list[float]:
-        sizes, h = self.sizes, self.sizes.hidden_size
-        attention = projections_flops(sizes, self.keys)
-        products = [attention + self._feed_forward_flops(layer) for layer in range(sizes.num_layers)]
-        each = zip(products, self.seen_by_layer, strict=True)
-        layers = [product_flops + 4 * keys * attention_width(sizes) for product_flops, keys in each]
-        layer = max(layers, default=attention + feed_forward_flops(sizes))
-        norm, head = ELEMENTWISE * h / layer, head_cost(sizes) / layer
-        return [norm, *[each / layer for each in layers], norm, head]
+        model, h = self.model, self.model.hidden_size
+        attention = projections_flops(model, self.keys)
+        products = [attention + self._feed_forward_flops(layer) for layer in range(model.num_layers)]
+        layer_flops = zip(products, self.visible_keys_by_layer, strict=True)
+        layers = [product_flops + 4 * keys * attention_width(model) for product_flops, keys in layer_flops]
+        layer = max(layers, default=attention + feed_forward_flops(model))
+        norm, head = ELEMENTWISE * h / layer, head_cost(model) / layer
+        return [norm, *[layer_flops / layer for layer_flops in layers], norm, head]
 
     @property
     def flops_per_sample(self) -> float:
@@ -315,11 +319,11 @@ class DecoderCosts(Costs):
 
     def flops_per_token(self, *, causal: bool = True) -> float:
         """Return the FLOPs of forward and backward per token; ``causal`` counts half of the scores."""
-        sizes = self.sizes
-        head = known_vocab_size(sizes) * sizes.hidden_size
-        layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in range(sizes.num_layers))
+        model = self.model
+        head = known_vocab_size(model) * model.hidden_size
+        layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in range(model.num_layers))
         products = layers + self.norm_parameters + head
-        scores = attention_width(sizes) * 2 * sum(self.seen_by_layer)
+        scores = attention_width(model) * 2 * sum(self.visible_keys_by_layer)
         return 6.0 * products + (6.0 if causal else 12.0) * scores
 
     def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
@@ -328,198 +332,216 @@ class DecoderCosts(Costs):
         Args:
             is_active: count only the experts that a token uses.
         """
-        inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
+        inner = attention_parameters(self.model, tensor, self.keys, self.model.add_qkv_bias)
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
         if self.with_experts[layer]:
             return inner + self.experts.parameters(tensor, is_active=is_active) + norms
-        return inner + feed_forward_parameters(self.sizes, tensor) + norms
+        return inner + feed_forward_parameters(self.model, tensor) + norms
 
     def _feed_forward_flops(self, layer: int) -> int:
-        return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.sizes)
+        return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.model)
 
     def _head_norm_parameters(self, tensor: int) -> int:
         """Return the parameters of the norms of queries and keys; only norms over all heads are sharded."""
-        norm_type, d = self.sizes.qk_norm, self.sizes.kv_hidden_size
-        sizes = {"none": 0, "head": 2 * d, "all": (attention_width(self.sizes) + self.keys) // tensor}
-        return self.norm_vectors * sizes[norm_type]
+        norm_type, d = self.model.qk_norm, self.model.kv_hidden_size
+        norm_sizes = {"none": 0, "head": 2 * d, "all": (attention_width(self.model) + self.keys) // tensor}
+        return self.num_norm_vectors * norm_sizes[norm_type]
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        sizes = self.sizes
-        table = table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
-        positions = sizes.max_position_embeddings * sizes.hidden_size if sizes.has_learned_positions else 0
-        norm = self.norm_parameters if sizes.embed_layernorm else 0
+        model = self.model
+        table = table_parameters(model, tensor) if model.untie_embeddings else 0
+        positions = model.max_position_embeddings * model.hidden_size if model.has_learned_positions else 0
+        norm = self.norm_parameters if model.embed_layernorm else 0
         # a layer with experts and one without, if there are both
-        layer_with = dict(zip(self.with_experts, range(sizes.num_layers), strict=True))
-        parameters = {has: self.layer_parameters(tensor, layer) for has, layer in layer_with.items()}
-        layers = [parameters[has] for has in self.with_experts]
+        layer_with = dict(zip(self.with_experts, range(model.num_layers), strict=True))
+        parameters = {has_experts: self.layer_parameters(tensor, layer) for has_experts, layer in layer_with.items()}
+        layers = [parameters[has_experts] for has_experts in self.with_experts]
         return [table + positions + norm, *layers, self.norm_parameters, table]
 
-    def apart_parameters(self, tensor: int = 1) -> list[int]:
-        parameters = self.experts.apart(tensor) if self.sizes.num_experts else 0
-        return [0, *[parameters * has for has in self.with_experts], 0, 0]
+    def distributed_parameters(self, tensor: int = 1) -> list[int]:
+        parameters = self.experts.distributed_parameters(tensor) if self.model.num_experts else 0
+        return [0, *[parameters * has_experts for has_experts in self.with_experts], 0, 0]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
-        if self.sizes.untie_embeddings:
+        if self.model.untie_embeddings:
             return []
-        return [Shared(table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
+        return [Shared(table_parameters(self.model, tensor), (0, self.num_units - 1))]
 
-    def unit_kept(
-        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
-    ) -> list[Kept]:
+    def unit_saved_bytes(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
+    ) -> list[SavedBytes]:
         """See ``Costs``. In 16 bits a layer saves 34 h bytes per token if f = 4 h, a d = h and t = 1.
 
         The input of the head is not sharded by sequence parallelism.
         """
-        sizes, h = self.sizes, self.sizes.hidden_size
-        bytes_between = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
+        model, h = self.model, self.model.hidden_size
+        bytes_between = between_bytes(
+            2 * h * width, 2 * h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs
+        )
         bytes_between += (self.num_norms - 2) * h * width // sequence
-        tokens, core = samples * self.own_length, self._core_kept(samples, tensor, width)
-        attention = tokens * (bytes_between + self.attention_kept * width // tensor) + core
-        feed_forward = {False: tokens * feed_forward_kept(sizes) * width // tensor}
-        if sizes.num_experts:
-            feed_forward[True] = self.experts.kept(tokens, tensor, width, sequence, is_joined=is_joined)
+        tokens, core = samples * self.local_length, self._core_saved_bytes(samples, tensor, width)
+        attention = tokens * (bytes_between + self.attention_saved_numel * width // tensor) + core
+        feed_forward = {False: tokens * feed_forward_saved_numel(model) * width // tensor}
+        if model.num_experts:
+            feed_forward[True] = self.experts.saved_bytes(
+                tokens, tensor, width, sequence, saves_gathered_inputs=saves_gathered_inputs
+            )
         layers = [
-            Kept(attention + feed_forward[has], tokens * h * width // sequence, core) for has in self.with_experts
+            SavedBytes(attention + feed_forward[has_experts], tokens * h * width // sequence, core)
+            for has_experts in self.with_experts
         ]
         hidden = tokens * h * width
-        embedding = Kept(tokens * h * (self.mask_bytes + (width if sizes.embed_layernorm else 0)) // sequence)
-        return [embedding, *layers, Kept(hidden // sequence), Kept(hidden)]
+        embedding = SavedBytes(tokens * h * (self.mask_bytes + (width if model.embed_layernorm else 0)) // sequence)
+        return [embedding, *layers, SavedBytes(hidden // sequence), SavedBytes(hidden)]
 
-    def attention_work(
-        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    def attention_scratch_bytes(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
         """See ``Costs``. For one thread: scratch memory, and gradients of layer, context, query, key and value.
 
         The experts of a layer may need more scratch memory than its attention. If the last layer has experts, more
         memory has been freed before the backward of its attention.
         """
-        tokens = samples * self.own_length
-        feed_forward = tokens * (feed_forward_kept(self.sizes) * width // tensor)
-        if not self.sizes.num_experts:
-            return self._attention_work(samples, tensor, width, sequence, feed_forward, is_joined=is_joined)
+        tokens = samples * self.local_length
+        feed_forward = tokens * (feed_forward_saved_numel(self.model) * width // tensor)
+        if not self.model.num_experts:
+            return self._attention_scratch_bytes(
+                samples, tensor, width, sequence, feed_forward, saves_gathered_inputs=saves_gathered_inputs
+            )
         if self.with_experts[-1]:
-            feed_forward = self.experts.kept(tokens, tensor, width, sequence, is_joined=is_joined)
-        attention = self._attention_work(samples, tensor, width, sequence, feed_forward, is_joined=is_joined)
-        return max(attention, self.experts.work(tokens, tensor, width, sequence))
+            feed_forward = self.experts.saved_bytes(
+                tokens, tensor, width, sequence, saves_gathered_inputs=saves_gathered_inputs
+            )
+        attention = self._attention_scratch_bytes(
+            samples, tensor, width, sequence, feed_forward, saves_gathered_inputs=saves_gathered_inputs
+        )
+        return max(attention, self.experts.scratch_bytes(tokens, tensor, width, sequence))
 
-    def _attention_work(
-        self, samples: int, tensor: int, width: int, sequence: int, half: int, *, is_joined: bool
+    def _attention_scratch_bytes(
+        self,
+        samples: int,
+        tensor: int,
+        width: int,
+        sequence: int,
+        feed_forward_bytes: int,
+        *,
+        saves_gathered_inputs: bool,
     ) -> int:
         """Return the scratch bytes of attention in backward, less the memory that its layer has freed by then.
 
         Args:
-            half: bytes that the backward of the layer's feed-forward half has freed.
+            feed_forward_bytes: bytes that the backward of the layer's feed-forward half has freed.
         """
         if self.context > 1:
             gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
-            return max(GATHERED_COPIES * gathered - half, 0)
+            return max(GATHERED_COPIES * gathered - feed_forward_bytes, 0)
         if not self.is_blocked or width < 4:
             return 0
-        sizes, h = self.sizes, self.sizes.hidden_size
-        heads = samples * sizes.num_attention_heads // tensor
-        scratch = memory.backward_bytes(heads, self.seq_length, sizes.kv_hidden_size, width)
-        gradients = (h // sequence + 4 * attention_width(sizes) // tensor) * width
-        freed = between_bytes(h * width, h * self.mask_bytes, sequence, is_joined=is_joined)
-        return max(scratch + samples * self.seq_length * (gradients - freed) - half, 0)
+        model, h = self.model, self.model.hidden_size
+        heads = samples * model.num_attention_heads // tensor
+        scratch = memory.backward_bytes(heads, self.seq_length, model.kv_hidden_size, width)
+        gradients = (h // sequence + 4 * attention_width(model) // tensor) * width
+        freed = between_bytes(h * width, h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs)
+        return max(scratch + samples * self.seq_length * (gradients - freed) - feed_forward_bytes, 0)
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
         """See ``Costs``. The all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
-        numel = 2 * attention_width(self.sizes) + 2 * self.keys if self.cuts_heads else 2 * self.keys
+        numel = 2 * attention_width(self.model) + 2 * self.keys if self.cuts_heads else 2 * self.keys
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
         messages: list[tuple[int, ...]] = [()] * self.num_units
         if self.expert > 1:
-            layer_messages = self.experts.messages(samples * self.own_length, tensor, width)
-            messages[1:-2] = [layer_messages if has else () for has in self.with_experts]
+            layer_messages = self.experts.messages(samples * self.local_length, tensor, width)
+            messages[1:-2] = [layer_messages if has_experts else () for has_experts in self.with_experts]
         return messages
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
-        sizes, h = self.sizes, self.sizes.hidden_size
-        tokens = samples * self.own_length
-        vocabulary = -(-known_vocab_size(sizes) // tensor)
+        model, h = self.model, self.model.hidden_size
+        tokens = samples * self.local_length
+        vocabulary = -(-known_vocab_size(model) // tensor)
         hidden, scalars = tokens * h * width, 4 * tokens
         dense = Work(
-            products=layer_products(sizes, tokens, tensor, self.keys),
+            products=layer_products(model, tokens, tensor, self.keys),
             core=self._scores(samples, tensor),
             operations=OPERATIONS["layer"],
-            sums=(hidden, hidden),
-            back=(hidden, hidden),
+            reduced_bytes=(hidden, hidden),
+            backward_reduced_bytes=(hidden, hidden),
         )
-        layers = [dense] * sizes.num_layers
-        if sizes.num_experts:
-            attention = attention_products(sizes, tokens, tensor, self.keys)
-            num_sums = 1 + self.experts.num_sums  # attention has one
+        layers = [dense] * model.num_layers
+        if model.num_experts:
+            attention = attention_products(model, tokens, tensor, self.keys)
+            num_all_reduces = 1 + self.experts.num_all_reduces  # attention has one
             expert_layer = replace(
                 dense,
                 products=(*attention, *self.experts.products(tokens, tensor)),
                 operations=OPERATIONS["layer"] + OPERATIONS["experts"],
-                sums=(hidden,) * num_sums,
-                back=(hidden,) * num_sums,
+                reduced_bytes=(hidden,) * num_all_reduces,
+                backward_reduced_bytes=(hidden,) * num_all_reduces,
             )
-            layers = [expert_layer if has else dense for has in self.with_experts]
+            layers = [expert_layer if has_experts else dense for has_experts in self.with_experts]
         return [
-            Work(operations=OPERATIONS["embedding"], sums=(hidden,)),
+            Work(operations=OPERATIONS["embedding"], reduced_bytes=(hidden,)),
             *layers,
             Work(operations=OPERATIONS["norm"]),
             Work(
                 products=(Product(tokens, h, vocabulary),),
                 operations=OPERATIONS["head"],
-                sums=(scalars,) * 3,  # maximum, logit of the label, sum of exponentials
-                back=(hidden,),
+                reduced_bytes=(scalars,) * 3,  # maximum, logit of the label, sum of exponentials
+                backward_reduced_bytes=(hidden,),
             ),
         ]
 
     def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
         """Return the products of all heads on a rank; a fused kernel computes half of a causal matrix."""
-        num_heads = samples * self.sizes.num_attention_heads / tensor
+        num_heads = samples * self.model.num_attention_heads / tensor
         causal_factor = 0.5 if self.is_causal and self.is_fused else 1.0
-        return scores(self.own_length, self.seq_length, self.sizes.kv_hidden_size, num_heads * causal_factor)
+        return scores(self.local_length, self.seq_length, self.model.kv_hidden_size, num_heads * causal_factor)
 
-    def _core_kept(self, samples: int, tensor: int, width: int) -> int:
+    def _core_saved_bytes(self, samples: int, tensor: int, width: int) -> int:
         """Return the bytes of the probabilities before and after dropout, and of its mask: 5 a s / h times s b h.
 
         Fused attention saves none of these. In fp32 on a CPU it saves two values per query.
         """
-        queries = samples * self.sizes.num_attention_heads // tensor * self.own_length
+        queries = samples * self.model.num_attention_heads // tensor * self.local_length
         if self.is_fused:
             return 2 * width * queries if self.is_blocked and width == 4 else 0
         return queries * self.seq_length * (2 * width + 1)
 
-    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        if not self.has_segments or self.is_by_length or self.sizes.position_embedding_type != ALIBI:
+    def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
+        if not self.has_segments or self.uses_document_starts or self.model.position_embedding_type != ALIBI:
             return []
-        layers = tuple(range(1, 1 + self.sizes.num_layers))
+        layers = tuple(range(1, 1 + self.model.num_layers))
         return [Shared(samples * self._mask_bytes(tensor, width), layers)]
 
-    def memory_per_stage(self, bounds: Sequence[int], **how: Any) -> list[Memory]:
+    def memory_per_stage(self, bounds: Sequence[int], **options: Any) -> list[Memory]:
         """See ``Costs``. Includes the masks that a stage holds for all micro-batches."""
-        mask = self._mask_bytes(how.get("tensor", 1), BYTES[how.get("dtype", "fp32")])
-        memories = super().memory_per_stage(bounds, **how)
+        mask = self._mask_bytes(options.get("tensor", 1), BYTES[options.get("dtype", "fp32")])
+        memories = super().memory_per_stage(bounds, **options)
         return [replace(memory, activations=memory.activations + mask) for memory in memories] if mask else memories
 
     def _mask_bytes(self, tensor: int, width: int) -> int:
         """Return the bytes of ALiBi's biases, or of the mask of a window."""
-        if self.is_by_length:
+        if self.uses_document_starts:
             return 0
-        num_scores = self.own_length * self.seq_length
-        if self.sizes.position_embedding_type == ALIBI:
-            return width * self.sizes.num_attention_heads // tensor * num_scores
-        return num_scores if 0 < self.sizes.window_size < self.seq_length - 1 else 0
+        num_scores = self.local_length * self.seq_length
+        if self.model.position_embedding_type == ALIBI:
+            return width * self.model.num_attention_heads // tensor * num_scores
+        return num_scores if 0 < self.model.window_size < self.seq_length - 1 else 0
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return samples * self.own_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
+        return samples * self.local_length * -(-known_vocab_size(self.model) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
-        tokens = samples * self.own_length
-        has_cap = self.sizes.final_logit_softcapping > 0
+        tokens = samples * self.local_length
+        has_cap = self.model.final_logit_softcapping > 0
         return loss_bytes(
-            self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu, has_cap=has_cap
+            self.model, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu, has_cap=has_cap
         )
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """See ``Costs``. With several chunks, ``tds.partition.partition_uniform_chunks`` distributes the layers."""
-        costs, num_layers = self.unit_costs, self.sizes.num_layers
+        costs, num_layers = self.unit_costs, self.model.num_layers
         if stages == 1:
             return [0, len(costs)]
         first, last = costs[0], costs[-2] + costs[-1]
@@ -546,37 +568,37 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     }
 
 
-SHORTEST_BY_LENGTH = 512
+MIN_VARLEN_LENGTH = 512
 """``2 * megatron.ops.document_attention.SHORT``."""
-HEADS_IN_BLOCKS = (16, 256)
-"""``LEAST`` and ``MOST`` of ``megatron.ops.flex_attention``."""
+FLEX_HEAD_SIZES = (16, 256)
+"""``MIN_HEAD_SIZE`` and ``MAX_HEAD_SIZE`` of ``megatron.ops.flex_attention``."""
 
 
-def mask_reason(config: Any, kind: str, *, is_causal: bool = True) -> str | None:
-    """Return the reason why attention within documents needs a mask on a device of ``kind``; None: it needs none.
+def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str | None:
+    """Return the reason why attention within documents needs a mask on this device type; None: it needs none.
 
     CUDA is assumed to have Triton, and FlashAttention for 16 bits.
     """
     model, dtype = config.model, config.precision.dtype or "fp32"
     if model.attention_dropout:
         return f"--attention-dropout {model.attention_dropout:g} requires a mask, 0 does not"
-    if kind == "cpu":
+    if device_type == "cpu":
         return None
-    if kind != "cuda":
-        return f"{kind} has no variable-length attention"
+    if device_type != "cuda":
+        return f"{device_type} has no variable-length attention"
     has_more = not is_causal or model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
-    is_long = config.batch.seq_length > SHORTEST_BY_LENGTH
+    is_long = config.batch.seq_length > MIN_VARLEN_LENGTH
     if is_long and not has_more and dtype in ("bf16", "fp16") and model.kv_hidden_size % 8 == 0:
         return None
     if dtype == "fp64":
         return "CUDA kernels only support fp32 and 16-bit formats"
-    smallest, largest = HEADS_IN_BLOCKS
+    smallest, largest = FLEX_HEAD_SIZES
     if not smallest <= model.kv_hidden_size <= largest:
         return f"flex_attention supports head sizes from {smallest} to {largest}, got {model.kv_hidden_size}"
     return None
 
 
-def context_costs(config: Any) -> dict[str, Any]:
+def distribution_costs(config: Any) -> dict[str, Any]:
     """Return the arguments of ``DecoderCosts`` about the distribution of sequences and experts over ranks."""
     parallel = config.parallel
     expert = parallel.expert_model_parallel_size if config.model.num_experts else 1
@@ -584,15 +606,15 @@ def context_costs(config: Any) -> dict[str, Any]:
         "context": parallel.context_parallel_size,
         "cuts_heads": parallel.cp_comm_type == "a2a",
         "expert": expert,
-        "cuts_experts": parallel.cuts_experts,
+        "cuts_experts": parallel.shards_experts,
     }
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     """Return the costs of the decoder of ``config``, a ``Config``. Saved activations depend on the type of device."""
-    model, has_segments = config.model, config.data.keeps_documents_apart
+    model, has_segments = config.model, config.data.separates_documents
     is_plain = model.has_plain_attention and not model.attention_dropout
-    distribution = context_costs(config)
+    distribution = distribution_costs(config)
     needs_starts = has_segments or distribution["context"] > 1
     return DecoderCosts(
         model,
@@ -600,7 +622,7 @@ def costs(config: Any, is_on_cpu: bool = False) -> Costs:
         is_on_cpu=is_on_cpu,
         is_blocked=is_on_cpu and is_plain and distribution["context"] == 1,
         has_segments=has_segments,
-        is_by_length=needs_starts and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
+        uses_document_starts=needs_starts and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
         **distribution,
         **dropout_costs(config, is_on_cpu),
     )

@@ -73,12 +73,12 @@ class Features(ModelDimensions, Protocol):
     def has_plain_attention(self) -> bool: ...
 
 
-def known_vocab_size(sizes: ModelDimensions) -> int:
+def known_vocab_size(model: ModelDimensions) -> int:
     """Return the vocabulary size v.
 
     Raises:
         ValueError: the vocabulary size is not known yet.
     """
-    if sizes.vocab_size is None:
+    if model.vocab_size is None:
         raise ValueError("vocab_size is not known yet: call config.with_vocab(size) first")
-    return sizes.vocab_size
+    return model.vocab_size

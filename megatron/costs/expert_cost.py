@@ -30,7 +30,7 @@ from megatron.costs.cost import Product
 #
 # The exchange of the numbers of rows (8 E bytes per rank and layer) is not counted.
 
-INDEX = 8
+INDEX_BYTES = 8
 """Bytes of an index in a list of rows."""
 
 
@@ -39,29 +39,30 @@ class ExpertCosts:
     """Costs of the experts, router and shared expert of one layer.
 
     Args:
-        sizes: sizes of the model.
+        model: sizes of the model.
         matrices: number of matrices of an expert, counting gate and value separately.
-        of_width: elements that a feed-forward layer saves per token and per unit of its width between its products.
+        saved_per_width: elements that a feed-forward layer saves per token and per unit of its width between its
+            products.
         ranks: number of ranks over which experts are distributed.
         cuts_experts: each expert is also sharded over the tensor ranks.
     """
 
-    sizes: Any
+    model: Any
     matrices: int
-    of_width: int
+    saved_per_width: int
     ranks: int = 1
     cuts_experts: bool = True
 
     @property
     def active_width(self) -> int:
         """Total width of the experts that a token uses, including the shared expert."""
-        sizes = self.sizes
-        return int(sizes.moe_router_topk * sizes.moe_ffn_hidden_size + sizes.moe_shared_expert_intermediate_size)
+        model = self.model
+        return int(model.moe_router_topk * model.moe_ffn_hidden_size + model.moe_shared_expert_intermediate_size)
 
     @property
     def flops(self) -> int:
         """FLOPs per token in forward."""
-        return 2 * self.sizes.hidden_size * (self.matrices * self.active_width + int(self.sizes.num_experts))
+        return 2 * self.model.hidden_size * (self.matrices * self.active_width + int(self.model.num_experts))
 
     def parameters(self, tensor: int = 1, *, is_active: bool = False) -> int:
         """Return the parameters of the half on one of ``tensor`` ranks; the router is not sharded.
@@ -69,115 +70,122 @@ class ExpertCosts:
         Args:
             is_active: count only the parameters that a token uses.
         """
-        sizes, h = self.sizes, self.sizes.hidden_size
+        model, h = self.model, self.model.hidden_size
         experts = self._expert_parameters(
-            tensor, sizes.moe_router_topk if is_active else sizes.num_experts // self.ranks
+            tensor, model.moe_router_topk if is_active else model.num_experts // self.ranks
         )
-        shared = self.matrices * h * sizes.moe_shared_expert_intermediate_size // tensor
-        router = sizes.num_experts * (h + sizes.moe_router_enable_expert_bias) + h * sizes.moe_shared_expert_gate
+        shared = self.matrices * h * model.moe_shared_expert_intermediate_size // tensor
+        router = model.num_experts * (h + model.moe_router_enable_expert_bias) + h * model.moe_shared_expert_gate
         return int(experts + shared + router)
 
-    def apart(self, tensor: int = 1) -> int:
+    def distributed_parameters(self, tensor: int = 1) -> int:
         """Return the parameters that are not replicated on all data x context ranks."""
-        return self._expert_parameters(tensor, self.sizes.num_experts // self.ranks) if self.ranks > 1 else 0
+        return self._expert_parameters(tensor, self.model.num_experts // self.ranks) if self.ranks > 1 else 0
 
-    def _expert_parameters(self, tensor: int, number: int) -> int:
-        """Return the parameters of ``number`` experts on a tensor rank."""
-        width = number * int(self.sizes.moe_ffn_hidden_size)
-        return self.matrices * int(self.sizes.hidden_size) * width // self._cut(tensor)
+    def _expert_parameters(self, tensor: int, num_experts: int) -> int:
+        """Return the parameters of ``num_experts`` experts on a tensor rank."""
+        width = num_experts * int(self.model.moe_ffn_hidden_size)
+        return self.matrices * int(self.model.hidden_size) * width // self._num_expert_shards(tensor)
 
-    def _cut(self, tensor: int) -> int:
+    def _num_expert_shards(self, tensor: int) -> int:
         """Return the number of ranks over which each expert is sharded."""
         return tensor if self.cuts_experts else 1
 
-    def _seen(self, tokens: int, tensor: int) -> int:
+    def _num_routed_tokens(self, tokens: int, tensor: int) -> int:
         """Return the number of tokens whose rows a rank sends."""
         return tokens if self.cuts_experts else tokens // tensor
 
     @property
-    def num_sums(self) -> int:
+    def num_all_reduces(self) -> int:
         """Number of all-reduces over the tensor ranks in a forward: one for experts, one for the shared expert."""
-        return self.cuts_experts + bool(self.sizes.moe_shared_expert_intermediate_size)
+        return self.cuts_experts + bool(self.model.moe_shared_expert_intermediate_size)
 
     def products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
         """Return the products of the router, of each expert with its share of all ranks' rows, and the shared expert.
 
         A gated expert computes gate and value in one product.
         """
-        sizes, h, num_shards = self.sizes, self.sizes.hidden_size, self._cut(tensor)
-        rows = -(-self._seen(tokens, tensor) * sizes.moe_router_topk * self.ranks // sizes.num_experts)
-        width, shared = sizes.moe_ffn_hidden_size // num_shards, sizes.moe_shared_expert_intermediate_size // tensor
-        num_local, entering = sizes.num_experts // self.ranks, self.matrices - 1
-        products = [Product(tokens, h, sizes.num_experts)]
+        model, h, num_shards = self.model, self.model.hidden_size, self._num_expert_shards(tensor)
+        rows = -(-self._num_routed_tokens(tokens, tensor) * model.moe_router_topk * self.ranks // model.num_experts)
+        width, shared = model.moe_ffn_hidden_size // num_shards, model.moe_shared_expert_intermediate_size // tensor
+        num_local, entering = model.num_experts // self.ranks, self.matrices - 1
+        products = [Product(tokens, h, model.num_experts)]
         products += [Product(rows, h, entering * width, num_local), Product(rows, width, h, num_local)]
         if shared:
             products += [Product(tokens, h, entering * shared, is_column=True), Product(tokens, shared, h)]
         return tuple(products)
 
-    def kept(self, tokens: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False) -> int:
+    def saved_bytes(
+        self, tokens: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
+    ) -> int:
         """Return the bytes that the feed-forward half saves for backward, excluding the input that a dense half saves.
 
         Args:
             tokens: tokens of a micro-batch.
             width: bytes per element.
-            sequence, is_joined: see ``Costs.unit_kept``.
+            sequence, saves_gathered_inputs: see ``Costs.unit_saved_bytes``.
         """
-        sizes, h, wide = self.sizes, self.sizes.hidden_size, max(width, 4)
-        num_experts, k, local_tokens = sizes.num_experts, sizes.moe_router_topk, tokens // sequence
-        rows = self._seen(tokens, tensor) * k
-        between = tokens * self.of_width * self.active_width * width // tensor
-        lists = rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + local_tokens * INDEX * k
-        tables = self._tables * local_tokens * num_experts * wide
-        gated = local_tokens * h * width if sizes.moe_shared_expert_gate else 0
+        model, h, wide = self.model, self.model.hidden_size, max(width, 4)
+        num_experts, k, local_tokens = model.num_experts, model.moe_router_topk, tokens // sequence
+        rows = self._num_routed_tokens(tokens, tensor) * k
+        between = tokens * self.saved_per_width * self.active_width * width // tensor
+        lists = rows * (2 * INDEX_BYTES * (2 if self.ranks > 1 else 1) + 2 * wide) + local_tokens * INDEX_BYTES * k
+        tables = self._num_tables * local_tokens * num_experts * wide
+        gated = local_tokens * h * width if model.moe_shared_expert_gate else 0
         return (
             2 * rows * h * width
             + between
             + lists
             + tables
             + gated
-            + self._input(local_tokens, tokens, width, is_joined)
+            + self._input_bytes(local_tokens, tokens, width, saves_gathered_inputs)
         )
 
     @property
-    def _tables(self) -> int:
+    def _num_tables(self) -> int:
         """Number of tables [tokens, E] that the router saves: one to look up weights, and others for its losses."""
-        sizes = self.sizes
-        is_sigmoid = sizes.moe_router_score_function == "sigmoid"
-        has_logits = not is_sigmoid and not sizes.moe_router_pre_softmax  # the logits are the table of weights
-        softmax = bool(sizes.has_aux_loss) and not is_sigmoid
-        return 1 + softmax + (bool(sizes.moe_z_loss_coeff) and not has_logits)
+        model = self.model
+        is_sigmoid = model.moe_router_score_function == "sigmoid"
+        has_logits = not is_sigmoid and not model.moe_router_pre_softmax  # the logits are the table of weights
+        softmax = bool(model.has_aux_loss) and not is_sigmoid
+        return 1 + softmax + (bool(model.moe_z_loss_coeff) and not has_logits)
 
-    def _input(self, part: int, tokens: int, width: int, is_joined: bool) -> int:
+    def _input_bytes(self, num_router_tokens: int, tokens: int, width: int, saves_gathered_inputs: bool) -> int:
         """Return the bytes of inputs that the half saves, less the input that a dense half saves.
 
         The router saves its input, and with 16-bit weights fp32 copies of its input and weight. A shared expert saves
-        the same input as a dense half. Other experts save rows, which ``kept`` counts separately.
+        the same input as a dense half. Other experts save rows, which ``saved_bytes`` counts separately.
 
         Args:
-            part: number of tokens that the router processes.
+            num_router_tokens: number of tokens that the router processes.
         """
-        h, shared = self.sizes.hidden_size, self.sizes.moe_shared_expert_intermediate_size
-        dense = (tokens if is_joined else part) * h * width  # saved by a dense half, or by the shared expert
-        router = part * h * max(width, 4) + (4 * h * int(self.sizes.num_experts) if width < 4 else 0)
+        h, shared = self.model.hidden_size, self.model.moe_shared_expert_intermediate_size
+        dense = (
+            (tokens if saves_gathered_inputs else num_router_tokens) * h * width
+        )  # saved by a dense half, or by the shared expert
+        router = num_router_tokens * h * max(width, 4) + (4 * h * int(self.model.num_experts) if width < 4 else 0)
         if not shared:
             return int(router - dense)
         return 0 if width >= 4 and dense == router else int(router)
 
-    def work(self, tokens: int, tensor: int, width: int, sequence: int = 1) -> int:
+    def scratch_bytes(self, tokens: int, tensor: int, width: int, sequence: int = 1) -> int:
         """Return the scratch bytes of the half in backward, less the memory that it has freed by then.
 
         The gradients of the same weight of all experts exist at the same time, before they are accumulated.
         """
-        sizes, h, k = self.sizes, self.sizes.hidden_size, self.sizes.moe_router_topk
-        rows, f = self._seen(tokens, tensor) * k, sizes.moe_ffn_hidden_size // self._cut(tensor)
-        weights, entering = h * f * (sizes.num_experts // self.ranks), self.matrices - 1
+        model, h, k = self.model, self.model.hidden_size, self.model.moe_router_topk
+        rows, f = (
+            self._num_routed_tokens(tokens, tensor) * k,
+            model.moe_ffn_hidden_size // self._num_expert_shards(tensor),
+        )
+        weights, entering = h * f * (model.num_experts // self.ranks), self.matrices - 1
         held = tokens // sequence * h  # the gradient of the residual stream
-        if shared := sizes.moe_shared_expert_intermediate_size:  # its backward is the first
-            held += tokens * h - tokens * self.of_width * shared // tensor
+        if shared := model.moe_shared_expert_intermediate_size:  # its backward is the first
+            held += tokens * h - tokens * self.saved_per_width * shared // tensor
         largest = max(
             2 * rows * h,
             rows * f + weights,
-            entering * weights + rows * f * (entering - self.of_width),
+            entering * weights + rows * f * (entering - self.saved_per_width),
         )
         return max(held + largest, 0) * width
 
@@ -188,7 +196,9 @@ class ExpertCosts:
         """
         if self.ranks == 1:
             return 0, 0
-        num_bytes = self._seen(tokens, tensor) * self.sizes.moe_router_topk * self.sizes.hidden_size * width
+        num_bytes = (
+            self._num_routed_tokens(tokens, tensor) * self.model.moe_router_topk * self.model.hidden_size * width
+        )
         return num_bytes, num_bytes
 
 

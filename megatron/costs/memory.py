@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.config.loss_chunk import WHOLE, tokens_at_once
+from megatron.config.loss_chunk import UNCHUNKED, tokens_per_chunk
 from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 
 # Bytes that training holds: weights, gradients, optimizer states, activations and logits.
@@ -76,7 +76,7 @@ class Zero:
     prefetches: bool = True
 
     @property
-    def layers(self) -> int:
+    def num_gathered_layers(self) -> int:
         """Maximum number of layers that ZeRO 3 holds gathered."""
         return 2 if self.prefetches and self.replicas > 1 else 1
 
@@ -85,7 +85,7 @@ class Zero:
         return self.replicas if self.stage >= stage else 1
 
 
-PLAIN = Zero()
+NO_ZERO = Zero()
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class State:
     saved: int = 0
 
     @classmethod
-    def of(cls, dtype: str, optimizer: str, num_bf16_states: int = 0) -> State:
+    def for_optimizer(cls, dtype: str, optimizer: str, num_bf16_states: int = 0) -> State:
         """Return the bytes per parameter.
 
         Args:
@@ -120,28 +120,28 @@ class State:
         parameters: int,
         activations: int,
         logits: int,
-        zero: Zero = PLAIN,
+        zero: Zero = NO_ZERO,
         gathered: int = 0,
         matrices: int = 0,
-        apart: int = 0,
+        num_distributed: int = 0,
         ranks: int = 1,
     ) -> Memory:
         """Return the memory of a rank with ``parameters`` parameters, of which ``gathered`` are gathered at a time.
 
         Args:
             matrices: number of parameters in matrices of layers.
-            apart: number of parameters of experts, which are distributed over ``ranks`` ranks and replicated on
-                ``replicas / ranks``.
+            num_distributed: number of parameters of experts, which are distributed over ``ranks`` ranks and replicated
+                on ``replicas / ranks``.
         """
-        wide, is_cut = max(self.width, 4), zero.stage == 3
+        wide, is_sharded = max(self.width, 4), zero.stage == 3
         weights = -(-parameters * self.width // zero.share(3))
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # the main param cannot be the weight itself
         share = zero.share(1)
-        states = -(-((parameters - apart) * optimizer - matrices * self.saved) // share)
-        states += -(-apart * optimizer * ranks // max(share, ranks))
-        is_gathered = is_cut and (zero.replicas > 1 or zero.offload_parameters)
+        states = -(-((parameters - num_distributed) * optimizer - matrices * self.saved) // share)
+        states += -(-num_distributed * optimizer * ranks // max(share, ranks))
+        is_gathered = is_sharded and (zero.replicas > 1 or zero.offload_parameters)
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
             weights=0 if zero.offload_parameters else weights,
@@ -158,7 +158,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes that a unit saves for backward of one micro-batch: ``full``, or ``input`` if the unit is recomputed.
 
     ``core`` is the part of ``full`` that selective recompute does not save.
@@ -168,7 +168,7 @@ class Kept:
     input: int = 0
     core: int = 0
 
-    def without_core(self) -> Kept:
+    def without_core(self) -> SavedBytes:
         """Return the bytes saved with selective recompute."""
         return replace(self, full=self.full - self.core, core=0)
 
@@ -181,30 +181,38 @@ class SavedActivations:
     parts: int = 1
     is_on_host: bool = False
 
-    def placed(
-        self, memory: Memory, pieces: Sequence[Sequence[Kept]], forwards: float, read: int, work: int = 0
+    def apply_to(
+        self,
+        memory: Memory,
+        units_by_chunk: Sequence[Sequence[SavedBytes]],
+        forwards: float,
+        shared_bytes: int,
+        work: int = 0,
     ) -> Memory:
         """Return ``memory`` with the activations of a stage whose layers are recomputed.
 
         Args:
-            pieces: saved bytes of each unit of each piece of the stage.
-            forwards: number of forwards through all pieces that are in flight.
-            read: bytes per forward of tensors that several layers read; they are saved in full on the device.
+            units_by_chunk: saved bytes of each unit, for each chunk of the stage.
+            forwards: number of forwards through all chunks that are in flight.
+            shared_bytes: bytes per forward of tensors that several layers read; they are saved in full on the device.
             work: scratch bytes of the backward of a recomputed layer.
         """
-        inputs = sum(sum([unit.input for unit in piece if unit.input][:: self.every]) for piece in pieces)
-        saved_inputs = -(-int(forwards * inputs) // self.parts)
-        not_recomputed = sum(unit.full for piece in pieces for unit in piece if not unit.input)
-        recomputed = max(
-            sum(sorted((unit.full for unit in piece if unit.input), reverse=True)[: self.every]) for piece in pieces
+        inputs = sum(
+            sum([unit.input for unit in chunk_units if unit.input][:: self.every]) for chunk_units in units_by_chunk
         )
-        at_work = max(recomputed + work - memory.logits, 0)  # the logits are freed before a layer is recomputed
+        saved_inputs = -(-int(forwards * inputs) // self.parts)
+        not_recomputed = sum(unit.full for chunk_units in units_by_chunk for unit in chunk_units if not unit.input)
+        recomputed = max(
+            sum(sorted((unit.full for unit in chunk_units if unit.input), reverse=True)[: self.every])
+            for chunk_units in units_by_chunk
+        )
+        transient_bytes = max(recomputed + work - memory.logits, 0)  # the logits are freed before a layer is recomputed
         on_device, on_host = (0, saved_inputs) if self.is_on_host else (saved_inputs, 0)
-        saved = int(forwards * (read + not_recomputed)) + on_device
-        return replace(memory, activations=saved + at_work, host=memory.host + on_host)
+        saved = int(forwards * (shared_bytes + not_recomputed)) + on_device
+        return replace(memory, activations=saved + transient_bytes, host=memory.host + on_host)
 
 
-def waiting_of(config: Any) -> SavedActivations:
+def saved_activations_of(config: Any) -> SavedActivations:
     """Return the storage of the inputs of recomputed layers for ``config``, a ``megatron.config.Config``."""
     parallel = config.parallel
     parts = parallel.model_parallel_size if parallel.partition_activations else 1
@@ -219,11 +227,11 @@ def waiting_of(config: Any) -> SavedActivations:
 # | in chunks | one chunk in fp32, two with several tensor ranks; in 16 bits also copies | two gradients |
 #
 # The two gradients are those of the hidden states and, in fp32, of the table. With 16-bit weights a chunk and the
-# table's gradient are copied. ``megatron.config.loss_chunk.tokens_at_once`` chooses between the two rows.
+# table's gradient are copied. ``megatron.config.loss_chunk.tokens_per_chunk`` chooses between the two rows.
 
 
 def loss_bytes(
-    sizes: ModelDimensions,
+    model: ModelDimensions,
     tokens: int,
     tensor: int,
     width: int,
@@ -240,15 +248,15 @@ def loss_bytes(
         forwards: number of micro-batches that wait for their backward.
         has_cap: logits are soft-capped, which saves one more value per logit; in chunks, only of the current chunk.
     """
-    words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
-    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
-    if at_once == WHOLE:
+    vocab_shard, wide, h = -(-known_vocab_size(model) // tensor), max(width, 4), model.hidden_size
+    chunk_tokens = tokens_per_chunk(model.loss_chunk_tokens, tokens, known_vocab_size(model), h, is_on_cpu=is_on_cpu)
+    if chunk_tokens == UNCHUNKED:
         saved = wide + (width if has_cap else 0)
-        return tokens * words * (width + (wide if width < wide else 0) + saved * forwards)
+        return tokens * vocab_shard * (width + (wide if width < wide else 0) + saved * forwards)
     copies = width if width < wide else 0
     num_buffers = (2 if tensor > 1 else 1) * (2 if has_cap else 1)
-    at_work = words * (at_once * (wide * num_buffers + copies) + h * copies)
-    return at_work + forwards * h * (tokens * width + words * wide)
+    transient_bytes = vocab_shard * (chunk_tokens * (wide * num_buffers + copies) + h * copies)
+    return transient_bytes + forwards * h * (tokens * width + vocab_shard * wide)
 
 
 # Scratch memory of causal attention on a CPU, for one layer at a time.
@@ -266,20 +274,20 @@ def loss_bytes(
 # of query, key and gradient of the context; the transposes of these three, of the value and of the gradients of key and
 # value, in rows of full tiles; and the scores of a block of queries and their gradients.
 
-CACHED = 2**18
-"""``megatron.ops.causal_attention.CACHED``."""
-QUERIES, TILE = 64, 16
+CACHED_SCORES = 2**18
+"""``megatron.ops.causal_attention.CACHED_SCORES``."""
+KERNEL_QUERIES, KERNEL_TILE = 64, 16
 """``kQueries`` and ``kTile`` of ``megatron/ops/causal_kernel.cpp``."""
 
 
-def queries_of_block(length: int) -> int:
-    """Return the number of queries per block; must equal ``megatron.ops.causal_attention.queries_of_block``."""
+def queries_per_block(length: int) -> int:
+    """Return the number of queries per block; must equal ``megatron.ops.causal_attention.queries_per_block``."""
     return min(length, 64 if length <= 512 else 128)
 
 
-def heads_at_once(heads: int, length: int, threads: int = 1) -> int:
+def heads_per_group(heads: int, length: int, threads: int = 1) -> int:
     """Return the number of heads that are processed together, out of ``heads`` over all samples."""
-    max_heads = max(1, CACHED * threads // (queries_of_block(length) * length))
+    max_heads = max(1, CACHED_SCORES * threads // (queries_per_block(length) * length))
     return -(-heads // -(-heads // max_heads))
 
 
@@ -294,17 +302,17 @@ def backward_bytes(heads: int, length: int, size: int, width: int, threads: int 
         threads: number of threads of this rank.
     """
     if width == 4:
-        return width * min(threads, heads) * kernel_numbers(length, size)
-    queries = queries_of_block(length)
+        return width * min(threads, heads) * kernel_scratch_numel(length, size)
+    queries = queries_per_block(length)
     added = (length - 1) // queries * queries
-    of_head = 6 * length * size + 2 * queries * length + (queries + added) * size
-    return width * (heads_at_once(heads, length, threads) * of_head + queries**2)
+    numel_per_head = 6 * length * size + 2 * queries * length + (queries + added) * size
+    return width * (heads_per_group(heads, length, threads) * numel_per_head + queries**2)
 
 
-def kernel_numbers(length: int, size: int) -> int:
+def kernel_scratch_numel(length: int, size: int) -> int:
     """Return the number of elements of scratch memory per thread in the kernel's backward."""
-    row_length = -(-length // TILE) * TILE
-    return 3 * length * size + 6 * row_length * size + 2 * QUERIES * row_length
+    row_length = -(-length // KERNEL_TILE) * KERNEL_TILE
+    return 3 * length * size + 6 * row_length * size + 2 * KERNEL_QUERIES * row_length
 
 
 # Buffers of messages between ranks during a step.
@@ -318,9 +326,9 @@ def kernel_numbers(length: int, size: int) -> int:
 
 BUCKET_BYTES = 32 * 2**20
 """``tds.gradients.BUCKET_BYTES``."""
-CUT_GRADIENTS = 2
+GRADIENT_SHARDING_STAGE = 2
 """First stage of ZeRO that reduces gradients during backward."""
-AHEAD = 3
+MESSAGES_PER_BOUNDARY = 3
 """Messages at a boundary: a hidden state and a gradient received early, and one being sent."""
 
 
@@ -338,10 +346,10 @@ class CommunicationBuffers:
     message: int = 0
     gathered: int = 0
 
-    def placed(self, memory: Memory, gradient: int, zero: Zero) -> Memory:
+    def apply_to(self, memory: Memory, gradient: int, zero: Zero) -> Memory:
         """Return ``memory`` with its buffers; ``gradient``: bytes of a gradient per parameter."""
-        steady = AHEAD * self.message + 2 * self.gathered
-        if zero.replicas == 1 or zero.stage < CUT_GRADIENTS:
+        steady = MESSAGES_PER_BOUNDARY * self.message + 2 * self.gathered
+        if zero.replicas == 1 or zero.stage < GRADIENT_SHARDING_STAGE:
             return replace(memory, buffers=steady)
         return replace(memory, buffers=steady + min(self.small * gradient, 2 * BUCKET_BYTES))
 

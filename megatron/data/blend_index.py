@@ -31,7 +31,7 @@ class _Branch:
     weight: int
     total: int
 
-    def given_left(self, num_samples: int) -> int:
+    def num_left_samples(self, num_samples: int) -> int:
         """Return the number of samples of ``left`` among the first ``num_samples`` (halves are rounded up)."""
         return (2 * num_samples * self.weight + self.total) // (2 * self.total)
 
@@ -47,14 +47,14 @@ class BlendIndex:
 
     def __init__(self, weights: Sequence[int], ranks: Sequence[int] | None = None) -> None:
         self.weights = tuple(weights)
-        self._root = _tree(self.weights, range(len(self.weights)) if ranks is None else ranks)
+        self._root = _build_tree(self.weights, range(len(self.weights)) if ranks is None else ranks)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Map sample ``index`` to (corpus, sample index within the corpus)."""
         node = self._root
         while isinstance(node, _Branch):
-            num_left = node.given_left(index)
-            if node.given_left(index + 1) > num_left:
+            num_left = node.num_left_samples(index)
+            if node.num_left_samples(index + 1) > num_left:
                 node, index = node.left, num_left
             else:
                 node, index = node.right, index - num_left
@@ -67,14 +67,14 @@ class BlendIndex:
         while stack:
             node, count = stack.pop()
             if isinstance(node, _Branch):
-                num_left = node.given_left(count)
+                num_left = node.num_left_samples(count)
                 stack += [(node.left, num_left), (node.right, count - num_left)]
             else:
                 counts[node] = count
         return tuple(counts)
 
 
-def _tree(weights: Sequence[int], ranks: Sequence[int]) -> _Branch | int:
+def _build_tree(weights: Sequence[int], ranks: Sequence[int]) -> _Branch | int:
     """Combine the corpora with a weight > 0 in pairs, the two lightest first, and return the root of the tree."""
     heap: list[tuple[int, int, _Branch | int]] = [
         (weight, rank, corpus) for corpus, (weight, rank) in enumerate(zip(weights, ranks, strict=True)) if weight

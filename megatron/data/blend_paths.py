@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from megatron.config import data_paths
 from megatron.data import range_cache
-from megatron.data.split import NAMES
+from megatron.data.split import SPLIT_NAMES
 from megatron.errors import DataError
 
 WeightedPath = tuple[float, str]
@@ -47,9 +47,9 @@ class BlendPaths:
     mixture_schedule: str | None = None
 
     @property
-    def are_apart(self) -> bool:
+    def has_separate_splits(self) -> bool:
         """True if the splits have separate corpora, which are not divided."""
-        return any(getattr(self, f"{name}_data_path") for name in NAMES)
+        return any(getattr(self, f"{name}_data_path") for name in SPLIT_NAMES)
 
     def corpora(self, needed: Sequence[bool]) -> list[tuple[WeightedPath, ...] | None]:
         """Return (weight, prefix) of the corpora of train, valid and test; None for a split that is not needed.
@@ -57,15 +57,18 @@ class BlendPaths:
         Raises:
             DataError: a needed path is missing, --data-path is combined with other paths, or a path is invalid.
         """
-        if self.data_path and self.are_apart:
+        if self.data_path and self.has_separate_splits:
             raise DataError(
                 f"--data-path {self.data_path} (divided by --split) cannot be combined with --train-data-path, "
                 "--valid-data-path or --test-data-path (not divided). Remove --data-path or the other flags."
             )
-        if not self.are_apart:
-            corpora = weighted_prefixes(_given(self.data_path))
+        if not self.has_separate_splits:
+            corpora = weighted_prefixes(_require_data_path(self.data_path))
             return [corpora if is_needed else None for is_needed in needed]
-        return [self._own(name) if is_needed else None for name, is_needed in zip(NAMES, needed, strict=True)]
+        return [
+            self._split_corpora(name) if is_needed else None
+            for name, is_needed in zip(SPLIT_NAMES, needed, strict=True)
+        ]
 
     def schedule(self, tokens_per_sample: int) -> list[tuple[int, tuple[float, ...]]]:
         """Return (first sample, weights) of each phase of the training mixture.
@@ -86,7 +89,7 @@ class BlendPaths:
             phases += [(-(-tokens // tokens_per_sample), weights) for tokens, weights in parsed]
         return phases
 
-    def _own(self, name: str) -> tuple[WeightedPath, ...]:
+    def _split_corpora(self, name: str) -> tuple[WeightedPath, ...]:
         """Return the corpora of split ``name`` from its own flag, or raise DataError if the flag is not set."""
         flag = f"--{name}-data-path"
         text = getattr(self, f"{name}_data_path")
@@ -106,37 +109,37 @@ def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[Weig
         parsed = data_paths.parse_paths(text, flag)
     except ValueError as error:
         raise DataError(str(error)) from error
-    corpora = tuple((weight, _without_suffix(path)) for weight, path in parsed)
+    corpora = tuple((weight, _strip_suffix(path)) for weight, path in parsed)
     seen: dict[str, str] = {}
     for _, path in corpora:
-        real = os.path.realpath(path)
-        if real in seen:
+        real_path = os.path.realpath(path)
+        if real_path in seen:
             raise DataError(
-                f"{flag} must name each corpus once, got {seen[real]} and {path}, which are the same files. Name the "
-                "corpus once, with the sum of its weights."
+                f"{flag} must name each corpus once, got {seen[real_path]} and {path}, which are the same files. Name "
+                "the corpus once, with the sum of its weights."
             )
-        seen[real] = path
+        seen[real_path] = path
     return corpora
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
     """Return the shortest unique path suffix of each prefix: "a/x" and "b/x", but "y"."""
-    parts = [PurePath(prefix).parts for prefix in prefixes]
+    paths = [PurePath(prefix).parts for prefix in prefixes]
     return [
-        _shortest(path, [other for idx, other in enumerate(parts) if idx != path_idx])
-        for path_idx, path in enumerate(parts)
+        _shortest_suffix(path, [other for idx, other in enumerate(paths) if idx != path_idx])
+        for path_idx, path in enumerate(paths)
     ]
 
 
-def _shortest(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
-    """Return the shortest suffix of the path ``own`` that no path in ``others`` ends with."""
-    for count in range(1, len(own) + 1):
-        if all(other[-count:] != own[-count:] for other in others):
-            return str(PurePath(*own[-count:]))
-    return str(PurePath(*own))
+def _shortest_suffix(path: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
+    """Return the shortest suffix of the path ``path`` that no path in ``others`` ends with."""
+    for num_components in range(1, len(path) + 1):
+        if all(other[-num_components:] != path[-num_components:] for other in others):
+            return str(PurePath(*path[-num_components:]))
+    return str(PurePath(*path))
 
 
-def _given(data_path: str | None) -> str:
+def _require_data_path(data_path: str | None) -> str:
     """Return ``data_path``, or raise DataError if it is not set."""
     if not data_path:
         raise DataError(
@@ -146,7 +149,7 @@ def _given(data_path: str | None) -> str:
     return data_path
 
 
-def _without_suffix(path: str) -> str:
+def _strip_suffix(path: str) -> str:
     for suffix in _SUFFIXES:
         path = path.removesuffix(suffix)
     return path

@@ -21,7 +21,7 @@ from megatron.data.blend_index import BlendIndex
 from megatron.errors import DataError
 
 FORMAT = 1
-_LARGEST_TOTAL = 1 << 48
+_MAX_TOTAL = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Corpus:
 
     Args:
         fingerprint: digest of everything that determines the samples.
-        is_drawn: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single corpus
-            and a mixture.
+        has_random_draws: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single
+            corpus and a mixture.
         num_documents, num_tokens: counts of the token files, for messages; None if unknown.
         other_fingerprints: fingerprints of the same corpus with other digests of the same tokenizer, which a checkpoint
             may contain.
@@ -40,13 +40,13 @@ class Corpus:
     name: str
     fingerprint: str
     samples_per_epoch: int
-    is_drawn: bool = False
+    has_random_draws: bool = False
     num_documents: int | None = None
     num_tokens: int | None = None
     other_fingerprints: tuple[str, ...] = ()
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Unit ("documents", "tokens") -> count, without unknown counts."""
         counts = {"documents": self.num_documents, "tokens": self.num_tokens}
         return {name: count for name, count in counts.items() if count is not None}
@@ -68,12 +68,12 @@ class Phase:
     ranks: tuple[int, ...]
 
     @cached_property
-    def interleaving(self) -> BlendIndex:
+    def blend_index(self) -> BlendIndex:
         return BlendIndex(self.weights, self.ranks)
 
     def cursors_at(self, samples_consumed: int) -> tuple[int, ...]:
         """Return the number of samples read per corpus; ``samples_consumed`` must be in this phase or at its end."""
-        counts = self.interleaving.counts(samples_consumed - self.start)
+        counts = self.blend_index.counts(samples_consumed - self.start)
         return tuple(cursor + count for cursor, count in zip(self.cursors, counts, strict=True))
 
 
@@ -105,22 +105,25 @@ class BlendSchedule:
         self._check()
         sorted_fingerprints = sorted(corpus.fingerprint for corpus in self.corpora)
         self._ranks = tuple(sorted_fingerprints.index(corpus.fingerprint) for corpus in self.corpora)
-        self.phases = [Phase(start, tuple(w), tuple(c), self._ranks) for start, w, c in history]
-        steps = [(start, whole_weights(weights)) for start, weights in self.schedule]
+        self.phases = [
+            Phase(start, tuple(phase_weights), tuple(phase_cursors), self._ranks)
+            for start, phase_weights, phase_cursors in history
+        ]
+        steps = [(start, integer_weights(weights)) for start, weights in self.schedule]
         step_idx = bisect_right(steps, samples_consumed, key=lambda step: step[0]) - 1
         for start, weights in [(samples_consumed, steps[step_idx][1]), *steps[step_idx + 1 :]]:
-            self._go_on(start, weights, cursors)
+            self._add_phase(start, weights, cursors)
         self._starts = [phase.start for phase in self.phases]
 
     def locate(self, index: int) -> tuple[int, int]:
         """Map sample ``index`` of the run to (corpus index, sample index within the corpus)."""
         phase = self._phase(index)
-        corpus_idx, sample_idx = phase.interleaving.locate(index - phase.start)
+        corpus_idx, sample_idx = phase.blend_index.locate(index - phase.start)
         return corpus_idx, phase.cursors[corpus_idx] + sample_idx
 
     def cursors(self, samples_consumed: int) -> dict[str, int]:
         """Return the number of samples read per corpus."""
-        return self._by_name(self._before(samples_consumed).cursors_at(samples_consumed))
+        return self._by_name(self._last_phase_before(samples_consumed).cursors_at(samples_consumed))
 
     def epochs(self, samples_consumed: int) -> dict[str, float]:
         """Return the fractional number of epochs read per corpus."""
@@ -134,18 +137,18 @@ class BlendSchedule:
 
     def state(self, samples_consumed: int) -> dict[str, Any]:
         """Return the JSON-serializable state from which ``resumed_order`` continues."""
-        used = [phase for phase in self.phases if phase.start < samples_consumed]
+        used_phases = [phase for phase in self.phases if phase.start < samples_consumed]
         return {
             "format": FORMAT,
             "samples_consumed": samples_consumed,
             "fingerprints": {corpus.name: corpus.fingerprint for corpus in self.corpora},
             **(
-                {"sizes": sizes}
+                {"sizes": counts_by_corpus}
                 if (
-                    sizes := {
-                        corpus_with_sizes.name: corpus_with_sizes.sizes
-                        for corpus_with_sizes in self.corpora
-                        if corpus_with_sizes.sizes
+                    counts_by_corpus := {
+                        counted_corpus.name: counted_corpus.counts
+                        for counted_corpus in self.corpora
+                        if counted_corpus.counts
                     }
                 )
                 else {}
@@ -157,11 +160,11 @@ class BlendSchedule:
                     "weights": self._by_name(phase.weights),
                     "cursors": self._by_name(phase.cursors),
                 }
-                for phase in used
+                for phase in used_phases
             ],
         }
 
-    def _go_on(self, start: int, weights: tuple[int, ...], cursors: Sequence[int] | None) -> None:
+    def _add_phase(self, start: int, weights: tuple[int, ...], cursors: Sequence[int] | None) -> None:
         """Add a phase unless the weights are unchanged; ``cursors`` are the initial cursors of the first phase."""
         if not self.phases:
             self.phases.append(Phase(start, weights, tuple(cursors or (0,) * len(self.corpora)), self._ranks))
@@ -175,7 +178,7 @@ class BlendSchedule:
             raise IndexError(f"sample indices of this order start at {self._starts[0]}, got {index}")
         return self.phases[phase_idx]
 
-    def _before(self, samples_consumed: int) -> Phase:
+    def _last_phase_before(self, samples_consumed: int) -> Phase:
         """Return the phase of the last sample before ``samples_consumed``, or the first phase if there is none."""
         return self._phase(max(samples_consumed - 1, self._starts[0]))
 
@@ -196,7 +199,7 @@ class BlendSchedule:
             raise DataError("a mixture must have weights from its first sample on")
 
 
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest integers in the ratio of ``weights`` as printed: 0.7 and 0.3 become 7 and 3.
 
     If the sum would exceed 2^48, the integers are scaled to a sum of about 2^48; positive weights stay positive.
@@ -208,7 +211,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
         raise DataError(f"weights of corpora must be finite, at least 0 and not all 0, got {list(weights)}")
     exact = [Fraction(repr(weight)) for weight in weights]
     total = sum(exact, Fraction(0))
-    scale = min(Fraction(math.lcm(*(weight.denominator for weight in exact))), _LARGEST_TOTAL / total)
+    scale = min(Fraction(math.lcm(*(weight.denominator for weight in exact))), _MAX_TOTAL / total)
     integers = [max(round(weight * scale), 1) if weight else 0 for weight in exact]
     divisor = math.gcd(*integers)
     return tuple(weight // divisor for weight in integers)

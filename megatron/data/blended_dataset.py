@@ -46,12 +46,12 @@ class BlendedDataset:
         names = [corpus.name for corpus in order.corpora]
         if names != list(self.parts):
             raise ValueError(f"the order must have the corpora {list(self.parts)}, got {names}")
-        self.order, self._by_number = order, list(self.parts.items())
+        self.order, self._named_datasets = order, list(self.parts.items())
 
     @cached_property
     def fingerprint(self) -> str:
         """A short digest of the corpora and their samples; it does not depend on the weights."""
-        fingerprints = [part.fingerprint for part in self.parts.values()]
+        fingerprints = [dataset.fingerprint for dataset in self.parts.values()]
         if len(fingerprints) == 1:
             return fingerprints[0]
         return hashlib.sha256(":".join(sorted(fingerprints)).encode()).hexdigest()[:16]
@@ -64,9 +64,9 @@ class BlendedDataset:
                 position in the file.
         """
         corpus_idx, sample_idx = self.order.locate(index)
-        name, part = self._by_number[corpus_idx]
+        name, dataset = self._named_datasets[corpus_idx]
         try:
-            return part[sample_idx]
+            return dataset[sample_idx]
         except DataError as error:
             if len(self.parts) == 1 and sample_idx == index:
                 raise

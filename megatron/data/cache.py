@@ -41,8 +41,8 @@ from megatron.data import range_cache
 from megatron.data.range_cache import RangeCache
 
 _MAGIC, _SUFFIX = b"mdc2", ".mdc"
-_CHECKED_BYTES, _COMPARED_AT, _HEADER_BYTES = 16, 24, 32
-_UNUSED_S = 14 * 24 * 3600
+_CRC_OFFSET, _VERIFIED_OFFSET, _HEADER_BYTES = 16, 24, 32
+_MAX_UNUSED_S = 14 * 24 * 3600
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -55,7 +55,7 @@ def _process_start_ns() -> int:
     return time.time_ns()
 
 
-_STARTED_NS = _process_start_ns()
+_PROCESS_START_NS = _process_start_ns()
 """Start time of this process or of the process that it was forked from. All ranks of a job start before the first one
 opens data; the import of this module may be later."""
 
@@ -78,11 +78,11 @@ class IndexCache:
         objects_path: str | Path | None = None,
         objects_bytes: int = range_cache.DEFAULT_BYTES,
     ) -> None:
-        self._is_given = path is not None
-        default = Path(tempfile.gettempdir()) / f"megatron-data-{os.getuid()}"
-        self._shared = Path(path) if path is not None else default
-        self.folder = self._shared / (platform.node() or "host")
-        self._is_ready: bool | None = None
+        self._has_explicit_path = path is not None
+        default_path = Path(tempfile.gettempdir()) / f"megatron-data-{os.getuid()}"
+        self._root = Path(path) if path is not None else default_path
+        self.folder = self._root / (platform.node() or "host")
+        self._is_writable: bool | None = None
         self._objects_path, self._objects_bytes = objects_path, objects_bytes
 
     @cached_property
@@ -92,129 +92,131 @@ class IndexCache:
             return RangeCache(Path(self._objects_path) / self.folder.name, self._objects_bytes)
         return RangeCache(self.folder / "objects", self._objects_bytes if self._can_write() else 0)
 
-    def array(self, name: str, make: Callable[[], np.ndarray], *, outlives_boot: bool = False) -> np.ndarray:
-        """Return the read-only array ``name``; build it with ``make`` if it is not cached."""
-        return self.arrays(name, 1, lambda _: [make()], outlives_boot=outlives_boot)[0]
+    def array(self, name: str, build: Callable[[], np.ndarray], *, is_durable: bool = False) -> np.ndarray:
+        """Return the read-only array ``name``; build it with ``build`` if it is not cached."""
+        return self.arrays(name, 1, lambda _: [build()], is_durable=is_durable)[0]
 
-    def arrays(self, name: str, count: int, build: Build, *, outlives_boot: bool = False) -> list[np.ndarray]:
+    def arrays(self, name: str, count: int, build: Build, *, is_durable: bool = False) -> list[np.ndarray]:
         """Return ``count`` read-only one-dimensional arrays; build the ones that are not cached.
 
         Args:
             name: letters, digits, ``-`` and ``_``; must change with everything that the content depends on.
-            outlives_boot: fsync each file, so that it remains valid after a crash of the machine. By default, files
+            is_durable: fsync each file, so that it remains valid after a crash of the machine. By default, files
                 from an earlier boot are not used.
         """
-        boot = "" if outlives_boot else _boot_id()
-        stem = f"{name}-{boot}" if boot else name
+        boot_id = "" if is_durable else _boot_id()
+        stem = f"{name}-{boot_id}" if boot_id else name
         arrays: dict[int, np.ndarray] = {}
-        for idx in self._to_build(stem, count, arrays):
-            with self._claimed(self._path(stem, idx)):
-                self._add(arrays, stem, idx, build, flushes=not boot)
+        for idx in self._indices_to_build(stem, count, arrays):
+            with self._hold_claim(self._file_path(stem, idx)):
+                self._build_file(arrays, stem, idx, build, should_fsync=not boot_id)
         return [arrays[idx] for idx in range(count)]
 
-    def keep_newest(self, opening: str, kept: int) -> None:
-        """Delete old sets of files whose names start with ``opening``.
+    def keep_newest(self, name_prefix: str, num_retained: int) -> None:
+        """Delete old sets of files whose names start with ``name_prefix``.
 
-        The ``kept`` sets that were built or verified last are retained.
+        The ``num_retained`` sets that were built or verified last are retained.
         """
-        sets: dict[str, list[tuple[float, Path]]] = {}
+        file_sets: dict[str, list[tuple[float, Path]]] = {}
         with suppress(OSError):
-            for path in self.folder.glob(f"{opening}*{_SUFFIX}"):
+            for path in self.folder.glob(f"{name_prefix}*{_SUFFIX}"):
                 with suppress(OSError):
-                    sets.setdefault(_stem(path), []).append((path.stat().st_mtime, path))
-        for paths in sorted(sets.values(), key=max)[:-kept]:
+                    file_sets.setdefault(_stem(path), []).append((path.stat().st_mtime, path))
+        for paths in sorted(file_sets.values(), key=max)[:-num_retained]:
             for _, path in paths:
                 with suppress(OSError):
                     files.remove_file(path)
 
-    def _path(self, stem: str, number: int) -> Path:
-        return self.folder / f"{stem}.{number}{_SUFFIX}"
+    def _file_path(self, stem: str, file_idx: int) -> Path:
+        return self.folder / f"{stem}.{file_idx}{_SUFFIX}"
 
-    def _to_build(self, stem: str, count: int, found: dict[int, np.ndarray]) -> Iterator[int]:
-        """Yield the indices of the files to build; add files that other processes have built to ``found``."""
+    def _indices_to_build(self, stem: str, count: int, arrays: dict[int, np.ndarray]) -> Iterator[int]:
+        """Yield the indices of the files to build; add files that other processes have built to ``arrays``."""
         first = (os.getpid() * 0x9E3779B1 >> 8) % max(count, 1)
-        waiting = deque((idx, False) for idx in [*range(first, count), *range(first)])
-        while waiting:
-            idx, is_deferred = waiting.popleft()
-            path = self._path(stem, idx)
-            if not is_deferred and _claim(path).exists():  # another process is building or verifying it
-                waiting.append((idx, True))
-            elif (array := self._opened(path)) is not None:
-                found[idx] = array
+        queue = deque((idx, False) for idx in [*range(first, count), *range(first)])
+        while queue:
+            idx, is_deferred = queue.popleft()
+            path = self._file_path(stem, idx)
+            if not is_deferred and _claim_path_of(path).exists():  # another process is building or verifying it
+                queue.append((idx, True))
+            elif (array := self._open_file(path)) is not None:
+                arrays[idx] = array
             else:
                 yield idx
 
-    def _add(self, found: dict[int, np.ndarray], stem: str, number: int, build: Build, flushes: bool) -> None:
-        """Build one file and add it to ``found``, memory-mapped, or in memory if it cannot be written."""
+    def _build_file(
+        self, arrays: dict[int, np.ndarray], stem: str, file_idx: int, build: Build, should_fsync: bool
+    ) -> None:
+        """Build one file and add it to ``arrays``, memory-mapped, or in memory if it cannot be written."""
         if self._can_write():
-            path = self._path(stem, number)
+            path = self._file_path(stem, file_idx)
             temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
             try:
-                _write(temporary, build(number), flushes)
-                array = self._opened(path)
+                _write_file(temporary, build(file_idx), should_fsync)
+                array = self._open_file(path)
                 if array is None:
                     files.before_operation("rename", path)
                     os.replace(temporary, path)
-                    array = self._opened(path)
+                    array = self._open_file(path)
                 if array is not None:
-                    found[number] = array
+                    arrays[file_idx] = array
                     return
             except OSError as error:
-                self._give_up(error)
+                self._disable_writes(error)
             finally:
                 with suppress(OSError):
                     temporary.unlink(missing_ok=True)
-        found[number] = np.concatenate(list(build(number)))
+        arrays[file_idx] = np.concatenate(list(build(file_idx)))
 
     @contextmanager
-    def _claimed(self, path: Path) -> Iterator[None]:
+    def _hold_claim(self, path: Path) -> Iterator[None]:
         """Mark the file as claimed by this process; the claim is only a hint to other processes."""
-        claim = _claim(path)
+        claim_path = _claim_path_of(path)
         with suppress(OSError):
             if self._can_write():
-                os.close(os.open(claim, os.O_CREAT | os.O_WRONLY, 0o600))
+                os.close(os.open(claim_path, os.O_CREAT | os.O_WRONLY, 0o600))
         try:
             yield
         finally:
             with suppress(OSError):
-                claim.unlink(missing_ok=True)
+                claim_path.unlink(missing_ok=True)
 
-    def _opened(self, path: Path) -> np.ndarray | None:
+    def _open_file(self, path: Path) -> np.ndarray | None:
         """Return the mapped content of the file; None if it does not exist or is damaged."""
-        if not self._is_given and not _is_own(self._shared):
+        if not self._has_explicit_path and not _is_private(self._root):
             return None
         try:
             with open(path, "rb") as file:
-                written_ns = os.fstat(file.fileno()).st_mtime_ns
+                mtime_ns = os.fstat(file.fileno()).st_mtime_ns
                 data = np.memmap(file, np.uint8, "r").view(np.ndarray)
         except (OSError, ValueError):  # numpy cannot map an empty file
             return None
-        if not _is_whole(data):
+        if not _is_complete(data):
             return None
-        if not _was_compared(data, written_ns):
-            with self._claimed(path):
-                if not _fits(data):
+        if not _is_verified(data, mtime_ns):
+            with self._hold_claim(path):
+                if not _has_valid_checksum(data):
                     log.warn_once(f"{path} is damaged: its checksum does not match its content; rebuilding it")
                     return None
-            _note_compared(path)
+            _mark_verified(path)
         return _content(data)
 
     def _can_write(self) -> bool:
-        if self._is_ready is None:
-            self._is_ready = True
+        if self._is_writable is None:
+            self._is_writable = True
             try:
-                self._shared.mkdir(parents=True, exist_ok=True, mode=0o700)
-                if not self._is_given and not _is_own(self._shared):
+                self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not self._has_explicit_path and not _is_private(self._root):
                     raise PermissionError("it belongs to another user, or other users can write to it")
                 self.folder.mkdir(exist_ok=True)
                 self._remove_unused()
             except OSError as error:
-                self._give_up(error)
-        return self._is_ready
+                self._disable_writes(error)
+        return self._is_writable
 
-    def _give_up(self, error: OSError) -> None:
+    def _disable_writes(self, error: OSError) -> None:
         """Stop writing to the cache and log a warning once per process."""
-        self._is_ready = False
+        self._is_writable = False
         log.warn_once(
             f"{self.folder} cannot be written ({error}). Each process stores the document order in its own memory. Set "
             "--data-cache-path to a local folder of this host to share it."
@@ -222,10 +224,10 @@ class IndexCache:
 
     def _remove_unused(self) -> None:
         """Delete cache files that have not been used for 14 days, including leftovers of killed processes."""
-        oldest = time.time() - _UNUSED_S
+        oldest_mtime = time.time() - _MAX_UNUSED_S
         for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{_SUFFIX}.*")]:
             with suppress(OSError):
-                if path.stat().st_mtime < oldest:
+                if path.stat().st_mtime < oldest_mtime:
                     files.remove_file(path)
 
 
@@ -234,11 +236,11 @@ def _stem(path: Path) -> str:
     return path.name.removesuffix(_SUFFIX).rpartition(".")[0]
 
 
-def _claim(path: Path) -> Path:
+def _claim_path_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.claim")
 
 
-def _is_own(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Return True if no other user can write to ``folder``; the default folder has a predictable name."""
     with suppress(OSError):
         status = os.lstat(folder)
@@ -252,7 +254,7 @@ def _boot_id() -> str:
     return ""
 
 
-def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
+def _write_file(path: Path, chunks: Iterable[np.ndarray], should_fsync: bool) -> None:
     """Write ``chunks`` after an empty header, then fill in the header with the length and the checksum."""
     files.before_operation("create", path)
     with open(path, "wb") as file:
@@ -264,40 +266,40 @@ def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
             content = np.ascontiguousarray(chunk).view(np.uint8).data
             num_bytes += file.write(content)
             crc = zlib.crc32(content, crc)
-        checked = _MAGIC + dtype.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
+        checked_header = _MAGIC + dtype.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
         file.seek(0)
-        file.write(checked + zlib.crc32(checked, crc).to_bytes(8, "little"))
-        if flushes:
+        file.write(checked_header + zlib.crc32(checked_header, crc).to_bytes(8, "little"))
+        if should_fsync:
             files.before_operation("fsync", path)
             file.flush()
             os.fsync(file.fileno())
-    _note_compared(path)
+    _mark_verified(path)
 
 
-def _is_whole(data: np.ndarray) -> bool:
+def _is_complete(data: np.ndarray) -> bool:
     """Return True if a file has a complete header and the length that the header states."""
     header = data[:_HEADER_BYTES].tobytes()
-    length = int.from_bytes(header[8:_CHECKED_BYTES], "little")
+    length = int.from_bytes(header[8:_CRC_OFFSET], "little")
     return len(header) == _HEADER_BYTES and header[:4] == _MAGIC and length == len(data) - _HEADER_BYTES
 
 
-def _fits(data: np.ndarray) -> bool:
+def _has_valid_checksum(data: np.ndarray) -> bool:
     """Return True if the checksum of a file matches its content; takes 1 s per GB."""
-    crc = zlib.crc32(data[:_CHECKED_BYTES].data, zlib.crc32(data[_HEADER_BYTES:].data))
-    return int.from_bytes(data[_CHECKED_BYTES:_COMPARED_AT].tobytes(), "little") == crc
+    crc = zlib.crc32(data[:_CRC_OFFSET].data, zlib.crc32(data[_HEADER_BYTES:].data))
+    return int.from_bytes(data[_CRC_OFFSET:_VERIFIED_OFFSET].tobytes(), "little") == crc
 
 
-def _was_compared(data: np.ndarray, written_ns: int) -> bool:
+def _is_verified(data: np.ndarray, mtime_ns: int) -> bool:
     """Return True if a process of this host verified the file after this process started, and it is unchanged since."""
-    compared_ns = int.from_bytes(data[_COMPARED_AT:_HEADER_BYTES].tobytes(), "little")
-    return compared_ns == written_ns and compared_ns >= _STARTED_NS
+    verified_ns = int.from_bytes(data[_VERIFIED_OFFSET:_HEADER_BYTES].tobytes(), "little")
+    return verified_ns == mtime_ns and verified_ns >= _PROCESS_START_NS
 
 
-def _note_compared(path: Path) -> None:
+def _mark_verified(path: Path) -> None:
     """Record the current time as the time of the last verification; if this fails, each process verifies the file."""
     now_ns = time.time_ns() // 1000 * 1000  # some file systems truncate file times to microseconds
     with suppress(OSError), open(path, "r+b") as file:
-        file.seek(_COMPARED_AT)
+        file.seek(_VERIFIED_OFFSET)
         file.write(now_ns.to_bytes(8, "little"))
         file.flush()
         os.utime(file.fileno(), ns=(now_ns, now_ns))

@@ -31,37 +31,39 @@ class MicroBatch(NamedTuple):
     Args:
         indices: indices of the samples.
         length: tokens of the chunks that the samples are split into; None: samples are not split.
-        coming: samples of later micro-batches whose tokens should be prefetched from an object store.
+        prefetch_indices: samples of later micro-batches whose tokens should be prefetched from an object store.
     """
 
     indices: list[int]
     length: int | None = None
-    coming: Sequence[int] = ()
+    prefetch_indices: Sequence[int] = ()
 
 
 READ_AHEAD_SAMPLES = 64
 """Samples that each process prefetches from an object store."""
 
 
-def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
+def make_prefetch(dataset: Any) -> Callable[[int], None] | None:
     """Return a function that prefetches the sample with a given index; None if no corpus is in an object store."""
     ordered = as_ordered(dataset)
-    parts = [dataset] if ordered is None else list(ordered.parts.values())
-    if not any(getattr(getattr(part, "token_file", None), "is_remote", False) for part in parts):
+    corpus_datasets = [dataset] if ordered is None else list(ordered.parts.values())
+    if not any(
+        getattr(getattr(corpus_dataset, "token_file", None), "is_remote", False) for corpus_dataset in corpus_datasets
+    ):
         return None
     if ordered is None:
         return lambda index: dataset.prefetch(index % len(dataset) if isinstance(dataset, Sized) else index)
 
-    def of_any(index: int) -> None:
+    def prefetch_from_corpus(index: int) -> None:
         corpus_idx, sample_idx = ordered.order.locate(index)
-        if hasattr(part := parts[corpus_idx], "prefetch"):
-            part.prefetch(sample_idx)
+        if hasattr(corpus_dataset := corpus_datasets[corpus_idx], "prefetch"):
+            corpus_dataset.prefetch(sample_idx)
 
-    return of_any
+    return prefetch_from_corpus
 
 
-def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
-    """Set ``coming`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
+def add_prefetch_indices(micro_batches: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
+    """Set ``prefetch_indices`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
 
     The first micro-batch of each reader also receives the samples of the same reader's micro-batches in between.
 
@@ -69,26 +71,28 @@ def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> 
         depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.
         num_readers: processes that read the micro-batches in turn.
     """
-    waiting = deque[MicroBatch]()
-    for idx, newest in enumerate(asked):
-        waiting.append(newest)
-        if len(waiting) > depth:
+    queue = deque[MicroBatch]()
+    for idx, newest in enumerate(micro_batches):
+        queue.append(newest)
+        if len(queue) > depth:
             is_first = idx - depth < num_readers
-            later = [
-                waiting[offset] for offset in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))
+            later_micro_batches = [
+                queue[offset] for offset in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))
             ]
-            yield waiting.popleft()._replace(coming=[index for micro_batch in later for index in micro_batch.indices])
+            yield queue.popleft()._replace(
+                prefetch_indices=[index for micro_batch in later_micro_batches for index in micro_batch.indices]
+            )
 
 
-def prefetching(asked: Iterable[MicroBatch], prefetch: Callable[[int], None]) -> Iterator[MicroBatch]:
-    """Yield each micro-batch after starting to prefetch its ``coming`` samples."""
-    for micro_batch in asked:
-        for index in micro_batch.coming:
+def prefetch_ahead(micro_batches: Iterable[MicroBatch], prefetch: Callable[[int], None]) -> Iterator[MicroBatch]:
+    """Yield each micro-batch after starting to prefetch the samples in its ``prefetch_indices``."""
+    for micro_batch in micro_batches:
+        for index in micro_batch.prefetch_indices:
             prefetch(index)
         yield micro_batch
 
 
-def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
+def split_windows(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
     """Split windows of L + 1 tokens into chunks of ``length`` + 1 tokens; neighbouring chunks share one token.
 
     Shapes:
@@ -125,76 +129,80 @@ class Collate:
         if self.length == 0:
             raise DataError(f"a dataset must have at least one sample, {type(dataset).__name__} has none")
 
-    def __call__(self, asked: MicroBatch) -> dict[str, torch.Tensor]:
-        indices, length = asked[:2]
-        samples = [self._read(index) for index in indices]
-        has_names = all(isinstance(sample, Mapping) for sample in samples)
-        if has_names:
-            batch = {key: _joined(key, [s.get(key) for s in samples], indices, _of_any) for key in samples[0]}
+    def __call__(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        indices, length = micro_batch[:2]
+        samples = [self._read_sample(index) for index in indices]
+        is_mapping = all(isinstance(sample, Mapping) for sample in samples)
+        if is_mapping:
+            batch = {
+                key: _stack_or_raise(key, [s.get(key) for s in samples], indices, _stack_values) for key in samples[0]
+            }
         else:
-            batch = {"text": _joined("text", samples, indices, _of_arrays)}
+            batch = {"text": _stack_or_raise("text", samples, indices, _stack_arrays)}
         if length is not None:
-            batch = {key: cut(key, values, length) for key, values in batch.items()}
-        if has_names and self.predictions is not None:
-            batch[KEY] = torch.from_numpy(self.predictions.of(indices[0]))
+            batch = {key: split_windows(key, values, length) for key, values in batch.items()}
+        if is_mapping and self.predictions is not None:
+            batch[KEY] = torch.from_numpy(self.predictions.counts_of_step(indices[0]))
         return batch
 
-    def _read(self, index: int) -> Any:
-        item = index if self.length is None else index % self.length
+    def _read_sample(self, index: int) -> Any:
+        item_idx = index if self.length is None else index % self.length
         try:
-            return self.dataset[item]
+            return self.dataset[item_idx]
         except SampleError:
             raise
         except Exception as error:
             # The message of a DataError is complete; other errors need their class and line of code.
             is_data_error = isinstance(error, DataError)
-            text = str(error) if is_data_error else f"{type(error).__name__}: {error}{_place_in_code(error)}"
-            raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
+            text = str(error) if is_data_error else f"{type(error).__name__}: {error}{_describe_code_position(error)}"
+            raise SampleError(
+                f"sample {index}{self._describe_origin(index, item_idx)} cannot be read: {text}"
+            ) from error
 
-    def _origin(self, index: int, item: int) -> str:
+    def _describe_origin(self, index: int, item_idx: int) -> str:
         """Describe the sample's position in its corpus, or in a dataset that has restarted, for an error message."""
         ordered = as_ordered(self.dataset)
         if ordered is not None:
-            corpus_idx, sample_idx = ordered.order.locate(item)
+            corpus_idx, sample_idx = ordered.order.locate(item_idx)
             return f" (sample {sample_idx} of corpus {list(ordered.parts)[corpus_idx]})"
-        return "" if item == index else f" (item {item} of {type(self.dataset).__name__})"
+        return "" if item_idx == index else f" (item {item_idx} of {type(self.dataset).__name__})"
 
 
 class GuardedCollate(Collate):
     """``Collate`` for worker processes: returns the text of a SampleError, so that torch does not wrap the error."""
 
-    def __getitem__(self, asked: MicroBatch) -> dict[str, torch.Tensor] | str:
-        prefetch = prefetch_of(self.dataset) if asked.coming else None
-        for index in asked.coming if prefetch is not None else ():
+    def __getitem__(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor] | str:
+        prefetch = make_prefetch(self.dataset) if micro_batch.prefetch_indices else None
+        for index in micro_batch.prefetch_indices if prefetch is not None else ():
             prefetch(index)  # type: ignore[misc]
         try:
-            return self(asked)
+            return self(micro_batch)
         except SampleError as error:
             return str(error)
 
 
-def _place_in_code(error: Exception) -> str:
+def _describe_code_position(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f" (in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
-def _of_arrays(values: Sequence[Any]) -> torch.Tensor:
+def _stack_arrays(values: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(np.stack(values))
 
 
-def _of_any(values: Sequence[Any]) -> torch.Tensor:
+def _stack_values(values: Sequence[Any]) -> torch.Tensor:
     return torch.stack([torch.as_tensor(value) for value in values])
 
 
-def _joined(
-    key: str, values: Sequence[Any], indices: list[int], join: Callable[[Sequence[Any]], torch.Tensor]
+def _stack_or_raise(
+    key: str, values: Sequence[Any], indices: list[int], stack: Callable[[Sequence[Any]], torch.Tensor]
 ) -> torch.Tensor:
     """Stack the values that the samples have for ``key`` into one tensor [b, ...]."""
     try:
-        return join(values)
+        return stack(values)
     except (RuntimeError, TypeError, ValueError) as error:
-        got = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
+        shapes = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
         raise SampleError(
-            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {got} in samples {indices}. "
-            "Pad them in the dataset."
+            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {shapes} in samples "
+            f"{indices}. Pad them in the dataset."
         ) from error

@@ -45,16 +45,16 @@ from megatron.tokenizer.chat import ASSISTANT
 ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 """Speaker names in ShareGPT's format, including the standard role names."""
 _LOSS_KEYS = ("weight", "loss", "train")
-_TOP_KEYS = {
+_FORMAT_KEYS = {
     "messages": {"messages"},
     "conversations": {"conversations"},
     "instruction": {"instruction", "input", "output", "history"},
 }
 """Identifying key of a format -> all keys of the format."""
 _COMMON_KEYS = {"system", "tools", "chat_template_kwargs"}
-_RESERVED = {"messages", "add_generation_prompt", "without_loss", "self"}
+_RESERVED_VARIABLES = {"messages", "add_generation_prompt", "without_loss", "self"}
 """Template variables and render arguments that a record must not set."""
-_MAX_SHOWN = 60
+_MAX_PREVIEW_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class Conversation:
 
     Args:
         messages: the messages that are passed to the template.
-        more: additional template variables.
+        template_variables: additional template variables.
         without_loss: indices of assistant messages whose tokens have no loss.
-        unread: keys of the record that have no effect.
-        passed: key of the record, such as "messages[].name" -> its name in the template; the key has no effect if the
-            template does not read it.
+        unused_keys: keys of the record that have no effect.
+        template_keys: key of the record, such as "messages[].name" -> its name in the template; the key has no effect
+            if the template does not read it.
         differs_from_v1: releases before 2026-12 rendered this record differently, or computed the loss on other tokens.
     """
 
     messages: list[dict[str, Any]]
-    more: dict[str, Any]
+    template_variables: dict[str, Any]
     without_loss: frozenset[int] = frozenset()
-    unread: frozenset[str] = frozenset()
-    passed: Mapping[str, str] = field(default_factory=dict)
+    unused_keys: frozenset[str] = frozenset()
+    template_keys: Mapping[str, str] = field(default_factory=dict)
     differs_from_v1: bool = False
 
 
@@ -88,83 +88,91 @@ def parse_record(data: bytes) -> Conversation:
     try:
         content = json.loads(data.decode("utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"a line must be a JSON object in UTF-8, got {_shown(data)}: {error}. Correct it") from None
+        raise ValueError(f"a line must be a JSON object in UTF-8, got {_preview(data)}: {error}. Correct it") from None
     except RecursionError:
-        raise ValueError(f"a line is nested too deeply: {_shown(data)}. Remove it") from None
-    key = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
+        raise ValueError(f"a line is nested too deeply: {_preview(data)}. Remove it") from None
+    key = next((name for name in _FORMAT_KEYS if name in content), None) if isinstance(content, dict) else None
     if key is None:
-        got = f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _shown(data)
+        description = (
+            f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _preview(data)
+        )
         raise ValueError(
             'a line must be an object with "messages" (or "conversations", or "instruction" and "output"), '
-            f"got {got}. Rename the field"
+            f"got {description}. Rename the field"
         )
-    messages, passed, unread = _alpaca(content) if key == "instruction" else _listed(content[key], key)
-    system, is_system_new = _system(content, key, messages)
+    messages, template_keys, unused_keys = (
+        _parse_alpaca(content) if key == "instruction" else _parse_messages(content[key], key)
+    )
+    system, is_system_new = _parse_system(content, key, messages)
     messages = [*system, *messages]
     if not any(message["role"] == ASSISTANT for message in messages):
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f'a conversation must have a message of the role "assistant", got {roles}. Remove the line')
     without_loss = frozenset(
-        idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unread)
+        idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unused_keys)
     )
-    variables = _template_variables(content)
-    known_keys = _TOP_KEYS[key] | _COMMON_KEYS
-    unread |= {name for name, value in content.items() if name not in known_keys and value is not None}
+    variables = _parse_template_variables(content)
+    known_keys = _FORMAT_KEYS[key] | _COMMON_KEYS
+    unused_keys |= {name for name, value in content.items() if name not in known_keys and value is not None}
     return Conversation(
         [{name: value for name, value in message.items() if name not in _LOSS_KEYS} for message in messages],
         variables,
         without_loss,
-        frozenset(unread),
-        passed | {name: name for name in variables},
+        frozenset(unused_keys),
+        template_keys | {name: name for name in variables},
         bool(without_loss) or is_system_new or isinstance(content.get("tools"), str),
     )
 
 
-def _listed(listed: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
+def _parse_messages(raw_messages: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
     """Return (messages, keys passed to the template, unread keys) from a list of messages."""
-    if not isinstance(listed, list) or not listed:
-        raise ValueError(f'"{name}" must be a list of at least one message, got {_shown(listed)}. Correct it')
-    messages, passed, unread = list[dict[str, Any]](), dict[str, str](), set[str]()
-    for message_number, message in enumerate(listed, 1):
+    if not isinstance(raw_messages, list) or not raw_messages:
+        raise ValueError(f'"{name}" must be a list of at least one message, got {_preview(raw_messages)}. Correct it')
+    messages, template_keys, unused_keys = list[dict[str, Any]](), dict[str, str](), set[str]()
+    for message_number, message in enumerate(raw_messages, 1):
         is_sharegpt = isinstance(message, dict) and "from" in message and "role" not in message
-        messages.append(_from_sharegpt(message, message_number) if is_sharegpt else _checked(message, message_number))
+        messages.append(
+            _convert_sharegpt(message, message_number) if is_sharegpt else _check_message(message, message_number)
+        )
         for key in (key for key, value in message.items() if value is not None and key not in _LOSS_KEYS):
             if is_sharegpt and key not in ("from", "value"):
-                unread.add(f"{name}[].{key}")
+                unused_keys.add(f"{name}[].{key}")
             elif not is_sharegpt and key not in ("role", "content"):
-                passed[f"{name}[].{key}"] = key
-    return messages, passed, unread
+                template_keys[f"{name}[].{key}"] = key
+    return messages, template_keys, unused_keys
 
 
-def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Convert message ``number`` (from 1) from ShareGPT's to OpenAI's format."""
+def _convert_sharegpt(message: Mapping[str, Any], message_number: int) -> dict[str, Any]:
+    """Convert message ``message_number`` (from 1) from ShareGPT's to OpenAI's format."""
     role = ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None or not isinstance(message.get("value"), str):
         raise ValueError(
-            f'message {number} must be {{"from": {" or ".join(ROLES)}, "value": a string}}, got {_shown(message)}. '
-            'Correct it, or write it as {"role": ..., "content": ...}'
+            f'message {message_number} must be {{"from": {" or ".join(ROLES)}, "value": a string}}, got '
+            f'{_preview(message)}. Correct it, or write it as {{"role": ..., "content": ...}}'
         )
-    loss = {name: message[name] for name in _LOSS_KEYS if name in message}
-    return {"role": role, "content": message["value"], **loss}
+    loss_keys = {name: message[name] for name in _LOSS_KEYS if name in message}
+    return {"role": role, "content": message["value"], **loss_keys}
 
 
-def _checked(message: Any, number: int) -> dict[str, Any]:
-    """Return message ``number`` (from 1) if it is valid in OpenAI's format; otherwise raise ValueError."""
+def _check_message(message: Any, message_number: int) -> dict[str, Any]:
+    """Return message ``message_number`` (from 1) if it is valid in OpenAI's format; otherwise raise ValueError."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         raise ValueError(
-            f'message {number}: "content" must be a string, got a list of parts, {_shown(message["content"])}. Join '
+            f'message {message_number}: "content" must be a string, got a list of parts, '
+            f"{_preview(message['content'])}. Join "
             "the text parts into one string; images and other parts are not supported"
         )
     is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
     has_calls = isinstance(message, dict) and message.get("content") is None and bool(message.get("tool_calls"))
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not (is_text or has_calls):
         raise ValueError(
-            f'message {number} must be {{"role": a string, "content": a string}}, got {_shown(message)}. Correct it'
+            f'message {message_number} must be {{"role": a string, "content": a string}}, got {_preview(message)}. '
+            "Correct it"
         )
     return message
 
 
-def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
+def _parse_alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
     """Return the messages of a record in Alpaca's format; the input follows the instruction on a new line.
 
     Source: Taori et al. 2023, "Stanford Alpaca", alpaca_data.json; "history" as in LLaMA-Factory.
@@ -174,14 +182,14 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(input_text, str | None):
         raise ValueError(
             'a line with "instruction" must have the strings "instruction" and "output", and optionally the string '
-            f'"input", got {_shown(texts)}. Correct it'
+            f'"input", got {_preview(texts)}. Correct it'
         )
     history = content.get("history") or []
     is_paired = isinstance(history, list) and all(
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in history
     )
     if not is_paired:
-        raise ValueError(f'"history" must be a list of [question, answer], got {_shown(history)}. Correct it')
+        raise ValueError(f'"history" must be a list of [question, answer], got {_preview(history)}. Correct it')
     question = f"{instruction}\n{input_text}" if input_text else instruction
     pairs = [*history, [question, output]]
     roles = ("user", ASSISTANT)
@@ -189,49 +197,51 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     return messages, {}, set()
 
 
-def _system(
-    content: Mapping[str, Any], first: str, messages: list[dict[str, Any]]
+def _parse_system(
+    content: Mapping[str, Any], format_key: str, messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return ([system message to prepend] or [], True if earlier releases handled the record differently)."""
     system = content.get("system")
     if not isinstance(system, str | None):
-        raise ValueError(f'"system" must be a string, got {_shown(system)}. Correct it')
+        raise ValueError(f'"system" must be a string, got {_preview(system)}. Correct it')
     if not system:
-        return [], system is not None and first == "conversations"
+        return [], system is not None and format_key == "conversations"
     if messages[0]["role"] == "system":
         if messages[0]["content"] == system:
-            return [], first == "conversations"
+            return [], format_key == "conversations"
         raise ValueError(
-            f'"system" ({_shown(system)}) and the first message of the role "system" '
-            f"({_shown(messages[0]['content'])}) differ. Keep one of them"
+            f'"system" ({_preview(system)}) and the first message of the role "system" '
+            f"({_preview(messages[0]['content'])}) differ. Keep one of them"
         )
-    return [{"role": "system", "content": system}], first != "conversations"
+    return [{"role": "system", "content": system}], format_key != "conversations"
 
 
-def _has_loss(message: Mapping[str, Any], number: int, unread: set[str]) -> bool:
-    """Return False for an assistant message whose tokens have no loss; add keys without effect to ``unread``."""
+def _has_loss(message: Mapping[str, Any], message_number: int, unused_keys: set[str]) -> bool:
+    """Return False for an assistant message whose tokens have no loss; add keys without effect to ``unused_keys``."""
     flags = {name: message[name] for name in _LOSS_KEYS if message.get(name) is not None}
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
-                f'message {number}: "{name}" must be 0 or 1 (false or true), got {_shown(value)}. Correct it, or '
+                f'message {message_number}: "{name}" must be 0 or 1 (false or true), got {_preview(value)}. Correct '
+                "it, or "
                 "remove it"
             )
         if value and message["role"] != ASSISTANT:
             if name == "train":
                 raise ValueError(
-                    f'message {number} must not have "train": true, got the role {_shown(message["role"])}: only '
+                    f'message {message_number} must not have "train": true, got the role {_preview(message["role"])}: '
+                    "only "
                     "messages of the assistant have a loss. Remove it"
                 )
-            unread.add(f"{name} of {message['role']} messages")
+            unused_keys.add(f"{name} of {message['role']} messages")
     return message["role"] != ASSISTANT or all(flags.values())
 
 
-def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
     variables = content.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(variables)}. Correct it')
-    if reserved := sorted(_RESERVED & variables.keys()):
+        raise ValueError(f'"chat_template_kwargs" must be an object, got {_preview(variables)}. Correct it')
+    if reserved := sorted(_RESERVED_VARIABLES & variables.keys()):
         raise ValueError(
             f'"chat_template_kwargs" must not have {", ".join(map(repr, reserved))}, which the program sets. Remove it'
         )
@@ -241,19 +251,19 @@ def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f'"tools" must be a list of objects, or that list as JSON text, got {_shown(tools)}: {error}. '
+                f'"tools" must be a list of objects, or that list as JSON text, got {_preview(tools)}: {error}. '
                 "Correct it"
             ) from None
     if not tools or isinstance(tools, str):
         return variables
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(
-            f'"tools" must be a list of objects, or that list as JSON text, got {_shown(tools)}. Correct it'
+            f'"tools" must be a list of objects, or that list as JSON text, got {_preview(tools)}. Correct it'
         )
     return {**variables, "tools": tools}
 
 
-def _shown(value: Any) -> str:
+def _preview(value: Any) -> str:
     if isinstance(value, bytes):
         text = value.decode("utf-8", "replace").strip()
     else:
@@ -262,7 +272,7 @@ def _shown(value: Any) -> str:
         except RecursionError:
             text = "a deeply nested value"
     text = text.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return text if len(text) <= _MAX_PREVIEW_CHARS else f"{text[:_MAX_PREVIEW_CHARS]}..."
 
 
 # Files of records. Positions refer to the decompressed text.
@@ -271,7 +281,7 @@ _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _PARQUET = b"PAR1"
 _ARROW = (arrow_files.FILE_MAGIC, arrow_files.STREAM_MAGIC)
 _BOM = b"\xef\xbb\xbf"
-_ROWS_AT_ONCE = 256
+_ROWS_PER_BATCH = 256
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -293,13 +303,13 @@ class RecordFile:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         try:
-            self._file = _as_plain(Path(path))
+            self._file = _open_decompressed(Path(path))
         except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{self.path} cannot be read as a file of JSON lines: {error}") from error
         try:
-            self.spans, self.digest, self.size = self._scan()
+            self.spans, self.digest, self.size = self._scan_records()
         except BaseException:
             self._file.close()
             raise
@@ -308,7 +318,7 @@ class RecordFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
 
@@ -318,7 +328,7 @@ class RecordFile:
         self._file.seek(start)
         return self._file.read(stop - start)
 
-    def _scan(self) -> tuple[np.ndarray, str, int]:
+    def _scan_records(self) -> tuple[np.ndarray, str, int]:
         digest, spans, position, is_array = hashlib.sha256(), list[tuple[int, int, int]](), 0, False
         for line_number, line in enumerate(self._file, 1):
             digest.update(line)
@@ -328,26 +338,26 @@ class RecordFile:
             position += len(line)
         if is_array:
             self._file.seek(0)
-            spans = list(self._elements(self._file.read()))
+            spans = list(self._array_spans(self._file.read()))
         if not spans:
             raise DataError(f"{self.path} must have a conversation on each line, got none. Name another file")
         return np.array(spans, np.int64), digest.hexdigest(), position
 
-    def _elements(self, data: bytes) -> Iterator[tuple[int, int, int]]:
+    def _array_spans(self, data: bytes) -> Iterator[tuple[int, int, int]]:
         """Yield the span of each element of a JSON array."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             raise DataError(f"{self.path}:{line}: a JSON array must be in UTF-8, got {error}. Convert it") from None
-        decoder, line, byte, counted = json.JSONDecoder(), 1, 0, 0
+        decoder, line, byte_offset, counted_chars = json.JSONDecoder(), 1, 0, 0
         position = text.index("[") + 1
         is_first = True
         while True:
-            position = _after_blanks(text, position)
-            line += text.count("\n", counted, position)
-            byte += len(text[counted:position].encode())
-            counted = position
+            position = _skip_blanks(text, position)
+            line += text.count("\n", counted_chars, position)
+            byte_offset += len(text[counted_chars:position].encode())
+            counted_chars = position
             try:
                 if text[position : position + 1] == "]" and is_first:
                     break
@@ -356,37 +366,38 @@ class RecordFile:
                 problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
                 raise DataError(
                     f"{self.path}:{line}: an element of the JSON array must be an object, got "
-                    f"{_shown(text[position : position + _MAX_SHOWN].encode())} ({problem}). Correct it"
+                    f"{_preview(text[position : position + _MAX_PREVIEW_CHARS].encode())} ({problem}). Correct it"
                 ) from None
-            yield line, byte, byte + len(text[position:end].encode())
+            yield line, byte_offset, byte_offset + len(text[position:end].encode())
             is_first = False
-            position = _after_blanks(text, end)
+            position = _skip_blanks(text, end)
             separator = text[position : position + 1]
             if separator == "]":
                 break
             if separator != ",":
-                line += text.count("\n", counted, position)
+                line += text.count("\n", counted_chars, position)
                 raise DataError(
                     f"{self.path}:{line}: a comma or ] must follow each element of the JSON array, got "
-                    f"{_shown(separator.encode()) or 'the end of the file'}. Correct it, or download the file again"
+                    f"{_preview(separator.encode()) or 'the end of the file'}. Correct it, or download the file again"
                 )
             position += 1
-        tail = _after_blanks(text, position + 1)
+        tail = _skip_blanks(text, position + 1)
         if tail < len(text):
-            line += text.count("\n", counted, tail)
+            line += text.count("\n", counted_chars, tail)
             raise DataError(
                 f"{self.path}:{line}: nothing must follow the JSON array, got "
-                f"{_shown(text[tail : tail + _MAX_SHOWN].encode())}. Write one array, or one object on each line"
+                f"{_preview(text[tail : tail + _MAX_PREVIEW_CHARS].encode())}. Write one array, or one object on each "
+                "line"
             )
 
 
-def _after_blanks(text: str, at: int) -> int:
-    """Return the first position from ``at`` on that is not white space of JSON."""
-    match = _BLANK.match(text, at)
-    return match.end() if match else at
+def _skip_blanks(text: str, position: int) -> int:
+    """Return the first position from ``position`` on that is not white space of JSON."""
+    match = _BLANK.match(text, position)
+    return match.end() if match else position
 
 
-def _as_plain(path: Path) -> BinaryIO:
+def _open_decompressed(path: Path) -> BinaryIO:
     """Return the opened file, or a temporary file with its decompressed or converted content."""
     file = open(path, "rb")  # noqa: SIM115 - RecordFile closes it
     head = file.read(max(map(len, _ARROW)))
@@ -400,7 +411,9 @@ def _as_plain(path: Path) -> BinaryIO:
                 with gzip.open(file) as stream:
                     shutil.copyfileobj(stream, unpacked, 1 << 20)
             else:
-                unpacked.writelines(_zstandard_pieces(file) if head.startswith(_ZSTANDARD) else _rows(path, head))
+                unpacked.writelines(
+                    _decompress_zstandard(file) if head.startswith(_ZSTANDARD) else _json_rows(path, head)
+                )
         except BaseException:
             unpacked.close()
             raise
@@ -408,21 +421,21 @@ def _as_plain(path: Path) -> BinaryIO:
         return unpacked
 
 
-def _zstandard_pieces(file: BinaryIO) -> Iterator[bytes]:
+def _decompress_zstandard(file: BinaryIO) -> Iterator[bytes]:
     """Yield the content of all frames. Unlike the library's reader, raise EOFError for a truncated file."""
-    library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame, is_in_frame = library.decompressobj(), False
-    while piece := file.read(1 << 16):
-        while piece:
-            yield frame.decompress(piece)
-            is_in_frame, piece = not frame.eof, frame.unused_data
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, is_in_frame = decompressor.decompressobj(), False
+    while chunk := file.read(1 << 16):
+        while chunk:
+            yield frame.decompress(chunk)
+            is_in_frame, chunk = not frame.eof, frame.unused_data
             if not is_in_frame:
-                frame = library.decompressobj()
+                frame = decompressor.decompressobj()
     if is_in_frame:
         raise EOFError("it ends in the middle of a zstandard frame")
 
 
-def _rows(path: Path, head: bytes) -> Iterator[bytes]:
+def _json_rows(path: Path, head: bytes) -> Iterator[bytes]:
     """Yield the rows of a parquet or Arrow file as JSON lines."""
     try:
         from pyarrow import ipc, parquet
@@ -431,7 +444,7 @@ def _rows(path: Path, head: bytes) -> Iterator[bytes]:
         raise DataError(f"{path} is {file_type}, which needs pyarrow: pip install -e '.[parquet]'") from error
     with open(path, "rb") as file:
         if head.startswith(_PARQUET):
-            batches: Any = parquet.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, use_threads=False)
+            batches: Any = parquet.ParquetFile(file).iter_batches(_ROWS_PER_BATCH, use_threads=False)
         elif head.startswith(arrow_files.FILE_MAGIC):
             reader = ipc.open_file(file)
             batches = (reader.get_batch(batch_idx) for batch_idx in range(reader.num_record_batches))
@@ -440,10 +453,10 @@ def _rows(path: Path, head: bytes) -> Iterator[bytes]:
         for batch in batches:
             batch.validate(full=True)
             for row in batch.to_pylist():
-                yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str).encode() + b"\n"
+                yield json.dumps(_drop_nulls(row), ensure_ascii=False, default=str).encode() + b"\n"
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value

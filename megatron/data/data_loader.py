@@ -24,12 +24,12 @@ from megatron.data.collate import (
     Collate,
     MicroBatch,
     Samples,
-    looking_ahead,
-    prefetch_of,
-    prefetching,
+    add_prefetch_indices,
+    make_prefetch,
+    prefetch_ahead,
 )
 from megatron.data.prefetch_workers import PrefetchWorkers
-from megatron.data.step_predictions import StepPredictions, predictions_of
+from megatron.data.step_predictions import StepPredictions, make_num_predicted
 
 
 class DataLoader:
@@ -41,10 +41,10 @@ class DataLoader:
     chunks, [b L/l, l+1].
 
     Args:
-        num_micro_batches: micro-batches per step and replica; ignored if ``sizes`` is given.
+        num_micro_batches: micro-batches per step and replica; ignored if ``batch_sizes`` is given.
         samples_consumed: samples that earlier steps have read, over all replicas.
-        sizes: samples per step over all replicas, by samples consumed; required if the global batch size changes or
-            replicas have different numbers of micro-batches.
+        batch_sizes: samples per step over all replicas, by samples consumed; required if the global batch size changes
+            or replicas have different numbers of micro-batches.
         lengths: sequence length by tokens consumed; None: samples are not split.
         num_workers: processes that read ahead; 0: samples are read in this process.
         prefetch_factor: micro-batches that each worker reads ahead.
@@ -55,7 +55,7 @@ class DataLoader:
         SampleError: a sample cannot be read, or the samples of a micro-batch cannot be stacked (for any
             ``num_workers``).
         RuntimeError: a worker died.
-        ValueError: a size in ``sizes`` cannot be divided among the replicas.
+        ValueError: a size in ``batch_sizes`` cannot be divided among the replicas.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DataLoader:
         data_rank: int,
         data_size: int,
         samples_consumed: int = 0,
-        sizes: BatchSizes | None = None,
+        batch_sizes: BatchSizes | None = None,
         lengths: SeqLengths | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
@@ -77,8 +77,12 @@ class DataLoader:
         self.prefetch_factor, self.pin_memory = prefetch_factor, pin_memory
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.samples_consumed = samples_consumed
-        self.sizes = sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
-        invalid = [n for n in self.sizes.all() if n % micro_batch_size or n < micro_batch_size * data_size]
+        self.batch_sizes = batch_sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
+        invalid = [
+            batch_size
+            for batch_size in self.batch_sizes.all()
+            if batch_size % micro_batch_size or batch_size < micro_batch_size * data_size
+        ]
         if invalid:
             raise ValueError(
                 f"a step must have a multiple of {micro_batch_size} samples (the micro-batch size), at least one "
@@ -88,7 +92,7 @@ class DataLoader:
 
     def share_at(self, samples_consumed: int) -> Share:
         """Return this replica's share of the micro-batches in the step after ``samples_consumed`` samples."""
-        return share_of(self.sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
+        return share_of(self.batch_sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the sample indices and the sequence length of each micro-batch of this replica, without end."""
@@ -97,35 +101,35 @@ class DataLoader:
             share = self.share_at(start)
             length = self.length_at(start)
             replica_start = start + share.first * self.micro_batch_size
-            for micro_batch in range(share.num_micro_batches):
-                first = replica_start + micro_batch * self.micro_batch_size
+            for micro_batch_idx in range(share.num_micro_batches):
+                first = replica_start + micro_batch_idx * self.micro_batch_size
                 yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
-            start += self.sizes.at(start)
+            start += self.batch_sizes.at(start)
 
     def length_at(self, samples_consumed: int) -> int | None:
         """Return the sequence length of the step after ``samples_consumed`` samples; None if it is the full length."""
         if self.lengths is None:
             return None
-        length = self.lengths.of_step(samples_consumed)
+        length = self.lengths.length_of_step(samples_consumed)
         return None if length == self.lengths.full else length
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        num_predicted = predictions_of(self.dataset)
-        predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
-        micro_batches, prefetch = self.micro_batches(), prefetch_of(self.dataset)
+        num_predicted = make_num_predicted(self.dataset)
+        predictions = num_predicted and StepPredictions(num_predicted, self.batch_sizes, self.samples_consumed)
+        micro_batches, prefetch = self.micro_batches(), make_prefetch(self.dataset)
         if prefetch is not None:
             num_readers = max(self.num_workers, 1)
             depth = -(-READ_AHEAD_SAMPLES // self.micro_batch_size) * num_readers
-            micro_batches = looking_ahead(micro_batches, depth, num_readers)
+            micro_batches = add_prefetch_indices(micro_batches, depth, num_readers)
             if not self.num_workers:
-                micro_batches = prefetching(micro_batches, prefetch)
+                micro_batches = prefetch_ahead(micro_batches, prefetch)
         if self.num_workers:
             return PrefetchWorkers(
                 self.dataset, micro_batches, self.num_workers, self.prefetch_factor, self.pin_memory, predictions
             )
         batches = map(Collate(self.dataset, predictions), micro_batches)
-        return map(_pinned, batches) if self.pin_memory else batches
+        return map(_pin_memory, batches) if self.pin_memory else batches
 
 
-def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _pin_memory(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: tensor.pin_memory() for key, tensor in batch.items()}

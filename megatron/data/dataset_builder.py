@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from megatron.data.blend_paths import BlendPaths, WeightedPath, short_names
-from megatron.data.blend_resume import fingerprint_of
+from megatron.data.blend_resume import make_fingerprint
 from megatron.data.blend_schedule import BlendSchedule, Corpus
 from megatron.data.blended_dataset import BlendedDataset, MegatronDataset
 from megatron.data.cache import IndexCache
@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_by_hash, split_documents
 from megatron.tokenizer.identity import parts
 
-Three = tuple[BlendedDataset | None, BlendedDataset | None, BlendedDataset | None]
+SplitDatasets = tuple[BlendedDataset | None, BlendedDataset | None, BlendedDataset | None]
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class OpenCorpus:
 
     Args:
         content: fingerprint of the files.
-        make: (documents, draws) -> the dataset of these documents; ``draws`` is as in ``GPTDataset``, and "" if the
-            split has only one corpus.
+        make_dataset: (documents, draws) -> the dataset of these documents; ``draws`` is as in ``GPTDataset``, and "" if
+            the split has only one corpus.
         sample_tokens: tokens of ``token_file`` that one sample needs.
-        asked_by: the flag and value that determine ``sample_tokens``, for error messages.
-        is_drawn: see ``Corpus``.
+        length_flag: the flag and value that determine ``sample_tokens``, for error messages.
+        has_random_draws: see ``Corpus``.
     """
 
     token_file: IndexedDataset
     content: str
-    make: Callable[[Documents, str], MegatronDataset]
+    make_dataset: Callable[[Documents, str], MegatronDataset]
     sample_tokens: int
-    asked_by: str
-    is_drawn: bool
+    length_flag: str
+    has_random_draws: bool
 
 
 def build_datasets(
@@ -47,7 +47,7 @@ def build_datasets(
     open_corpus: Callable[[str, IndexCache], OpenCorpus],
     tokenizer_identity: str | None,
     tokens_per_sample: Callable[[Sequence[MegatronDataset]], int],
-) -> Three:
+) -> SplitDatasets:
     """Return the training, validation and test datasets; None for a split that is not needed.
 
     Evaluation splits skip corpora of weight 0. The training split retains them, together with their cursors, because
@@ -62,45 +62,49 @@ def build_datasets(
     Raises:
         DataError: a corpus cannot be opened, is listed twice, or has less than one sample in a needed split.
     """
-    train, *evaluated = paths.corpora(needed)
-    wanted, cache = (
-        [train, *map(_with_weight, evaluated)],
+    train, *evaluation = paths.corpora(needed)
+    corpora_by_split, cache = (
+        [train, *map(_drop_zero_weights, evaluation)],
         IndexCache(paths.cache_path, paths.objects_path, paths.objects_bytes),
     )
     opened = {
         prefix: open_corpus(prefix, cache)
-        for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())
+        for prefix in dict.fromkeys(prefix for corpora in corpora_by_split for _, prefix in corpora or ())
     }
     documents = {
-        prefix: _documents(corpus, paths, [prefix in map(itemgetter(1), corpora or ()) for corpora in wanted], cache)
+        prefix: _split_corpus(
+            corpus, paths, [prefix in map(itemgetter(1), corpora or ()) for corpora in corpora_by_split], cache
+        )
         for prefix, corpus in opened.items()
     }
 
-    def split(number: int) -> BlendedDataset | None:
-        corpora = wanted[number]
+    def build_split(split_idx: int) -> BlendedDataset | None:
+        corpora = corpora_by_split[split_idx]
         if corpora is None:
             return None
         open_corpora = [opened[prefix] for _, prefix in corpora]
-        parts = [
-            corpus.make(documents[prefix][number], corpus.content if len(corpora) > 1 else "")
+        datasets = [
+            corpus.make_dataset(documents[prefix][split_idx], corpus.content if len(corpora) > 1 else "")
             for corpus, (_, prefix) in zip(open_corpora, corpora, strict=True)
         ]
-        length = tokens_per_sample(parts)
-        schedule = paths.schedule(length) if number == 0 else [(0, tuple(weight for weight, _ in corpora))]
-        return _mixed(corpora, open_corpora, parts, schedule, tokenizer_identity)
+        num_sample_tokens = tokens_per_sample(datasets)
+        schedule = (
+            paths.schedule(num_sample_tokens) if split_idx == 0 else [(0, tuple(weight for weight, _ in corpora))]
+        )
+        return _blend(corpora, open_corpora, datasets, schedule, tokenizer_identity)
 
-    return split(0), split(1), split(2)
+    return build_split(0), build_split(1), build_split(2)
 
 
-def _with_weight(corpora: tuple[WeightedPath, ...] | None) -> tuple[WeightedPath, ...] | None:
+def _drop_zero_weights(corpora: tuple[WeightedPath, ...] | None) -> tuple[WeightedPath, ...] | None:
     return corpora and tuple((weight, prefix) for weight, prefix in corpora if weight)
 
 
-def _documents(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache) -> list[Documents]:
+def _split_corpus(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache) -> list[Documents]:
     """Return the documents of the three splits; ``needed`` marks the splits that read this corpus."""
     token_file = corpus.token_file
-    check_one_sample(token_file, corpus.sample_tokens, corpus.asked_by)
-    if paths.are_apart:
+    check_one_sample(token_file, corpus.sample_tokens, corpus.length_flag)
+    if paths.has_separate_splits:
         return [(0, token_file.num_documents)] * 3
     flags, documents = f"--split {paths.split}", list[Documents]()
     if paths.split_by == "hash":
@@ -108,14 +112,14 @@ def _documents(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], ca
         documents += split_by_hash(token_file, paths.split, cache)
     else:
         documents += split_documents(token_file.num_documents, paths.split)
-    check_splits(token_file, documents, needed, flags, corpus.sample_tokens, corpus.asked_by)
+    check_splits(token_file, documents, needed, flags, corpus.sample_tokens, corpus.length_flag)
     return documents
 
 
-def _mixed(
+def _blend(
     corpora: Sequence[WeightedPath],
-    opened: Sequence[OpenCorpus],
-    parts: Sequence[MegatronDataset],
+    open_corpora: Sequence[OpenCorpus],
+    datasets: Sequence[MegatronDataset],
     schedule: Sequence[tuple[int, tuple[float, ...]]],
     tokenizer_identity: str | None,
 ) -> BlendedDataset:
@@ -123,28 +127,28 @@ def _mixed(
     blend_corpora = [
         Corpus(
             name,
-            fingerprint_of(corpus.content, _tokenizer(corpus, tokenizer_identity), part.fingerprint),
-            part.samples_per_epoch,
-            corpus.is_drawn,
+            make_fingerprint(corpus.content, _tokenizer_identity(corpus, tokenizer_identity), dataset.fingerprint),
+            dataset.samples_per_epoch,
+            corpus.has_random_draws,
             corpus.token_file.num_documents,
             corpus.token_file.num_tokens,
             tuple(
-                fingerprint_of(corpus.content, identity, part.fingerprint)
-                for identity in _tokenizer_parts(corpus, tokenizer_identity)
+                make_fingerprint(corpus.content, identity, dataset.fingerprint)
+                for identity in _tokenizer_digests(corpus, tokenizer_identity)
             ),
         )
-        for name, corpus, part in zip(names, opened, parts, strict=True)
+        for name, corpus, dataset in zip(names, open_corpora, datasets, strict=True)
     ]
-    return BlendedDataset(dict(zip(names, parts, strict=True)), BlendSchedule(blend_corpora, schedule))
+    return BlendedDataset(dict(zip(names, datasets, strict=True)), BlendSchedule(blend_corpora, schedule))
 
 
-def _tokenizer(corpus: OpenCorpus, given: str | None) -> str | None:
+def _tokenizer_identity(corpus: OpenCorpus, run_identity: str | None) -> str | None:
     sidecar = corpus.token_file.sidecar
-    return given or (sidecar.tokenizer if sidecar else None)
+    return run_identity or (sidecar.tokenizer if sidecar else None)
 
 
-def _tokenizer_parts(corpus: OpenCorpus, given: str | None) -> list[str]:
+def _tokenizer_digests(corpus: OpenCorpus, run_identity: str | None) -> list[str]:
     """Return the digests that may identify the corpus's tokenizer in a checkpoint."""
     sidecar = corpus.token_file.sidecar
-    identities = (given, sidecar.tokenizer if sidecar else None)
-    return [part for identity in identities if identity for part in parts(identity)]
+    identities = (run_identity, sidecar.tokenizer if sidecar else None)
+    return [digest for identity in identities if identity for digest in parts(identity)]

@@ -11,27 +11,27 @@ import numpy as np
 
 from megatron import log
 from megatron.data.cache import IndexCache
-from megatron.data.documents import Documents, count_of, num_tokens_of
+from megatron.data.documents import Documents, count_documents, count_tokens
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.split import NAMES
+from megatron.data.split import SPLIT_NAMES
 from megatron.errors import DataError
 from megatron.tokenizer.identity import is_same
 
-_ENDS_LOOKED_AT = 1000
-_REMEMBERED_TOKENS = 1 << 26
+_MAX_CHECKED_ENDS = 1000
+_CACHED_FROM_TOKENS = 1 << 26
 
 
-def check_one_sample(token_file: IndexedDataset, sample_tokens: int, asked_by: str) -> None:
+def check_one_sample(token_file: IndexedDataset, sample_tokens: int, length_flag: str) -> None:
     """Check that all documents together have enough tokens for one sample.
 
     Args:
         sample_tokens: tokens of the file that one sample needs.
-        asked_by: the flag and value that determine ``sample_tokens``, such as "--seq-length 512".
+        length_flag: the flag and value that determine ``sample_tokens``, such as "--seq-length 512".
     """
     if token_file.num_tokens < sample_tokens:
         raise DataError(
-            f"{token_file.prefix} has {token_file.num_tokens} tokens in total, but one sample of {asked_by} needs "
-            f"{sample_tokens}. Reduce {asked_by.split()[0]} or add more data."
+            f"{token_file.prefix} has {token_file.num_tokens} tokens in total, but one sample of {length_flag} needs "
+            f"{sample_tokens}. Reduce {length_flag.split()[0]} or add more data."
         )
 
 
@@ -41,33 +41,33 @@ def check_splits(
     needed: Sequence[bool],
     flags: str,
     sample_tokens: int,
-    asked_by: str,
+    length_flag: str,
 ) -> None:
     """Check that each needed split has enough tokens for one sample.
 
     Args:
         splits: the documents of train, valid and test.
         flags: the flags that determine the splits, such as "--split 949,50,1".
-        sample_tokens, asked_by: see ``check_one_sample``.
+        sample_tokens, length_flag: see ``check_one_sample``.
     """
-    for name, documents, is_needed in zip(NAMES, splits, needed, strict=True):
+    for name, documents, is_needed in zip(SPLIT_NAMES, splits, needed, strict=True):
         if not is_needed:
             continue
-        num_tokens = num_tokens_of(token_file.sizes, documents)
+        num_tokens = count_tokens(token_file.document_lengths, documents)
         if num_tokens < sample_tokens:
             raise DataError(
                 f"the {name} split must have at least one sample of {sample_tokens} tokens, got "
-                f"{count_of(documents)} of {token_file.num_documents} documents with {num_tokens} tokens ({flags}, "
-                f"{asked_by}, {token_file.prefix}). Increase the share of {name} in --split, reduce "
-                f"{asked_by.split()[0]}, add more data, or disable evaluation (--eval-interval 0, --eval-iters 0)."
+                f"{count_documents(documents)} of {token_file.num_documents} documents with {num_tokens} tokens "
+                f"({flags}, {length_flag}, {token_file.prefix}). Increase the share of {name} in --split, reduce "
+                f"{length_flag.split()[0]}, add more data, or disable evaluation (--eval-interval 0, --eval-iters 0)."
             )
 
 
 def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
     """Check that the data was built with the tokenizer of this ``identity``, if both identities are known."""
-    built_with = token_file.sidecar.tokenizer if token_file.sidecar else None
-    if built_with and identity and not is_same(built_with, identity):
-        log.debug(f"tokenizer identity of {token_file.prefix}: {built_with}; now: {identity}")
+    data_identity = token_file.sidecar.tokenizer if token_file.sidecar else None
+    if data_identity and identity and not is_same(data_identity, identity):
+        log.debug(f"tokenizer identity of {token_file.prefix}: {data_identity}; now: {identity}")
         raise DataError(
             f"{token_file.prefix} was built with a different tokenizer than the tokenizer of this run. Use the "
             "tokenizer of the data, or build the data again with tools/preprocess_data.py."
@@ -79,12 +79,12 @@ def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCac
     highest = token_file.max_token_id
     if highest is not None and highest < vocab_size:
         return
-    if highest is None and _are_known_to_fit(token_file, vocab_size, cache):
+    if highest is None and _are_ids_in_vocabulary(token_file, vocab_size, cache):
         return
-    outside = token_file.first_outside(vocab_size)
-    if outside is None:
+    invalid_id = token_file.find_invalid_id(vocab_size)
+    if invalid_id is None:
         return
-    document, offset, token = outside
+    document, offset, token = invalid_id
     raise DataError(
         f"token ids must be in 0 ... {vocab_size - 1} (the vocabulary), got {token} in document {document} at token "
         f"{offset}, byte {token_file.byte_offset(document, offset)} of {token_file.token_path}. "
@@ -92,18 +92,18 @@ def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCac
     )
 
 
-def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
+def _are_ids_in_vocabulary(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
     """Return True if all ids of a file without a sidecar are in the vocabulary; scan a large file once per host."""
 
-    def look() -> np.ndarray:
+    def scan() -> np.ndarray:
         log.info(f"{token_file.prefix} has no .meta.json: checking all {token_file.num_tokens} token ids once")
-        return np.array([token_file.first_outside(vocab_size) is None], np.uint8)
+        return np.array([token_file.find_invalid_id(vocab_size) is None], np.uint8)
 
-    if token_file.num_tokens < _REMEMBERED_TOKENS:
-        return bool(look()[0])
-    changed_ns = token_file.changed_ns  # the fingerprint of a large file covers only parts of it
-    name = f"ids-{token_file.fingerprint}-{changed_ns}-{vocab_size}"
-    return bool(cache.array(name, look, outlives_boot=True)[0])
+    if token_file.num_tokens < _CACHED_FROM_TOKENS:
+        return bool(scan()[0])
+    mtime_ns = token_file.mtime_ns  # the fingerprint of a large file covers only parts of it
+    name = f"ids-{token_file.fingerprint}-{mtime_ns}-{vocab_size}"
+    return bool(cache.array(name, scan, is_durable=True)[0])
 
 
 def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
@@ -133,7 +133,7 @@ def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> Non
         raise DataError(f"{flags} need an end-of-document token, but the tokenizer has none")
     has_eod = token_file.has_eod
     if has_eod is None:
-        nonempty = np.flatnonzero(token_file.sizes)[:_ENDS_LOOKED_AT]
+        nonempty = np.flatnonzero(token_file.document_lengths)[:_MAX_CHECKED_ENDS]
         ends = (token_file.read(int(document))[-1] for document in nonempty)
         has_eod = all(int(end) == eod_id for end in ends)
     if not has_eod:

@@ -77,7 +77,7 @@ def parse(content: bytes, path: Path | str) -> DatasetMetadata:
     return sidecar
 
 
-def check_belongs(
+def check_matches_files(
     sidecar: DatasetMetadata, path: Path, *, num_documents: int, num_tokens: int, idx_crc32: int | None
 ) -> None:
     """Check that the sidecar read from ``path`` describes the token files next to it.

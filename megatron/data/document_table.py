@@ -16,7 +16,7 @@ import numpy as np
 from megatron.data import index_format, large_index
 from megatron.data.cache import IndexCache
 
-LARGE = 1 << 22
+LARGE_FROM_SEQUENCES = 1 << 22
 """Number of sequences from which an ``.idx`` is treated as large (80 MB)."""
 
 
@@ -25,14 +25,15 @@ class DocumentTable:
     """The content of an ``.idx``.
 
     Args:
-        sizes: tokens of each document; may be an unaligned view of a mapped file (use ``documents.sizes_of``).
+        document_lengths: tokens of each document; may be an unaligned view of a mapped file (use
+            ``documents.gather_lengths``).
         starts: first token of every ``stride``-th document, followed by the total number of tokens.
         key: digest of the sizes.
         idx_crc32: checksum of the file; None for a large file.
     """
 
     dtype: np.dtype
-    sizes: np.ndarray
+    document_lengths: np.ndarray
     starts: np.ndarray
     stride: int
     key: str
@@ -46,20 +47,24 @@ class DocumentTable:
         """Return the index in the file of the first token of ``document``."""
         block, remainder = divmod(document, self.stride)
         start = int(self.starts[block])
-        return start + int(self.sizes[document - remainder : document].sum(dtype=np.int64)) if remainder else start
+        return (
+            start + int(self.document_lengths[document - remainder : document].sum(dtype=np.int64))
+            if remainder
+            else start
+        )
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
         """Return int64[stop - first + 1], the starts of documents first ... stop - 1 and the end of the last one."""
         starts = np.empty(stop - first + 1, np.int64)
         starts[0] = self.start(first)
-        np.cumsum(self.sizes[first:stop], out=starts[1:])
+        np.cumsum(self.document_lengths[first:stop], out=starts[1:])
         starts[1:] += starts[0]
         return starts
 
-    def find(self, token: int) -> int:
+    def find_document(self, token: int) -> int:
         """Return the document that contains the token with index ``token`` in the file."""
         first = (int(np.searchsorted(self.starts, token, "right")) - 1) * self.stride
-        starts = self.starts_of(first, min(first + self.stride, len(self.sizes)))
+        starts = self.starts_of(first, min(first + self.stride, len(self.document_lengths)))
         return first + int(np.searchsorted(starts, token, "right")) - 1
 
 
@@ -75,14 +80,14 @@ def read_table(path: Path, *, reader: str, cache: IndexCache | None, has_metadat
         DataError: the file is not an index, is damaged, or has an unsupported format.
     """
     with open(path, "rb") as file:
-        opening = file.read(index_format.HEADER.size)
-    header = index_format.decode_header(opening, path.stat().st_size, path)
-    if header.num_sequences >= LARGE:
+        header_bytes = file.read(index_format.HEADER.size)
+    header = index_format.decode_header(header_bytes, path.stat().st_size, path)
+    if header.num_sequences >= LARGE_FROM_SEQUENCES:
         index = large_index.LargeIndex(path, header, reader=reader, cache=cache, has_metadata=has_metadata)
-        key = f"{len(index.sizes)} sizes {index.crc32:08x}"
-        return DocumentTable(header.dtype, index.sizes, index.starts, large_index.STRIDE, key, None)
+        key = f"{len(index.document_lengths)} sizes {index.crc32:08x}"
+        return DocumentTable(header.dtype, index.document_lengths, index.starts, large_index.STRIDE, key, None)
     data = path.read_bytes()
-    sizes, dtype = index_format.decode_index(data, path)
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+    document_lengths, dtype = index_format.decode_index(data, path)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(document_lengths, dtype=np.int64)])
     crc32 = zlib.crc32(data)
-    return DocumentTable(dtype, sizes, starts, 1, str(crc32), crc32)
+    return DocumentTable(dtype, document_lengths, starts, 1, str(crc32), crc32)

@@ -13,12 +13,12 @@ Documents = tuple[int, int] | np.ndarray
 _BLOCK = 1 << 18
 
 
-def count_of(documents: Documents) -> int:
+def count_documents(documents: Documents) -> int:
     """Return the number of documents."""
     return len(documents) if isinstance(documents, np.ndarray) else documents[1] - documents[0]
 
 
-def number_type(documents: Documents) -> type[np.signedinteger]:
+def index_dtype(documents: Documents) -> type[np.signedinteger]:
     """Return the integer type for the indices of ``documents``: int32 if they fit, else int64."""
     if isinstance(documents, np.ndarray):
         last = int(documents[-1]) if len(documents) else 0
@@ -27,37 +27,37 @@ def number_type(documents: Documents) -> type[np.signedinteger]:
     return np.int32 if last < 1 << 31 else np.int64
 
 
-def numbers_at(documents: Documents, places: np.ndarray) -> np.ndarray:
-    """Return the document indices at positions ``places`` (from 0) of ``documents``."""
-    return documents[places] if isinstance(documents, np.ndarray) else places + documents[0]
+def indices_at(documents: Documents, positions: np.ndarray) -> np.ndarray:
+    """Return the document indices at positions ``positions`` (from 0) of ``documents``."""
+    return documents[positions] if isinstance(documents, np.ndarray) else positions + documents[0]
 
 
-def sizes_of(sizes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return ``sizes[numbers]`` without copying ``sizes``, even if it is an unaligned view of a mapped file.
+def gather_lengths(lengths: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return ``lengths[numbers]`` without copying ``lengths``, even if it is an unaligned view of a mapped file.
 
     ``take`` copies an unaligned array completely. A view as raw bytes of the same width is always aligned.
     """
-    if sizes.flags.aligned:
-        return sizes.take(numbers)
-    return sizes.view(f"V{sizes.itemsize}").take(numbers).view(sizes.dtype)
+    if lengths.flags.aligned:
+        return lengths.take(indices)
+    return lengths.view(f"V{lengths.itemsize}").take(indices).view(lengths.dtype)
 
 
-def num_tokens_of(sizes: np.ndarray, documents: Documents) -> int:
-    """Return the total number of tokens in ``documents``; ``sizes`` has the sizes of all documents in the file."""
+def count_tokens(lengths: np.ndarray, documents: Documents) -> int:
+    """Return the total number of tokens in ``documents``; ``lengths`` has the sizes of all documents in the file."""
     if not isinstance(documents, np.ndarray):
-        return int(sizes[documents[0] : documents[1]].sum(dtype=np.int64))
-    return sum(int(sizes_of(sizes, block).sum(dtype=np.int64)) for block in _blocks(documents))
+        return int(lengths[documents[0] : documents[1]].sum(dtype=np.int64))
+    return sum(int(gather_lengths(lengths, block).sum(dtype=np.int64)) for block in _blocks(documents))
 
 
-def longest_of(sizes: np.ndarray, documents: Documents) -> int:
+def longest_document(lengths: np.ndarray, documents: Documents) -> int:
     """Return the number of tokens in the longest document."""
     if not isinstance(documents, np.ndarray):
-        return int(sizes[documents[0] : documents[1]].max())
-    return max(int(sizes_of(sizes, block).max()) for block in _blocks(documents))
+        return int(lengths[documents[0] : documents[1]].max())
+    return max(int(gather_lengths(lengths, block).max()) for block in _blocks(documents))
 
 
-def _blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
-    return (numbers[begin : begin + _BLOCK] for begin in range(0, len(numbers), _BLOCK))
+def _blocks(indices: np.ndarray) -> Iterator[np.ndarray]:
+    return (indices[begin : begin + _BLOCK] for begin in range(0, len(indices), _BLOCK))
 
 
 def documents_key(documents: Documents) -> str:
@@ -81,7 +81,7 @@ class TokenSource(Protocol):
     def prefix(self) -> str: ...
 
     @property
-    def sizes(self) -> np.ndarray: ...
+    def document_lengths(self) -> np.ndarray: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -89,7 +89,7 @@ class TokenSource(Protocol):
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
 
-class Piece(NamedTuple):
+class DocumentSlice(NamedTuple):
     """The part of one document within a window."""
 
     document: int

@@ -22,9 +22,9 @@ from megatron.errors import DataError
 
 # Streamed output with a running size and crc32.
 
-_COPIED_AT_ONCE = 1 << 28
-_READ_AT_ONCE = 1 << 20
-_NO_COPY_IN_KERNEL = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
+_COPY_BYTES = 1 << 28
+_READ_BYTES = 1 << 20
+_COPY_UNSUPPORTED_ERRNOS = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
 class StreamedFile:
@@ -40,7 +40,7 @@ class StreamedFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -75,19 +75,19 @@ class StreamedFile:
         while copied < num_bytes:
             files.before_operation("copy", self.path)
             try:
-                count = os.copy_file_range(source, target, min(_COPIED_AT_ONCE, num_bytes - copied), copied)
+                num_copied = os.copy_file_range(source, target, min(_COPY_BYTES, num_bytes - copied), copied)
             except OSError as error:
-                if error.errno not in _NO_COPY_IN_KERNEL:
+                if error.errno not in _COPY_UNSUPPORTED_ERRNOS:
                     raise
-                count = os.write(target, os.pread(source, _READ_AT_ONCE, copied))
-            if not count:
+                num_copied = os.write(target, os.pread(source, _READ_BYTES, copied))
+            if not num_copied:
                 raise DataError(f"{self.path}: an input of {num_bytes} bytes ended after {copied}; it may be changing")
-            copied += count
+            copied += num_copied
 
     def _read_and_write(self, source: int, num_bytes: int) -> None:
         remaining = num_bytes
         while remaining:
-            data = os.read(source, min(_READ_AT_ONCE, remaining))
+            data = os.read(source, min(_READ_BYTES, remaining))
             if not data:
                 raise DataError(
                     f"{self.path}: an input of {num_bytes} bytes ended {remaining} early; it may be changing"
@@ -109,10 +109,10 @@ class StreamedFile:
         self._file.close()
 
 
-def read_sizes(path: Path, at_once: int = 1 << 18) -> Iterator[np.ndarray]:
-    """Yield the int32 numbers of tokens per document in ``path``, in arrays of at most ``at_once``."""
+def read_lengths(path: Path, block_documents: int = 1 << 18) -> Iterator[np.ndarray]:
+    """Yield the int32 numbers of tokens per document in ``path``, in arrays of at most ``block_documents``."""
     with open(path, "rb") as file:
-        while data := file.read(4 * at_once):
+        while data := file.read(4 * block_documents):
             yield np.frombuffer(data, "<i4")
 
 
@@ -125,7 +125,7 @@ def read_sizes(path: Path, at_once: int = 1 << 18) -> Iterator[np.ndarray]:
 #
 # Both readers may be used in processes forked after opening, because they have no file position to share.
 
-PAUSES_S = (0.1, 1.0, 5.0)
+RETRY_DELAYS_S = (0.1, 1.0, 5.0)
 """Delays before the retries of a failed ``pread``."""
 
 
@@ -165,12 +165,12 @@ class FileBinReader:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         buffer = np.empty(count, np.uint8)
-        view, filled, pauses = buffer.data, 0, iter(PAUSES_S)
+        view, filled, delays = buffer.data, 0, iter(RETRY_DELAYS_S)
         while filled < count:
             try:
                 count_read = os.preadv(self._descriptor, [view[filled:]], offset + filled)
             except OSError as error:
-                self._try_again(error, offset + filled, next(pauses, None))
+                self._wait_and_reopen(error, offset + filled, next(delays, None))
                 continue
             if not count_read:
                 raise DataError(
@@ -180,14 +180,14 @@ class FileBinReader:
             filled += count_read
         return buffer
 
-    def _try_again(self, error: OSError, place: int, pause_s: float | None) -> None:
-        if pause_s is None:
+    def _wait_and_reopen(self, error: OSError, offset: int, delay_s: float | None) -> None:
+        if delay_s is None:
             raise DataError(
-                f"{self.path}: byte {place} cannot be read after {1 + len(PAUSES_S)} attempts: {error}. Check the "
-                "file system, then resume."
+                f"{self.path}: byte {offset} cannot be read after {1 + len(RETRY_DELAYS_S)} attempts: {error}. Check "
+                "the file system, then resume."
             ) from error
-        log.warning(f"{self.path}: reading byte {place} failed ({error}); retrying in {pause_s} s")
-        time.sleep(pause_s)
+        log.warning(f"{self.path}: reading byte {offset} failed ({error}); retrying in {delay_s} s")
+        time.sleep(delay_s)
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -213,11 +213,11 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
-def replace_together(prefix: str, paths: Sequence[Path], gone: Sequence[Path] = ()) -> None:
-    """Atomically rename the temporary files of ``paths``, all written and flushed, and delete ``gone``."""
+def replace_together(prefix: str, paths: Sequence[Path], obsolete: Sequence[Path] = ()) -> None:
+    """Atomically rename the temporary files of ``paths``, all written and flushed, and delete ``obsolete``."""
     roll_forward(prefix)
-    names = [[temporary_path(path).name, path.name] for path in paths] + [[None, path.name] for path in gone]
-    journal = _journal(prefix)
+    names = [[temporary_path(path).name, path.name] for path in paths] + [[None, path.name] for path in obsolete]
+    journal = _journal_path(prefix)
     files.write_bytes(temporary_path(journal), json.dumps(names).encode())
     files.rename(temporary_path(journal), journal)
     roll_forward(prefix)
@@ -225,12 +225,12 @@ def replace_together(prefix: str, paths: Sequence[Path], gone: Sequence[Path] = 
 
 def is_pending(prefix: str) -> bool:
     """Return True if a committed replacement is not finished."""
-    return _journal(prefix).exists()
+    return _journal_path(prefix).exists()
 
 
 def roll_forward(prefix: str) -> None:
     """Finish an interrupted replacement that was already committed, if there is one."""
-    journal = _journal(prefix)
+    journal = _journal_path(prefix)
     try:
         names = json.loads(journal.read_bytes())
     except FileNotFoundError:
@@ -256,14 +256,14 @@ def roll_forward(prefix: str) -> None:
 
 def remove_stale(prefix: str) -> None:
     """Delete the temporary files of processes of this machine that no longer run."""
-    host_part = f".{socket.gethostname()}-"
+    host_infix = f".{socket.gethostname()}-"
     for suffix in (".bin", ".idx", ".len", ".meta.json", ".commit"):
         target = Path(prefix + suffix)
-        for path in target.parent.glob(glob.escape(f".{target.name}{host_part}") + "*.tmp"):
+        for path in target.parent.glob(glob.escape(f".{target.name}{host_infix}") + "*.tmp"):
             pid = path.name.removesuffix(".tmp").rpartition("-")[2]
             if Path("/proc/self").exists() and not Path(f"/proc/{pid}").exists():
                 path.unlink(missing_ok=True)
 
 
-def _journal(prefix: str) -> Path:
+def _journal_path(prefix: str) -> Path:
     return Path(prefix + ".commit")

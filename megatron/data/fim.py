@@ -24,13 +24,13 @@ import numpy as np
 
 from megatron.config.data import FIM_TOKENS
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import runs
+from megatron.data.sample_index import concatenate_ranges
 from megatron.errors import ConfigError, DataError
 
-NAMES = FIM_TOKENS
+TOKEN_NAMES = FIM_TOKENS
 _NUM_CONTROL_TOKENS = 3
-_SHORTEST = 2 * _NUM_CONTROL_TOKENS
-_WORDS_A_DOCUMENT = 4
+_MIN_TOKENS = 2 * _NUM_CONTROL_TOKENS
+_WORDS_PER_DOCUMENT = 4
 
 
 class Vocabulary(Protocol):
@@ -69,32 +69,32 @@ class Fim:
         ids = (self.prefix_id, self.middle_id, self.suffix_id, self.eod_id)
         return f"fim {float(self.rate)} {float(self.spm_rate)} {' '.join(map(str, ids))}"
 
-    def apply(self, text: np.ndarray, sizes: Sequence[int], *key: int | str) -> np.ndarray:
+    def apply(self, text: np.ndarray, slice_lengths: Sequence[int], *key: int | str) -> np.ndarray:
         """Return ``text``, int64[n], with some of its documents rearranged; the length is unchanged.
 
         Documents of fewer than six tokens are not rearranged. The result is deterministic for a given ``key``.
 
         Args:
-            sizes: tokens of each document piece in ``text``, in order.
+            slice_lengths: tokens of each document slice in ``text``, in order.
             key: key of the random draws: the seed, the index of the sample, and optional additional values.
         """
-        starts, lengths, ended = self._documents(text, sizes)
-        words = random_words(_WORDS_A_DOCUMENT * len(starts), "fim", *key).reshape(-1, _WORDS_A_DOCUMENT)
+        starts, lengths, ended = self._documents(text, slice_lengths)
+        words = random_words(_WORDS_PER_DOCUMENT * len(starts), "fim", *key).reshape(-1, _WORDS_PER_DOCUMENT)
         shares = (words[:, :2] >> np.uint64(11)) * 2.0**-53  # in [0, 1), so that rate 0 means never and 1 always
-        is_moved = (shares[:, 0] < self.rate) & (lengths >= _SHORTEST)
+        is_moved = (shares[:, 0] < self.rate) & (lengths >= _MIN_TOKENS)
         if not is_moved.any():
             return text
         ends = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
-        splits = _below(ends + 1, words[:, 2:])
+        splits = _random_below(ends + 1, words[:, 2:])
         low, high = np.where(is_moved, splits.min(axis=1), ends), np.where(is_moved, splits.max(axis=1), ends)
         low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM: the prefix is empty, PREFIX joins the middle
         return self._gather(text, starts, (low, high, ends), is_moved.astype(np.int64), ended)
 
-    def _documents(self, text: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _documents(self, text: np.ndarray, slice_lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (start, tokens before the end-of-document token, 1 if there is such a token else 0) per document."""
         is_eod = np.zeros(len(text), np.bool_) if self.eod_id is None else text == self.eod_id
         is_last = is_eod.copy()
-        is_last[np.cumsum(sizes) - 1] = True
+        is_last[np.cumsum(slice_lengths) - 1] = True
         last = np.flatnonzero(is_last)
         starts = np.concatenate([np.zeros(1, np.int64), last[:-1] + 1])
         ended = is_eod[last].astype(np.int64)
@@ -117,10 +117,10 @@ class Fim:
         begins = (control, starts, control + 1, starts + high, control + 2, starts + low, starts + lengths)
         counts = (moved, low, moved, ends - high, moved, high - low, ended)
         source = np.concatenate([text, (self.prefix_id, self.suffix_id, self.middle_id)])
-        return source[runs(np.array(begins).T.ravel(), np.array(counts).T.ravel())]
+        return source[concatenate_ranges(np.array(begins).T.ravel(), np.array(counts).T.ravel())]
 
 
-def _below(limits: np.ndarray, words: np.ndarray) -> np.ndarray:
+def _random_below(limits: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Map each random word in words[i] to an integer from 0 ... limits[i] - 1."""
     upper = words >> np.uint64(32)
     return (upper * limits.astype(np.uint64)[:, None] >> np.uint64(32)).view(np.int64)
@@ -131,7 +131,7 @@ def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
 
     Raises:
         ConfigError: a rate is outside 0 ... 1.
-        DataError: the vocabulary has none of the three sets of names in ``NAMES``.
+        DataError: the vocabulary has none of the three sets of names in ``TOKEN_NAMES``.
     """
     for flag, value in (("--fim-rate", rate), ("--fim-spm-rate", spm_rate)):
         if not 0.0 <= value <= 1.0:
@@ -139,14 +139,14 @@ def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
     if not rate:
         return None
     eod_id = tokenizer.eod_id if tokenizer.has_eod else None
-    for names in NAMES:
+    for names in TOKEN_NAMES:
         ids = [tokenizer.token_to_id(name) for name in names]
         prefix_id, middle_id, suffix_id = ids
         if prefix_id is not None and middle_id is not None and suffix_id is not None:
             return Fim(rate, spm_rate, prefix_id, middle_id, suffix_id, eod_id)
-    known = " or ".join(" ".join(names) for names in NAMES)
+    known_names = " or ".join(" ".join(names) for names in TOKEN_NAMES)
     raise DataError(
-        f"--fim-rate {rate} needs a vocabulary with the tokens {known}, but it has none of these sets. Train one "
-        f"with `python tools/train_tokenizer.py --special-tokens {shlex.join(NAMES[0])} ...` and preprocess the corpus "
-        "with it, or remove --fim-rate."
+        f"--fim-rate {rate} needs a vocabulary with the tokens {known_names}, but it has none of these sets. Train one "
+        f"with `python tools/train_tokenizer.py --special-tokens {shlex.join(TOKEN_NAMES[0])} ...` and preprocess the "
+        "corpus with it, or remove --fim-rate."
     )

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from megatron.data import dataset_checks
 from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, build_datasets
 from megatron.data.documents import Documents
 from megatron.data.fim import Fim
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 
-SHORTEST_PACKED = 2
+MIN_PACKED_TOKENS = 2
 """Tokens of the shortest useful document (one input and one label); best-fit packing pads the rest of its sample."""
 
 
@@ -29,7 +29,7 @@ def build_train_valid_test(
     flags_needing_eod: Sequence[str] = (),
     packing: str = "concat",
     fim: Fim | None = None,
-) -> Three:
+) -> SplitDatasets:
     """Return the training, validation and test datasets; None for a split that is not needed.
 
     Args:
@@ -51,7 +51,7 @@ def build_train_valid_test(
         if flags_needing_eod:
             dataset_checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
 
-        def make(documents: Documents, draws: str) -> GPTDataset:
+        def make_dataset(documents: Documents, draws: str) -> GPTDataset:
             return GPTDataset(
                 token_file,
                 documents=documents,
@@ -63,8 +63,15 @@ def build_train_valid_test(
                 draws=draws,
             )
 
-        sample_tokens = SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
-        asked_by = f"--seq-length {seq_length}"
-        return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=fim is not None)
+        sample_tokens = MIN_PACKED_TOKENS if packing == "best-fit" else seq_length + 1
+        length_flag = f"--seq-length {seq_length}"
+        return OpenCorpus(
+            token_file,
+            token_file.fingerprint,
+            make_dataset,
+            sample_tokens,
+            length_flag,
+            has_random_draws=fim is not None,
+        )
 
     return build_datasets(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

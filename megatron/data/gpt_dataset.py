@@ -11,7 +11,7 @@ from megatron.data.cache import IndexCache
 from megatron.data.documents import Documents, documents_key
 from megatron.data.fim import Fim
 from megatron.data.packing import PackedSampleIndex
-from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces, read_pieces
+from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_slices, read_slices
 
 PACKINGS = ("concat", "best-fit")
 _PADDING = 0
@@ -25,7 +25,7 @@ class GPTDataset:
     | concat | int64[L + 1] | floor((T - 1) / L) samples; neighbours share one token, the tail is dropped |
     | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | all tokens; only overlong documents are split |
 
-    ``segments`` numbers the pieces of documents within the sample from 0. Padding has segment -1 and token 0; no token
+    ``segments`` numbers the slices of documents within the sample from 0. Padding has segment -1 and token 0; no token
     attends to it, and it has no loss.
 
     Args:
@@ -57,11 +57,11 @@ class GPTDataset:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self.packing, self.fim = packing, fim
-        self._draws = (draws, seed) if draws else (seed,)
-        self._windows = self._cut(cache)
+        self._draw_key = (draws, seed) if draws else (seed,)
+        self._windows = self._make_windows(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
-    def _cut(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex:
+    def _make_windows(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex:
         """Return the index that divides the documents into samples."""
         if self.packing == "best-fit":
             return PackedSampleIndex(
@@ -77,7 +77,7 @@ class GPTDataset:
             length=self.seq_length,
             overlap=1,
             seed=self.seed,
-            asked_by=f"--seq-length {self.seq_length}",
+            length_flag=f"--seq-length {self.seq_length}",
             cache=cache,
         )
 
@@ -98,7 +98,7 @@ class GPTDataset:
 
     def prefetch(self, index: int) -> None:
         """Start to fetch the tokens of sample ``index`` if the token file is in an object store."""
-        prefetch_pieces(self.token_file, self._windows.pieces(index))
+        prefetch_slices(self.token_file, self._windows.slices(index))
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
         """Return sample ``index``.
@@ -106,13 +106,13 @@ class GPTDataset:
         Raises:
             DataError: the sample cannot be read; the message names the sample, the document and the file position.
         """
-        pieces = self._windows.pieces(index)
-        text, sizes = read_pieces(self.token_file, index, pieces), [piece.length for piece in pieces]
+        slices = self._windows.slices(index)
+        text, slice_lengths = read_slices(self.token_file, index, slices), [doc_slice.length for doc_slice in slices]
         if self.fim is not None:
-            text = self.fim.apply(text, sizes, *self._draws, int(index))
+            text = self.fim.apply(text, slice_lengths, *self._draw_key, int(index))
         if self.packing == "concat":
             return text
         padded, segments = np.full(self.seq_length + 1, _PADDING, np.int64), np.full(self.seq_length + 1, -1, np.int32)
         padded[: len(text)] = text
-        segments[: len(text)] = np.repeat(np.arange(len(sizes)), sizes)
+        segments[: len(text)] = np.repeat(np.arange(len(slice_lengths)), slice_lengths)
         return {"text": padded, "segments": segments}

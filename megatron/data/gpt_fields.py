@@ -66,5 +66,5 @@ def _document_starts(is_eod: Tensor, positions: Tensor) -> Tensor:
 
 
 def _exclusive_cumsum(is_eod: Tensor) -> Tensor:
-    ended = is_eod.to(torch.int32)
-    return ended.cumsum(dim=1, dtype=torch.int32) - ended
+    is_eod_int = is_eod.to(torch.int32)
+    return is_eod_int.cumsum(dim=1, dtype=torch.int32) - is_eod_int

@@ -66,8 +66,8 @@ def token_type(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < U16_BELOW_VOCAB_SIZE else np.int32)
 
 
-def decode_header(opening: bytes, file_bytes: int, path: Path) -> Header:
-    """Return the header of an ``.idx`` of ``file_bytes`` bytes that starts with ``opening``.
+def decode_header(header_bytes: bytes, file_bytes: int, path: Path) -> Header:
+    """Return the header of an ``.idx`` of ``file_bytes`` bytes that starts with ``header_bytes``.
 
     The counts in the header are checked against the file size before memory is allocated for them.
 
@@ -78,8 +78,8 @@ def decode_header(opening: bytes, file_bytes: int, path: Path) -> Header:
         raise DataError(
             f"{path}: an index has at least {HEADER.size} bytes, but this file has {file_bytes}. Build it again."
         )
-    magic, version, code, num_sequences, num_starts = HEADER.unpack_from(opening)
-    _check_kind(magic, version, code, path)
+    magic, version, code, num_sequences, num_starts = HEADER.unpack_from(header_bytes)
+    _check_format(magic, version, code, path)
     header = Header(np.dtype(TOKEN_TYPES[code]), num_sequences, num_starts)
     if file_bytes == header.num_bytes + num_sequences and num_sequences:
         raise DataError(
@@ -114,7 +114,7 @@ def decode_index(data: bytes, path: Path) -> tuple[np.ndarray, np.dtype]:
         return lengths, header.dtype
     if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(lengths) or (np.diff(starts) < 0).any():
         raise starts_error(len(lengths), path)
-    return _document_sizes(starts, ends, lengths, path), header.dtype
+    return _document_lengths(starts, ends, lengths, path), header.dtype
 
 
 def has_no_documents(starts: np.ndarray) -> bool:
@@ -125,9 +125,10 @@ def has_no_documents(starts: np.ndarray) -> bool:
 def check_lengths(lengths: np.ndarray, first: int, path: Path) -> None:
     """Raise DataError if a length is negative; ``lengths[0]`` is the length of sequence ``first``."""
     if len(lengths) and lengths.min() < 0:
-        worst = int(np.flatnonzero(lengths < 0)[0])
+        negative_idx = int(np.flatnonzero(lengths < 0)[0])
         raise DataError(
-            f"{path}: lengths must not be negative, but sequence {first + worst} has {lengths[worst]}. Build it again."
+            f"{path}: lengths must not be negative, but sequence {first + negative_idx} has {lengths[negative_idx]}. "
+            "Build it again."
         )
 
 
@@ -143,18 +144,19 @@ def starts_error(num_sequences: int, path: Path) -> DataError:
     )
 
 
-def joined_sizes(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
+def lengths_from_bounds(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
     """Return the number of tokens of documents ``first``, ``first`` + 1, ... as int32, from their boundaries."""
-    sizes = np.diff(bounds)
-    if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
+    lengths = np.diff(bounds)
+    if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
         raise DataError(
             f"{path}: a document may have at most {np.iinfo(np.int32).max} tokens, but the sequences of "
-            f"document {first + int(sizes.argmax())} have {sizes.max()}. Build the data again with shorter documents."
+            f"document {first + int(lengths.argmax())} have {lengths.max()}. Build the data again with shorter "
+            "documents."
         )
-    return sizes.astype(np.int32)
+    return lengths.astype(np.int32)
 
 
-def _check_kind(magic: bytes, version: int, code: int, path: Path) -> None:
+def _check_format(magic: bytes, version: int, code: int, path: Path) -> None:
     if magic[: len(_LAZY_MAGIC)] == _LAZY_MAGIC:
         raise DataError(
             f"{path} starts with {_LAZY_MAGIC!r}, the index format of Megatron-LM's lazy and cached datasets. Only the "
@@ -175,8 +177,8 @@ def _check_kind(magic: bytes, version: int, code: int, path: Path) -> None:
         )
 
 
-def _document_sizes(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, path: Path) -> np.ndarray:
+def _document_lengths(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, path: Path) -> np.ndarray:
     """Return the tokens of each document; in Megatron-LM's files a document may have several sequences (sentences)."""
     if len(starts) == len(lengths) + 1 and np.array_equal(starts, np.arange(len(starts))):
         return lengths
-    return joined_sizes(np.concatenate([np.zeros(1, np.int64), ends])[starts], 0, path)
+    return lengths_from_bounds(np.concatenate([np.zeros(1, np.int64), ends])[starts], 0, path)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.data.index_format import HEADER, MAGIC, TOKEN_TYPES, VERSION
 
-_STARTS_AT_ONCE = 1 << 20
+_STARTS_PER_CHUNK = 1 << 20
 
 
 def index_chunks(
@@ -23,12 +23,12 @@ def index_chunks(
     """
     codes = {np.dtype(token_type): code for code, token_type in TOKEN_TYPES.items()}
     yield HEADER.pack(MAGIC, VERSION, codes[dtype], num_documents, num_documents + 1)
-    for sizes in blocks():
-        yield sizes.astype("<i4").data.cast("B")
+    for lengths in blocks():
+        yield lengths.astype("<i4").data.cast("B")
     start = 0
-    for sizes in blocks():
-        ends = start + np.cumsum(sizes, dtype=np.int64)
-        yield ((ends - sizes) * dtype.itemsize).astype("<i8").data.cast("B")
+    for lengths in blocks():
+        ends = start + np.cumsum(lengths, dtype=np.int64)
+        yield ((ends - lengths) * dtype.itemsize).astype("<i8").data.cast("B")
         start = int(ends[-1])
-    for first in range(0, num_documents + 1, _STARTS_AT_ONCE):
-        yield np.arange(first, min(first + _STARTS_AT_ONCE, num_documents + 1), dtype="<i8").data.cast("B")
+    for first in range(0, num_documents + 1, _STARTS_PER_CHUNK):
+        yield np.arange(first, min(first + _STARTS_PER_CHUNK, num_documents + 1), dtype="<i8").data.cast("B")

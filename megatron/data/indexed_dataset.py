@@ -13,13 +13,13 @@ from megatron import object_store
 from megatron.data import dataset_metadata, file_io
 from megatron.data.cache import IndexCache
 from megatron.data.document_table import read_table
-from megatron.data.documents import Piece
+from megatron.data.documents import DocumentSlice
 from megatron.data.file_io import READERS, Reader
 from megatron.data.range_cache import RangeCache, RangeReader
 from megatron.errors import DataError
 
 _SCAN_TOKENS = 1 << 22
-_WHOLE_BELOW_BYTES = 64 << 20
+_HASHED_FULLY_UP_TO_BYTES = 64 << 20
 _NUM_PROBES = 256
 _PROBE_BYTES = 1 << 16
 
@@ -28,8 +28,8 @@ class IndexedDataset:
     """The documents of a pair of token files, written by this project or by Megatron-LM.
 
     Attributes:
-        sizes: the number of tokens of each document (int32). For a large file this array is an unaligned view of the
-            mapped ``.idx``, so index it in blocks.
+        document_lengths: the number of tokens of each document (int32). For a large file this array is an unaligned
+            view of the mapped ``.idx``, so index it in blocks.
         sidecar: the content of ``PREFIX.meta.json``; None if the file does not exist.
 
     Args:
@@ -46,12 +46,12 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, reader: str = "mmap", cache: IndexCache | None = None) -> None:
         if reader not in READERS:
             raise ValueError(f"reader must be one of {', '.join(READERS)}, got {reader!r}")
-        self.prefix = _without_suffix(str(prefix))
+        self.prefix = _strip_suffix(str(prefix))
         self.is_remote = object_store.is_remote(self.prefix)
         self.token_path: Path | str = self.prefix + ".bin"
         if self.is_remote:
             ranges = (cache or IndexCache()).ranges
-            self.index_path, sidecar_path = self._fetched(ranges)
+            self.index_path, sidecar_path = self._fetch_index_files(ranges)
         else:
             self.index_path, self.token_path = Path(self.prefix + ".idx"), Path(self.token_path)
             file_io.roll_forward(self.prefix)
@@ -59,17 +59,17 @@ class IndexedDataset:
             sidecar_path = Path(self.prefix + ".meta.json")
         self.sidecar = dataset_metadata.read(sidecar_path)
         self._table = read_table(self.index_path, reader=reader, cache=cache, has_metadata=self.sidecar is not None)
-        self.sizes, self.dtype = self._table.sizes, self._table.dtype
-        self.num_documents, self.num_tokens = len(self.sizes), self._table.num_tokens
+        self.document_lengths, self.dtype = self._table.document_lengths, self._table.dtype
+        self.num_documents, self.num_tokens = len(self.document_lengths), self._table.num_tokens
         if self.sidecar:
-            dataset_metadata.check_belongs(
+            dataset_metadata.check_matches_files(
                 self.sidecar,
                 sidecar_path,
                 num_documents=self.num_documents,
                 num_tokens=self.num_tokens,
                 idx_crc32=self._table.idx_crc32,
             )
-        self._check_bytes()
+        self._check_file_size()
         self._file: Reader | RangeReader
         if isinstance(self.token_path, Path):
             self._file = READERS[reader](self.token_path)
@@ -78,7 +78,7 @@ class IndexedDataset:
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return a copy of ``length`` tokens of ``document`` from ``offset`` on (None: up to the document's end)."""
-        size = int(self.sizes[document])
+        size = int(self.document_lengths[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise DataError(
@@ -91,16 +91,19 @@ class IndexedDataset:
         width = self.dtype.itemsize
         return self._file.read(start * width, count * width).view(self.dtype)
 
-    def prefetch(self, pieces: Sequence[Piece]) -> None:
-        """Start to fetch the tokens of ``pieces`` if the token file is in an object store."""
+    def prefetch(self, slices: Sequence[DocumentSlice]) -> None:
+        """Start to fetch the tokens of ``slices`` if the token file is in an object store."""
         if isinstance(self._file, RangeReader):
             width = self.dtype.itemsize
             self._file.prefetch(
-                [(self.byte_offset(piece.document, piece.offset), piece.length * width) for piece in pieces]
+                [
+                    (self.byte_offset(doc_slice.document, doc_slice.offset), doc_slice.length * width)
+                    for doc_slice in slices
+                ]
             )
 
     @property
-    def changed_ns(self) -> int:
+    def mtime_ns(self) -> int:
         """The modification time of the token file in nanoseconds."""
         return object_store.status(self.token_path).time_ns
 
@@ -127,14 +130,14 @@ class IndexedDataset:
         """True if each document ends with an end-of-document token; None without a sidecar."""
         return self.sidecar.has_eod if self.sidecar else None
 
-    def first_outside(self, vocab_size: int) -> tuple[int, int, int] | None:
+    def find_invalid_id(self, vocab_size: int) -> tuple[int, int, int] | None:
         """Scan the file and return (document, offset, id) of the first token id not in 0 ... vocab_size - 1."""
         for start in range(0, self.num_tokens, _SCAN_TOKENS):
             block = self.read_tokens(start, min(_SCAN_TOKENS, self.num_tokens - start))
             if int(block.max()) < vocab_size and int(block.min()) >= 0:
                 continue
             position = int(np.flatnonzero((block >= vocab_size) | (block < 0))[0])
-            document = self._table.find(start + position)
+            document = self._table.find_document(start + position)
             return document, start + position - self._table.start(document), int(block[position])
         return None
 
@@ -147,7 +150,7 @@ class IndexedDataset:
         """
         digest = hashlib.sha256(f"{self.dtype.name}:{self.num_tokens}:{self._table.key}".encode())
         num_bytes = self.num_tokens * self.dtype.itemsize
-        if num_bytes <= _WHOLE_BELOW_BYTES:
+        if num_bytes <= _HASHED_FULLY_UP_TO_BYTES:
             digest.update(self._file.read(0, num_bytes).data)
         else:
             starts = np.linspace(0, num_bytes - _PROBE_BYTES, _NUM_PROBES).astype(np.int64).tolist()
@@ -158,15 +161,15 @@ class IndexedDataset:
                 digest.update(self._file.read(start, _PROBE_BYTES).data)
         return digest.hexdigest()[:16]
 
-    def _fetched(self, ranges: RangeCache) -> tuple[Path, Path]:
+    def _fetch_index_files(self, ranges: RangeCache) -> tuple[Path, Path]:
         """Return local copies of the ``.idx`` and the sidecar; without a sidecar, the second path does not exist."""
         names = [self.prefix + suffix for suffix in (".idx", ".bin", ".meta.json")]
         are_present = [object_store.size_of(name) is not None for name in names]
         self._check_present(
             [name for name, is_present in zip(names[:2], are_present[:2], strict=True) if not is_present]
         )
-        index = ranges.whole(names[0])
-        return index, ranges.whole(names[2]) if are_present[2] else index.with_name("no sidecar")
+        index_path = ranges.fetch_object(names[0])
+        return index_path, ranges.fetch_object(names[2]) if are_present[2] else index_path.with_name("no sidecar")
 
     def _check_present(self, missing: Sequence[Path | str]) -> None:
         for path in missing:
@@ -177,7 +180,7 @@ class IndexedDataset:
                 f"{self.prefix}"
             )
 
-    def _check_bytes(self) -> None:
+    def _check_file_size(self) -> None:
         expected, actual = self.num_tokens * self.dtype.itemsize, object_store.status(self.token_path).size
         if expected != actual:
             raise DataError(
@@ -187,7 +190,7 @@ class IndexedDataset:
             )
 
 
-def _without_suffix(prefix: str) -> str:
+def _strip_suffix(prefix: str) -> str:
     for suffix in (".bin", ".idx"):
         prefix = prefix.removesuffix(suffix)
     return prefix

@@ -13,7 +13,7 @@ import numpy as np
 from megatron import files, object_store
 from megatron.data import file_io, index_format
 from megatron.data.dataset_metadata import DatasetMetadata
-from megatron.data.file_io import StreamedFile, read_sizes
+from megatron.data.file_io import StreamedFile, read_lengths
 from megatron.data.index_writer import index_chunks
 from megatron.errors import DataError
 
@@ -65,75 +65,75 @@ class IndexedDatasetBuilder:
         self._vocab_size, self._tokenizer, self._eod_id = vocab_size, tokenizer, eod_id
         self._max_token_id = -1
         self._paths = [Path(self.prefix + suffix) for suffix in (".bin", ".idx", ".meta.json")]
-        self._temporary = [file_io.temporary_path(path) for path in self._paths]
-        self._sizes_path = file_io.temporary_path(Path(self.prefix + ".len"))
-        self._open = ExitStack()
+        self._temporary_paths = [file_io.temporary_path(path) for path in self._paths]
+        self._lengths_path = file_io.temporary_path(Path(self.prefix + ".len"))
+        self._open_files = ExitStack()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         self._paths[0].parent.mkdir(parents=True, exist_ok=True)
         file_io.roll_forward(self.prefix)
         file_io.remove_stale(self.prefix)
         try:
-            self._tokens = self._open.enter_context(StreamedFile(self._temporary[0]))
-            self._sizes = self._open.enter_context(StreamedFile(self._sizes_path))
+            self._tokens_file = self._open_files.enter_context(StreamedFile(self._temporary_paths[0]))
+            self._lengths_file = self._open_files.enter_context(StreamedFile(self._lengths_path))
         except BaseException:
             self._close_and_remove()
             raise
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self._finish()
+            if error_type is None:
+                self._finish_files()
         finally:
             self._close_and_remove()
 
     def _close_and_remove(self) -> None:
         with suppress(OSError):  # on a full disk, flushing the buffers on close fails a second time
-            self._open.close()
-        for path in [self._sizes_path, *([] if file_io.is_pending(self.prefix) else self._temporary)]:
+            self._open_files.close()
+        for path in [self._lengths_path, *([] if file_io.is_pending(self.prefix) else self._temporary_paths)]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def add(self, tokens: np.ndarray, sizes: np.ndarray | None = None) -> None:
-        """Append the concatenated documents ``tokens`` with lengths ``sizes`` (None: a single document)."""
-        sizes = np.array([len(tokens)], np.int64) if sizes is None else sizes
-        if int(sizes.sum(dtype=np.int64)) != len(tokens):
-            raise ValueError(f"lengths sum to {sizes.sum()}, but there are {len(tokens)} tokens")
+    def add(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
+        """Append the concatenated documents ``tokens`` with lengths ``lengths`` (None: a single document)."""
+        lengths = np.array([len(tokens)], np.int64) if lengths is None else lengths
+        if int(lengths.sum(dtype=np.int64)) != len(tokens):
+            raise ValueError(f"lengths sum to {lengths.sum()}, but there are {len(tokens)} tokens")
         if not len(tokens):
             return
         self._check_ids(int(tokens.min()), int(tokens.max()))
-        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data.cast("B"))
+        self._tokens_file.write(np.ascontiguousarray(tokens, self.dtype).data.cast("B"))
         self.num_tokens += len(tokens)
-        self._add_sizes(sizes)
+        self._add_lengths(lengths)
 
     def append(
-        self, path: Path, sizes: Iterable[np.ndarray], *, num_tokens: int, max_token_id: int, crc32: int | None = None
+        self, path: Path, lengths: Iterable[np.ndarray], *, num_tokens: int, max_token_id: int, crc32: int | None = None
     ) -> None:
         """Append a file of tokens of this builder's token type without inspecting the tokens.
 
         Args:
-            sizes: tokens of each document in ``path``, in arrays of any length; empty documents are dropped.
+            lengths: tokens of each document in ``path``, in arrays of any length; empty documents are dropped.
             max_token_id: the largest id in ``path``, for the sidecar.
             crc32: checksum of ``path``. If None, it is computed while copying, at half the speed.
 
         Raises:
-            DataError: the size of the file or the sum of ``sizes`` does not match ``num_tokens``.
+            DataError: the size of the file or the sum of ``lengths`` does not match ``num_tokens``.
         """
         if num_tokens:
             self._check_ids(0, max_token_id)
-        self._tokens.append_file(path, num_tokens * self.dtype.itemsize, crc32)
-        total = sum(self._add_sizes(block) for block in sizes)
+        self._tokens_file.append_file(path, num_tokens * self.dtype.itemsize, crc32)
+        total = sum(self._add_lengths(block) for block in lengths)
         if total != num_tokens:
             raise DataError(f"{path}: lengths sum to {total}, but it has {num_tokens} tokens. Build it again.")
         self.num_tokens += num_tokens
 
-    def _add_sizes(self, sizes: np.ndarray) -> int:
-        nonempty = sizes[sizes > 0].astype("<i4")
+    def _add_lengths(self, lengths: np.ndarray) -> int:
+        nonempty = lengths[lengths > 0].astype("<i4")
         if len(nonempty):
-            self._sizes.write(nonempty.data.cast("B"))
+            self._lengths_file.write(nonempty.data.cast("B"))
         self.num_documents += len(nonempty)
         return int(nonempty.sum(dtype=np.int64))
 
@@ -143,20 +143,22 @@ class IndexedDatasetBuilder:
             raise DataError(f"token ids must be in 0 ... {limit - 1}, got {lowest} ... {highest}")
         self._max_token_id = max(self._max_token_id, highest)
 
-    def _finish(self) -> None:
-        self._tokens.sync()
-        self._sizes.flush()
-        blocks: Callable[[], Iterator[np.ndarray]] = lambda: read_sizes(self._sizes_path)  # noqa: E731
-        _, index_crc32 = files.write_chunks(self._temporary[1], index_chunks(blocks, self.num_documents, self.dtype))
-        written, obsolete = self._paths, self._paths[2:]
+    def _finish_files(self) -> None:
+        self._tokens_file.sync()
+        self._lengths_file.flush()
+        blocks: Callable[[], Iterator[np.ndarray]] = lambda: read_lengths(self._lengths_path)  # noqa: E731
+        _, index_crc32 = files.write_chunks(
+            self._temporary_paths[1], index_chunks(blocks, self.num_documents, self.dtype)
+        )
+        written_paths, obsolete_paths = self._paths, self._paths[2:]
         if self._vocab_size is None:
-            written = self._paths[:2]
+            written_paths = self._paths[:2]
         else:
-            obsolete = []
-            files.write_bytes(self._temporary[2], self._sidecar(self._vocab_size, index_crc32).to_json())
-        file_io.replace_together(self.prefix, written, obsolete)
+            obsolete_paths = []
+            files.write_bytes(self._temporary_paths[2], self._make_metadata(self._vocab_size, index_crc32).to_json())
+        file_io.replace_together(self.prefix, written_paths, obsolete_paths)
 
-    def _sidecar(self, vocab_size: int, index_crc32: int) -> DatasetMetadata:
+    def _make_metadata(self, vocab_size: int, index_crc32: int) -> DatasetMetadata:
         return DatasetMetadata(
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
@@ -165,7 +167,7 @@ class IndexedDatasetBuilder:
             tokenizer=self._tokenizer,
             eod_id=self._eod_id,
             has_eod=self._eod_id is not None,
-            bin_bytes=self._tokens.size,
-            bin_crc32=self._tokens.crc32,
+            bin_bytes=self._tokens_file.size,
+            bin_crc32=self._tokens_file.crc32,
             idx_crc32=index_crc32,
         )

@@ -26,7 +26,7 @@ from megatron.data.index_format import (
     Header,
     check_lengths,
     has_no_documents,
-    joined_sizes,
+    lengths_from_bounds,
     offsets_error,
     starts_error,
 )
@@ -34,14 +34,14 @@ from megatron.data.index_format import (
 STRIDE = 256
 NUM_PROBES = 4096
 _BLOCK = 1 << 20
-_DOCUMENTS_JOINED = 1 << 16
+_DOCUMENTS_PER_BLOCK = 1 << 16
 
 
 class LargeIndex:
     """The content of a large ``.idx``.
 
     Attributes:
-        sizes: tokens of each document.
+        document_lengths: tokens of each document.
         starts: first token of every ``STRIDE``-th document, followed by the total number of tokens.
         crc32: checksum of the sizes.
 
@@ -54,95 +54,98 @@ class LargeIndex:
     ) -> None:
         self._path, self._header, self._cache = path, header, cache
         self._file = FileBinReader(path)
-        self.starts, self.crc32 = self._scan(self._lengths())
+        self.starts, self.crc32 = self._scan_lengths(self._read_sequence_lengths())
         self._check_offsets()
-        if not self._is_document_each(has_metadata):
-            self.sizes = self._kept("joined", self._joined)
-            self.starts, self.crc32 = self._scan(self.sizes[i : i + _BLOCK] for i in range(0, len(self.sizes), _BLOCK))
+        if not self._has_one_sequence_per_document(has_metadata):
+            self.document_lengths = self._cache_lengths("joined", self._join_sequences)
+            self.starts, self.crc32 = self._scan_lengths(
+                self.document_lengths[i : i + _BLOCK] for i in range(0, len(self.document_lengths), _BLOCK)
+            )
         elif reader == "pread":
-            self.sizes = self._kept("lengths", self._lengths)
+            self.document_lengths = self._cache_lengths("lengths", self._read_sequence_lengths)
         else:
             mapped = MMapBinReader(path).bytes
-            self.sizes = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
+            self.document_lengths = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
 
-    def _numbers(self, place: int, kind: str, first: int, count: int) -> np.ndarray:
-        """Return ``count`` numbers, starting with number ``first``, of the array that begins at byte ``place``."""
-        width = np.dtype(kind).itemsize
-        return self._file.read(place + first * width, count * width).view(kind)
+    def _read_array(self, array_offset: int, dtype: str, first: int, count: int) -> np.ndarray:
+        """Return ``count`` numbers of the array at byte ``array_offset``, starting with number ``first``."""
+        width = np.dtype(dtype).itemsize
+        return self._file.read(array_offset + first * width, count * width).view(dtype)
 
-    def _lengths(self) -> Iterator[np.ndarray]:
+    def _read_sequence_lengths(self) -> Iterator[np.ndarray]:
         """Yield the lengths of all sequences in blocks."""
         count = self._header.num_sequences
         for first in range(0, count, _BLOCK):
-            yield self._numbers(HEADER.size, "<i4", first, min(_BLOCK, count - first))
+            yield self._read_array(HEADER.size, "<i4", first, min(_BLOCK, count - first))
 
-    def _scan(self, blocks: Iterable[np.ndarray]) -> tuple[np.ndarray, int]:
+    def _scan_lengths(self, blocks: Iterable[np.ndarray]) -> tuple[np.ndarray, int]:
         """Return (cumulative tokens before every ``STRIDE``-th document and in total, crc32 of the sizes)."""
-        sums, crc32, first = [np.zeros(1, np.int64)], 0, 0
+        stride_tokens, crc32, first = [np.zeros(1, np.int64)], 0, 0
         for block in blocks:
             check_lengths(block, first, self._path)
-            sums.append(np.add.reduceat(block, np.arange(0, len(block), STRIDE), dtype=np.int64))
+            stride_tokens.append(np.add.reduceat(block, np.arange(0, len(block), STRIDE), dtype=np.int64))
             crc32 = zlib.crc32(block.data, crc32)
             first += len(block)
-        return np.cumsum(np.concatenate(sums)), crc32
+        return np.cumsum(np.concatenate(stride_tokens)), crc32
 
     def _check_offsets(self) -> None:
         count, width = self._header.num_sequences, self._header.dtype.itemsize
-        last = int(self._numbers(HEADER.size, "<i4", count - 1, 1)[0])
+        last = int(self._read_array(HEADER.size, "<i4", count - 1, 1)[0])
         expected = {count - 1: int(self.starts[-1]) - last}
-        for block in _spread(-(-count // STRIDE)):
+        for block in _evenly_spaced(-(-count // STRIDE)):
             expected[block * STRIDE] = int(self.starts[block])
         for sequence, start in expected.items():
-            if int(self._numbers(self._header.offsets_at, "<i8", sequence, 1)[0]) != start * width:
+            if int(self._read_array(self._header.offsets_at, "<i8", sequence, 1)[0]) != start * width:
                 raise offsets_error(self._path)
 
-    def _is_document_each(self, has_metadata: bool) -> bool:
+    def _has_one_sequence_per_document(self, has_metadata: bool) -> bool:
         """Return True if each sequence is a document."""
         count, starts_at = self._header.num_starts, self._header.starts_at
-        if has_no_documents(self._numbers(starts_at, "<i8", 0, min(count, 2))):
+        if has_no_documents(self._read_array(starts_at, "<i8", 0, min(count, 2))):
             return True
         if count != self._header.num_sequences + 1:
             return False
         if not has_metadata:
             blocks = (
-                (first, self._numbers(starts_at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count)
+                (first, self._read_array(starts_at, "<i8", first, min(_BLOCK, count - first)))
+                for first in _block_starts(count)
             )
             return all(np.array_equal(block, np.arange(first, first + len(block))) for first, block in blocks)
-        if any(int(self._numbers(starts_at, "<i8", idx, 1)[0]) != idx for idx in _spread(count)):
+        if any(int(self._read_array(starts_at, "<i8", idx, 1)[0]) != idx for idx in _evenly_spaced(count)):
             raise starts_error(self._header.num_sequences, self._path)
         return True
 
-    def _joined(self) -> Iterator[np.ndarray]:
+    def _join_sequences(self) -> Iterator[np.ndarray]:
         """Yield document sizes in blocks, for documents that consist of several sequences (sentences)."""
         num_documents, num_sequences = self._header.num_starts - 1, self._header.num_sequences
         starts_at, error = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
-        if num_documents < 1 or int(self._numbers(starts_at, "<i8", 0, 1)[0]) != 0:
+        if num_documents < 1 or int(self._read_array(starts_at, "<i8", 0, 1)[0]) != 0:
             raise error
-        for first in range(0, num_documents, _DOCUMENTS_JOINED):
-            starts = self._numbers(starts_at, "<i8", first, min(_DOCUMENTS_JOINED, num_documents - first) + 1)
+        for first in range(0, num_documents, _DOCUMENTS_PER_BLOCK):
+            starts = self._read_array(starts_at, "<i8", first, min(_DOCUMENTS_PER_BLOCK, num_documents - first) + 1)
             if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > num_sequences:
                 raise error
-            lengths = self._numbers(HEADER.size, "<i4", int(starts[0]), int(starts[-1] - starts[0]))
+            lengths = self._read_array(HEADER.size, "<i4", int(starts[0]), int(starts[-1] - starts[0]))
             ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-            yield joined_sizes(ends[starts - starts[0]], first, self._path)
+            yield lengths_from_bounds(ends[starts - starts[0]], first, self._path)
         if starts[-1] != num_sequences:
             raise error
 
-    def _kept(self, kind: str, blocks: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+    def _cache_lengths(self, array_name: str, blocks: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
         """Return the concatenated blocks, from a cache file if there is a cache, else in memory."""
         if self._cache is None:
             return np.concatenate(list(blocks()))
         status = self._path.stat()
-        key = repr((kind, str(self._path.resolve()), status.st_size, status.st_mtime_ns, self.crc32))
+        key = repr((array_name, str(self._path.resolve()), status.st_size, status.st_mtime_ns, self.crc32))
         name = f"sizes-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         return self._cache.arrays(name, 1, lambda _: blocks())[0]
 
 
-def _firsts(count: int) -> range:
+def _block_starts(count: int) -> range:
     """Return the first index of each block of ``count`` numbers."""
     return range(0, count, _BLOCK)
 
 
-def _spread(count: int) -> list[int]:
+def _evenly_spaced(count: int) -> list[int]:
     """Return evenly spaced integers from 0 to ``count - 1``."""
     return sorted(set(np.linspace(0, count - 1, min(count, NUM_PROBES)).astype(np.int64).tolist()))

@@ -34,13 +34,13 @@ class RandomDocuments:
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self.prefix, self.fingerprint = "random documents", f"random {vocab_size} {seed}"
-        sizes = np.random.default_rng(seed).integers(2, LONGEST_DOCUMENT + 1, NUM_DOCUMENTS)
-        self.sizes, self.num_documents = sizes.astype(np.int32), NUM_DOCUMENTS
+        lengths = np.random.default_rng(seed).integers(2, LONGEST_DOCUMENT + 1, NUM_DOCUMENTS)
+        self.document_lengths, self.num_documents = lengths.astype(np.int32), NUM_DOCUMENTS
         self.vocab_size, self.seed = vocab_size, seed
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return ``length`` tokens of ``document`` from ``offset`` on (None: up to the document's end)."""
-        size = int(self.sizes[document])
+        size = int(self.document_lengths[document])
         tokens = np.random.default_rng((self.seed, document)).integers(1, self.vocab_size, size)
         tokens[-1] = EOD_ID
         return tokens[offset : None if length is None else offset + length]

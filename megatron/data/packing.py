@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.cache import IndexCache
-from megatron.data.documents import Documents, count_of, documents_key, number_type, sizes_of
+from megatron.data.documents import Documents, count_documents, documents_key, gather_lengths, index_dtype
 from megatron.data.permutation import Permutation
-from megatron.data.sample_index import Piece, TokenSource
+from megatron.data.sample_index import DocumentSlice, TokenSource
 from megatron.errors import DataError
 
-# Best-fit-decreasing packing by counts: pieces of the same length are interchangeable, and so are equal samples.
+# Best-fit-decreasing packing by counts: slices of the same length are interchangeable, and so are equal samples.
 #
-# Pieces are placed in descending order of length. Each is added to the open sample with the smallest sufficient room,
-# or to a new sample. Samples with the same pieces form a group, and one iteration places all pieces of a length that
+# Slices are placed in descending order of length. Each is added to the open sample with the smallest sufficient room,
+# or to a new sample. Samples with the same slices form a group, and one iteration places all slices of a length that
 # fit into a group. The number of iterations therefore depends on the number of distinct lengths: ten million documents
 # take no longer than ten thousand.
 #
@@ -25,9 +25,9 @@ from megatron.errors import DataError
 
 
 class Share(NamedTuple):
-    """The pieces of one length in the samples of a group: each sample contains ``per_sample`` of them.
+    """The slices of one length in the samples of a group: each sample contains ``per_sample`` of them.
 
-    The pieces of a length are numbered from 0. The k-th sample of the group contains the pieces from ``first`` +
+    The slices of a length are numbered from 0. The k-th sample of the group contains the slices from ``first`` +
     k * ``per_sample`` on.
     """
 
@@ -37,23 +37,23 @@ class Share(NamedTuple):
 
 
 class Group(NamedTuple):
-    """``num_samples`` samples with the same piece lengths ``shares``, in descending order."""
+    """``num_samples`` samples with the same slice lengths ``shares``, in descending order."""
 
     num_samples: int
     shares: tuple[Share, ...] = ()
 
-    def part(self, start: int, stop: int) -> Group:
+    def subrange(self, start: int, stop: int) -> Group:
         """Return samples ``start`` ... ``stop`` - 1 of this group."""
         return Group(
             stop - start, tuple(share._replace(first=share.first + start * share.per_sample) for share in self.shares)
         )
 
-    def taking(self, share: Share) -> Group:
+    def with_share(self, share: Share) -> Group:
         """Return a copy of the group with ``share`` appended."""
         return Group(self.num_samples, (*self.shares, share))
 
 
-class _Open:
+class _OpenSamples:
     """Groups of open samples, by the number of tokens that still fit."""
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class _Open:
             self.groups.setdefault(room, []).append(group)
             self._rooms |= 1 << room
 
-    def tightest(self, length: int) -> int | None:
+    def smallest_room(self, length: int) -> int | None:
         """Return the smallest room of at least ``length``; None if there is none."""
         rooms = self._rooms >> length
         return length + (rooms & -rooms).bit_length() - 1 if rooms else None
 
-    def take(self, room: int) -> Group:
+    def pop(self, room: int) -> Group:
         group = self.groups[room].pop()
         if not self.groups[room]:
             del self.groups[room]
@@ -79,115 +79,121 @@ class _Open:
 
 
 def best_fit(counts: np.ndarray, capacity: int) -> list[Group]:
-    """Pack pieces into samples of at most ``capacity`` tokens and return the groups of samples.
+    """Pack slices into samples of at most ``capacity`` tokens and return the groups of samples.
 
     Args:
-        counts: int64[capacity + 1], the number of pieces of each length; ``counts[0]`` is 0.
+        counts: int64[capacity + 1], the number of slices of each length; ``counts[0]`` is 0.
     """
-    open_samples = _Open()
+    open_samples = _OpenSamples()
     for length in np.flatnonzero(counts)[::-1].tolist():
         first, stop = 0, int(counts[length])
         while first < stop:
-            room = open_samples.tightest(length)
-            group = Group(stop - first) if room is None else open_samples.take(room)
-            first = _place(open_samples, group, capacity if room is None else room, length, first, stop)
+            room = open_samples.smallest_room(length)
+            group = Group(stop - first) if room is None else open_samples.pop(room)
+            first = _add_slices(open_samples, group, capacity if room is None else room, length, first, stop)
     return [group for room in sorted(open_samples.groups) for group in open_samples.groups[room]]
 
 
-def _place(samples: _Open, group: Group, room: int, length: int, first: int, stop: int) -> int:
-    """Add as many of the pieces ``first`` ... ``stop`` - 1 to ``group`` as fit; return the first remaining piece.
+def _add_slices(samples: _OpenSamples, group: Group, room: int, length: int, first: int, stop: int) -> int:
+    """Add as many of the slices ``first`` ... ``stop`` - 1 to ``group`` as fit; return the first remaining slice.
 
     A sample is filled before the next one is opened, because best fit prefers the sample with the smallest room.
     """
     per_sample, num_samples = room // length, group.num_samples
     filled = min(num_samples, (stop - first) // per_sample)
-    samples.add(room - per_sample * length, group.part(0, filled).taking(Share(length, per_sample, first)))
+    samples.add(room - per_sample * length, group.subrange(0, filled).with_share(Share(length, per_sample, first)))
     first += filled * per_sample
     num_left = stop - first
     if num_left and filled < num_samples:
-        samples.add(room - num_left * length, group.part(filled, filled + 1).taking(Share(length, num_left, first)))
+        samples.add(
+            room - num_left * length, group.subrange(filled, filled + 1).with_share(Share(length, num_left, first))
+        )
         first, filled = stop, filled + 1
     if group.shares:  # otherwise the group is new, and its unused samples are dropped
-        samples.add(room, group.part(filled, num_samples))
+        samples.add(room, group.subrange(filled, num_samples))
     return first
 
 
-# The pieces of documents for packing, ordered by length.
+# The slices of documents for packing, ordered by length.
 #
-# A sample with L inputs and L labels has L + 1 tokens. A document of at most L + 1 tokens is one piece. A longer
-# document is split every L tokens, and neighbouring pieces share one token: the last label of one piece is the first
-# input of the next. Every token of a document except the first is therefore a label exactly once. Only the last piece
+# A sample with L inputs and L labels has L + 1 tokens. A document of at most L + 1 tokens is one slice. A longer
+# document is split every L tokens, and neighbouring slices share one token: the last label of one slice is the first
+# input of the next. Every token of a document except the first is therefore a label exactly once. Only the last slice
 # of a long document needs to be packed, because each of the others fills a sample. Documents of fewer than two tokens
 # have no label and are dropped.
 #
-# The stored index is the list of documents sorted by the length of their last piece (a counting sort, in blocks), with
+# The stored index is the list of documents sorted by the length of their last slice (a counting sort, in blocks), with
 # 4 bytes per document if the document indices fit. It is the same for all epochs.
 
-Keep = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
+CacheArray = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
 """A function (name, build) that returns the cached array ``name``, or builds it."""
 
 _BLOCK = 1 << 20
 
 
-class Pieces:
-    """The pieces of the documents of one split.
+class SliceIndex:
+    """The slices of the documents of one split.
 
     Attributes:
-        last_counts: int64[capacity + 1], the number of last pieces of each length.
-        num_full: the number of all other pieces; each fills a sample.
-        by_length: documents sorted by the length of their last piece. The documents whose last piece has n tokens are
+        last_counts: int64[capacity + 1], the number of last slices of each length.
+        num_full: the number of all other slices; each fills a sample.
+        by_length: documents sorted by the length of their last slice. The documents whose last slice has n tokens are
             ``by_length[starts[n] : starts[n] + last_counts[n]]``.
     """
 
     def __init__(
-        self, sizes: np.ndarray, documents: Documents, capacity: int, keep: Keep = lambda name, make: make()
+        self,
+        document_lengths: np.ndarray,
+        documents: Documents,
+        capacity: int,
+        cache_array: CacheArray = lambda name, make: make(),
     ) -> None:
-        """Build the index in three passes over ``sizes``, the sizes of all documents of the file."""
-        cutter = _Cut(sizes, documents, capacity)
+        """Build the index in three passes over ``document_lengths``, the sizes of all documents of the file."""
+        builder = _SliceIndexBuilder(document_lengths, documents, capacity)
         self.step = capacity - 1
-        *counts, self.num_tokens, num_long = keep("counts", cutter.counts).tolist()
+        *counts, self.num_tokens, num_long = cache_array("counts", builder.count_last_slices).tolist()
         self.last_counts = np.array(counts, np.int64)
         self.starts: list[int] = (self.last_counts.cumsum() - self.last_counts).tolist()
-        self.by_length = keep("by-length", lambda: cutter.sorted_by_length(np.array(counts)))
-        long = keep("long", lambda: cutter.long(num_long))
-        self._long, self._full_ends = long[:num_long], long[num_long:]
+        self.by_length = cache_array("by-length", lambda: builder.sort_by_length(np.array(counts)))
+        long_arrays = cache_array("long", lambda: builder.find_long_documents(num_long))
+        self._long_documents, self._full_ends = long_arrays[:num_long], long_arrays[num_long:]
         self.num_full = int(self._full_ends[-1]) if num_long else 0
         self.last_counts[:2] = 0
 
-    def full(self, place: int) -> tuple[int, int]:
-        """Return (document, offset) of full piece ``place``; the last piece of a document is not a full piece."""
-        row = int(np.searchsorted(self._full_ends, place, "right"))
+    def full_slice(self, slice_idx: int) -> tuple[int, int]:
+        """Return (document, offset) of full slice ``slice_idx``; the last slice of a document is not a full slice."""
+        row = int(np.searchsorted(self._full_ends, slice_idx, "right"))
         num_before = int(self._full_ends[row - 1]) if row else 0
-        return int(self._long[row]), (place - num_before) * self.step
+        return int(self._long_documents[row]), (slice_idx - num_before) * self.step
 
     @property
     def num_bytes(self) -> int:
         """Memory of the index in bytes."""
-        return self.by_length.nbytes + self._long.nbytes + self._full_ends.nbytes
+        return self.by_length.nbytes + self._long_documents.nbytes + self._full_ends.nbytes
 
 
-class _Cut:
-    """The computation of the arrays of ``Pieces``."""
+class _SliceIndexBuilder:
+    """The computation of the arrays of ``SliceIndex``."""
 
-    def __init__(self, sizes: np.ndarray, documents: Documents, capacity: int) -> None:
-        self.sizes, self.documents, self.capacity = sizes, documents, capacity
+    def __init__(self, document_lengths: np.ndarray, documents: Documents, capacity: int) -> None:
+        self.document_lengths, self.documents, self.capacity = document_lengths, documents, capacity
 
-    def counts(self) -> np.ndarray:
-        """Return numbers of last pieces by length (0 ... capacity), of tokens and of documents with several pieces."""
+    def count_last_slices(self) -> np.ndarray:
+        """Return numbers of last slices by length (0 ... capacity), of tokens and of documents with several slices."""
         counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
-        for _, sizes in self._blocks():
-            counts += np.bincount(self._last(sizes), minlength=len(counts))
-            num_tokens += int(sizes.sum())
-            num_long += int((sizes > self.capacity).sum())
+        for _, document_lengths in self._blocks():
+            counts += np.bincount(self._last_lengths(document_lengths), minlength=len(counts))
+            num_tokens += int(document_lengths.sum())
+            num_long += int((document_lengths > self.capacity).sum())
         return np.append(counts, [num_tokens, num_long])
 
-    def sorted_by_length(self, counts: np.ndarray) -> np.ndarray:
-        """Return the documents stably sorted by the length of their last piece."""
-        result = np.empty(int(counts.sum()), number_type(self.documents))
+    def sort_by_length(self, counts: np.ndarray) -> np.ndarray:
+        """Return the documents stably sorted by the length of their last slice."""
+        result = np.empty(int(counts.sum()), index_dtype(self.documents))
         key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy's stable sort of 16 bits is a radix sort
         filled = np.cumsum(counts) - counts
-        for documents, sizes in self._blocks():
-            lengths = self._last(sizes)
+        for documents, document_lengths in self._blocks():
+            lengths = self._last_lengths(document_lengths)
             order = np.argsort(lengths.astype(key_type), kind="stable")
             block_counts = np.bincount(lengths, minlength=len(counts))
             shift = filled - (np.cumsum(block_counts) - block_counts)
@@ -195,50 +201,56 @@ class _Cut:
             filled += block_counts
         return result
 
-    def long(self, num_long: int) -> np.ndarray:
-        """Return int64[2 x num_long]: the documents with several pieces, then the cumulative counts of full pieces."""
+    def find_long_documents(self, num_long: int) -> np.ndarray:
+        """Return int64[2 x num_long]: the documents with several slices, then the cumulative counts of full slices."""
         result, filled = np.empty((2, num_long), np.int64), 0
-        for documents, sizes in self._blocks():
-            is_long = sizes > self.capacity
+        for documents, document_lengths in self._blocks():
+            is_long = document_lengths > self.capacity
             stop = filled + int(is_long.sum())
-            result[0, filled:stop], result[1, filled:stop] = documents[is_long], self._num_full(sizes[is_long])
+            result[0, filled:stop], result[1, filled:stop] = (
+                documents[is_long],
+                self._num_full_slices(document_lengths[is_long]),
+            )
             filled = stop
         np.cumsum(result[1], out=result[1])
         return result.ravel()
 
-    def _num_full(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the number of full pieces of each document."""
-        return np.maximum(sizes - 2, 0) // (self.capacity - 1)
+    def _num_full_slices(self, document_lengths: np.ndarray) -> np.ndarray:
+        """Return the number of full slices of each document."""
+        return np.maximum(document_lengths - 2, 0) // (self.capacity - 1)
 
-    def _last(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the length of the last piece of each document."""
-        return sizes - self._num_full(sizes) * (self.capacity - 1)
+    def _last_lengths(self, document_lengths: np.ndarray) -> np.ndarray:
+        """Return the length of the last slice of each document."""
+        return document_lengths - self._num_full_slices(document_lengths) * (self.capacity - 1)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield blocks of (document indices, their sizes), both int64."""
-        documents, sizes = self.documents, self.sizes
+        documents, document_lengths = self.documents, self.document_lengths
         start, stop = documents if isinstance(documents, tuple) else (0, len(documents))
         for first in range(start, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
             if isinstance(documents, tuple):
-                yield np.arange(first, last), sizes[first:last].astype(np.int64)
+                yield np.arange(first, last), document_lengths[first:last].astype(np.int64)
             else:
-                yield documents[first:last].astype(np.int64), sizes_of(sizes, documents[first:last]).astype(np.int64)
+                yield (
+                    documents[first:last].astype(np.int64),
+                    gather_lengths(document_lengths, documents[first:last]).astype(np.int64),
+                )
 
 
 # Samples of packed documents: the counterpart of ``SampleIndex`` for ``--packing best-fit``.
 #
-# The piece lengths of each sample depend only on the document lengths and are computed once. Each epoch assigns the
+# The slice lengths of each sample depend only on the document lengths and are computed once. Each epoch assigns the
 # documents of a length to the slots of this length, and orders the samples, by permutations computed from (seed,
 # epoch). An epoch therefore stores no data, and is the same in every process.
 
 _FORMAT = 1
-_KEPT_FROM = 1 << 22  # documents; sorting fewer is faster than using the cache
-_ARRAY_FROM = 20  # number of values from which a vectorized permutation is faster
+_CACHED_FROM_DOCUMENTS = 1 << 22  # documents; sorting fewer is faster than using the cache
+_VECTORIZED_FROM = 20  # number of values from which a vectorized permutation is faster
 
 
 class PackedSampleIndex:
-    """Endless samples of document pieces with up to ``capacity`` tokens; sample i belongs to epoch i // per_epoch.
+    """Endless samples of document slices with up to ``capacity`` tokens; sample i belongs to epoch i // per_epoch.
 
     Attributes:
         fill: share of the sample tokens that are not padding.
@@ -265,57 +277,59 @@ class PackedSampleIndex:
         cache: IndexCache | None = None,
     ) -> None:
         self.token_file, self.documents, self.capacity, self.seed = token_file, documents, capacity, seed
-        if cache is None or count_of(documents) < _KEPT_FROM:
-            self._pieces = Pieces(token_file.sizes, documents, capacity)
+        if cache is None or count_documents(documents) < _CACHED_FROM_DOCUMENTS:
+            self._slice_index = SliceIndex(token_file.document_lengths, documents, capacity)
         else:
-            self._pieces = Pieces(token_file.sizes, documents, capacity, self._keeper(cache))
-        self.num_tokens = self._pieces.num_tokens
-        counts = self._pieces.last_counts
+            self._slice_index = SliceIndex(
+                token_file.document_lengths, documents, capacity, self._make_cache_array(cache)
+            )
+        self.num_tokens = self._slice_index.num_tokens
+        counts = self._slice_index.last_counts
         self._counts: list[int] = counts.tolist()
         groups = best_fit(counts, capacity)
         self._shares = [group.shares for group in groups]
-        ends = np.cumsum([self._pieces.num_full, *(group.num_samples for group in groups)], dtype=np.int64)
+        ends = np.cumsum([self._slice_index.num_full, *(group.num_samples for group in groups)], dtype=np.int64)
         self._group_starts, self.per_epoch = ends, int(ends[-1])
         if self.per_epoch < 1:
             raise DataError(
                 f"{token_file.prefix}: best-fit packing needs documents of at least two tokens, but the split "
                 "has none. Add more data."
             )
-        packed = int(counts @ np.arange(capacity + 1)) + self._pieces.num_full * capacity
-        self.fill = packed / (self.per_epoch * capacity)
-        self.num_bytes = self._pieces.num_bytes
+        num_packed_tokens = int(counts @ np.arange(capacity + 1)) + self._slice_index.num_full * capacity
+        self.fill = num_packed_tokens / (self.per_epoch * capacity)
+        self.num_bytes = self._slice_index.num_bytes
 
-    def _keeper(self, cache: IndexCache) -> Keep:
-        """Return a ``Keep`` function that stores arrays in ``cache`` under a name unique to the documents."""
+    def _make_cache_array(self, cache: IndexCache) -> CacheArray:
+        """Return a ``CacheArray`` function that stores arrays in ``cache`` under a name unique to the documents."""
         key = (_FORMAT, self.token_file.fingerprint, documents_key(self.documents), self.capacity)
         name = f"lengths-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
         return lambda kind, make: cache.array(f"{name}-{kind}", make)
 
-    def pieces(self, index: int) -> list[Piece]:
-        """Return the document pieces of sample ``index``, the longest first."""
+    def slices(self, index: int) -> list[DocumentSlice]:
+        """Return the document slices of sample ``index``, the longest first."""
         if index < 0:
             raise IndexError(f"sample indices start at 0, got {index}")
         epoch, sample_idx = divmod(int(index), self.per_epoch)
         sample_idx = Permutation(self.per_epoch, "samples", self.seed, epoch)(sample_idx)
-        if sample_idx < self._pieces.num_full:
-            return [Piece(*self._pieces.full(sample_idx), self.capacity)]
-        group = int(np.searchsorted(self._group_starts, sample_idx, "right")) - 1
-        return self._packed(self._shares[group], sample_idx - int(self._group_starts[group]), epoch)
+        if sample_idx < self._slice_index.num_full:
+            return [DocumentSlice(*self._slice_index.full_slice(sample_idx), self.capacity)]
+        group_idx = int(np.searchsorted(self._group_starts, sample_idx, "right")) - 1
+        return self._packed_slices(self._shares[group_idx], sample_idx - int(self._group_starts[group_idx]), epoch)
 
-    def _packed(self, shares: Sequence[Share], in_group: int, epoch: int) -> list[Piece]:
-        """Return the document pieces of sample ``in_group`` of the group with the piece lengths ``shares``."""
+    def _packed_slices(self, shares: Sequence[Share], idx_in_group: int, epoch: int) -> list[DocumentSlice]:
+        """Return the document slices of sample ``idx_in_group`` of the group with the slice lengths ``shares``."""
         rows: list[int] = []
         lengths: list[int] = []
         for length, count, first in shares:
-            first += in_group * count
+            first += idx_in_group * count
             order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
-            if count < _ARRAY_FROM:
+            if count < _VECTORIZED_FROM:
                 slots = [order(idx) for idx in range(first, first + count)]
             else:
                 slots = order.array(np.arange(first, first + count)).tolist()
-            start = self._pieces.starts[length]
+            start = self._slice_index.starts[length]
             rows += [start + slot for slot in slots]
             lengths += [length] * count
-        documents = self._pieces.by_length[rows]
-        offsets = sizes_of(self.token_file.sizes, documents) - np.array(lengths)
-        return list(map(Piece, documents.tolist(), offsets.tolist(), lengths))
+        documents = self._slice_index.by_length[rows]
+        offsets = gather_lengths(self.token_file.document_lengths, documents) - np.array(lengths)
+        return list(map(DocumentSlice, documents.tolist(), offsets.tolist(), lengths))

@@ -17,9 +17,9 @@ import numpy as np
 _NUM_ROUNDS = 6
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_IN_CACHE = 1 << 14
+_ROUND_BLOCK = 1 << 14
 """Values per block of the rounds; together with the scratch space they fit into the L2 cache."""
-_AT_ONCE = 1 << 18
+_WALK_BLOCK = 1 << 18
 """Values per block of cycle walking; large, because the array of values outside the range shrinks quickly."""
 
 
@@ -35,49 +35,49 @@ class Permutation:
 
     def __call__(self, index: int) -> int:
         """Return the image of ``index``."""
-        value = self._once(index)
+        value = self._apply_rounds(index)
         while value >= self.size:
-            value = self._once(value)
+            value = self._apply_rounds(value)
         return value
 
     def array(self, indices: np.ndarray) -> np.ndarray:
         """Return the images of ``indices`` as int64."""
         values = indices.astype(np.uint64)
-        for begin in range(0, len(values), _AT_ONCE):
-            self._walk(values[begin : begin + _AT_ONCE])
+        for begin in range(0, len(values), _WALK_BLOCK):
+            self._cycle_walk(values[begin : begin + _WALK_BLOCK])
         return values.astype(np.int64)
 
-    def fill(self, places: np.ndarray, start: int) -> None:
-        """Write the images of start, start + 1, ... into ``places``, which may have any sufficient integer type."""
-        for begin in range(0, len(places), _AT_ONCE):
-            part = places[begin : begin + _AT_ONCE]
-            values = np.arange(start + begin, start + begin + len(part), dtype=np.uint64)
-            self._walk(values)
-            part[:] = values
+    def fill(self, out: np.ndarray, start: int) -> None:
+        """Write the images of start, start + 1, ... into ``out``, which may have any sufficient integer type."""
+        for begin in range(0, len(out), _WALK_BLOCK):
+            block = out[begin : begin + _WALK_BLOCK]
+            values = np.arange(start + begin, start + begin + len(block), dtype=np.uint64)
+            self._cycle_walk(values)
+            block[:] = values
 
-    def _once(self, value: int) -> int:
+    def _apply_rounds(self, value: int) -> int:
         """Apply the Feistel network once; the result may be outside the range."""
         left, right = value >> self._half_bits, value & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return (left << self._half_bits) | right
 
-    def _walk(self, values: np.ndarray) -> None:
+    def _cycle_walk(self, values: np.ndarray) -> None:
         """Replace each of ``values`` by its image."""
-        scratch = np.empty((3, min(len(values), _IN_CACHE)), np.uint64)
+        scratch = np.empty((3, min(len(values), _ROUND_BLOCK)), np.uint64)
         size = np.uint64(self.size)
-        self._once_in_place(values, scratch)
+        self._apply_rounds_in_place(values, scratch)
         outside = np.flatnonzero(values >= size)
         while len(outside):
             outside_values = values[outside]
-            self._once_in_place(outside_values, scratch)
+            self._apply_rounds_in_place(outside_values, scratch)
             values[outside] = outside_values
             outside = outside[outside_values >= size]
 
-    def _once_in_place(self, values: np.ndarray, scratch: np.ndarray) -> None:
+    def _apply_rounds_in_place(self, values: np.ndarray, scratch: np.ndarray) -> None:
         half_bits, mask = np.uint64(self._half_bits), np.uint64(self._mask)
-        for begin in range(0, len(values), _IN_CACHE):
-            block = values[begin : begin + _IN_CACHE]
+        for begin in range(0, len(values), _ROUND_BLOCK):
+            block = values[begin : begin + _ROUND_BLOCK]
             left, right, mixed = scratch[:, : len(block)]
             np.right_shift(block, half_bits, out=left)
             np.bitwise_and(block, mask, out=right)
@@ -114,7 +114,7 @@ def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
 #
 # Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 3 (SplitMix64).
 
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD_MULTIPLIER_1, _WORD_MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def random_words(count: int, *key: int | str) -> np.ndarray:
@@ -125,8 +125,8 @@ def random_words(count: int, *key: int | str) -> np.ndarray:
     words *= np.uint64(step)
     words += np.uint64(start)
     words ^= words >> np.uint64(30)
-    words *= np.uint64(_FIRST)
+    words *= np.uint64(_WORD_MULTIPLIER_1)
     words ^= words >> np.uint64(27)
-    words *= np.uint64(_SECOND)
+    words *= np.uint64(_WORD_MULTIPLIER_2)
     words ^= words >> np.uint64(31)
     return words

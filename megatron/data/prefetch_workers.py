@@ -26,14 +26,14 @@ from megatron.data.collate import (
 from megatron.data.step_predictions import StepPredictions
 from megatron.errors import SampleError
 
-_DEATH_SEEN_AFTER_S = 2.0
+_DEATH_TIMEOUT_S = 2.0
 
 
 class PrefetchWorkers:
-    """Iterator over the micro-batches ``asked``, which ``num_workers`` processes read; the order is preserved.
+    """Iterator over ``micro_batches``, which ``num_workers`` processes read; the order is preserved.
 
     Args:
-        asked: the micro-batches to read.
+        micro_batches: the micro-batches to read.
         prefetch_factor: micro-batches that each worker reads ahead.
         pin_memory: return tensors in pinned memory, which allows asynchronous copies to a GPU.
         predictions: see ``Collate``.
@@ -47,7 +47,7 @@ class PrefetchWorkers:
     def __init__(
         self,
         dataset: Samples,
-        asked: Iterable[MicroBatch],
+        micro_batches: Iterable[MicroBatch],
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool,
@@ -55,13 +55,13 @@ class PrefetchWorkers:
     ) -> None:
         loader: Iterable[Any] = torch.utils.data.DataLoader(
             GuardedCollate(dataset, predictions),  # type: ignore[arg-type]
-            sampler=asked,  # type: ignore[arg-type]
+            sampler=micro_batches,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             multiprocessing_context="fork",
-            worker_init_fn=partial(_become_reader, os.getpid()),
+            worker_init_fn=partial(_init_worker, os.getpid()),
             generator=torch.Generator(),  # the default would draw a seed from the global generator, used by dropout
         )
         self._batches: Iterator[Any] | None = iter(loader)
@@ -78,7 +78,7 @@ class PrefetchWorkers:
         except RuntimeError as error:
             raise self.explained(error) from error
         except (EOFError, OSError) as error:  # the pipe to a worker broke before torch noticed its death
-            raise self._broken(error) from error
+            raise self._explain_broken_pipe(error) from error
         if isinstance(batch, str):
             raise SampleError(batch)
         return batch
@@ -92,17 +92,23 @@ class PrefetchWorkers:
         match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", first_line)
         if match is None:
             return error
-        dead = [int(pid) for pid in match.group(1).split(",")]
-        readers = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead if pid in self._pids]
-        return _death(", ".join(readers or [f"pid {pid}" for pid in dead]), match.group(2).rstrip(". "))
+        dead_pids = [int(pid) for pid in match.group(1).split(",")]
+        readers = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead_pids if pid in self._pids]
+        return _worker_died_error(
+            ", ".join(readers or [f"pid {pid}" for pid in dead_pids]), match.group(2).rstrip(". ")
+        )
 
-    def _broken(self, error: Exception) -> Exception:
+    def _explain_broken_pipe(self, error: Exception) -> Exception:
         """Return an error that names the workers that died after a broken pipe, or ``error`` if all are alive."""
         workers = getattr(self._batches, "_workers", ())
-        wait([worker.sentinel for worker in workers], timeout=_DEATH_SEEN_AFTER_S)
-        dead = [f"reader {idx} (pid {w.pid})" for idx, w in enumerate(workers) if not w.is_alive()]
-        codes = [str(worker.exitcode) for worker in workers if not worker.is_alive()]
-        return _death(", ".join(dead), f"ended with exit code {', '.join(codes)}") if dead else error
+        wait([worker.sentinel for worker in workers], timeout=_DEATH_TIMEOUT_S)
+        dead_workers = [f"reader {idx} (pid {w.pid})" for idx, w in enumerate(workers) if not w.is_alive()]
+        exit_codes = [str(worker.exitcode) for worker in workers if not worker.is_alive()]
+        return (
+            _worker_died_error(", ".join(dead_workers), f"ended with exit code {', '.join(exit_codes)}")
+            if dead_workers
+            else error
+        )
 
     def close(self) -> None:
         """Stop the worker processes."""
@@ -110,17 +116,17 @@ class PrefetchWorkers:
         del batches  # stops the workers and waits for them
 
 
-def _death(who: str, how: str) -> RuntimeError:
+def _worker_died_error(workers: str, cause: str) -> RuntimeError:
     return RuntimeError(
-        f"a data-loading process died: {who} {how}. "
+        f"a data-loading process died: {workers} {cause}. "
         "Free memory, or set --num-workers 0 to load data in the training process."
     )
 
 
-def _become_reader(parent: int, number: int) -> None:
+def _init_worker(parent_pid: int, worker_idx: int) -> None:
     """Initialize a worker: ignore signals of the job, and exit if the training process exits."""
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signal_number, signal.SIG_IGN)
     die_with_parent()
-    if os.getppid() != parent:  # the parent died before die_with_parent() took effect
+    if os.getppid() != parent_pid:  # the parent died before die_with_parent() took effect
         os._exit(1)

@@ -39,19 +39,19 @@ NUM_THREADS = 16
 """Concurrent requests of each process that reads an object."""
 
 _STALE_S = 3600.0
-_MOST_ON_THE_WAY = 1024
+_MAX_PENDING_WRITES = 1024
 """Maximum number of blocks that the processes of a host write concurrently."""
 
-_MOST_COMING = 1 << 14
+_MAX_PENDING_RANGES = 1 << 14
 _NUM_LOCKS = 64
-_SHARE_LEFT = 0.9
-_WAIT_S = 0.01
-_own = threading.RLock()
+_EVICTION_TARGET = 0.9
+_POLL_S = 0.01
+_thread_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    global _own
-    _own = threading.RLock()  # a thread of the parent process may have held the old lock during the fork
+    global _thread_lock
+    _thread_lock = threading.RLock()  # a thread of the parent process may have held the old lock during the fork
 
 
 os.register_at_fork(after_in_child=_renew_lock)
@@ -65,40 +65,40 @@ class RangeCache:
 
     def __init__(self, folder: Path, limit_bytes: int = DEFAULT_BYTES) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
-        self._compared: dict[tuple[str, str], int] = {}
+        self._verified_inodes: dict[tuple[str, str], int] = {}
         self._is_writable = True
 
-    def read(self, key: str, number: int, start: int, stop: int) -> bytes | None:
+    def read(self, key: str, block_idx: int, start: int, stop: int) -> bytes | None:
         """Return bytes ``start`` ... ``stop`` - 1 of a block; None if the block is not cached or is damaged."""
-        name = _block_name(number)
+        name = _block_name(block_idx)
         path = self.folder / key / name
         try:
             with open(path, "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
-                if self._compared.get((key, name)) == status.st_ino:
+                if self._verified_inodes.get((key, name)) == status.st_ino:
                     return os.pread(file.fileno(), stop - start, start)
                 content = file.readall()
             if len(content) < 4 or zlib.crc32(content[:-4]) != int.from_bytes(content[-4:], "little"):
                 log.warn_once(f"{path} is damaged: its checksum does not match; fetching it again")
                 return None
-            self._compared[key, name] = status.st_ino
+            self._verified_inodes[key, name] = status.st_ino
             os.utime(path)  # mark as recently used; the oldest files are evicted first
             return content[start:stop]
         except OSError:
             return None
 
-    def add(self, key: str, number: int, data: bytes) -> None:
+    def add(self, key: str, block_idx: int, data: bytes) -> None:
         """Add a block to the cache."""
         if not self._is_writable:
             return
-        name, content = _block_name(number), data + zlib.crc32(data).to_bytes(4, "little")
+        name, content = _block_name(block_idx), data + zlib.crc32(data).to_bytes(4, "little")
 
         def write(path: Path) -> None:
             path.write_bytes(content)
-            self._compared[key, name] = path.stat().st_ino
+            self._verified_inodes[key, name] = path.stat().st_ino
 
         try:
-            self._keep(key, name, len(content), write)
+            self._store(key, name, len(content), write)
         except OSError as error:
             self._is_writable = False
             log.warn_once(
@@ -106,23 +106,23 @@ class RangeCache:
                 "--object-storage-cache-path to a local folder with free space."
             )
 
-    def whole(self, path: str) -> Path:
+    def fetch_object(self, path: str) -> Path:
         """Return the path to a local copy of a complete object, fetched once per host.
 
         Raises:
             DataError: the object cannot be fetched or stored.
         """
         size, key = identity(path)
-        target, noted = self.folder / key / "whole", self.folder / key / "whole.crc32"
+        target, crc_path = self.folder / key / "whole", self.folder / key / "whole.crc32"
 
         def fetch(temporary: Path) -> None:
             _, crc32 = files.write_chunks(temporary, object_store.read_chunks(path, size))
-            files.replace_bytes(noted, b"%08x" % crc32)
+            files.replace_bytes(crc_path, b"%08x" % crc32)
 
         try:
             with self._locked(f"{key}.lock"):
-                if not _is_whole(target, noted, size):
-                    self._keep(key, target.name, size + 8, fetch)  # 8 bytes for whole.crc32
+                if not _is_complete(target, crc_path, size):
+                    self._store(key, target.name, size + 8, fetch)  # 8 bytes for whole.crc32
                 os.utime(target)
         except OSError as error:
             raise DataError(
@@ -131,7 +131,7 @@ class RangeCache:
             ) from error
         return target
 
-    def _keep(self, key: str, name: str, num_bytes: int, write: Callable[[Path], object]) -> None:
+    def _store(self, key: str, name: str, num_bytes: int, write: Callable[[Path], object]) -> None:
         """Reserve ``num_bytes``, write the file under a temporary name, and rename it.
 
         Raises:
@@ -142,25 +142,27 @@ class RangeCache:
         target = self.folder / key / name
         temporary = target.with_name(f".{name}.{os.getpid()}-{threading.get_ident()}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self._counted() as used:
+        with self._locked_usage() as used:
             if used[0] + num_bytes > self.limit_bytes:
-                used[0] = self._make_room(used[0], num_bytes)
+                used[0] = self._evict(used[0], num_bytes)
             used[0] += num_bytes
-        unused = num_bytes  # reserved bytes to release if the file cannot be written
+        num_unused_bytes = num_bytes  # reserved bytes to release if the file cannot be written
         try:
             write(temporary)
-            with self._counted() as used:
-                unused = target.stat().st_size if target.exists() else 0  # another process may have fetched it too
+            with self._locked_usage() as used:
+                num_unused_bytes = (
+                    target.stat().st_size if target.exists() else 0
+                )  # another process may have fetched it too
                 os.replace(temporary, target)
-                used[0] -= unused
-                unused = 0
+                used[0] -= num_unused_bytes
+                num_unused_bytes = 0
         finally:
             temporary.unlink(missing_ok=True)
-            if unused:
-                with self._counted() as used:
-                    used[0] -= unused
+            if num_unused_bytes:
+                with self._locked_usage() as used:
+                    used[0] -= num_unused_bytes
 
-    def _make_room(self, used: int, num_bytes: int) -> int:
+    def _evict(self, used: int, num_bytes: int) -> int:
         """Delete the oldest files until ``num_bytes`` plus a margin fit; return the number of bytes then in use."""
         entries = []
         for path in self.folder.glob("*/*"):
@@ -170,9 +172,9 @@ class RangeCache:
                     continue
                 entries.append((path.name.startswith("whole"), status.st_mtime, status.st_size, path))
         # Do not count bytes that killed processes have reserved but never written.
-        used = min(used, sum(size for _, _, size, _ in entries) + _MOST_ON_THE_WAY * BLOCK_BYTES)
+        used = min(used, sum(size for _, _, size, _ in entries) + _MAX_PENDING_WRITES * BLOCK_BYTES)
         for _, _, size, path in sorted(entries):
-            if used <= max(self.limit_bytes * _SHARE_LEFT - num_bytes, 0):
+            if used <= max(self.limit_bytes * _EVICTION_TARGET - num_bytes, 0):
                 break
             with suppress(OSError):
                 path.unlink()
@@ -180,17 +182,17 @@ class RangeCache:
         return used
 
     @contextmanager
-    def _counted(self) -> Iterator[list[int]]:
+    def _locked_usage(self) -> Iterator[list[int]]:
         """Lock the byte count and yield it as a list of one number, which the caller may change."""
         with self._locked("used") as lock:
-            used = [int(lock.left) if lock.left.isdigit() else 0]
+            used = [int(lock.previous_text) if lock.previous_text.isdigit() else 0]
             yield used
             lock.write(b"%d" % max(used[0], 0))
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[FileLock]:
         """Hold a lock of the folder: a kernel lock between processes, and a thread lock within this process."""
-        with _own:
+        with _thread_lock:
             lock = FileLock(
                 self.folder / name,
                 "lockf",
@@ -198,7 +200,7 @@ class RangeCache:
                 describe=lambda _: "",
                 error=DataError,
                 without_lock=lambda *_: True,
-                poll_s=_WAIT_S,
+                poll_s=_POLL_S,
             )
             try:
                 yield lock
@@ -216,13 +218,13 @@ def identity(path: str) -> tuple[int, str]:
     return size, hashlib.sha256(f"{path}\n{size}\n{version}".encode()).hexdigest()[:24]
 
 
-def _block_name(number: int) -> str:
-    return f"{number:08d}.block"
+def _block_name(block_idx: int) -> str:
+    return f"{block_idx:08d}.block"
 
 
-def _is_whole(path: Path, noted: Path, size: int) -> bool:
+def _is_complete(path: Path, crc_path: Path, size: int) -> bool:
     try:
-        return path.stat().st_size == size and b"%08x" % files.size_and_crc(path)[1] == noted.read_bytes()
+        return path.stat().st_size == size and b"%08x" % files.size_and_crc(path)[1] == crc_path.read_bytes()
     except OSError:
         return False
 
@@ -237,7 +239,7 @@ class _Requests:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.pool = ThreadPoolExecutor(NUM_THREADS, "range")
-        self.coming: OrderedDict[Range, Future[dict[Range, bytearray]]] = OrderedDict()
+        self.pending: OrderedDict[Range, Future[dict[Range, bytearray]]] = OrderedDict()
         self.locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
 
 
@@ -261,39 +263,45 @@ class RangeReader:
         Raises:
             DataError: the bytes cannot be fetched from the store.
         """
-        requests, span = self._own(), (offset, count)
-        coming = requests.coming.pop(span, None)
-        if coming is not None:
-            return np.frombuffer(coming.result().pop(span), np.uint8)
-        parts = list(_parts(offset, count))
-        chunks = map(self._part, parts) if len(parts) == 1 else requests.pool.map(self._part, parts)
+        requests, span = self._process_requests(), (offset, count)
+        pending = requests.pending.pop(span, None)
+        if pending is not None:
+            return np.frombuffer(pending.result().pop(span), np.uint8)
+        block_ranges = list(_block_ranges(offset, count))
+        chunks = (
+            map(self._read_block, block_ranges)
+            if len(block_ranges) == 1
+            else requests.pool.map(self._read_block, block_ranges)
+        )
         return np.frombuffer(bytearray().join(chunks), np.uint8)
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
         """Start to fetch ``ranges`` in a background thread. A later ``read`` of the same range consumes the result."""
-        requests = self._own()
-        new = [span for span in dict.fromkeys(ranges) if span not in requests.coming]
-        requests.coming.update(dict.fromkeys(new, requests.pool.submit(self._bring, new)))
-        while len(requests.coming) > _MOST_COMING:  # drop the oldest ranges, which were never read
-            requests.coming.popitem(last=False)
+        requests = self._process_requests()
+        new_ranges = [span for span in dict.fromkeys(ranges) if span not in requests.pending]
+        requests.pending.update(dict.fromkeys(new_ranges, requests.pool.submit(self._fetch_ranges, new_ranges)))
+        while len(requests.pending) > _MAX_PENDING_RANGES:  # drop the oldest ranges, which were never read
+            requests.pending.popitem(last=False)
 
-    def _own(self) -> _Requests:
+    def _process_requests(self) -> _Requests:
         """Return the requests of this process; create them on first use and after a fork."""
         if self._requests is None or self._requests.pid != os.getpid():
             self._requests = _Requests()
         return self._requests
 
-    def _bring(self, ranges: Sequence[Range]) -> dict[Range, bytearray]:
+    def _fetch_ranges(self, ranges: Sequence[Range]) -> dict[Range, bytearray]:
         """Return the bytes of each range."""
-        return {span: bytearray().join(map(self._part, _parts(*span))) for span in ranges}
+        return {span: bytearray().join(map(self._read_block, _block_ranges(*span))) for span in ranges}
 
-    def _part(self, part: tuple[int, int, int]) -> bytes:
-        """Return the bytes of ``part`` (block number, start, stop), from the cache or from the store."""
-        block_idx, start, stop = part
+    def _read_block(self, block_range: tuple[int, int, int]) -> bytes:
+        """Return the bytes of ``block_range`` (block number, start, stop), from the cache or from the store."""
+        block_idx, start, stop = block_range
         data = self._cache.read(self._key, block_idx, start, stop)
         if data is not None:
             return data
-        with self._own().locks[block_idx % _NUM_LOCKS]:  # only one of the threads that need the block fetches it
+        with self._process_requests().locks[
+            block_idx % _NUM_LOCKS
+        ]:  # only one of the threads that need the block fetches it
             data = self._cache.read(self._key, block_idx, start, stop)
             if data is None:
                 first = block_idx * BLOCK_BYTES
@@ -303,7 +311,7 @@ class RangeReader:
         return data
 
 
-def _parts(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
+def _block_ranges(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Yield (block number, start, stop) for each block that contains these bytes."""
     end = offset + count
     for block_idx in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):

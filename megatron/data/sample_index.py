@@ -13,14 +13,14 @@ import numpy as np
 from megatron.data.cache import IndexCache
 from megatron.data.documents import (
     Documents,
-    Piece,
+    DocumentSlice,
     TokenSource,
-    count_of,
+    count_documents,
+    count_tokens,
     documents_key,
-    num_tokens_of,
-    number_type,
-    numbers_at,
-    sizes_of,
+    gather_lengths,
+    index_dtype,
+    indices_at,
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import Permutation
@@ -38,12 +38,12 @@ FORMAT = 1
 SEGMENT = 1 << 22
 _STRIDE = 64
 _BLOCK = 1 << 18
-_EPOCHS_KEPT = 2
+_MAX_CACHED_EPOCHS = 2
 
 
 class _Segment(NamedTuple):
     starts: np.ndarray  # int64, tokens of the segment before every _STRIDE-th position, then in the whole segment
-    numbers: np.ndarray  # int32 or int64, the document at each position
+    document_indices: np.ndarray  # int32 or int64, the document at each position
 
 
 class DocumentIndex:
@@ -56,84 +56,86 @@ class DocumentIndex:
     def __init__(
         self, source: TokenSource, documents: Documents, *, seed: int, epoch: int, cache: IndexCache | None = None
     ) -> None:
-        self._sizes, self._documents = source.sizes, documents
-        self._count, self._type = count_of(documents), number_type(documents)
-        self._permutation = Permutation(self._count, "documents", seed, epoch)
-        num_segments = -(-self._count // SEGMENT)
+        self._document_lengths, self._documents = source.document_lengths, documents
+        self._num_documents, self._index_dtype = count_documents(documents), index_dtype(documents)
+        self._permutation = Permutation(self._num_documents, "documents", seed, epoch)
+        num_segments = -(-self._num_documents // SEGMENT)
         if cache is None or num_segments <= 1:
             self._segments = [self._build(segment) for segment in range(num_segments)]
         else:
-            name_prefix = _name_of_epochs(source, documents, seed)
-            contents = cache.arrays(f"{name_prefix}{epoch}", num_segments, self._content)
-            cache.keep_newest(name_prefix, _EPOCHS_KEPT)
-            self._segments = [self._from_content(content, segment) for segment, content in enumerate(contents)]
+            name_prefix = _cache_name_prefix(source, documents, seed)
+            contents = cache.arrays(f"{name_prefix}{epoch}", num_segments, self._segment_arrays)
+            cache.keep_newest(name_prefix, _MAX_CACHED_EPOCHS)
+            self._segments = [self._segment_from_content(content, segment) for segment, content in enumerate(contents)]
         self._ends = list(accumulate(int(segment.starts[-1]) for segment in self._segments))
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return the nonempty document pieces that make up tokens ``start`` ... ``stop - 1`` of the epoch."""
-        pieces: list[Piece] = []
+    def slices(self, start: int, stop: int) -> list[DocumentSlice]:
+        """Return the nonempty document slices that make up tokens ``start`` ... ``stop - 1`` of the epoch."""
+        slices: list[DocumentSlice] = []
         for documents, bounds in self._blocks(start):
             first = int(bounds.searchsorted(start, "right")) - 1
             last = int(bounds.searchsorted(stop, "left"))
-            piece_bounds = bounds[first : last + 1].tolist()
+            slice_bounds = bounds[first : last + 1].tolist()
             for document, begin, end in zip(
-                documents[first:last].tolist(), piece_bounds, piece_bounds[1:], strict=False
+                documents[first:last].tolist(), slice_bounds, slice_bounds[1:], strict=False
             ):
-                piece_end = min(end, stop)
-                if piece_end > start:
-                    pieces.append(Piece(document, start - begin, piece_end - start))
-                    start = piece_end
+                slice_end = min(end, stop)
+                if slice_end > start:
+                    slices.append(DocumentSlice(document, start - begin, slice_end - start))
+                    start = slice_end
             if start >= stop:
                 break
-        return pieces
+        return slices
 
     def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (documents, token bounds) of blocks of positions, from the block that contains token ``start``."""
         first_segment = bisect_right(self._ends, start)
         for segment in range(first_segment, len(self._segments)):
-            starts, numbers = self._segments[segment]
+            starts, document_indices = self._segments[segment]
             base = self._ends[segment - 1] if segment else 0
             first = int(starts.searchsorted(start - base, "right")) - 1 if segment == first_segment else 0
             for block in range(first, len(starts) - 1):
-                documents = numbers[block * _STRIDE : (block + 1) * _STRIDE]
+                documents = document_indices[block * _STRIDE : (block + 1) * _STRIDE]
                 bounds = np.zeros(len(documents) + 1, np.int64)
-                np.cumsum(sizes_of(self._sizes, documents), out=bounds[1:])
+                np.cumsum(gather_lengths(self._document_lengths, documents), out=bounds[1:])
                 bounds += base + int(starts[block])
                 yield documents, bounds
 
-    def _content(self, segment: int) -> list[np.ndarray]:
+    def _segment_arrays(self, segment: int) -> list[np.ndarray]:
         """Compute a segment and return the arrays to store in a cache file."""
-        starts, numbers = self._build(segment)
-        return [starts.view(np.uint8), numbers.view(np.uint8)]
+        starts, document_indices = self._build(segment)
+        return [starts.view(np.uint8), document_indices.view(np.uint8)]
 
-    def _from_content(self, content: np.ndarray, segment: int) -> _Segment:
+    def _segment_from_content(self, content: np.ndarray, segment: int) -> _Segment:
         """Return the segment whose cache file contains ``content``."""
-        num_bytes = 8 * (_num_blocks(self._length(segment)) + 1)
-        return _Segment(content[:num_bytes].view(np.int64), content[num_bytes:].view(self._type))
+        num_bytes = 8 * (_num_blocks(self._segment_length(segment)) + 1)
+        return _Segment(content[:num_bytes].view(np.int64), content[num_bytes:].view(self._index_dtype))
 
-    def _length(self, segment: int) -> int:
-        return min(SEGMENT, self._count - segment * SEGMENT)
+    def _segment_length(self, segment: int) -> int:
+        return min(SEGMENT, self._num_documents - segment * SEGMENT)
 
     def _build(self, segment: int) -> _Segment:
         """Compute a segment block by block, to limit the size of temporary arrays."""
-        length = self._length(segment)
-        numbers = np.empty(length, self._type)
+        length = self._segment_length(segment)
+        document_indices = np.empty(length, self._index_dtype)
         starts = np.zeros(_num_blocks(length) + 1, np.int64)
         for begin in range(0, length, _BLOCK):
-            part = numbers[begin : begin + _BLOCK]
-            self._permutation.fill(part, segment * SEGMENT + begin)
-            part[:] = numbers_at(self._documents, part)
-            firsts = np.arange(0, len(part), _STRIDE)
-            sums = np.add.reduceat(sizes_of(self._sizes, part), firsts, dtype=np.int64)
-            starts[1 + begin // _STRIDE :][: len(sums)] = sums
-        return _Segment(np.cumsum(starts, out=starts), numbers)
+            block = document_indices[begin : begin + _BLOCK]
+            self._permutation.fill(block, segment * SEGMENT + begin)
+            block[:] = indices_at(self._documents, block)
+            stride_starts = np.arange(0, len(block), _STRIDE)
+            stride_tokens = np.add.reduceat(
+                gather_lengths(self._document_lengths, block), stride_starts, dtype=np.int64
+            )
+            starts[1 + begin // _STRIDE :][: len(stride_tokens)] = stride_tokens
+        return _Segment(np.cumsum(starts, out=starts), document_indices)
 
 
 def _num_blocks(length: int) -> int:
     return -(-length // _STRIDE)
 
 
-def _name_of_epochs(source: TokenSource, documents: Documents, seed: int) -> str:
+def _cache_name_prefix(source: TokenSource, documents: Documents, seed: int) -> str:
     """Return the cache name prefix shared by all epochs; it contains a digest of everything that affects the order."""
     key = repr((FORMAT, SEGMENT, _STRIDE, source.fingerprint, documents_key(documents), seed))
     return f"order-{hashlib.sha256(key.encode()).hexdigest()[:16]}-epoch-"
@@ -146,7 +148,7 @@ def _name_of_epochs(source: TokenSource, documents: Documents, seed: int) -> str
 # boundary. The order depends only on (seed, epoch). It is therefore the same in every layout, and processes do not need
 # to exchange an index.
 
-__all__ = ["Piece", "SampleIndex", "TokenSource", "read_pieces"]
+__all__ = ["DocumentSlice", "SampleIndex", "TokenSource", "read_slices"]
 
 
 class _Epoch(NamedTuple):
@@ -160,7 +162,7 @@ class SampleIndex:
     Args:
         documents: (start, stop) of the documents to use, or their ascending indices.
         seed: seed of the order; the same on all ranks.
-        asked_by: the flag and value that determine ``length``, for error messages.
+        length_flag: the flag and value that determine ``length``, for error messages.
         cache: shares the document order of large corpora between the processes of this host; None: each process
             computes the order in its own memory.
 
@@ -176,86 +178,86 @@ class SampleIndex:
         length: int,
         overlap: int,
         seed: int,
-        asked_by: str,
+        length_flag: str,
         cache: IndexCache | None = None,
     ) -> None:
         self.token_file, self.documents, self.length, self.overlap = token_file, documents, length, overlap
         self.seed, self.cache = seed, cache
-        self.num_tokens = num_tokens_of(token_file.sizes, documents)
+        self.num_tokens = count_tokens(token_file.document_lengths, documents)
         self.per_epoch = max(self.num_tokens - overlap, 0) // length
         if self.per_epoch < 1:
             raise DataError(
-                f"{token_file.prefix}: {_named(documents)} have {self.num_tokens} tokens, but a sample "
-                f"of {asked_by} needs {length + overlap}. Reduce {asked_by.split()[0]} or add more data."
+                f"{token_file.prefix}: {_describe_documents(documents)} have {self.num_tokens} tokens, but a sample "
+                f"of {length_flag} needs {length + overlap}. Reduce {length_flag.split()[0]} or add more data."
             )
         self._epochs: dict[int, _Epoch] = {}
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return the tokens of window ``index``."""
-        return self.read(index, self.pieces(index))
+        return self.read(index, self.slices(index))
 
-    def pieces(self, index: int) -> list[Piece]:
-        """Return the nonempty document pieces of window ``index``."""
+    def slices(self, index: int) -> list[DocumentSlice]:
+        """Return the nonempty document slices of window ``index``."""
         if index < 0:
             raise IndexError(f"sample indices start at 0, got {index}")
         epoch_idx, index_in_epoch = divmod(int(index), self.per_epoch)
         epoch = self._epoch(epoch_idx)
         start = epoch.windows(index_in_epoch) * self.length
-        return epoch.documents.pieces(start, start + self.length + self.overlap)
+        return epoch.documents.slices(start, start + self.length + self.overlap)
 
-    def run(self, epoch: int, start: int, length: int) -> list[Piece]:
-        """Return the pieces of ``length`` tokens from ``start`` on in the concatenated documents of an epoch."""
-        return self._epoch(epoch).documents.pieces(start, start + length)
+    def slices_in_epoch(self, epoch: int, start: int, length: int) -> list[DocumentSlice]:
+        """Return the slices of the ``length`` tokens from ``start`` on in the concatenated documents of an epoch."""
+        return self._epoch(epoch).documents.slices(start, start + length)
 
-    def read(self, index: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """Return the tokens of ``pieces``; see ``read_pieces``."""
-        return read_pieces(self.token_file, index, pieces)
+    def read(self, index: int, slices: Sequence[DocumentSlice]) -> np.ndarray:
+        """Return the tokens of ``slices``; see ``read_slices``."""
+        return read_slices(self.token_file, index, slices)
 
-    def _epoch(self, number: int) -> _Epoch:
-        epoch = self._epochs.get(number)
+    def _epoch(self, epoch_idx: int) -> _Epoch:
+        epoch = self._epochs.get(epoch_idx)
         if epoch is None:
-            while len(self._epochs) >= _EPOCHS_KEPT:
+            while len(self._epochs) >= _MAX_CACHED_EPOCHS:
                 del self._epochs[next(iter(self._epochs))]
-            order = DocumentIndex(self.token_file, self.documents, seed=self.seed, epoch=number, cache=self.cache)
-            epoch = _Epoch(order, Permutation(self.per_epoch, "samples", self.seed, number))
-            self._epochs[number] = epoch
+            order = DocumentIndex(self.token_file, self.documents, seed=self.seed, epoch=epoch_idx, cache=self.cache)
+            epoch = _Epoch(order, Permutation(self.per_epoch, "samples", self.seed, epoch_idx))
+            self._epochs[epoch_idx] = epoch
         return epoch
 
 
-def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.ndarray:
-    """Return the concatenated tokens of ``pieces`` as int64.
+def read_slices(source: TokenSource, index: int, slices: Sequence[DocumentSlice]) -> np.ndarray:
+    """Return the concatenated tokens of ``slices`` as int64.
 
     Raises:
-        SampleError: a piece cannot be read; the message names sample ``index``, the document and the file position.
+        SampleError: a slice cannot be read; the message names sample ``index``, the document and the file position.
     """
-    tokens = np.empty(sum(piece.length for piece in pieces), np.int64)
+    tokens = np.empty(sum(doc_slice.length for doc_slice in slices), np.int64)
     filled = 0
-    for document, offset, length in pieces:
+    for document, offset, length in slices:
         try:
             tokens[filled : filled + length] = source.read(document, offset, length)
         except Exception as error:
             raise SampleError(
                 f"sample {index} cannot be read: document {document}, tokens {offset}:{offset + length}, "
-                f"{_place(source, document, offset)}: {type(error).__name__}: {error}"
+                f"{_describe_position(source, document, offset)}: {type(error).__name__}: {error}"
             ) from error
         filled += length
     return tokens
 
 
-def prefetch_pieces(source: TokenSource, pieces: Sequence[Piece]) -> None:
-    """Start to fetch ``pieces`` for ``read_pieces`` if the tokens of ``source`` are in an object store."""
+def prefetch_slices(source: TokenSource, slices: Sequence[DocumentSlice]) -> None:
+    """Start to fetch ``slices`` for ``read_slices`` if the tokens of ``source`` are in an object store."""
     if isinstance(source, IndexedDataset):
-        source.prefetch(pieces)
+        source.prefetch(slices)
 
 
-def _named(documents: Documents) -> str:
+def _describe_documents(documents: Documents) -> str:
     """Describe ``documents`` for an error message."""
     if isinstance(documents, np.ndarray):
-        return f"{count_of(documents)} documents of a split by hash"
+        return f"{count_documents(documents)} documents of a split by hash"
     return f"documents {documents[0]}:{documents[1]}"
 
 
-def _place(source: TokenSource, document: int, offset: int) -> str:
+def _describe_position(source: TokenSource, document: int, offset: int) -> str:
     """Describe the file position of a token for an error message."""
     if isinstance(source, IndexedDataset):
         return f"byte {source.byte_offset(document, offset)} of {source.token_path}"
@@ -265,7 +267,7 @@ def _place(source: TokenSource, document: int, offset: int) -> str:
 # Ranges of indices, vectorized.
 
 
-def runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def concatenate_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the concatenation of the ranges starts[i] ... starts[i] + lengths[i] - 1."""
     ends = lengths.cumsum()
     indices = (starts - ends + lengths).repeat(lengths)

@@ -16,9 +16,9 @@ from megatron import log
 from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
 from megatron.data.conversations import Conversation, RecordFile, parse_record
-from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, build_datasets
 from megatron.data.documents import Documents
-from megatron.data.gpt_builder import SHORTEST_PACKED
+from megatron.data.gpt_builder import MIN_PACKED_TOKENS
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
@@ -35,45 +35,46 @@ from megatron.tokenizer.chat import ChatTemplate
 # | n | the line of each conversation, counted from 1 |
 # | remaining | token ids; the id of a token with a loss is stored as ~id, a negative number |
 
-OVERLONG = ("cut", "refuse")
-_LINES_AT_ONCE = 2048
+OVERLONG_POLICIES = ("cut", "refuse")
+_CHUNK_CONVERSATIONS = 2048
 _IN_MEMORY_BELOW_BYTES = 1 << 20
 _FORMAT = 2
-_COUNTS = 4
-_KEYS_SHOWN = 8
+_NUM_COUNTS = 4
+_MAX_LISTED_KEYS = 8
 
 
 @dataclass(frozen=True)
-class _Part:
+class _EncodedChunk:
     """A decoded part; see the table at the top of this file."""
 
-    num_cut: int
-    num_left_out: int
+    num_truncated: int
+    num_dropped: int
     num_changed: int
-    unread: list[str]
-    sizes: np.ndarray
+    unused_keys: list[str]
+    lengths: np.ndarray
     lines: np.ndarray
     tokens: np.ndarray
 
     @classmethod
-    def of(cls, array: np.ndarray, count: int) -> _Part:
+    def decode(cls, array: np.ndarray, count: int) -> _EncodedChunk:
         """Decode ``array``, a part of ``count`` conversations."""
-        num_cut, num_left_out, num_changed, num_bytes = array[:_COUNTS].tolist()
-        start = _COUNTS + num_bytes
-        unread = json.loads(array[_COUNTS:start].astype(np.uint8).tobytes())
-        sizes, lines, tokens = np.split(array[start:], [count, 2 * count])
-        return cls(num_cut, num_left_out, num_changed, unread, sizes, lines, tokens)
+        num_truncated, num_dropped, num_changed, num_bytes = array[:_NUM_COUNTS].tolist()
+        start = _NUM_COUNTS + num_bytes
+        unused_keys = json.loads(array[_NUM_COUNTS:start].astype(np.uint8).tobytes())
+        lengths, lines, tokens = np.split(array[start:], [count, 2 * count])
+        return cls(num_truncated, num_dropped, num_changed, unused_keys, lengths, lines, tokens)
 
 
 class ConversationFile:
     """The conversations of a file (``RecordFile``) as tokenized documents, with the interface of ``IndexedDataset``.
 
-    ``sizes`` (int32) has the number of tokens of each conversation, 0 for a conversation without a loss. ``read``
+    ``document_lengths`` (int32) has the number of tokens of each conversation, 0 for a conversation without a loss.
+    ``read``
     returns signed ids: ``~id``, which is negative, for tokens with a loss.
 
     Args:
         capacity: tokens of a sample; a longer conversation is truncated at its end, or rejected.
-        overlong: "cut" to truncate or "refuse" to reject overlong conversations (``OVERLONG``).
+        overlong: "cut" to truncate or "refuse" to reject overlong conversations (``OVERLONG_POLICIES``).
         cache: stores the tokens for the processes of this host and for later runs; None: they are stored in memory.
 
     Raises:
@@ -93,23 +94,28 @@ class ConversationFile:
         overlong: str = "cut",
         cache: IndexCache | None = None,
     ) -> None:
-        if overlong not in OVERLONG:
-            raise ValueError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")
+        if overlong not in OVERLONG_POLICIES:
+            raise ValueError(f"overlong must be one of {', '.join(OVERLONG_POLICIES)}, got {overlong!r}")
         self.prefix, self.token_path = str(path), Path(path)
         self.template, self.capacity, self.overlong = template, capacity, overlong
         with RecordFile(path) as self._records:
             self._digest = self._records.digest
-            arrays = self._parts(cache)
-        parts = [_Part.of(array, self._count_in(part_idx)) for part_idx, array in enumerate(arrays)]
-        self.sizes = np.concatenate([part.sizes for part in parts])
-        self._lines, self._tokens = [part.lines for part in parts], [part.tokens for part in parts]
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
-        self.num_documents, self.num_tokens = len(self.sizes), int(self._bounds[-1])
-        self.num_cut, self.num_left_out = sum(part.num_cut for part in parts), sum(part.num_left_out for part in parts)
-        self._differs_from_v1 = any(part.num_changed for part in parts)
-        self.unread = sorted({name for part in parts for name in part.unread})
+            arrays = self._encoded_arrays(cache)
+        chunks = [
+            _EncodedChunk.decode(array, self._num_conversations(chunk_idx)) for chunk_idx, array in enumerate(arrays)
+        ]
+        self.document_lengths = np.concatenate([chunk.lengths for chunk in chunks])
+        self._lines, self._tokens = [chunk.lines for chunk in chunks], [chunk.tokens for chunk in chunks]
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.document_lengths, dtype=np.int64)])
+        self.num_documents, self.num_tokens = len(self.document_lengths), int(self._bounds[-1])
+        self.num_truncated, self.num_dropped = (
+            sum(chunk.num_truncated for chunk in chunks),
+            sum(chunk.num_dropped for chunk in chunks),
+        )
+        self._differs_from_v1 = any(chunk.num_changed for chunk in chunks)
+        self.unused_keys = sorted({name for chunk in chunks for name in chunk.unused_keys})
         """Record keys that have no effect."""
-        self._note_lengths()
+        self._warn_about_records()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -124,24 +130,25 @@ class ConversationFile:
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return a copy of ``length`` signed ids of a conversation from ``offset`` on (None: up to its end)."""
-        size = int(self.sizes[document])
+        size = int(self.document_lengths[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise DataError(
-                f"{self.place(document)}: tokens {offset}:{offset + length} of a conversation of {size} were requested"
+                f"{self.location(document)}: tokens {offset}:{offset + length} of a conversation of {size} were "
+                "requested"
             )
-        part = document // _LINES_AT_ONCE
-        start = int(self._bounds[document] - self._bounds[part * _LINES_AT_ONCE]) + offset
-        return self._tokens[part][start : start + length].copy()
+        chunk_idx = document // _CHUNK_CONVERSATIONS
+        start = int(self._bounds[document] - self._bounds[chunk_idx * _CHUNK_CONVERSATIONS]) + offset
+        return self._tokens[chunk_idx][start : start + length].copy()
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
         """Return ``count`` signed ids from token ``start`` of the file on, across conversations."""
         bounds = np.cumsum([0, *map(len, self._tokens)])
         chunks = [np.zeros(0, np.int32)]
-        for part in range(int(np.searchsorted(bounds, start, "right")) - 1, len(self._tokens)):
-            first = int(bounds[part])
-            chunks.append(self._tokens[part][max(start - first, 0) : max(start + count - first, 0)])
-            if start + count <= bounds[part + 1]:
+        for chunk_idx in range(int(np.searchsorted(bounds, start, "right")) - 1, len(self._tokens)):
+            first = int(bounds[chunk_idx])
+            chunks.append(self._tokens[chunk_idx][max(start - first, 0) : max(start + count - first, 0)])
+            if start + count <= bounds[chunk_idx + 1]:
                 break
         return np.concatenate(chunks)
 
@@ -149,17 +156,17 @@ class ConversationFile:
         """Return int64[stop - first + 1], the starts of conversations first ... stop - 1 and the end of the last."""
         return self._bounds[first : stop + 1]
 
-    def place(self, document: int) -> str:
+    def location(self, document: int) -> str:
         """Return the file and line of a conversation as "FILE:LINE"."""
-        return f"{self.prefix}:{int(self._lines[document // _LINES_AT_ONCE][document % _LINES_AT_ONCE])}"
+        return f"{self.prefix}:{int(self._lines[document // _CHUNK_CONVERSATIONS][document % _CHUNK_CONVERSATIONS])}"
 
-    def _parts(self, cache: IndexCache | None) -> list[np.ndarray]:
-        count = -(-len(self._records.spans) // _LINES_AT_ONCE)
+    def _encoded_arrays(self, cache: IndexCache | None) -> list[np.ndarray]:
+        num_chunks = -(-len(self._records.spans) // _CHUNK_CONVERSATIONS)
         if cache is None or self._records.size < _IN_MEMORY_BELOW_BYTES:
-            return [np.concatenate(list(self._encoded(part_idx))) for part_idx in range(count)]
+            return [np.concatenate(list(self._encode_chunk(chunk_idx))) for chunk_idx in range(num_chunks)]
         key = (
             _FORMAT,
-            _LINES_AT_ONCE,
+            _CHUNK_CONVERSATIONS,
             self._digest,
             self.template.key,
             self.template.tools_key,
@@ -168,38 +175,40 @@ class ConversationFile:
             self.overlong,
         )
         name = f"sft-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-        return cache.arrays(name, count, self._encoded, outlives_boot=True)
+        return cache.arrays(name, num_chunks, self._encode_chunk, is_durable=True)
 
-    def _count_in(self, part: int) -> int:
-        return min(_LINES_AT_ONCE, len(self._records.spans) - part * _LINES_AT_ONCE)
+    def _num_conversations(self, chunk_idx: int) -> int:
+        return min(_CHUNK_CONVERSATIONS, len(self._records.spans) - chunk_idx * _CHUNK_CONVERSATIONS)
 
-    def _encoded(self, part: int) -> Iterator[np.ndarray]:
+    def _encode_chunk(self, chunk_idx: int) -> Iterator[np.ndarray]:
         """Encode a part and yield its arrays in the order of the table at the top of this file."""
-        if part == 1:
+        if chunk_idx == 1:
             log.info(f"{self.prefix}: encoding {len(self._records.spans)} conversations")
-        first = part * _LINES_AT_ONCE
-        lines = self._records.spans[first : first + _LINES_AT_ONCE, 0]
-        rows, counts, unread = list[np.ndarray](), np.zeros(_COUNTS, np.int32), set[str]()
+        first = chunk_idx * _CHUNK_CONVERSATIONS
+        lines = self._records.spans[first : first + _CHUNK_CONVERSATIONS, 0]
+        rows, counts, unused_keys = list[np.ndarray](), np.zeros(_NUM_COUNTS, np.int32), set[str]()
         for idx, line in enumerate(lines.tolist(), first):
-            row, conversation = self._row(self._records.read(idx), line)
+            row, conversation = self._encode_record(self._records.read(idx), line)
             counts[0] += len(row) > self.capacity
             row = row[: self.capacity]
             has_loss = bool((row[1:] < 0).any())  # the first token is never predicted
             counts[1] += not has_loss
-            counts[2] += conversation.differs_from_v1 or bool(self.template.tools_key and "tools" in conversation.more)
-            unread |= conversation.unread
-            unread |= {key for key, name in conversation.passed.items() if not self.template.reads(name)}
+            counts[2] += conversation.differs_from_v1 or bool(
+                self.template.tools_key and "tools" in conversation.template_variables
+            )
+            unused_keys |= conversation.unused_keys
+            unused_keys |= {key for key, name in conversation.template_keys.items() if not self.template.mentions(name)}
             rows.append(row if has_loss else row[:0])
-        names = json.dumps(sorted(unread)).encode()
-        counts[3] = len(names)
+        keys_json = json.dumps(sorted(unused_keys)).encode()
+        counts[3] = len(keys_json)
         yield counts
-        yield np.frombuffer(names, np.uint8).astype(np.int32)
+        yield np.frombuffer(keys_json, np.uint8).astype(np.int32)
         yield np.array([len(row) for row in rows], np.int32)
         yield lines.astype(np.int32)
         yield np.concatenate(rows)
 
-    def _row(self, record: bytes, number: int) -> tuple[np.ndarray, Conversation]:
-        """Return the signed ids and the conversation of a record that begins on line ``number``.
+    def _encode_record(self, record: bytes, line_number: int) -> tuple[np.ndarray, Conversation]:
+        """Return the signed ids and the conversation of a record that begins on line ``line_number``.
 
         Raises:
             DataError: the record is invalid or too long; the message names the line.
@@ -207,27 +216,30 @@ class ConversationFile:
         try:
             conversation = parse_record(record)
             encoded = self.template.encode(
-                conversation.messages, without_loss=conversation.without_loss, **conversation.more
+                conversation.messages, without_loss=conversation.without_loss, **conversation.template_variables
             )
         except ValueError as error:  # includes DataError
-            raise DataError(f"{self.prefix}:{number}: {error}") from error
+            raise DataError(f"{self.prefix}:{line_number}: {error}") from error
         ids = np.array(encoded.ids, np.int32)
         if self.overlong == "refuse" and len(ids) > self.capacity:
             raise DataError(
-                f"{self.prefix}:{number}: a conversation must have at most --seq-length + 1 = {self.capacity} tokens, "
-                f"got {len(ids)}. Increase --seq-length, shorten the conversation, or truncate with --sft-overlong cut"
+                f"{self.prefix}:{line_number}: a conversation must have at most --seq-length + 1 = {self.capacity} "
+                f"tokens, got {len(ids)}. Increase --seq-length, shorten the conversation, or truncate with "
+                "--sft-overlong cut"
             )
-        return np.where(np.array(encoded.is_said, bool), ~ids, ids), conversation
+        return np.where(np.array(encoded.has_loss, bool), ~ids, ids), conversation
 
-    def _note_lengths(self) -> None:
-        if self.num_cut or self.num_left_out:
+    def _warn_about_records(self) -> None:
+        if self.num_truncated or self.num_dropped:
             log.warn_once(
-                f"{self.prefix}: {self.num_cut} of {self.num_documents} conversations are longer than --seq-length + 1 "
-                f"= {self.capacity} tokens and are truncated at the end; {self.num_left_out} have no token with a "
-                "loss and are dropped. --sft-overlong refuse reports the first one as an error instead"
+                f"{self.prefix}: {self.num_truncated} of {self.num_documents} conversations are longer than "
+                f"--seq-length + 1 = {self.capacity} tokens and are truncated at the end; {self.num_dropped} have no "
+                "token with a loss and are dropped. --sft-overlong refuse reports the first one as an error instead"
             )
-        if self.unread:
-            names = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
+        if self.unused_keys:
+            names = ", ".join(self.unused_keys[:_MAX_LISTED_KEYS]) + (
+                ", ..." if len(self.unused_keys) > _MAX_LISTED_KEYS else ""
+            )
             names = names.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
             log.warn_once_per_job(
                 f"{self.prefix}: keys that have no effect because neither training nor the template reads them: {names}"
@@ -244,9 +256,9 @@ class SFTDataset(GPTDataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         sample = super().__getitem__(index)
         assert isinstance(sample, dict)
-        signed = sample["text"]
-        has_loss = signed < 0
-        return {**sample, "text": np.where(has_loss, ~signed, signed), "loss_mask": has_loss.astype(np.int32)}
+        signed_ids = sample["text"]
+        has_loss = signed_ids < 0
+        return {**sample, "text": np.where(has_loss, ~signed_ids, signed_ids), "loss_mask": has_loss.astype(np.int32)}
 
 
 def build_sft_train_valid_test(
@@ -257,7 +269,7 @@ def build_sft_train_valid_test(
     template: ChatTemplate,
     overlong: str = "cut",
     needed: Sequence[bool] = (True, True, True),
-) -> Three:
+) -> SplitDatasets:
     """Return the training, validation and test datasets from conversations; None for a split that is not needed.
 
     Args:
@@ -275,7 +287,7 @@ def build_sft_train_valid_test(
     def open_corpus(path: str, cache: IndexCache) -> OpenCorpus:
         file = ConversationFile(path, template, capacity=seq_length + 1, overlong=overlong, cache=cache)
 
-        def make(documents: Documents, draws: str) -> SFTDataset:
+        def make_dataset(documents: Documents, draws: str) -> SFTDataset:
             return SFTDataset(
                 file,
                 documents=documents,
@@ -288,7 +300,12 @@ def build_sft_train_valid_test(
 
         token_file = cast(IndexedDataset, file)  # has all attributes that are used
         return OpenCorpus(
-            token_file, file.fingerprint, make, SHORTEST_PACKED, f"--seq-length {seq_length}", is_drawn=False
+            token_file,
+            file.fingerprint,
+            make_dataset,
+            MIN_PACKED_TOKENS,
+            f"--seq-length {seq_length}",
+            has_random_draws=False,
         )
 
     return build_datasets(paths, needed, open_corpus, template.tokenizer.identity, lambda parts: seq_length)

@@ -22,8 +22,8 @@ from megatron.errors import DataError
 
 _BLOCK = 1 << 16
 _BASE = 0x9E3779B97F4A7C15
-_OF_LENGTH = 0xD6E8FEB86659FD93
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LENGTH_MULTIPLIER = 0xD6E8FEB86659FD93
+_MIX_MULTIPLIER_1, _MIX_MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MODULUS = 1 << 64
 
 
@@ -33,29 +33,29 @@ def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.nda
     The hash depends only on the token ids, not on their storage type or on the position of the document.
     """
     starts = token_file.starts_of(first, stop)
-    sums = np.zeros(stop - first, np.uint64)
+    hashes = np.zeros(stop - first, np.uint64)
     for begin in range(int(starts[0]), int(starts[-1]), _BLOCK):
         end = min(begin + _BLOCK, int(starts[-1]))
-        _add_block(sums, starts, begin, token_file.read_tokens(begin, end - begin))
-    sums += np.diff(starts).astype(np.uint64) * np.uint64(_OF_LENGTH)
-    return (_mix(sums) >> np.uint64(32)).astype(np.uint32)
+        _add_block(hashes, starts, begin, token_file.read_tokens(begin, end - begin))
+    hashes += np.diff(starts).astype(np.uint64) * np.uint64(_LENGTH_MULTIPLIER)
+    return (_mix(hashes) >> np.uint64(32)).astype(np.uint32)
 
 
-def _add_block(sums: np.ndarray, starts: np.ndarray, begin: int, tokens: np.ndarray) -> None:
+def _add_block(hashes: np.ndarray, starts: np.ndarray, begin: int, tokens: np.ndarray) -> None:
     """Add the contributions of ``tokens``, a block that starts at token ``begin``, to the sums of their documents."""
     powers, inverse_powers = _powers()
-    running = np.zeros(len(tokens) + 1, np.uint64)
+    cumulative = np.zeros(len(tokens) + 1, np.uint64)
     terms = tokens.astype(np.uint64)
     terms += np.uint64(1)
     terms *= powers[: len(tokens)]
-    np.cumsum(terms, out=running[1:])
+    np.cumsum(terms, out=cumulative[1:])
     low = int(np.searchsorted(starts, begin, "right")) - 1
     high = int(np.searchsorted(starts, begin + len(tokens), "left"))
     bounds = np.clip(starts[low : high + 1] - begin, 0, len(tokens))
-    parts = running[bounds[1:]] - running[bounds[:-1]]
+    contributions = cumulative[bounds[1:]] - cumulative[bounds[:-1]]
     scale = inverse_powers[np.minimum(bounds[:-1], _BLOCK - 1)]
     scale[0] = pow(_BASE, begin - int(starts[low]), _MODULUS)  # this document may begin in an earlier block
-    sums[low:high] += parts * scale
+    hashes[low:high] += contributions * scale
 
 
 @cache
@@ -72,18 +72,18 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 def _mix(values: np.ndarray) -> np.ndarray:
     """Mix the bits of each value in place (the final steps of SplitMix64)."""
     values ^= values >> np.uint64(30)
-    values *= np.uint64(_FIRST)
+    values *= np.uint64(_MIX_MULTIPLIER_1)
     values ^= values >> np.uint64(27)
-    values *= np.uint64(_SECOND)
+    values *= np.uint64(_MIX_MULTIPLIER_2)
     values ^= values >> np.uint64(31)
     return values
 
 
 # Division of a corpus by ``--split``, by position or by hash.
 
-NAMES = ("train", "valid", "test")
+SPLIT_NAMES = ("train", "valid", "test")
 _FORMAT = 1
-_DOCUMENTS_AT_ONCE = 1 << 22
+_DOCUMENTS_PER_FILE = 1 << 22
 _IN_MEMORY_BELOW_BYTES = 64 << 20
 
 
@@ -97,11 +97,11 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
     Raises:
         DataError: ``split`` is malformed.
     """
-    weights = _parse(split)
-    bounds, total, reached = [0], sum(weights), Fraction(0)
+    weights = _parse_split(split)
+    bounds, total, cumulative = [0], sum(weights), Fraction(0)
     for weight in weights:
-        reached += weight
-        bounds.append(int(reached / total * num_documents + Fraction(1, 2)))
+        cumulative += weight
+        bounds.append(int(cumulative / total * num_documents + Fraction(1, 2)))
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
@@ -118,32 +118,36 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
     Raises:
         DataError: ``split`` is malformed.
     """
-    limits = _limits(split)
+    limits = _hash_limits(split)
     if cache is None or token_file.num_tokens * token_file.dtype.itemsize < _IN_MEMORY_BELOW_BYTES:
         hashes = [document_hashes(token_file, 0, token_file.num_documents)]
-        return [np.concatenate(list(_numbers(hashes, limits, part))) for part in range(len(NAMES))]
-    key = _digest(_FORMAT, _DOCUMENTS_AT_ONCE, token_file.fingerprint, token_file.changed_ns)
+        return [np.concatenate(list(_select_split(hashes, limits, split_idx))) for split_idx in range(len(SPLIT_NAMES))]
+    key = _digest(_FORMAT, _DOCUMENTS_PER_FILE, token_file.fingerprint, token_file.mtime_ns)
     name = f"split-{key}-{_digest(limits)}"
-    return cache.arrays(name, len(NAMES), lambda part: _numbers(_hashes(token_file, key, cache), limits, part))
+    return cache.arrays(
+        name,
+        len(SPLIT_NAMES),
+        lambda split_idx: _select_split(_cached_hashes(token_file, key, cache), limits, split_idx),
+    )
 
 
-def _hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.ndarray]:
+def _cached_hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.ndarray]:
     """Return the hashes of all documents in parts; the processes of the host share their computation."""
     count = token_file.num_documents
 
-    def build(part: int) -> list[np.ndarray]:
-        first = part * _DOCUMENTS_AT_ONCE
+    def build(file_idx: int) -> list[np.ndarray]:
+        first = file_idx * _DOCUMENTS_PER_FILE
         log.info(f"{token_file.prefix}: hashing documents from {first} on, of {count}")
-        return [document_hashes(token_file, first, min(first + _DOCUMENTS_AT_ONCE, count))]
+        return [document_hashes(token_file, first, min(first + _DOCUMENTS_PER_FILE, count))]
 
-    return cache.arrays(f"hashes-{key}", -(-count // _DOCUMENTS_AT_ONCE), build, outlives_boot=True)
+    return cache.arrays(f"hashes-{key}", -(-count // _DOCUMENTS_PER_FILE), build, is_durable=True)
 
 
-def _numbers(hashes: list[np.ndarray], limits: tuple[int, int], part: int) -> Iterator[np.ndarray]:
-    """Yield the indices of the documents in split ``part``, whose hashes are within the limits of the split."""
+def _select_split(hashes: list[np.ndarray], limits: tuple[int, int], split_idx: int) -> Iterator[np.ndarray]:
+    """Yield the indices of the documents in split ``split_idx``, whose hashes are within the limits of the split."""
     index_type = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
     valid_below, test_from = limits
-    low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[part]
+    low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[split_idx]
     first = 0
     for block in hashes:
         hashes_64 = block.astype(np.int64)
@@ -151,24 +155,24 @@ def _numbers(hashes: list[np.ndarray], limits: tuple[int, int], part: int) -> It
         first += len(block)
 
 
-def _limits(split: str) -> tuple[int, int]:
+def _hash_limits(split: str) -> tuple[int, int]:
     """Return (exclusive upper limit of validation hashes, lowest test hash)."""
-    train, valid, test = _parse(split)
+    train, valid, test = _parse_split(split)
     total = train + valid + test
     valid_below = int(valid / total * (1 << 32))
     return valid_below, (1 << 32) - int(test / total * (1 << 32)) if train else valid_below
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-def _parse(split: str) -> list[Fraction]:
+def _parse_split(split: str) -> list[Fraction]:
     message = f"--split must be one to three weights, not negative and not all 0, such as 949,50,1; got {split!r}"
     try:
-        weights = [Fraction(part.strip()) for part in split.replace("/", ",").split(",")]
+        weights = [Fraction(text.strip()) for text in split.replace("/", ",").split(",")]
     except (ValueError, ZeroDivisionError) as error:
         raise DataError(message) from error
-    if len(weights) > len(NAMES) or min(weights) < 0 or sum(weights) == 0:
+    if len(weights) > len(SPLIT_NAMES) or min(weights) < 0 or sum(weights) == 0:
         raise DataError(message)
-    return weights + [Fraction(0)] * (len(NAMES) - len(weights))
+    return weights + [Fraction(0)] * (len(SPLIT_NAMES) - len(weights))

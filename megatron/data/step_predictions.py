@@ -23,42 +23,42 @@ class StepPredictions:
 
     Args:
         num_predicted: number of predicted tokens of a sample, by its index.
-        sizes: samples per step, by samples consumed.
+        batch_sizes: samples per step, by samples consumed.
         samples_consumed: samples consumed before the first step.
     """
 
-    def __init__(self, num_predicted: Callable[[int], int], sizes: BatchSizes, samples_consumed: int) -> None:
-        self._num_predicted, self._sizes, self._consumed = num_predicted, sizes, samples_consumed
+    def __init__(self, num_predicted: Callable[[int], int], batch_sizes: BatchSizes, samples_consumed: int) -> None:
+        self._num_predicted, self._batch_sizes, self._consumed = num_predicted, batch_sizes, samples_consumed
         self._start, self._stop = samples_consumed, samples_consumed
-        self._known = np.zeros(2, np.int64)
+        self._step_counts = np.zeros(2, np.int64)
 
-    def of(self, index: int) -> np.ndarray:
+    def counts_of_step(self, index: int) -> np.ndarray:
         """Return int64[2], the numbers of predicted tokens and samples in the step that contains ``index``."""
         if not self._start <= index < self._stop:
-            self._find(index)
-        return self._known.copy()
+            self._find_step(index)
+        return self._step_counts.copy()
 
-    def _find(self, index: int) -> None:
+    def _find_step(self, index: int) -> None:
         """Compute the sample range and the numbers of the step that contains ``index``."""
         stop = self._stop if index >= self._stop else self._consumed
         while stop <= index:
-            start, stop = stop, stop + self._sizes.at(stop)
+            start, stop = stop, stop + self._batch_sizes.at(stop)
         self._start, self._stop = start, stop
-        self._known[:] = sum(map(self._num_predicted, range(start, stop))), stop - start
+        self._step_counts[:] = sum(map(self._num_predicted, range(start, stop))), stop - start
 
 
-def predictions_of(dataset: Any) -> Callable[[int], int] | None:
+def make_num_predicted(dataset: Any) -> Callable[[int], int] | None:
     """Return the function sample index -> number of predicted tokens; None if the dataset does not provide it."""
     ordered = as_ordered(dataset)
     if ordered is None:
         num_predicted = getattr(dataset, "num_predicted", None)
         return num_predicted if callable(num_predicted) else None
-    counts = [getattr(part, "num_predicted", None) for part in ordered.parts.values()]
-    if not all(map(callable, counts)):
+    counters = [getattr(corpus_dataset, "num_predicted", None) for corpus_dataset in ordered.parts.values()]
+    if not all(map(callable, counters)):
         return None
 
-    def of_any(index: int) -> int:
+    def num_predicted_in_corpus(index: int) -> int:
         corpus_idx, sample_idx = ordered.order.locate(index)
-        return counts[corpus_idx](sample_idx)  # type: ignore[misc]
+        return counters[corpus_idx](sample_idx)  # type: ignore[misc]
 
-    return of_any
+    return num_predicted_in_corpus

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron.debug.dump_files import GRADIENT, WEIGHT, Dump, Record, Samples
+from megatron.debug.dump_files import GRADIENT, WEIGHT, Dump, Record, SampleRange
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
-from megatron.debug.statistics import Statistics, joined, summed, zeros
+from megatron.debug.statistics import Statistics, join_statistics, sum_statistics, zero_statistics
 
 # Corresponding tensors of two dumps, joined over tensor ranks, replicas and micro-batches.
 #
@@ -25,61 +25,61 @@ from megatron.debug.statistics import Statistics, joined, summed, zeros
 # | of replicas and micro-batches | other samples: joined until both dumps cover the same samples |
 # | of a weight on several replicas, of a tied weight on several stages | copies |
 
-SAME = 1e-9
+COPY_RTOL = 1e-9
 """Relative difference up to which ranks are assumed to hold copies."""
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class TensorKey:
     """Identifies a tensor of a step in both dumps. ``call`` counts the calls within a micro-batch, over all stages."""
 
     step: int
-    what: str
+    tensor_type: str
     name: str
     call: int
     index: int
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedTensor:
     """One tensor of a dump over the samples from ``first`` up to ``stop`` (0 and 0 for a weight).
 
-    ``parts`` are the records from which it was joined, without copies. ``copies_differ`` is True if ranks with copies
+    ``records`` are the records from which it was joined, without copies. ``copies_differ`` is True if ranks with copies
     of a weight, or of a slice, have different statistics.
     """
 
-    key: Key
+    key: TensorKey
     first: int
     stop: int
     statistics: Statistics
-    parts: tuple[Record, ...]
+    records: tuple[Record, ...]
     copies_differ: bool = False
 
     @property
-    def lead(self) -> Record:
+    def first_record(self) -> Record:
         """The earliest part of the lowest rank, whose time determines the order; clocks of different ranks differ."""
-        return min(self.parts, key=lambda part: (part.rank, part.time_ns))
+        return min(self.records, key=lambda record: (record.rank, record.time_ns))
 
 
-def grouped(dump: Dump) -> dict[Key, list[Record]]:
+def group_records(dump: Dump) -> dict[TensorKey, list[Record]]:
     """Return the records of each tensor, over all ranks and samples."""
-    calls = _calls(dump)
-    records_by_key: dict[Key, list[Record]] = defaultdict(list)
+    calls = _call_indices(dump)
+    records_by_key: dict[TensorKey, list[Record]] = defaultdict(list)
     for record in dump.records:
-        call = calls.get((record.step, record.name, dump.piece(record), record.call), record.call)
-        records_by_key[Key(record.step, record.what, record.name, call, record.index)].append(record)
+        call = calls.get((record.step, record.name, dump.global_chunk_idx(record), record.call), record.call)
+        records_by_key[TensorKey(record.step, record.what, record.name, call, record.index)].append(record)
     return dict(records_by_key)
 
 
-def _calls(dump: Dump) -> dict[tuple[int, str, int, int], int]:
-    """Return the index of each call over all pieces, by (step, name, piece, index on its stage).
+def _call_indices(dump: Dump) -> dict[tuple[int, str, int, int], int]:
+    """Return the index of each call over all virtual stages, by (step, name, virtual stage, index on its stage).
 
-    Calls are ordered by piece rather than by time, because the clocks of hosts differ.
+    Calls are ordered by virtual stage rather than by time, because the clocks of hosts differ.
     """
     calls: dict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for record in dump.records:
         if record.what == "output" and record.micro_batch == 0:
-            calls[record.step, record.name].add((dump.piece(record), record.call))
+            calls[record.step, record.name].add((dump.global_chunk_idx(record), record.call))
     return {
         (step, name, *call): idx
         for (step, name), seen_calls in calls.items()
@@ -87,7 +87,7 @@ def _calls(dump: Dump) -> dict[tuple[int, str, int, int], int]:
     }
 
 
-def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
+def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, JoinedTensor]]:
     """Yield each tensor that both dumps contain, joined over the smallest ranges of samples that both dumps record.
 
     In a pipeline, layers also receive and return tensors that they only forward to later layers, and the gradients of
@@ -95,43 +95,53 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
     output of its module, or if its cut is known from the module's own weight. A tensor without a dimension of samples,
     such as the positions of a micro-batch, is comparable only if both dumps have the same micro-batch size.
     """
-    first_records, second_records = grouped(first), grouped(second)
-    have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
+    first_records, second_records = group_records(first), group_records(second)
+    have_pipeline = {dump.manifest["layout"].get("pipe", 1) > 1 for dump in (first, second)}
 
-    def is_own(key: Key) -> bool:
+    def is_comparable_key(key: TensorKey) -> bool:
         return key.index == 0 or all(records[key][0].cut is not None for records in (first_records, second_records))
 
     for key in first_records:
         if (
             key in second_records
-            and (len(have_pipeline) == 1 or is_own(key))
-            and _can_add_up(first_records[key], second_records[key])
+            and (len(have_pipeline) == 1 or is_comparable_key(key))
+            and _can_join(first_records[key], second_records[key])
         ):
-            for start, stop in common_spans(first_records[key], second_records[key]):
-                yield join(key, first_records[key], start, stop), join(key, second_records[key], start, stop)
+            for start, stop in common_ranges(first_records[key], second_records[key]):
+                yield (
+                    join_records(key, first_records[key], start, stop),
+                    join_records(key, second_records[key], start, stop),
+                )
 
 
-def _can_add_up(one: Sequence[Record], other: Sequence[Record]) -> bool:
+def _can_join(first_records: Sequence[Record], second_records: Sequence[Record]) -> bool:
     """Return True if a tensor's records can be joined over samples, so that both dumps are comparable.
 
     The micro-batches of both dumps must have the same size, or the shapes must differ, which shows that the tensor has
     a dimension of samples.
     """
-    sizes = [{r.samples.stop - r.samples.first for r in records if r.samples is not None} for records in (one, other)]
-    return sizes[0] == sizes[1] or {whole_shape(r) for r in one}.isdisjoint(whole_shape(r) for r in other)
+    range_sizes = [
+        {record.samples.stop - record.samples.first for record in records if record.samples is not None}
+        for records in (first_records, second_records)
+    ]
+    return range_sizes[0] == range_sizes[1] or {full_shape(record) for record in first_records}.isdisjoint(
+        full_shape(record) for record in second_records
+    )
 
 
-def whole_shape(record: Record) -> tuple[int, ...]:
+def full_shape(record: Record) -> tuple[int, ...]:
     """Return the shape of the full tensor over its tensor group; the shape on the rank if the cut is unknown."""
-    cut, shape = record.cut, record.shape
-    return shape if cut is None else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
+    shard_slice, shape = record.cut, record.shape
+    return (
+        shape if shard_slice is None else (*shape[: shard_slice.dim], shard_slice.size, *shape[shard_slice.dim + 1 :])
+    )
 
 
-def common_spans(one: Sequence[Record], other: Sequence[Record]) -> list[tuple[int, int]]:
+def common_ranges(first_records: Sequence[Record], second_records: Sequence[Record]) -> list[tuple[int, int]]:
     """Return the ranges of samples between the bounds that both sets of records have."""
-    if any(record.samples is None for record in (*one, *other)):
+    if any(record.samples is None for record in (*first_records, *second_records)):
         return [(0, 0)]
-    bounds = sorted(_bounds(one) & _bounds(other))
+    bounds = sorted(_bounds(first_records) & _bounds(second_records))
     return list(zip(bounds, bounds[1:], strict=False))
 
 
@@ -139,29 +149,29 @@ def _bounds(records: Sequence[Record]) -> set[int]:
     return {bound for record in records if record.samples is not None for bound in record.samples}
 
 
-def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
+def join_records(key: TensorKey, records: Sequence[Record], first: int, stop: int) -> JoinedTensor:
     """Join the records of the samples from ``first`` up to ``stop``."""
-    by_samples: dict[Samples, list[Record]] = defaultdict(list)
+    by_samples: dict[SampleRange, list[Record]] = defaultdict(list)
     for record in records:
-        record_samples = record.samples or Samples(0, 0)
+        record_samples = record.samples or SampleRange(0, 0)
         if first <= record_samples.first and record_samples.stop <= stop:
             by_samples[record_samples].append(record)
-    over_ranks = [_over_ranks(group) for _, group in sorted(by_samples.items())]
-    parts = tuple(part for group, _, _ in over_ranks for part in group)
-    return Joined(
+    joined_ranks = [_join_ranks(group) for _, group in sorted(by_samples.items())]
+    unique_records = tuple(unique_record for group, _, _ in joined_ranks for unique_record in group)
+    return JoinedTensor(
         key,
         first,
         stop,
-        joined([statistics for _, statistics, _ in over_ranks]),
-        parts,
-        any(differ for _, _, differ in over_ranks),
+        join_statistics([statistics for _, statistics, _ in joined_ranks]),
+        unique_records,
+        any(differ for _, _, differ in joined_ranks),
     )
 
 
-def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
+def _join_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
     """Return (records without copies, their joined statistics, True if copies differ) for the same samples."""
     if any(record.is_share for record in records):
-        return list(records), summed([record.statistics for record in records]), False
+        return list(records), sum_statistics([record.statistics for record in records]), False
     by_cut: dict[tuple[int, ...] | None, list[Record]] = defaultdict(list)
     for record in records:
         by_cut[record.cut].append(record)
@@ -169,25 +179,29 @@ def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bo
     if set(by_cut) == {None}:
         if differ and records[0].samples is not None:  # slices of an unknown cut
             slice_statistics = [replace(record.statistics, sketch=()) for record in records]
-            return list(records), joined(slice_statistics), False
+            return list(records), join_statistics(slice_statistics), False
         return [records[0]], records[0].statistics, differ
     slices = [copies[0] for _, copies in sorted(by_cut.items(), key=lambda item: item[0] or ())]
-    return slices, joined([*(record.statistics for record in slices), zeros(number_missing(slices))]), differ
+    return (
+        slices,
+        join_statistics([*(record.statistics for record in slices), zero_statistics(num_missing(slices))]),
+        differ,
+    )
 
 
-def number_missing(slices: Sequence[Record]) -> int:
+def num_missing(slices: Sequence[Record]) -> int:
     """Return the number of elements of a gradient that no slice contains, because they do not affect the loss."""
-    cut = slices[0].cut
-    if cut is None or slices[0].what not in (GRAD_INPUT, GRAD_OUTPUT):
+    shard_slice = slices[0].cut
+    if shard_slice is None or slices[0].what not in (GRAD_INPUT, GRAD_OUTPUT):
         return 0
-    missing = cut.size - sum(record.cut.length for record in slices if record.cut is not None)
-    return missing * math.prod(whole_shape(slices[0])) // cut.size
+    num_indices = shard_slice.size - sum(record.cut.length for record in slices if record.cut is not None)
+    return num_indices * math.prod(full_shape(slices[0])) // shard_slice.size
 
 
 def _are_copies(records: Sequence[Record]) -> bool:
     first = records[0].statistics
     return all(
-        abs(a - b) <= SAME * max(abs(a), abs(b))
+        abs(a - b) <= COPY_RTOL * max(abs(a), abs(b))
         for record in records[1:]
         for a, b in (
             (record.statistics.norm, first.norm),
@@ -204,11 +218,11 @@ ORDER = ("weights", "forward", "backward", "gradients")
 """Order of the phases of a step in which differences are listed."""
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 """Relative tolerance by the coarser dtype of the two runs: the effect of sums in another order."""
-LATER = 10.0
+LATER_STEP_FACTOR = 10.0
 """Factor of the tolerance after the first step: Adam turns the rounding of gradients that should be zero into steps."""
-UNJUDGED = math.inf
+NO_LIMIT = math.inf
 """Tolerance of weights after the first step, for the same reason."""
-SMALLEST_SHARE = 1e-6
+MIN_NORM_FRACTION = 1e-6
 """Errors are relative to at least this fraction of the step's largest norm of the same kind of tensor.
 
 Smaller tensors are zero by symmetry, up to rounding.
@@ -222,29 +236,29 @@ class Difference:
     Attributes:
         error: relative to the norm, or to the largest value; infinite if only one dump has NaN or infinity.
         tolerance: largest error that is not reported.
-        place: sort key of the tensor within its phase, in the order of the first run.
-        by_tensors: ``error`` is computed from the tensors rather than from their statistics.
-        copies: names of the dumps in which copies of the tensor differ between ranks.
+        order: sort key of the tensor within its phase, in the order of the first run.
+        is_from_tensors: ``error`` is computed from the tensors rather than from their statistics.
+        differing_copies: names of the dumps in which copies of the tensor differ between ranks.
     """
 
-    key: Key
+    key: TensorKey
     samples: tuple[int, int]
     error: float
     tolerance: float
-    one: Statistics
-    other: Statistics
+    first_statistics: Statistics
+    second_statistics: Statistics
     micro_batch: int | None
-    place: tuple[int, int]
-    by_tensors: bool = False
-    copies: tuple[str, ...] = ()
+    order: tuple[int, int]
+    is_from_tensors: bool = False
+    differing_copies: tuple[str, ...] = ()
 
     @property
     def phase(self) -> str:
-        return PHASES[self.key.what]
+        return PHASES[self.key.tensor_type]
 
     @property
-    def is_beyond(self) -> bool:
-        return self.error > self.tolerance or bool(self.copies)
+    def is_beyond_tolerance(self) -> bool:
+        return self.error > self.tolerance or bool(self.differing_copies)
 
 
 @dataclass(frozen=True)
@@ -252,13 +266,13 @@ class Comparison:
     """All differences in the order of the first run, and tensors that only one dump has in steps that both have."""
 
     differences: list[Difference]
-    only_first: list[Key]
-    only_second: list[Key]
+    only_first: list[TensorKey]
+    only_second: list[TensorKey]
 
     @property
     def first(self) -> Difference | None:
         """First difference beyond its tolerance."""
-        return next((difference for difference in self.differences if difference.is_beyond), None)
+        return next((difference for difference in self.differences if difference.is_beyond_tolerance), None)
 
 
 def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
@@ -270,91 +284,111 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     Raises:
         ValueError: the dumps have no tensor in common.
     """
-    pairs = list(paired(first, second))
-    start = min((one.key.step for one, _ in pairs), default=0)
+    pairs = list(pair_tensors(first, second))
+    first_step = min((left.key.step for left, _ in pairs), default=0)
     if not pairs:
         raise ValueError(
             "the dumps have no tensor of the same step in common: their steps (--debug-dump-steps), modules "
             "(--debug-dump-modules) or models differ"
         )
     floors = _floors(pairs)
-    step_tolerance = max(TOLERANCE[dump.facts["dtype"]] for dump in (first, second))
-    tolerance = (step_tolerance, step_tolerance * LATER) if rtol is None else (rtol, rtol)
+    step_tolerance = max(TOLERANCE[dump.manifest["dtype"]] for dump in (first, second))
+    tolerance = (step_tolerance, step_tolerance * LATER_STEP_FACTOR) if rtol is None else (rtol, rtol)
     differences = [
         _difference(
-            first, second, one, other, _tolerance(one.key, tolerance, start), floors[one.key.step, one.key.what]
+            first,
+            second,
+            left,
+            right,
+            _tolerance(left.key, tolerance, first_step),
+            floors[left.key.step, left.key.tensor_type],
         )
-        for one, other in pairs
+        for left, right in pairs
     ]
-    differences.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.place))
-    one, other = grouped(first), grouped(second)
-    steps = {key.step for key in one} & {key.step for key in other}
-    only = [[key for key in a if key not in b and key.step in steps] for a, b in ((one, other), (other, one))]
-    return Comparison(differences, *only)
+    differences.sort(key=lambda difference: (difference.key.step, ORDER.index(difference.phase), difference.order))
+    left, right = group_records(first), group_records(second)
+    steps = {key.step for key in left} & {key.step for key in right}
+    unmatched = [[key for key in a if key not in b and key.step in steps] for a, b in ((left, right), (right, left))]
+    return Comparison(differences, *unmatched)
 
 
-def _floors(pairs: Iterable[tuple[Joined, Joined]]) -> dict[tuple[int, str], tuple[float, float]]:
+def _floors(pairs: Iterable[tuple[JoinedTensor, JoinedTensor]]) -> dict[tuple[int, str], tuple[float, float]]:
     """Return the smallest norm and value to which errors are relative, by step and kind of tensor."""
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
         for tensor in pair:
-            norms[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.norm))
-            values[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.largest))
-    return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(values[key])) for key in norms}
+            norms[tensor.key.step, tensor.key.tensor_type].append(_nan_to_zero(tensor.statistics.norm))
+            values[tensor.key.step, tensor.key.tensor_type].append(_nan_to_zero(tensor.statistics.largest))
+    return {key: (MIN_NORM_FRACTION * max(norms[key]), MIN_NORM_FRACTION * max(values[key])) for key in norms}
 
 
-def _tolerance(key: Key, of_steps: tuple[float, float], start: int) -> float:
+def _tolerance(key: TensorKey, step_tolerances: tuple[float, float], first_step: int) -> float:
     """Return the tolerance of a tensor.
 
     Args:
-        of_steps: tolerances of the first step and of later steps.
-        start: first step that both dumps have.
+        step_tolerances: tolerances of the first step and of later steps.
+        first_step: first step that both dumps have.
     """
-    if key.what == WEIGHT and key.step > start:
-        return UNJUDGED
-    return of_steps[key.step > start]
+    if key.tensor_type == WEIGHT and key.step > first_step:
+        return NO_LIMIT
+    return step_tolerances[key.step > first_step]
 
 
 def _difference(
-    first: Dump, second: Dump, one: Joined, other: Joined, tolerance: float, floor: tuple[float, float]
+    first: Dump,
+    second: Dump,
+    first_tensor: JoinedTensor,
+    second_tensor: JoinedTensor,
+    tolerance: float,
+    floor: tuple[float, float],
 ) -> Difference:
-    a, b = one.statistics, other.statistics
-    tensor_error = _tensor_error(first, second, one, other, floor[0])
-    micro_batches = {part.micro_batch for part in one.parts}
+    a, b = first_tensor.statistics, second_tensor.statistics
+    tensor_error = _tensor_error(first, second, first_tensor, second_tensor, floor[0])
+    micro_batches = {record.micro_batch for record in first_tensor.records}
     return Difference(
-        one.key,
-        (one.first, one.stop),
+        first_tensor.key,
+        (first_tensor.first, first_tensor.stop),
         statistics_error(a, b, *floor) if tensor_error is None else tensor_error,
         tolerance,
         a,
         b,
         micro_batches.pop() if len(micro_batches) == 1 else None,
-        _place(first, one),
+        _order(first, first_tensor),
         tensor_error is not None,
-        tuple(str(dump.folder) for dump, tensor in ((first, one), (second, other)) if tensor.copies_differ),
+        tuple(
+            str(dump.folder)
+            for dump, tensor in ((first, first_tensor), (second, second_tensor))
+            if tensor.copies_differ
+        ),
     )
 
 
-def _place(dump: Dump, one: Joined) -> tuple[int, int]:
-    """Return (piece, time on one rank's clock); the pieces of a backward are in reverse order."""
-    piece = dump.piece(one.lead)
-    return -piece if PHASES[one.key.what] == "backward" else piece, one.lead.time_ns
+def _order(dump: Dump, tensor: JoinedTensor) -> tuple[int, int]:
+    """Return (virtual stage, time on one rank's clock); the virtual stages of a backward are in reverse order."""
+    chunk_idx = dump.global_chunk_idx(tensor.first_record)
+    return -chunk_idx if PHASES[tensor.key.tensor_type] == "backward" else chunk_idx, tensor.first_record.time_ns
 
 
-def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, number_floor: float = 0.0) -> float:
+def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, value_floor: float = 0.0) -> float:
     """Return an estimate of the difference of two tensors relative to their norm, given their statistics."""
     if (a.nan, a.inf) != (b.nan, b.inf) or a.count != b.count:
         return math.inf
-    norm, largest = max(_known(a.norm), _known(b.norm), norm_floor), max(_known(a.largest), _known(b.largest))
-    errors = [_share(_known(a.norm - b.norm), norm), _share(_known(a.largest - b.largest), max(largest, number_floor))]
+    norm, largest = (
+        max(_nan_to_zero(a.norm), _nan_to_zero(b.norm), norm_floor),
+        max(_nan_to_zero(a.largest), _nan_to_zero(b.largest)),
+    )
+    errors = [
+        _ratio(_nan_to_zero(a.norm - b.norm), norm),
+        _ratio(_nan_to_zero(a.largest - b.largest), max(largest, value_floor)),
+    ]
     rows = [(a.total, b.total), *(zip(a.sketch, b.sketch, strict=True) if a.sketch and b.sketch else ())]
     size = max(_rms([row[0] for row in rows]), _rms([row[1] for row in rows]), norm)
-    errors.append(_share(_rms([x - y for x, y in rows]), size))
+    errors.append(_ratio(_rms([x - y for x, y in rows]), size))
     return max(errors)
 
 
-def _known(value: float) -> float:
+def _nan_to_zero(value: float) -> float:
     """Return ``value``, or 0 if it is unknown (NaN)."""
     return 0.0 if math.isnan(value) else value
 
@@ -363,15 +397,17 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum(value * value for value in values) / len(values))
 
 
-def _share(part: float, whole: float) -> float:
-    return abs(part) / whole if whole > 0.0 else 0.0
+def _ratio(numerator: float, denominator: float) -> float:
+    return abs(numerator) / denominator if denominator > 0.0 else 0.0
 
 
-def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: float) -> float | None:
+def _tensor_error(
+    first: Dump, second: Dump, first_tensor: JoinedTensor, second_tensor: JoinedTensor, floor: float
+) -> float | None:
     """Return the relative norm of the difference, computed from tensors; None if they are missing or not comparable."""
-    if any(part.file is None for part in (*one.parts, *other.parts)):
+    if any(record.file is None for record in (*first_tensor.records, *second_tensor.records)):
         return None
-    a, b = _whole(first, one.parts), _whole(second, other.parts)
+    a, b = _full_tensor(first, first_tensor.records), _full_tensor(second, second_tensor.records)
     if a is None or b is None or a.shape != b.shape:
         return None
     for predicate in (torch.isnan, torch.isposinf, torch.isneginf):
@@ -379,25 +415,25 @@ def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: 
             return math.inf
     a, b = (x.nan_to_num(0.0, 0.0, 0.0) for x in (a, b))
     norm = max(float(a.norm()), float(b.norm()), floor)
-    return _share(float((a - b).norm()), norm)
+    return _ratio(float((a - b).norm()), norm)
 
 
-def _whole(dump: Dump, parts: Sequence[Record]) -> torch.Tensor | None:
+def _full_tensor(dump: Dump, records: Sequence[Record]) -> torch.Tensor | None:
     """Join a tensor from its slices or summands; None if parts have different samples or an unknown cut."""
-    is_sum = any(part.is_share for part in parts)
-    if len({part.samples for part in parts}) > 1 or (len(parts) > 1 and parts[0].cut is None and not is_sum):
+    is_sum = any(record.is_share for record in records)
+    if len({record.samples for record in records}) > 1 or (len(records) > 1 and records[0].cut is None and not is_sum):
         return None
-    tensors = [dump.tensor(part) for part in parts]
+    tensors = [dump.tensor(record) for record in records]
     if is_sum:
         return torch.stack(tensors).sum(0)
-    cut = parts[0].cut
-    if cut is None:
+    shard_slice = records[0].cut
+    if shard_slice is None:
         return tensors[0]
-    if not number_missing(parts):
-        return torch.cat(tensors, dim=cut.dim)
-    full = tensors[0].new_zeros(whole_shape(parts[0]))
-    for part, tensor in zip(parts, tensors, strict=True):
-        full.narrow(cut.dim, part.cut.start if part.cut else 0, tensor.shape[cut.dim]).copy_(tensor)
+    if not num_missing(records):
+        return torch.cat(tensors, dim=shard_slice.dim)
+    full = tensors[0].new_zeros(full_shape(records[0]))
+    for record, tensor in zip(records, tensors, strict=True):
+        full.narrow(shard_slice.dim, record.cut.start if record.cut else 0, tensor.shape[shard_slice.dim]).copy_(tensor)
     return full
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.debug.statistics import Cut, input_cut, is_share, output_cut
+from megatron.debug.statistics import ShardSlice, input_slice, is_share, output_slice
 
 # Hooks that report each input and output of modules in training, and its gradient, in the order of the run.
 #
@@ -30,12 +30,12 @@ from megatron.debug.statistics import Cut, input_cut, is_share, output_cut
 # from the contributions of other modules. Recomputed forwards and evaluations are not reported.
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
-LAST_ONES = 8
+NUM_LATEST_OUTPUTS = 8
 """Number of latest outputs among which the model's output is searched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TensorInfo:
     """Description of a reported tensor.
 
     ``call`` counts the calls of modules of this name on a micro-batch, ``index`` the tensors among a module's inputs or
@@ -44,21 +44,21 @@ class Seen:
     """
 
     name: str
-    what: str
+    tensor_type: str
     micro_batch: int
     call: int
     index: int
-    cut: Cut | None
+    shard_slice: ShardSlice | None
     is_boundary: bool = False
     chunk: int = 0
     is_share: bool = False
 
 
-Sight = Callable[[Seen, torch.Tensor], None]
+OnTensor = Callable[[TensorInfo, torch.Tensor], None]
 
 
-class Watch:
-    """Calls ``see`` with each tensor that passes through ``modules``, from ``start`` to ``stop``.
+class ModuleWatcher:
+    """Calls ``on_tensor`` with each tensor that passes through ``modules``, from ``start`` to ``stop``.
 
     Args:
         model: the module that is called with the input of a stage or chunk.
@@ -72,14 +72,14 @@ class Watch:
         model: nn.Module,
         modules: Sequence[tuple[str, nn.Module]],
         micro_batch: Callable[[], int],
-        see: Sight,
+        on_tensor: OnTensor,
         chunk: Callable[[tuple[Any, ...]], int] = lambda args: 0,
     ) -> None:
         self._model, self._modules = model, modules
-        self._micro_batch, self._see, self._chunk_of = micro_batch, see, chunk
+        self._micro_batch, self._on_tensor, self._chunk_of = micro_batch, on_tensor, chunk
         self._handles: list[Any] = []
         self._calls: dict[bool, Counter[tuple[str, int]]] = {False: Counter(), True: Counter()}  # recomputed or not
-        self._last: deque[tuple[str, torch.Tensor]] = deque(maxlen=LAST_ONES)
+        self._latest_outputs: deque[tuple[str, torch.Tensor]] = deque(maxlen=NUM_LATEST_OUTPUTS)
         self._chunk = 0
         self._chunks: dict[tuple[str, int, int], int] = {}  # of (name, micro-batch, call)
 
@@ -88,32 +88,32 @@ class Watch:
         for calls in self._calls.values():
             calls.clear()
         self._chunks.clear()
-        self._handles.append(self._model.register_forward_pre_hook(self._enter))
+        self._handles.append(self._model.register_forward_pre_hook(self._before_model))
         for name, module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(partial(self._before, name)))
-            self._handles.append(module.register_forward_hook(partial(self._after, name)))
-        self._handles.append(self._model.register_forward_hook(self._leave))
+            self._handles.append(module.register_forward_pre_hook(partial(self._before_module, name)))
+            self._handles.append(module.register_forward_hook(partial(self._after_module, name)))
+        self._handles.append(self._model.register_forward_hook(self._after_model))
 
     def stop(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._last.clear()
+        self._latest_outputs.clear()
 
-    def _enter(self, model: nn.Module, args: Any) -> None:
+    def _before_model(self, model: nn.Module, args: Any) -> None:
         """Report the inputs of the model."""
         if not model.training or is_recomputing():
             return
         self._chunk = self._chunk_of(args)
         for index, tensor in tensors_in(args):
-            seen = Seen("", INPUT, self._micro_batch(), 0, index, None, is_boundary=True, chunk=self._chunk)
-            self._see(seen, tensor.detach())
+            info = TensorInfo("", INPUT, self._micro_batch(), 0, index, None, is_boundary=True, chunk=self._chunk)
+            self._on_tensor(info, tensor.detach())
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _after_model(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Return views of the model's outputs; hooks on the views report the gradients that arrive from outside."""
-        names = {id(tensor): name for name, tensor in self._last}
-        self._last.clear()
+        names = {id(tensor): name for name, tensor in self._latest_outputs}
+        self._latest_outputs.clear()
         if not model.training or not torch.is_grad_enabled():
             return None
         indices, micro_batch = count(), self._micro_batch()
@@ -124,23 +124,25 @@ class Watch:
                 return x
             view = x.view_as(x)
             name = names.get(id(x), "the model")
-            seen = Seen(name, GRAD_OUTPUT, micro_batch, 0, index, None, is_boundary=True, chunk=self._chunk)
-            view.register_hook(partial(self._show, seen))
+            info = TensorInfo(name, GRAD_OUTPUT, micro_batch, 0, index, None, is_boundary=True, chunk=self._chunk)
+            view.register_hook(partial(self._report_gradient, info))
             return view
 
-        return replaced(output, alias)
+        return map_tensors(output, alias)
 
-    def _before(self, name: str, module: nn.Module, args: Any) -> Any:
+    def _before_module(self, name: str, module: nn.Module, args: Any) -> Any:
         """Report the inputs of a module; return views of them, with hooks that report their gradients."""
         if not module.training:
             return None
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
         call = self._calls[is_recomputed][name, micro_batch]
-        chunk = self._chunk_at(name, micro_batch, call, is_recomputed)
+        chunk = self._chunk_of_call(name, micro_batch, call, is_recomputed)
         if not is_recomputed and next(module.children(), None) is None:
             for index, tensor in tensors_in(args):
-                seen = Seen(name, INPUT, micro_batch, call, index, input_cut(module, tensor, index), chunk=chunk)
-                self._see(seen, tensor.detach())
+                info = TensorInfo(
+                    name, INPUT, micro_batch, call, index, input_slice(module, tensor, index), chunk=chunk
+                )
+                self._on_tensor(info, tensor.detach())
         if not torch.is_grad_enabled():
             return None
         indices = count()
@@ -150,43 +152,45 @@ class Watch:
             if not x.requires_grad:
                 return x
             view = x.view_as(x)
-            cut, share = input_cut(module, x, index), is_share(module, index)
-            seen = Seen(name, GRAD_INPUT, micro_batch, call, index, cut, chunk=chunk, is_share=share)
-            view.register_hook(partial(self._show, seen))
+            shard_slice, share = input_slice(module, x, index), is_share(module, index)
+            info = TensorInfo(name, GRAD_INPUT, micro_batch, call, index, shard_slice, chunk=chunk, is_share=share)
+            view.register_hook(partial(self._report_gradient, info))
             return view
 
-        return replaced(args, alias)
+        return map_tensors(args, alias)
 
-    def _chunk_at(self, name: str, micro_batch: int, call: int, is_again: bool) -> int:
-        """Return the chunk of this call; ``is_again``: the call is a recompute, and the chunk that of its forward."""
-        if is_again:
+    def _chunk_of_call(self, name: str, micro_batch: int, call: int, is_recomputed: bool) -> int:
+        """Return the chunk of this call; if ``is_recomputed``, the chunk of the forward that is recomputed."""
+        if is_recomputed:
             return self._chunks.get((name, micro_batch, call), 0)
         self._chunks[name, micro_batch, call] = self._chunk
         return self._chunk
 
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Report the outputs of a module and hook their gradients."""
         if not module.training:
             return
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
         call = self._calls[is_recomputed][name, micro_batch]
         self._calls[is_recomputed][name, micro_batch] += 1
-        chunk = self._chunk_at(name, micro_batch, call, is_recomputed)
+        chunk = self._chunk_of_call(name, micro_batch, call, is_recomputed)
         has_ids = any(not tensor.is_floating_point() for tensor in args if isinstance(tensor, torch.Tensor))
         for index, tensor in tensors_in(output):
-            seen = Seen(name, OUTPUT, micro_batch, call, index, output_cut(module, tensor, has_ids, index), chunk=chunk)
+            info = TensorInfo(
+                name, OUTPUT, micro_batch, call, index, output_slice(module, tensor, has_ids, index), chunk=chunk
+            )
             if not is_recomputed:
-                self._last.append((name, tensor))
-                self._see(seen, tensor.detach())
+                self._latest_outputs.append((name, tensor))
+                self._on_tensor(info, tensor.detach())
             if tensor.requires_grad:
-                seen = replace(seen, what=GRAD_OUTPUT, is_share=is_share(module, index, of_output=True))
-                handle = tensor.register_hook(partial(self._show, seen))
+                info = replace(info, tensor_type=GRAD_OUTPUT, is_share=is_share(module, index, of_output=True))
+                handle = tensor.register_hook(partial(self._report_gradient, info))
                 if tensor.is_leaf:  # a leaf outlives the step
                     self._handles.append(handle)
 
-    def _show(self, seen: Seen, gradient: torch.Tensor) -> None:
+    def _report_gradient(self, info: TensorInfo, gradient: torch.Tensor) -> None:
         if self._handles:
-            self._see(seen, gradient.detach())
+            self._on_tensor(info, gradient.detach())
 
 
 def is_recomputing() -> bool:
@@ -201,25 +205,25 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """
     idx = 0
     for leaf in _leaves(value):
-        if _is_shown(leaf):
+        if _is_reported(leaf):
             yield idx, leaf
             idx += 1
 
 
-def replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the structure with ``change`` applied to each of its floating-point tensors."""
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the structure with ``function`` applied to each of its floating-point tensors."""
     if isinstance(value, torch.Tensor):
-        return change(value) if _is_shown(value) else value
+        return function(value) if _is_reported(value) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replaced(item, change) for item in value))
+        return type(value)(*(map_tensors(item, function) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(replaced(item, change) for item in value)
+        return type(value)(map_tensors(item, function) for item in value)
     if type(value) is dict:
-        return {key: replaced(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, function) for key, item in value.items()}
     return value
 
 
-def _is_shown(value: Any) -> bool:
+def _is_reported(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, nn.Parameter)
 
 
@@ -248,30 +252,32 @@ BACKWARD = (GRAD_OUTPUT, GRAD_INPUT)
 
 
 class Finding(NamedTuple):
-    """The first tensor that is not finite; ``before`` is the preceding tensor, which is finite.
+    """The first tensor that is not finite; ``previous`` is the preceding tensor, which is finite.
 
-    ``number`` is the index of the tensor in the step, which is the same on all ranks of a tensor group.
+    ``tensor_idx`` is the index of the tensor in the step, which is the same on all ranks of a tensor group.
     """
 
-    number: int
-    seen: Seen
-    before: Seen | None
-    has_arrived: bool
+    tensor_idx: int
+    info: TensorInfo
+    previous: TensorInfo | None
+    is_from_outside: bool
 
     @property
     def text(self) -> str:
         """Message that names the origin of the value."""
-        name, what, micro_batch = self.seen.name, self.seen.what, self.seen.micro_batch
-        when = f"in the {'backward' if what in BACKWARD else 'forward'} of micro-batch {micro_batch}"
-        if what == OUTPUT:
-            return f"{name} returned NaN or infinity {when}, although its inputs were finite"
-        if what == GRAD_INPUT:
-            return f"{name} passed NaN or infinity back {when}, although its incoming gradients were finite"
-        if what == GRAD_OUTPUT and self.seen.is_boundary:
-            return f"the loss passed NaN or infinity back to {name} {when}"
-        has_before = self.before is not None and not self.before.is_boundary
-        location = f"between {self.before.name} and {name}" if self.before and has_before else f"before {name}"
-        return f"NaN or infinity arose {location} {when}, outside of modules"
+        name, tensor_type, micro_batch = self.info.name, self.info.tensor_type, self.info.micro_batch
+        pass_text = f"in the {'backward' if tensor_type in BACKWARD else 'forward'} of micro-batch {micro_batch}"
+        if tensor_type == OUTPUT:
+            return f"{name} returned NaN or infinity {pass_text}, although its inputs were finite"
+        if tensor_type == GRAD_INPUT:
+            return f"{name} passed NaN or infinity back {pass_text}, although its incoming gradients were finite"
+        if tensor_type == GRAD_OUTPUT and self.info.is_boundary:
+            return f"the loss passed NaN or infinity back to {name} {pass_text}"
+        has_previous_module = self.previous is not None and not self.previous.is_boundary
+        location = (
+            f"between {self.previous.name} and {name}" if self.previous and has_previous_module else f"before {name}"
+        )
+        return f"NaN or infinity arose {location} {pass_text}, outside of modules"
 
 
 class FiniteCheck:
@@ -279,41 +285,41 @@ class FiniteCheck:
 
     Args:
         has_loss: the last chunk of this rank's model returns the input of the loss.
-        chunks: number of chunks of this rank's model.
+        num_chunks: number of chunks of this rank's model.
     """
 
-    def __init__(self, has_loss: bool, chunks: int = 1) -> None:
-        self.has_loss, self.chunks = has_loss, chunks
-        self._seen: list[Seen] = []
+    def __init__(self, has_loss: bool, num_chunks: int = 1) -> None:
+        self.has_loss, self.num_chunks = has_loss, num_chunks
+        self._infos: list[TensorInfo] = []
         self._extremes: list[torch.Tensor] = []
 
-    def see(self, seen: Seen, x: torch.Tensor) -> None:
-        """Record a tensor that ``Watch`` reports."""
+    def record(self, info: TensorInfo, x: torch.Tensor) -> None:
+        """Record a tensor that ``ModuleWatcher`` reports."""
         if x.numel():
-            self._seen.append(seen)
+            self._infos.append(info)
             self._extremes.append(torch.stack(torch.aminmax(x)))
 
     def clear(self) -> None:
         """Discard all records."""
-        self._seen.clear()
+        self._infos.clear()
         self._extremes.clear()
 
-    def finding(self, *, in_backward: bool = True) -> Finding | None:
+    def first_nonfinite(self, *, in_backward: bool = True) -> Finding | None:
         """Return the first tensor since ``clear`` that is not finite; None if all are finite. Waits for the device.
 
         Args:
             in_backward: include gradients.
         """
-        if not self._seen:
+        if not self._infos:
             return None
         extremes = torch.stack([pair.double() for pair in self._extremes])
         for idx in (~extremes.isfinite().all(1)).nonzero().flatten().tolist():
-            seen = self._seen[idx]
-            if in_backward or seen.what not in BACKWARD:
-                before = self._seen[idx - 1] if idx else None
-                return Finding(idx, seen, before, seen.is_boundary and not self._is_of_loss(seen))
+            info = self._infos[idx]
+            if in_backward or info.tensor_type not in BACKWARD:
+                previous = self._infos[idx - 1] if idx else None
+                return Finding(idx, info, previous, info.is_boundary and not self._is_loss_gradient(info))
         return None
 
-    def _is_of_loss(self, seen: Seen) -> bool:
-        """Return True if ``seen`` is a gradient that this rank's loss has computed."""
-        return seen.what == GRAD_OUTPUT and self.has_loss and seen.chunk == self.chunks - 1
+    def _is_loss_gradient(self, info: TensorInfo) -> bool:
+        """Return True if ``info`` is a gradient that this rank's loss has computed."""
+        return info.tensor_type == GRAD_OUTPUT and self.has_loss and info.chunk == self.num_chunks - 1

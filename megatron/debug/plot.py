@@ -11,14 +11,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 Errors = Mapping[str, float]
-SMALLEST = 1e-18
+MIN_ERROR = 1e-18
 """Smaller errors, including zero, are drawn at this value."""
-LARGEST = 1e3
+MAX_ERROR = 1e3
 """Larger errors, including infinite ones, are drawn at this value."""
 INCHES_PER_NAME = 0.22
 
 
-def draw(
+def plot_errors(
     curves: Mapping[str, Mapping[str, float]], tolerance: float, first: str | None, path: Path, title: str
 ) -> None:
     """Draw the largest error of each name, by phase, and mark the first one beyond its tolerance.
@@ -33,7 +33,7 @@ def draw(
     size = (max(7.0, INCHES_PER_NAME * longest + 1.5), 3.6 * len(curves))
     figure, panels = pyplot.subplots(len(curves), 1, figsize=size, squeeze=False)
     for axes, (phase, errors) in zip(panels[:, 0], curves.items(), strict=True):
-        values = [min(max(error, SMALLEST), LARGEST) for error in errors.values()]
+        values = [min(max(error, MIN_ERROR), MAX_ERROR) for error in errors.values()]
         axes.plot(range(len(values)), values, marker=".", label=phase)
         axes.axhline(tolerance, color="tab:gray", linestyle="--", label=f"tolerance {tolerance:g}")
         for idx, name in enumerate(errors):

@@ -53,43 +53,45 @@ class Statistics:
     def times(self, factor: float) -> Statistics:
         """Return the statistics of ``factor`` times the tensor."""
         scaled = tuple(factor * value for value in self.sketch)
-        size = abs(factor)
-        return replace(self, mean=factor * self.mean, norm=size * self.norm, largest=size * self.largest, sketch=scaled)
+        abs_factor = abs(factor)
+        return replace(
+            self, mean=factor * self.mean, norm=abs_factor * self.norm, largest=abs_factor * self.largest, sketch=scaled
+        )
 
 
-def zeros(count: int) -> Statistics:
+def zero_statistics(count: int) -> Statistics:
     """Return the statistics of ``count`` zeros."""
     return Statistics(count, 0.0, 0.0, 0.0, sketch=(0.0,) * ROWS)
 
 
-def joined(parts: list[Statistics]) -> Statistics:
-    """Return the statistics of the tensor that consists of ``parts``, which may have any order."""
-    count = sum(part.count for part in parts)
-    has_sketch = all(part.sketch for part in parts)
+def join_statistics(shards: list[Statistics]) -> Statistics:
+    """Return the statistics of the tensor that consists of ``shards``, which may have any order."""
+    count = sum(shard.count for shard in shards)
+    has_sketch = all(shard.sketch for shard in shards)
     return Statistics(
         count=count,
-        mean=math.fsum(part.total for part in parts) / max(count, 1),
-        norm=math.hypot(*(part.norm for part in parts)),
-        largest=max(part.largest for part in parts),
-        nan=sum(part.nan for part in parts),
-        inf=sum(part.inf for part in parts),
-        sketch=tuple(map(math.fsum, zip(*(part.sketch for part in parts), strict=True))) if has_sketch else (),
+        mean=math.fsum(shard.total for shard in shards) / max(count, 1),
+        norm=math.hypot(*(shard.norm for shard in shards)),
+        largest=max(shard.largest for shard in shards),
+        nan=sum(shard.nan for shard in shards),
+        inf=sum(shard.inf for shard in shards),
+        sketch=tuple(map(math.fsum, zip(*(shard.sketch for shard in shards), strict=True))) if has_sketch else (),
     )
 
 
-def summed(parts: list[Statistics]) -> Statistics:
+def sum_statistics(summands: list[Statistics]) -> Statistics:
     """Return the known statistics of the sum of tensors of one shape: mean and sketch."""
-    if len(parts) == 1:
-        return parts[0]
-    total = joined(parts)
+    if len(summands) == 1:
+        return summands[0]
+    total = join_statistics(summands)
     return replace(
         total,
-        count=parts[0].count,
-        mean=math.fsum(part.mean for part in parts),
+        count=summands[0].count,
+        mean=math.fsum(summand.mean for summand in summands),
         norm=math.nan,
         largest=math.nan,
-        nan=max(part.nan for part in parts),
-        inf=max(part.inf for part in parts),
+        nan=max(summand.nan for summand in summands),
+        inf=max(summand.inf for summand in summands),
     )
 
 
@@ -102,22 +104,22 @@ def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
     """
     count = x.numel()
     if count == 0:
-        return zeros(0)
-    wide = x.detach().double()
-    values = _values(wide, first_column)
+        return zero_statistics(0)
+    x_fp64 = x.detach().double()
+    values = _measure_values(x_fp64, first_column)
     nan = inf = 0
     if not all(map(math.isfinite, values)):
-        nan, inf = int(wide.isnan().sum()), int(wide.isinf().sum())
-        values = _values(wide.nan_to_num(0.0, 0.0, 0.0), first_column)
+        nan, inf = int(x_fp64.isnan().sum()), int(x_fp64.isinf().sum())
+        values = _measure_values(x_fp64.nan_to_num(0.0, 0.0, 0.0), first_column)
     total, norm, smallest, largest, *sketch = values
     return Statistics(count, total / count, norm, max(largest, -smallest), nan, inf, tuple(sketch))
 
 
-def _values(wide: torch.Tensor, first_column: int) -> list[float]:
+def _measure_values(x_fp64: torch.Tensor, first_column: int) -> list[float]:
     """Return sum, norm, minimum, maximum and sketch, with one read of the device."""
-    rows = wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
+    rows = x_fp64.reshape(-1, x_fp64.shape[-1]) if x_fp64.dim() else x_fp64.reshape(1, 1)
     columns = rows.sum(0)  # [n]
-    sketch = signs(first_column, columns.numel(), wide.device) @ columns
+    sketch = signs(first_column, columns.numel(), x_fp64.device) @ columns
     smallest, largest = rows.aminmax()
     head = torch.stack([columns.sum(), torch.linalg.vector_norm(rows), smallest, largest])
     values: list[float] = torch.cat([head, sketch]).tolist()
@@ -125,15 +127,15 @@ def _values(wide: torch.Tensor, first_column: int) -> list[float]:
 
 
 @functools.lru_cache(maxsize=256)
-def signs(first: int, number: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of ``number`` columns from ``first`` on.
+def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Tensor:
+    """Return the signs of ``num_columns`` columns from ``first_column`` on.
 
     Shapes:
         output [ROWS, number]
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (the mixing of bits).
     """
-    mixed = np.arange(first + 1, first + number + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = np.arange(first_column + 1, first_column + num_columns + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     bits = (mixed[None, :] >> np.arange(32, 32 + ROWS, dtype=np.uint64)[:, None]) & np.uint64(1)
@@ -150,11 +152,11 @@ def signs(first: int, number: int, device: torch.device) -> torch.Tensor:
 # | sharded by input columns (``partition_dim`` 1), with as many input columns | its columns | full |
 #
 # With --sequence-parallel, "full" stands for this rank's rows in the first input or output. The same applies to modules
-# whose attribute ``place``, a parallel context, has ``sequence_parallel`` set. The cuts of other modules are unknown:
-# if the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
+# whose attribute ``parallel``, a parallel context, has ``sequence_parallel`` set. The cuts of other modules are
+# unknown: if the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
 
 
-class Cut(NamedTuple):
+class ShardSlice(NamedTuple):
     """Dimension ``dim`` contains ``length`` of ``size`` indices, from ``start`` on; further indices are padding."""
 
     dim: int
@@ -167,7 +169,7 @@ class Cut(NamedTuple):
         return x.narrow(self.dim, 0, self.length)
 
 
-def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
+def weight_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
     """Return the shard of the module's own weight, None if it is not sharded, and its shape on this rank."""
     parameters = module._parameters
     weight = parameters.get("weight") if "weight" in parameters else parameters.get("bias")
@@ -177,32 +179,32 @@ def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
     return shard, tuple(weight.shape)
 
 
-def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> Cut | None:
+def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> ShardSlice | None:
     """Return the cut of ``output``; None if every rank holds the full tensor, or if the cut is unknown.
 
     Args:
         has_ids: the inputs of the module include integers.
         index: index of the output.
     """
-    shard, shape = own_shard(module)
+    shard, shape = weight_shard(module)
     if shard is None or shard.partition_dim != 0 or has_ids:
-        return None if getattr(module, "gives_whole", False) else _rows(module, output, index)
+        return None if getattr(module, "has_replicated_output", False) else _sequence_slice(module, output, index)
     if output.dim() == 0:
         return None
     n = getattr(module, "num_outputs", 1)
     if n * output.shape[-1] != shape[0]:
         return None
-    return Cut(output.dim() - 1, shard.start // n, shard.length // n, shard.global_shape[0] // n)
+    return ShardSlice(output.dim() - 1, shard.start // n, shard.length // n, shard.global_shape[0] // n)
 
 
-def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | None:
-    """Return the cut of input ``index``, the tensor ``given``; None if every rank holds it in full or it is unknown."""
-    shard, shape = own_shard(module)
+def input_slice(module: nn.Module, x: torch.Tensor, index: int = 0) -> ShardSlice | None:
+    """Return the cut of input ``index``, the tensor ``x``; None if every rank holds it in full or it is unknown."""
+    shard, shape = weight_shard(module)
     if shard is None or shard.partition_dim != 1:
-        return _rows(module, given, index)
-    if given.dim() == 0 or given.shape[-1] != shape[1]:
+        return _sequence_slice(module, x, index)
+    if x.dim() == 0 or x.shape[-1] != shape[1]:
         return None
-    return Cut(given.dim() - 1, shard.start, shard.length, shard.global_shape[1])
+    return ShardSlice(x.dim() - 1, shard.start, shard.length, shard.global_shape[1])
 
 
 def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
@@ -210,18 +212,18 @@ def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
     return index in getattr(module, "output_shares" if of_output else "shares", ())
 
 
-def _rows(module: nn.Module, x: torch.Tensor, index: int) -> Cut | None:
+def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlice | None:
     """Return the cut of ``x`` along the sequence; None if the sequence is not sharded."""
-    ctx = getattr(module, "place", None)
+    ctx = getattr(module, "parallel", None)
     is_sharded = getattr(module, "sequence_parallel", False) or getattr(ctx, "sequence_parallel", False)
     if not is_sharded or index or x.dim() < 2:
         return None
     group: Any = module.group if ctx is None else ctx.group
-    return Cut(0, group.rank * x.shape[0], x.shape[0], group.size * x.shape[0])
+    return ShardSlice(0, group.rank * x.shape[0], x.shape[0], group.size * x.shape[0])
 
 
-def shard_cut(shard: Shard) -> Cut | None:
+def slice_of_shard(shard: Shard) -> ShardSlice | None:
     """Return the cut of a tensor with ``shard``; None if every rank holds the full tensor."""
     if shard.partition_dim is None:
         return None
-    return Cut(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])
+    return ShardSlice(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.errors import JobError, StopRequest
-from megatron.evaluation.scoring import MAX_TOKENS, Row, Score, batches_by_length, longest_row, score_rows
+from megatron.evaluation.scoring import MAX_TOKENS, Row, Score, batches_by_length, max_row_length, score_rows
 from megatron.generate.decode import generate_gpt2
 from megatron.generate.sampling import Sampling, keys_of
 from megatron.generate.text import Prompts
@@ -19,19 +19,19 @@ from megatron.mpu.groups import SINGLE, Group
 #
 # | rank 0 | other ranks |
 # |---|---|
-# | ``lead(do)`` calls ``do()`` | ``lead(do)`` waits for requests until rank 0 returns from ``do`` |
-# | ``score``, ``write``: broadcasts a few batches at a time | computes its share of each broadcast |
+# | ``run_from_rank_0(f)`` calls ``f()`` | ``run_from_rank_0(f)`` waits for requests until rank 0 returns from ``f`` |
+# | ``score``, ``generate``: broadcasts a few batches at a time | computes its share of each broadcast |
 #
 # After each request, all ranks check whether any of them was asked to stop.
 
-BATCHES_AT_ONCE = 8
+BATCHES_PER_REQUEST = 8
 """Batches per replica in one request; ranks can stop between requests."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Writing:
+class GenerationArgs:
     """Parameters of generated texts.
 
     Args:
@@ -47,11 +47,11 @@ class Writing:
     end_id: int | None = None
 
 
-class ModelOfAllRanks:
+class DistributedModel:
     """A decoder distributed over all ranks.
 
     Args:
-        part: this rank's stage of the model.
+        stage: this rank's stage of the model.
         prompts: the model's tokenizer.
         data: the replicas, among which rows are distributed.
         world: all ranks, communicating over the CPU.
@@ -61,53 +61,55 @@ class ModelOfAllRanks:
     """
 
     def __init__(
-        self, part: ModelStage, prompts: Prompts, *, data: Group = SINGLE, world: Group = SINGLE, max_length: int,
+        self, stage: ModelStage, prompts: Prompts, *, data: Group = SINGLE, world: Group = SINGLE, max_length: int,
         max_tokens: int = MAX_TOKENS, is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self.part, self.prompts, self.data, self.world = part, prompts, data, world
-        self.max_length = longest_row(part, max_length)
+        self.stage, self.prompts, self.data, self.world = stage, prompts, data, world
+        self.max_length = max_row_length(stage, max_length)
         self.max_tokens = max_tokens
         self._is_stopping = is_stopping
         self.on_rows: Callable[[int], None] | None = None
-        self._has_failed_together = False
+        self._has_failed_on_all_ranks = False
 
-    def lead(self, do: Callable[[], Result]) -> Result | None:
-        """Return the result of ``do()`` on rank 0; other ranks process its requests and return None. Collective.
+    def run_from_rank_0(self, function: Callable[[], Result]) -> Result | None:
+        """Return the result of ``function()`` on rank 0; other ranks process its requests and return None. Collective.
 
         Raises:
-            JobError: ``do`` raised it; all ranks raise the same error. If ``do`` raises an error of another type, the
-                other ranks raise a RuntimeError.
+            JobError: ``function`` raised it; all ranks raise the same error. If ``function`` raises an error of another
+                type, the other ranks raise a RuntimeError.
             StopRequest: a rank was asked to stop; raised on all ranks.
         """
         if self.world.rank:
-            self._follow()
+            self._serve_requests()
             return None
         try:
-            result = do()
+            result = function()
         except Exception as error:
-            if not self._has_failed_together:  # otherwise all ranks have raised it
+            if not self._has_failed_on_all_ranks:  # otherwise all ranks have raised it
                 # other errors may not be picklable
-                sent: Exception = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+                sent_error: Exception = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
                 if isinstance(error, JobError):
-                    error.is_of_this_rank, sent = False, error
-                self.world.broadcast_object(("raise", (sent,)))
+                    error.is_of_this_rank, sent_error = False, error
+                self.world.broadcast_object(("raise", (sent_error,)))
             raise
         self.world.broadcast_object(("end", ()))
         return result
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the score of each row. Called only on rank 0, within ``lead``."""
-        return self._in_portions("_score", rows, [len(row.tokens) - 1 for row in rows])
+        """Return the score of each row. Called only on rank 0, within ``run_from_rank_0``."""
+        return self._run_in_portions("_score", rows, [len(row.tokens) - 1 for row in rows])
 
-    def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
+    def generate(self, prompts: Sequence[Sequence[int]], generation_args: GenerationArgs) -> list[str]:
         """Return the generated continuation of each prompt, without control tokens.
 
-        Called only on rank 0, within ``lead``.
+        Called only on rank 0, within ``run_from_rank_0``.
         """
-        lengths = [len(row) + how.max_new_tokens for row in prompts]
-        return self._in_portions("_write", list(zip(prompts, keys_of(prompts), strict=True)), lengths, how)
+        lengths = [len(row) + generation_args.max_new_tokens for row in prompts]
+        return self._run_in_portions(
+            "_write", list(zip(prompts, keys_of(prompts), strict=True)), lengths, generation_args
+        )
 
-    def _follow(self) -> None:
+    def _serve_requests(self) -> None:
         while True:
             request: tuple[str, tuple[Any, ...]] = ("", ())
             name, args = self.world.broadcast_object(request)
@@ -115,57 +117,66 @@ class ModelOfAllRanks:
                 return
             if name == "raise":
                 raise args[0]
-            self._do(name, *args)
+            self._run_request(name, *args)
 
-    def _in_portions(self, name: str, requests: Sequence[Any], lengths: Sequence[int], *more: Any) -> list[Any]:
+    def _run_in_portions(
+        self, name: str, requests: Sequence[Any], lengths: Sequence[int], *extra_args: Any
+    ) -> list[Any]:
         """Compute ``requests`` on all ranks, a few batches at a time, and return the results in order.
 
         Raises:
             StopRequest: a rank was asked to stop.
         """
         results_by_idx: dict[int, Any] = {}
-        batches, num_at_once = list(batches_by_length(lengths, self.max_tokens)), BATCHES_AT_ONCE * self.data.size
-        for first in range(0, len(batches), num_at_once):
-            indices = [idx for batch in batches[first : first + num_at_once] for idx in batch]
+        batches, num_per_request = (
+            list(batches_by_length(lengths, self.max_tokens)),
+            BATCHES_PER_REQUEST * self.data.size,
+        )
+        for first in range(0, len(batches), num_per_request):
+            indices = [idx for batch in batches[first : first + num_per_request] for idx in batch]
             selected = [requests[idx] for idx in indices]
-            self.world.broadcast_object((name, (selected, *more)))
+            self.world.broadcast_object((name, (selected, *extra_args)))
             try:
-                results, is_stopping = self._do(name, selected, *more)
+                results, is_stopping = self._run_request(name, selected, *extra_args)
             except Exception:
-                self._has_failed_together = True
+                self._has_failed_on_all_ranks = True
                 raise
             if is_stopping:
                 raise StopRequest("asked to stop during the evaluation")
             results_by_idx.update(zip(indices, results, strict=True))
         return [results_by_idx[idx] for idx in range(len(requests))]
 
-    def _do(self, name: str, *args: Any) -> tuple[list[Any], bool]:
+    def _run_request(self, name: str, *args: Any) -> tuple[list[Any], bool]:
         """Call method ``name``; return (its result, True if any rank was asked to stop). Collective."""
         results = getattr(self, name)(*args)
         return results, any(self.world.gather_objects(self._is_stopping()))
 
     def _score(self, rows: Sequence[Row]) -> list[Score]:
-        return score_rows(self.part, rows, data=self.data, max_tokens=self.max_tokens, on_rows=self.on_rows)
+        return score_rows(self.stage, rows, data=self.data, max_tokens=self.max_tokens, on_rows=self.on_rows)
 
-    def _write(self, prompts: Sequence[tuple[Sequence[int], bytes]], how: Writing) -> list[str]:
+    def _write(self, prompts: Sequence[tuple[Sequence[int], bytes]], generation_args: GenerationArgs) -> list[str]:
         control_ids, texts_by_idx = set(self.prompts.tokenizer.control_tokens.values()), dict[int, str]()
-        batches = batches_by_length([len(row) + how.max_new_tokens for row, _ in prompts], self.max_tokens)
+        batches = batches_by_length([len(row) + generation_args.max_new_tokens for row, _ in prompts], self.max_tokens)
         for batch_idx, batch in enumerate(batches):
             if batch_idx % self.data.size != self.data.rank:
                 continue
             rows, keys = zip(*(prompts[idx] for idx in batch), strict=True)
             outputs = generate_gpt2(
-                self.part,
+                self.stage,
                 rows,
-                max_new_tokens=how.max_new_tokens,
+                max_new_tokens=generation_args.max_new_tokens,
                 eos_id=self.prompts.eos_id,
-                sampling=how.sampling,
+                sampling=generation_args.sampling,
                 keys=keys,
-                ends=lambda row, tokens: tokens[-1] == how.end_id or self._is_stopped(tokens, how.stops),
+                ends=lambda row, tokens: (
+                    tokens[-1] == generation_args.end_id or self._is_stopped(tokens, generation_args.stops)
+                ),
             )
             for idx, prompt, tokens in zip(batch, rows, outputs, strict=True):
                 text_ids = [token for token in tokens if token not in control_ids]
-                texts_by_idx[idx] = before_stop(self.prompts.decode(text_ids, behind=prompt), how.stops)
+                texts_by_idx[idx] = truncate_at_stop(
+                    self.prompts.decode(text_ids, prompt=prompt), generation_args.stops
+                )
             if self.on_rows is not None:
                 self.on_rows(len(rows))
         all_texts = {
@@ -184,7 +195,7 @@ class ModelOfAllRanks:
         return any(stop in text for stop in stops)
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
+def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first occurrence of any of ``stops``."""
     for stop in stops:
         text = text.split(stop, 1)[0] if stop else text

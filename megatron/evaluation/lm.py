@@ -10,8 +10,8 @@ from typing import Any
 from lm_eval.api.model import LM
 
 from megatron.errors import DataError
-from megatron.evaluation.all_ranks import ModelOfAllRanks, Writing
-from megatron.evaluation.scoring import Row, rolling_rows, row_of
+from megatron.evaluation.all_ranks import DistributedModel, GenerationArgs
+from megatron.evaluation.scoring import Row, make_row, rolling_rows
 from megatron.generate.sampling import Sampling
 from megatron.generate.text import opening_ids
 from megatron.tokenizer import Tokenizer
@@ -30,7 +30,8 @@ MAX_NEW_TOKENS = 256
 
 
 class DecoderLM(LM):  # type: ignore[misc]
-    """Scores and generates texts with a decoder; created by rank 0, within ``ModelOfAllRanks.lead``.
+    """Scores and generates texts with a decoder; created by rank 0, within
+    ``DistributedModel.run_from_rank_0``.
 
     Args:
         chat: renders messages if a chat template is applied.
@@ -39,58 +40,62 @@ class DecoderLM(LM):  # type: ignore[misc]
     """
 
     def __init__(
-        self, model: ModelOfAllRanks, *, chat: ChatTemplate | None = None, add_bos_token: bool | None = None
+        self, model: DistributedModel, *, chat: ChatTemplate | None = None, add_bos_token: bool | None = None
     ) -> None:
         super().__init__()
         self.model, self.chat = model, chat
         self.tokenizer: Tokenizer = model.prompts.tokenizer
-        self._front = opening_ids(self.tokenizer, add_bos_token)
+        self._opening = opening_ids(self.tokenizer, add_bos_token)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-probability, True if it is the greedy continuation) of each request's continuation."""
-        rows = [self.row(*request.args) for request in requests]
+        rows = [self.request_row(*request.args) for request in requests]
         scores = [(score.logprob, score.is_greedy) for score in self.model.score(rows)]
-        self._keep("loglikelihood", requests, scores)
+        self._cache_results("loglikelihood", requests, scores)
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each request's full text; each token is predicted once."""
         length = self.model.max_length
-        texts = [rolling_rows(self.encode(request.args[0]), self.prefix, length) for request in requests]
-        scores = iter(self.model.score([row for rows in texts for row in rows]))
-        sums = [math.fsum(next(scores).logprob for _ in rows) for rows in texts]
-        self._keep("loglikelihood_rolling", requests, sums)
-        return sums
+        rows_by_text = [rolling_rows(self.encode(request.args[0]), self.prefix, length) for request in requests]
+        scores = iter(self.model.score([row for rows in rows_by_text for row in rows]))
+        logprobs = [math.fsum(next(scores).logprob for _ in rows) for rows in rows_by_text]
+        self._cache_results("loglikelihood_rolling", requests, logprobs)
+        return logprobs
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the generated continuation of each request's context, up to and excluding a stop string.
 
         With a chat template, the end of a turn also ends the text.
         """
-        groups: dict[Writing, list[int]] = {}
+        groups: dict[GenerationArgs, list[int]] = {}
         end_id = None if self.chat is None else self.chat.stop_id
         for idx, request in enumerate(requests):
-            groups.setdefault(replace(writing_of(request.args[1]), end_id=end_id), []).append(idx)
+            groups.setdefault(replace(parse_generation_kwargs(request.args[1]), end_id=end_id), []).append(idx)
         texts_by_idx: dict[int, str] = {}
-        for writing, indices in groups.items():
-            room = self.model.max_length - writing.max_new_tokens
-            if room < 1:
+        for generation_args, indices in groups.items():
+            max_prompt_length = self.model.max_length - generation_args.max_new_tokens
+            if max_prompt_length < 1:
                 raise DataError(
                     f"a task must generate fewer tokens than the model's maximum length {self.model.max_length}, got "
-                    f"{writing.max_new_tokens}. Lower max_gen_toks of the task, or raise --max-length"
+                    f"{generation_args.max_new_tokens}. Lower max_gen_toks of the task, or raise --max-length"
                 )
-            prompts = [self._opened(self.encode(requests[idx].args[0])) or [self.prefix] for idx in indices]
+            prompts = [self._with_opening(self.encode(requests[idx].args[0])) or [self.prefix] for idx in indices]
             texts_by_idx.update(
-                zip(indices, self.model.write([prompt[-room:] for prompt in prompts], writing), strict=True)
+                zip(
+                    indices,
+                    self.model.generate([prompt[-max_prompt_length:] for prompt in prompts], generation_args),
+                    strict=True,
+                )
             )
         texts = [texts_by_idx[idx] for idx in range(len(requests))]
-        self._keep("generate_until", requests, texts)
+        self._cache_results("generate_until", requests, texts)
         return texts
 
     @property
     def prefix(self) -> int:
         """The token that precedes each text: the last one that the tokenizer adds, or the end-of-document token."""
-        return self._front[-1] if self._front else self.tokenizer.eod_id
+        return self._opening[-1] if self._opening else self.tokenizer.eod_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -115,50 +120,50 @@ class DecoderLM(LM):  # type: ignore[misc]
             return self.tokenizer.encode(text)
         return self.chat.tokenizer.encode_rendered(text)[0]
 
-    def row(self, context: str, continuation: str) -> Row:
+    def request_row(self, context: str, continuation: str) -> Row:
         """Return the row that scores ``continuation`` after ``context``."""
         if not context:
             tokens = self.encode(continuation)
-            self._require(tokens, continuation)
+            self._require_tokens(tokens, continuation)
             if tokens[0] == self.prefix and len(tokens) > 1:  # starts with the prefix already
-                return row_of(tokens[:1], tokens[1:], self.model.max_length)
-            return row_of([self.prefix], tokens, self.model.max_length)
+                return make_row(tokens[:1], tokens[1:], self.model.max_length)
+            return make_row([self.prefix], tokens, self.model.max_length)
         stripped = context.rstrip()
         context, continuation = stripped, context[len(stripped) :] + continuation
         context_ids = self.encode(context)
         tokens = self.encode(context + continuation)[len(context_ids) :] or self.encode(continuation)
-        self._require(tokens, continuation)
-        return row_of(self._opened(context_ids) or [self.prefix], tokens, self.model.max_length)
+        self._require_tokens(tokens, continuation)
+        return make_row(self._with_opening(context_ids) or [self.prefix], tokens, self.model.max_length)
 
-    def _opened(self, tokens: list[int]) -> list[int]:
+    def _with_opening(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a context with the bos_token at the start, unless a chat template has written it."""
-        is_opened = tokens[: len(self._front)] == self._front
-        return tokens if is_opened else [*self._front, *tokens]
+        is_opened = tokens[: len(self._opening)] == self._opening
+        return tokens if is_opened else [*self._opening, *tokens]
 
-    def _require(self, tokens: Sequence[int], continuation: str) -> None:
+    def _require_tokens(self, tokens: Sequence[int], continuation: str) -> None:
         if not tokens:
             raise DataError(
                 f"a continuation must add at least one token to its context, got {continuation!r}. Correct the "
                 "doc_to_choice or doc_to_target of the task"
             )
 
-    def _keep(self, kind: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
+    def _cache_results(self, request_type: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
         """Add results to lm_eval's cache."""
         for request, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial(kind, request.args, result)
+            self.cache_hook.add_partial(request_type, request.args, result)
 
 
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
-def writing_of(given: dict[str, Any]) -> Writing:
+def parse_generation_kwargs(generation_kwargs: dict[str, Any]) -> GenerationArgs:
     """Return the generation parameters in a task's ``generation_kwargs``.
 
     Raises:
         DataError: a setting is not supported.
     """
-    remaining = dict(given)
-    lengths = [remaining.pop(name) for name in _LENGTHS if name in remaining]
+    remaining = dict(generation_kwargs)
+    lengths = [remaining.pop(name) for name in _LENGTH_KEYS if name in remaining]
     until = remaining.pop("until", None) or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
     temperature, do_sample = remaining.pop("temperature", None), remaining.pop("do_sample", None)
@@ -169,8 +174,8 @@ def writing_of(given: dict[str, Any]) -> Writing:
     }
     if remaining:
         raise DataError(
-            f"generation_kwargs of a task may contain until, {', '.join(_LENGTHS)}, do_sample, temperature, top_k, "
+            f"generation_kwargs of a task may contain until, {', '.join(_LENGTH_KEYS)}, do_sample, temperature, top_k, "
             f"top_p, got {', '.join(sorted(remaining))}. Remove them"
         )
     sampling = Sampling(temperature=float(temperature or 1.0), **truncation) if is_sampled else None
-    return Writing(lengths[0] if lengths else MAX_NEW_TOKENS, stops, sampling)
+    return GenerationArgs(lengths[0] if lengths else MAX_NEW_TOKENS, stops, sampling)

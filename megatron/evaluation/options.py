@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.generate.options import add_bos_option, device_problems, layout_problems, model_parser, parsed
+from megatron.generate.options import add_bos_option, device_problems, layout_problems, model_parser, parse_model_args
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,16 +41,16 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--max-length", type=int, metavar="N", help="maximum input tokens of a row (--max-position-embeddings)")
     add("--max-tokens", type=int, default=16384, metavar="N",
         help="maximum tokens of a batch, including padding (16384)")  # fmt: skip
-    args = parsed(parser, argv)
+    args = parse_model_args(parser, argv)
     problems = [*device_problems(args), *_problems(args)]
-    if not starts_ranks(args):
+    if not should_start_ranks(args):
         problems += layout_problems(args, "tools/evaluate.py")
     if problems:
         raise ConfigError("\n".join(problems))
     return args
 
 
-def starts_ranks(args: argparse.Namespace) -> bool:
+def should_start_ranks(args: argparse.Namespace) -> bool:
     """Return True if the layout needs several ranks and no launcher has started them, so that the tool must do so."""
     t, p = args.model_parallel_size, args.pipe_parallel_size
     return "WORLD_SIZE" not in os.environ and min(t, p) > 0 and t * p > 1

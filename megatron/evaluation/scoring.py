@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.errors import DataError, NumericsError
 from megatron.generate.sampling import vocab_parallel_argmax
-from megatron.models.common.generation import DecoderReader, ModelStage, filled_up
+from megatron.models.common.generation import CachedDecoder, ModelStage, pad_rows
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
@@ -23,7 +23,7 @@ from megatron.mpu.mappings import gather_from_sequence_region
 
 MAX_TOKENS = 16384
 """Default maximum number of tokens in a batch, including padding."""
-_LOGITS_AT_ONCE = 1 << 24
+_LOGITS_PER_CHUNK = 1 << 24
 """Number of logits per chunk on a rank. During scoring, each logit takes 8 bytes."""
 
 
@@ -61,7 +61,7 @@ class Score:
 # Rows.
 
 
-def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
+def make_row(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
     """Return the row that scores ``continuation`` after ``context``.
 
     A row has at most ``max_length`` input tokens. A longer context is truncated at its start.
@@ -95,18 +95,18 @@ OnRows = Callable[[int], None]
 """Called with the number of rows that this replica has just scored."""
 
 
-def longest_row(part: ModelStage, wanted: int) -> int:
+def max_row_length(stage: ModelStage, max_length: int) -> int:
     """Return the maximum number of input tokens per row.
 
-    This is ``wanted``, limited by the learned positions and rounded down to a multiple of the sequence shards.
+    This is ``max_length``, limited by the learned positions and rounded down to a multiple of the sequence shards.
     """
-    sizes, parallel = part.sizes, part.place
-    length = min(wanted, sizes.max_position_embeddings) if sizes.has_position_ids else wanted
+    args, parallel = stage.args, stage.parallel
+    length = min(max_length, args.max_position_embeddings) if args.has_position_ids else max_length
     return length // parallel.group.size * parallel.group.size if parallel.sequence_parallel else length
 
 
 def score_rows(
-    part: ModelStage,
+    stage: ModelStage,
     rows: Sequence[Row],
     *,
     data: Group = SINGLE,
@@ -124,14 +124,14 @@ def score_rows(
         DataError: a token is outside the vocabulary.
         NumericsError: logits are NaN; raised on every rank of the replica.
     """
-    _check(part, rows)
+    _check_tokens(stage, rows)
     scores_by_idx: dict[int, Score] = {}
-    with part.evaluating():
+    with stage.evaluation_mode():
         for batch_idx, batch in enumerate(batches_by_length([len(row.tokens) - 1 for row in rows], max_tokens)):
             if batch_idx % data.size != data.rank:
                 continue
             batch_rows = [rows[idx] for idx in batch]
-            scores_by_idx.update(zip(batch, _scores(part, batch_rows), strict=True))
+            scores_by_idx.update(zip(batch, _score_batch(stage, batch_rows), strict=True))
             if on_rows is not None:
                 on_rows(len(batch_rows))
     all_scores = {
@@ -142,49 +142,49 @@ def score_rows(
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Yield the indices of rows in each batch, longest rows first, so that a batch that is too large fails early."""
-    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+    order = sorted(range(len(lengths)), key=lambda idx: (-lengths[idx], idx))
     batch: list[int] = []
-    for place in order:
+    for idx in order:
         if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
             yield batch
             batch = []
-        batch.append(place)
+        batch.append(idx)
     if batch:
         yield batch
 
 
-def _check(part: ModelStage, rows: Sequence[Row]) -> None:
-    size = part.sizes.vocab_size
+def _check_tokens(stage: ModelStage, rows: Sequence[Row]) -> None:
+    vocab_size = stage.args.vocab_size
     for row in rows:
-        invalid = next((token for token in row.tokens if not 0 <= token < size), None)
+        invalid = next((token for token in row.tokens if not 0 <= token < vocab_size), None)
         if invalid is not None:
             raise DataError(
-                f"tokens must be from 0 to {size - 1}, got {invalid}. Were they encoded with another tokenizer than "
-                "the model's?"
+                f"tokens must be from 0 to {vocab_size - 1}, got {invalid}. Were they encoded with another tokenizer "
+                "than the model's?"
             )
 
 
-def _scores(part: ModelStage, rows: Sequence[Row]) -> list[Score]:
+def _score_batch(stage: ModelStage, rows: Sequence[Row]) -> list[Score]:
     """Return the scores of a batch. Collective over the replica."""
     inputs: dict[tuple[int, ...], int] = {}  # one-token choices of a question have equal inputs
     columns = [inputs.setdefault(row.tokens[:-1], len(inputs)) for row in rows]
-    tokens = _filled_up(part, list(inputs))
-    reader = DecoderReader(part, tokens.shape[1])
-    x = reader.hidden(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape))  # [s, b, h]
+    tokens = _pad_rows(stage, list(inputs))
+    reader = CachedDecoder(stage, tokens.shape[1])
+    x = reader.hidden_states(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape))  # [s, b, h]
     positions, batch_columns, targets = list[int](), list[int](), list[int]()
     for row, column in zip(rows, columns, strict=True):
         stop = len(row.tokens) - 1
         positions += range(stop - row.num_scored, stop)
         batch_columns += [column] * row.num_scored
         targets += row.tokens[-row.num_scored :]
-    if x is not None and part.place.sequence_parallel:
-        x = gather_from_sequence_region(x, part.place.group)
+    if x is not None and stage.parallel.sequence_parallel:
+        x = gather_from_sequence_region(x, stage.parallel.group)
     logprobs, best = list[float](), list[int]()
-    chunk = _chunk_of(part)
-    for first in range(0, len(positions), chunk):
-        chunk_slice = slice(first, first + chunk)
-        values = _of_positions(
-            part, reader, x, positions[chunk_slice], batch_columns[chunk_slice], targets[chunk_slice]
+    chunk_size = _chunk_size(stage)
+    for first in range(0, len(positions), chunk_size):
+        chunk_slice = slice(first, first + chunk_size)
+        values = _score_positions(
+            stage, reader, x, positions[chunk_slice], batch_columns[chunk_slice], targets[chunk_slice]
         )
         logprobs += values[0].tolist()
         best += values[1].long().tolist()
@@ -200,22 +200,22 @@ def _scores(part: ModelStage, rows: Sequence[Row]) -> list[Score]:
     return scores
 
 
-def _filled_up(part: ModelStage, inputs: Sequence[tuple[int, ...]]) -> torch.Tensor:
+def _pad_rows(stage: ModelStage, inputs: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Return the rows [b, s] padded at the end with token 0, s a multiple of the number of sequence shards."""
-    tokens, _ = filled_up(inputs)
-    padding = -tokens.shape[1] % part.place.group.size if part.place.sequence_parallel else 0
+    tokens, _ = pad_rows(inputs)
+    padding = -tokens.shape[1] % stage.parallel.group.size if stage.parallel.sequence_parallel else 0
     return torch.nn.functional.pad(tokens, (0, padding))
 
 
-def _chunk_of(part: ModelStage) -> int:
+def _chunk_size(stage: ModelStage) -> int:
     """Return the number of positions per chunk of logits, a multiple of the number of tensor ranks."""
-    rows, _, _ = vocab_range(part.sizes.vocab_size, part.place.group, part.sizes.make_vocab_size_divisible_by)
-    ranks = part.place.group.size
-    return max(1, _LOGITS_AT_ONCE // rows // ranks) * ranks
+    num_rows, _, _ = vocab_range(stage.args.vocab_size, stage.parallel.group, stage.args.make_vocab_size_divisible_by)
+    num_ranks = stage.parallel.group.size
+    return max(1, _LOGITS_PER_CHUNK // num_rows // num_ranks) * num_ranks
 
 
-def _of_positions(
-    part: ModelStage, reader: DecoderReader, x: torch.Tensor | None, picked: list[int], of_batch: list[int],
+def _score_positions(
+    stage: ModelStage, reader: CachedDecoder, x: torch.Tensor | None, positions: list[int], batch_columns: list[int],
     targets: list[int],
 ) -> torch.Tensor:  # fmt: skip
     """Return the log-probabilities of ``targets`` and the most likely tokens, on every stage.
@@ -223,30 +223,32 @@ def _of_positions(
     Collective over the replica.
 
     Args:
-        picked: sequence index of each of the n positions.
-        of_batch: batch index of each of the n positions.
+        positions: sequence index of each of the n positions.
+        batch_columns: batch index of each of the n positions.
 
     Shapes:
         x      [s, b, h] on the stage of the last layer, None elsewhere
         output fp64 [2, n]: log-probabilities, token ids
     """
-    parallel, num_positions = part.place, len(picked)
+    parallel, num_positions = stage.parallel, len(positions)
     padding = -num_positions % parallel.group.size if parallel.sequence_parallel else 0
     if x is not None:
-        rows, columns = (torch.tensor([*indices, *[0] * padding], device=x.device) for indices in (picked, of_batch))
+        rows, columns = (
+            torch.tensor([*indices, *[0] * padding], device=x.device) for indices in (positions, batch_columns)
+        )
         x = x[rows, columns]  # [n, h]
-        x = parallel.part(x)
+        x = parallel.shard_sequence(x)
     logits = reader.logits(x, num_positions + padding)  # [n, v/t]
-    result = torch.empty(2, num_positions, dtype=torch.float64, device=part.device)
+    result = torch.empty(2, num_positions, dtype=torch.float64, device=stage.device)
     if logits is not None:
-        logits_fp64, sizes = logits[:num_positions].double(), part.sizes
+        logits_fp64, args = logits[:num_positions].double(), stage.args
         target_ids = torch.tensor(targets, device=logits_fp64.device)
-        vocabulary = {"vocab_size": sizes.vocab_size, "divisible_by": sizes.make_vocab_size_divisible_by}
+        vocabulary = {"vocab_size": args.vocab_size, "divisible_by": args.make_vocab_size_divisible_by}
         loss = vocab_parallel_cross_entropy(
             logits_fp64.unsqueeze(1), target_ids.unsqueeze(1), **vocabulary, group=parallel.group
         )
         result[0] = -loss[:, 0]
         result[1] = vocab_parallel_argmax(logits_fp64, **vocabulary, group=parallel.group)
-    if part.pipe.size > 1:
-        dist.broadcast(result, part.pipe.ranks[part.stages[-1]], group=part.pipe.handle)
+    if stage.pipe.size > 1:
+        dist.broadcast(result, stage.pipe.ranks[stage.stages[-1]], group=stage.pipe.handle)
     return result.cpu()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OUTPUT_TYPES = ("loglikelihood", "loglikelihood_rolling", "generate_until", "multiple_choice")
 """Request types of tasks."""
-INSTALL = "pip install -e '.[eval]', or pip install 'lm_eval>=0.4.13,<0.5'"
+INSTALL_COMMAND = "pip install -e '.[eval]', or pip install 'lm_eval>=0.4.13,<0.5'"
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,27 @@ def require_lm_eval(flag: str) -> None:
         ConfigError: lm_eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"{flag} needs the package lm_eval, which is not installed. Run {INSTALL}")
+        raise ConfigError(f"{flag} needs the package lm_eval, which is not installed. Run {INSTALL_COMMAND}")
 
 
 class LoadedTasks:
     """The loaded tasks of a suite; loading fails before the evaluation if a task cannot be read.
 
     Args:
-        kind: device type whose random state is preserved.
+        device_type: device type whose random state is preserved.
 
     Raises:
         ConfigError: lm_eval is missing, or has no such task.
         DataError: a task file, or the examples that it names, cannot be read.
     """
 
-    def __init__(self, suite: Suite, kind: str = "cpu") -> None:
+    def __init__(self, suite: Suite, device_type: str = "cpu") -> None:
         require_lm_eval("--tasks")
-        self.suite, self._kind = suite, kind
+        self.suite, self._device_type = suite, device_type
         check_task_folder(suite.include_path)
-        with _quiet(), kept_random_state(self._kind):
-            self._manager = self._opened()
-            self._names = self._matched()
+        with _quiet_loggers(), preserve_random_state(self._device_type):
+            self._manager = self._open_manager()
+            self._names = self._match_names()
             try:
                 loaded = self._manager.load(list(self._names))["tasks"]
             except Exception as error:  # a task's code can raise anything
@@ -96,10 +96,10 @@ class LoadedTasks:
                     f"the tasks {', '.join(self._names)} cannot be loaded: {type(error).__name__}: {error}. Their "
                     "examples are downloaded from the hub, unless the task file names local files"
                 ) from error
-        self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
+        self.generating_tasks = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
         """Names of the tasks that generate text."""
 
-    def _opened(self) -> Any:
+    def _open_manager(self) -> Any:
         """Return lm_eval's task index.
 
         If the user's folder has all tasks, only this folder is indexed, because indexing lm_eval's tasks is slow.
@@ -116,7 +116,7 @@ class LoadedTasks:
             return folder_manager
         return TaskManager(include_path=folder)
 
-    def evaluate(self, lm: DecoderLM, *, keeps_samples: bool = False) -> Results:
+    def evaluate(self, lm: DecoderLM, *, should_keep_samples: bool = False) -> Results:
         """Return the results of ``lm`` on the tasks.
 
         The random states of the process are preserved; lm_eval sets all seeds.
@@ -127,7 +127,7 @@ class LoadedTasks:
         import lm_eval
 
         suite = self.suite
-        with _quiet(), kept_random_state(self._kind):
+        with _quiet_loggers(), preserve_random_state(self._device_type):
             try:
                 lm_eval_results = lm_eval.simple_evaluate(
                     model=lm,
@@ -138,7 +138,7 @@ class LoadedTasks:
                     apply_chat_template=suite.apply_chat_template,
                     system_instruction=suite.system_instruction,
                     fewshot_as_multiturn=suite.apply_chat_template and suite.fewshot_as_multiturn,
-                    log_samples=keeps_samples,
+                    log_samples=should_keep_samples,
                 )
             except JobError:
                 raise
@@ -149,9 +149,9 @@ class LoadedTasks:
                     "Correct their templates, functions or metrics"
                 ) from error
         assert lm_eval_results is not None  # lm_eval returns None only on ranks other than 0
-        return _results(lm_eval_results)
+        return _make_results(lm_eval_results)
 
-    def _matched(self) -> tuple[str, ...]:
+    def _match_names(self) -> tuple[str, ...]:
         all_tasks = self._manager.all_tasks
         names = []
         for name in self.suite.tasks:
@@ -166,18 +166,18 @@ class LoadedTasks:
         return tuple(dict.fromkeys(names))
 
 
-def _results(found: Mapping[str, Any]) -> Results:
+def _make_results(lm_eval_results: Mapping[str, Any]) -> Results:
     metrics, notes = dict[str, dict[str, float]](), dict[str, dict[str, Any]]()
-    for name, values in {**found["results"], **found.get("groups", {})}.items():
+    for name, values in {**lm_eval_results["results"], **lm_eval_results.get("groups", {})}.items():
         numeric = {key: float(value) for key, value in values.items() if _is_number(key, value)}
         metrics[name] = {key.removesuffix(",none"): value for key, value in numeric.items()}
         notes[name] = {
             "alias": str(values.get("alias", name)),
-            "version": found.get("versions", {}).get(name),
-            "num_fewshot": found.get("n-shot", {}).get(name),
-            "num_samples": found.get("n-samples", {}).get(name, {}).get("effective"),
+            "version": lm_eval_results.get("versions", {}).get(name),
+            "num_fewshot": lm_eval_results.get("n-shot", {}).get(name),
+            "num_samples": lm_eval_results.get("n-samples", {}).get(name, {}).get("effective"),
         }
-    return Results(metrics, notes, dict(found.get("samples", {})))
+    return Results(metrics, notes, dict(lm_eval_results.get("samples", {})))
 
 
 def _is_number(key: str, value: Any) -> bool:
@@ -185,13 +185,13 @@ def _is_number(key: str, value: Any) -> bool:
 
 
 @contextmanager
-def kept_random_state(kind: str = "cpu") -> Iterator[None]:
+def preserve_random_state(device_type: str = "cpu") -> Iterator[None]:
     """Restore the random states of Python, NumPy, torch's CPU generator and the device on exit."""
     import numpy as np
 
     from megatron import device
 
-    states = random.getstate(), np.random.get_state(), device.rng_states(kind)
+    states = random.getstate(), np.random.get_state(), device.rng_states(device_type)
     try:
         yield
     finally:
@@ -201,7 +201,7 @@ def kept_random_state(kind: str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_loggers() -> Iterator[None]:
     """Log only errors of lm_eval and its libraries."""
     import logging
 
@@ -264,17 +264,21 @@ def _problems_of_task(path: Path) -> Iterator[str]:
         yield from _problems_of_examples(path, keys.get("dataset_kwargs"))
 
 
-def _problems_of_examples(path: Path, given: Any) -> Iterator[str]:
+def _problems_of_examples(path: Path, dataset_kwargs: Any) -> Iterator[str]:
     """Yield problems of a task's JSONL files; the ``datasets`` library checks other formats."""
     import yaml
 
-    options = {key.value: value for key, value in given.value} if isinstance(given, yaml.MappingNode) else {}
+    options = (
+        {key.value: value for key, value in dataset_kwargs.value}
+        if isinstance(dataset_kwargs, yaml.MappingNode)
+        else {}
+    )
     files = options.get("data_files")
     if files is None:
-        line = given.start_mark.line + 1 if given is not None else 1
+        line = dataset_kwargs.start_mark.line + 1 if dataset_kwargs is not None else 1
         yield f"{path}:{line}: with dataset_path: json, dataset_kwargs must name data_files, got none"
         return
-    for node in _scalars(files):
+    for node in _scalar_nodes(files):
         data_path = Path(node.value)
         if "://" in node.value or "*" in node.value:
             continue
@@ -287,16 +291,16 @@ def _problems_of_examples(path: Path, given: Any) -> Iterator[str]:
             yield from _problems_of_lines(data_path)
 
 
-def _scalars(node: Any) -> Iterator[Any]:
+def _scalar_nodes(node: Any) -> Iterator[Any]:
     if node.id == "scalar":
         yield node
         return
     for child in node.value:
-        yield from _scalars(child[1] if isinstance(child, tuple) else child)
+        yield from _scalar_nodes(child[1] if isinstance(child, tuple) else child)
 
 
 def _problems_of_lines(path: Path) -> Iterator[str]:
-    first: set[str] | None = None
+    first_fields: set[str] | None = None
     with open(path, encoding="utf-8") as file:
         for line_number, line in enumerate(file, 1):
             try:
@@ -307,8 +311,8 @@ def _problems_of_lines(path: Path) -> Iterator[str]:
             if problem is not None:
                 yield f"{path}:{line_number}: each line must be a JSON object, got {problem}. Correct it"
                 return
-            first = set(example) if first is None else first
-            if missing_fields := first - set(example):
+            first_fields = set(example) if first_fields is None else first_fields
+            if missing_fields := first_fields - set(example):
                 yield (
                     f"{path}:{line_number}: each example must have the fields of the first one, missing: "
                     f"{', '.join(sorted(missing_fields))}. Add them"
@@ -324,28 +328,32 @@ def read_suite(path: Path) -> Suite:
     """
     from megatron.arguments.config_file import read_file
 
-    text = read_file(str(path))
+    config_file = read_file(str(path))
     names = {suite_field.name for suite_field in fields(Suite)}
-    for name in text.values:
+    for name in config_file.values:
         if name not in names:
             matches = difflib.get_close_matches(name, sorted(names), n=1)
             hint = f" Did you mean {matches[0]}?" if matches else ""
-            raise ConfigError(f"{text.where(name)}: keys may be {', '.join(sorted(names))}, got {name}.{hint}")
-    values = dict(text.values)
+            raise ConfigError(
+                f"{config_file.location(name)}: keys may be {', '.join(sorted(names))}, got {name}.{hint}"
+            )
+    values = dict(config_file.values)
     tasks = values.pop("tasks", None)
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) for task in tasks):
-        raise ConfigError(f"{text.where('tasks')}: tasks must be a list of names, got {tasks!r}")
-    for name, field_type in _KINDS.items():
+        raise ConfigError(f"{config_file.location('tasks')}: tasks must be a list of names, got {tasks!r}")
+    for name, field_type in _SETTING_TYPES.items():
         value = values.get(name)
         if value is not None and (type(value) is not field_type or (type(value) is int and value < 0)):
-            raise ConfigError(f"{text.where(name)}: {name} must be of type {field_type.__name__}, got {value!r}")
+            raise ConfigError(
+                f"{config_file.location(name)}: {name} must be of type {field_type.__name__}, got {value!r}"
+            )
     if values.get("include_path") is not None:
         values["include_path"] = path.parent / values["include_path"]
     return Suite(tuple(tasks), **values)
 
 
-_KINDS = {
+_SETTING_TYPES = {
     "num_fewshot": int, "limit": int, "apply_chat_template": bool, "fewshot_as_multiturn": bool,
     "system_instruction": str, "include_path": str,
 }  # fmt: skip

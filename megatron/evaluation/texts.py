@@ -15,7 +15,7 @@ from megatron.errors import DataError
 from megatron.evaluation.scoring import rolling_rows
 
 if TYPE_CHECKING:
-    from megatron.evaluation.all_ranks import ModelOfAllRanks
+    from megatron.evaluation.all_ranks import DistributedModel
     from megatron.tokenizer import Tokenizer
 
 # Documents are scored separately. A document follows the bos_token if the tokenizer adds one, otherwise the
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # | FILE.jsonl | the "text" (--field) of each line |
 # | PREFIX of PREFIX.bin and PREFIX.idx | the documents of the token file; bytes are counted in the decoded text |
 
-TOKENS_AT_ONCE = 1 << 20
+TOKENS_PER_CALL = 1 << 20
 """Approximate number of tokens that are scored in one call; rows are sorted by length within a call."""
 
 
@@ -41,10 +41,10 @@ class Domain:
     path: Path
 
     @classmethod
-    def of(cls, word: str) -> Domain:
+    def from_argument(cls, argument: str) -> Domain:
         """Return the domain of an argument of --texts: NAME=PATH, or PATH, whose stem is the name."""
-        name, is_named, path = word.partition("=")
-        return cls(name, Path(path)) if is_named and path else cls(Path(word).stem, Path(word))
+        name, is_named, path = argument.partition("=")
+        return cls(name, Path(path)) if is_named and path else cls(Path(argument).stem, Path(argument))
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Document:
 
 
 def score_domains(
-    model: ModelOfAllRanks, domains: Sequence[Domain], *, field: str = "text", limit: int | None = None
+    model: DistributedModel, domains: Sequence[Domain], *, field: str = "text", limit: int | None = None
 ) -> list[TextScore]:
-    """Return the score of each domain. Called only on rank 0, within ``model.lead``.
+    """Return the score of each domain. Called only on rank 0, within ``model.run_from_rank_0``.
 
     Args:
         field: key of the text in JSON lines.
@@ -97,12 +97,12 @@ def score_domains(
         DataError: a file cannot be read; the message names file and line.
     """
     return [
-        _score(model, domain.name, islice(documents(domain.path, model.prompts.tokenizer, field), limit))
+        _score_domain(model, domain.name, islice(read_documents(domain.path, model.prompts.tokenizer, field), limit))
         for domain in domains
     ]
 
 
-def together(scores: Sequence[TextScore]) -> TextScore:
+def combine_scores(scores: Sequence[TextScore]) -> TextScore:
     """Return the score of all domains together: sums over all texts, not means over domains."""
     return TextScore(
         "all",
@@ -113,33 +113,33 @@ def together(scores: Sequence[TextScore]) -> TextScore:
     )
 
 
-def _score(model: ModelOfAllRanks, name: str, found: Iterable[Document]) -> TextScore:
+def _score_domain(model: DistributedModel, name: str, docs: Iterable[Document]) -> TextScore:
     prompts = model.prompts
     prefix = prompts.opening[-1] if prompts.opening else prompts.tokenizer.eod_id
-    count = tokens = num_bytes = 0
+    num_documents = num_tokens = num_bytes = 0
     nats = list[float]()
-    for portion in _portions(found):
+    for portion in _portions(docs):
         rows = [row for document in portion for row in rolling_rows(document.tokens, prefix, model.max_length)]
         nats += [-score.logprob for score in model.score(rows)]
-        count += len(portion)
-        tokens += sum(len(document.tokens) for document in portion)
+        num_documents += len(portion)
+        num_tokens += sum(len(document.tokens) for document in portion)
         num_bytes += sum(document.num_bytes for document in portion)
-    return TextScore(name, count, tokens, num_bytes, math.fsum(nats))
+    return TextScore(name, num_documents, num_tokens, num_bytes, math.fsum(nats))
 
 
-def _portions(found: Iterable[Document]) -> Iterator[list[Document]]:
-    portion, size = list[Document](), 0
-    for document in found:
+def _portions(docs: Iterable[Document]) -> Iterator[list[Document]]:
+    portion, num_tokens = list[Document](), 0
+    for document in docs:
         portion.append(document)
-        size += len(document.tokens)
-        if size >= TOKENS_AT_ONCE:
+        num_tokens += len(document.tokens)
+        if num_tokens >= TOKENS_PER_CALL:
             yield portion
-            portion, size = [], 0
+            portion, num_tokens = [], 0
     if portion:
         yield portion
 
 
-def documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator[Document]:
+def read_documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator[Document]:
     """Yield the documents of a file in order, without empty ones.
 
     Raises:
@@ -147,18 +147,18 @@ def documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator
     """
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").is_file():
-            yield from _of_token_file(path, tokenizer)
+            yield from _read_token_file(path, tokenizer)
             return
         raise DataError(f"--texts {path} must be a file, or the PREFIX of PREFIX.bin and PREFIX.idx, got neither")
     if path.suffix in (".bin", ".idx"):
         raise DataError(f"--texts {path} is one of the two files of a token file. Pass the path without {path.suffix}")
-    texts = _lines(path, field) if path.suffix == ".jsonl" else [_whole(path)]
+    texts = _read_lines(path, field) if path.suffix == ".jsonl" else [_read_text(path)]
     for text in texts:
         if text:
             yield Document(tokenizer.encode(text), len(text.encode()))
 
 
-def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
+def _read_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
     corpus = IndexedDataset(path)
     eod = tokenizer.eod_id if tokenizer.has_eod else None
     if corpus.sidecar is not None and corpus.sidecar.eod_id is not None:
@@ -174,14 +174,14 @@ def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
             yield Document(tokens, len(tokenizer.decode(tokens).encode()))
 
 
-def _whole(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--texts {path} must be UTF-8 text: {error}") from None
 
 
-def _lines(path: Path, field: str) -> Iterator[str]:
+def _read_lines(path: Path, field: str) -> Iterator[str]:
     with open(path, "rb") as file:
         for line_number, line in enumerate(file, 1):
             if not line.strip():

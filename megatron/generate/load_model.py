@@ -14,13 +14,13 @@ from torch import nn
 from megatron.checkpoint import Checkpoint, TensorRecord, named_parameters
 from megatron.checkpoint.huggingface import weights
 from megatron.checkpoint.huggingface.config import saved_config
-from megatron.checkpoint.huggingface.tokenizer import fields_of, has_tokenizer
+from megatron.checkpoint.huggingface.tokenizer import has_tokenizer, tokenizer_config_fields
 from megatron.checkpoint.huggingface.weights import Pretrained
 from megatron.checkpoint.one_process import WEIGHTS, open_folder
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
-from megatron.models.common.generation import ModelStage, generation_of
+from megatron.models.common.generation import ModelStage, generation_layers
 from megatron.models.common.language_model import Head
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
@@ -35,13 +35,13 @@ from tds.partition import partition_balanced
 # The units of a stage, as a module with the parameter names of the full model.
 
 
-class WordTable(nn.Module):
+class WordEmbedding(nn.Module):
     """The word table without positions, for a tied head on a different stage from the embedding."""
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+            args.vocab_size, args.hidden_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group
         )
 
 
@@ -52,74 +52,78 @@ class StageModel(nn.Module):
         units: the modules by unit index.
     """
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, unit_range: range) -> None:
         super().__init__()
         self.units: dict[int, nn.Module] = {}
         self.biases: dict[int, nn.Module | None] = {}
-        if isinstance(sizes, T5ModelArgs):
-            self._build_t5(sizes, place, numbers)
+        if isinstance(args, T5ModelArgs):
+            self._build_t5(args, parallel, unit_range)
         else:
-            self._build_decoder(sizes, place, numbers)
+            self._build_decoder(args, parallel, unit_range)
 
-    def _build_decoder(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
-        norm, layer_types = sizes.num_layers + 1, generation_of(sizes.family)
-        self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
+    def _build_decoder(self, args: ModelArgs, parallel: ParallelContext, unit_range: range) -> None:
+        norm, layer_types = args.num_layers + 1, generation_layers(args.family)
+        self._add_tables(args, parallel, unit_range, embeddings=(0,), head=norm + 1)
         layers = {
-            unit_idx: layer_types.layer(sizes, place, unit_idx - 1) for unit_idx in numbers if 0 < unit_idx < norm
+            unit_idx: layer_types.layer(args, parallel, unit_idx - 1) for unit_idx in unit_range if 0 < unit_idx < norm
         }
         self.layers = nn.ModuleDict({str(unit_idx - 1): layer for unit_idx, layer in layers.items()})
         self.units.update(layers)
-        if norm in numbers:
-            self.final_norm = self.units[norm] = layer_types.norm(sizes)
+        if norm in unit_range:
+            self.final_norm = self.units[norm] = layer_types.norm(args)
 
-    def _build_t5(self, sizes: T5ModelArgs, place: ParallelContext, numbers: range) -> None:
-        units = t5_units(sizes.enc_layers, sizes.dec_layers)
+    def _build_t5(self, args: T5ModelArgs, parallel: ParallelContext, unit_range: range) -> None:
+        units = t5_units(args.enc_layers, args.dec_layers)
         embeddings = (units.enc_embedding, units.dec_embedding)
-        self._add_tables(sizes, place, numbers, embeddings=embeddings, head=units.head)
-        local = [n for n in units.enc_layers if n in numbers]
-        encoder = {n: T5EncoderLayer(sizes, place, units.enc_layers.index(n)) for n in local}
-        local = [n for n in units.dec_layers if n in numbers]
-        decoder = {n: T5DecoderLayer(sizes, place, sizes.enc_layers + units.dec_layers.index(n)) for n in local}
-        self.encoder = self._side(sizes, place, "encoder", units.enc_layers, encoder, units.enc_norm in numbers)
-        self.decoder = self._side(sizes, place, "decoder", units.dec_layers, decoder, units.dec_norm in numbers)
+        self._add_tables(args, parallel, unit_range, embeddings=embeddings, head=units.head)
+        local = [n for n in units.enc_layers if n in unit_range]
+        encoder = {n: T5EncoderLayer(args, parallel, units.enc_layers.index(n)) for n in local}
+        local = [n for n in units.dec_layers if n in unit_range]
+        decoder = {n: T5DecoderLayer(args, parallel, args.enc_layers + units.dec_layers.index(n)) for n in local}
+        self.encoder = self._build_side(
+            args, parallel, "encoder", units.enc_layers, encoder, units.enc_norm in unit_range
+        )
+        self.decoder = self._build_side(
+            args, parallel, "decoder", units.dec_layers, decoder, units.dec_norm in unit_range
+        )
 
-    def _side(
+    def _build_side(
         self,
-        sizes: T5ModelArgs,
-        place: ParallelContext,
+        args: T5ModelArgs,
+        parallel: ParallelContext,
         name: str,
-        numbers: range,
+        unit_range: range,
         layers: Mapping[int, nn.Module],
         has_norm: bool,
     ) -> nn.Module:
         side = nn.Module()
-        side.layers = nn.ModuleDict({str(numbers.index(n)): layer for n, layer in layers.items()})
-        bias = RelativeBias(sizes, place, name == "encoder") if sizes.is_relative and layers else None
+        side.layers = nn.ModuleDict({str(unit_range.index(n)): layer for n, layer in layers.items()})
+        bias = RelativeBias(args, parallel, name == "encoder") if args.is_relative and layers else None
         side.add_module("bias", bias)
         self.units.update(layers)
         self.biases.update(dict.fromkeys(layers, bias))
         if has_norm:
-            side.final_norm = self.units[numbers.stop] = make_final_norm(sizes, place, name)
+            side.final_norm = self.units[unit_range.stop] = make_final_norm(args, parallel, name)
         return side
 
     def _add_tables(
-        self, sizes: ModelArgs, place: ParallelContext, numbers: range, *, embeddings: tuple[int, ...], head: int
+        self, args: ModelArgs, parallel: ParallelContext, unit_range: range, *, embeddings: tuple[int, ...], head: int
     ) -> None:
         """Add the embedding and the head; a tied head on the same stage shares the embedding's table."""
-        local_embeddings = [n for n in embeddings if n in numbers]
-        has_head = head in numbers
-        tied_heads = [head] if has_head and not sizes.untie_embeddings else []
+        local_embeddings = [n for n in embeddings if n in unit_range]
+        has_head = head in unit_range
+        tied_heads = [head] if has_head and not args.untie_embeddings else []
         if local_embeddings or tied_heads:
-            is_t5 = isinstance(sizes, T5ModelArgs)
-            embedding_class: Any = T5Embedding if is_t5 else generation_of(sizes.family).embedding
-            table_class = embedding_class if local_embeddings else WordTable
-            self.embedding = table_class(sizes, place)
+            is_t5 = isinstance(args, T5ModelArgs)
+            embedding_class: Any = T5Embedding if is_t5 else generation_layers(args.family).embedding
+            table_class = embedding_class if local_embeddings else WordEmbedding
+            self.embedding = table_class(args, parallel)
             self.units.update(dict.fromkeys((*local_embeddings, *tied_heads), self.embedding))
         if has_head and not tied_heads:
-            self.head = self.units[head] = Head(sizes, place)
+            self.head = self.units[head] = Head(args, parallel)
 
 
-def bounds_of(sizes: ModelArgs, num_stages: int) -> list[int]:
+def stage_bounds(args: ModelArgs, num_stages: int) -> list[int]:
     """Return the unit bounds of the stages, balanced by the weights that a stage reads per token.
 
     A T5 decoder layer costs a third more than an encoder layer. Embeddings and norms cost nothing, because a token
@@ -128,13 +132,13 @@ def bounds_of(sizes: ModelArgs, num_stages: int) -> list[int]:
     Raises:
         ValueError: fewer layers than stages.
     """
-    head = sizes.vocab_size / (12 * sizes.hidden_size)
-    if isinstance(sizes, T5ModelArgs):
-        costs = [0.0, *[1.0] * sizes.enc_layers, 0.0, 0.0, *[4 / 3] * sizes.dec_layers, 0.0, head]
-        num_layers = sizes.enc_layers + sizes.dec_layers
+    head = args.vocab_size / (12 * args.hidden_size)
+    if isinstance(args, T5ModelArgs):
+        costs = [0.0, *[1.0] * args.enc_layers, 0.0, 0.0, *[4 / 3] * args.dec_layers, 0.0, head]
+        num_layers = args.enc_layers + args.dec_layers
     else:
-        costs = [0.0, *[1.0] * sizes.num_layers, 0.0, head]
-        num_layers = sizes.num_layers
+        costs = [0.0, *[1.0] * args.num_layers, 0.0, head]
+        num_layers = args.num_layers
     if num_stages > num_layers:
         raise ValueError(
             f"--pipe-parallel-size must be at most the {num_layers} layers of the model, got {num_stages}. Lower it"
@@ -142,29 +146,29 @@ def bounds_of(sizes: ModelArgs, num_stages: int) -> list[int]:
     return partition_balanced(costs, num_stages)
 
 
-def build(
-    sizes: ModelArgs, place: ParallelContext, pipe: Group, *, dtype: torch.dtype, device: torch.device
+def build_stage(
+    args: ModelArgs, parallel: ParallelContext, pipe: Group, *, dtype: torch.dtype, device: torch.device
 ) -> ModelStage:
     """Build this rank's part of a model with zero weights, directly in ``dtype`` and on ``device``.
 
     Raises:
         ValueError: the sizes cannot be sharded this way.
     """
-    bounds = bounds_of(sizes, pipe.size)
+    bounds = stage_bounds(args, pipe.size)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            module = StageModel(sizes, place, range(bounds[pipe.rank], bounds[pipe.rank + 1]))
+            module = StageModel(args, parallel, range(bounds[pipe.rank], bounds[pipe.rank + 1]))
     finally:
         torch.set_default_dtype(default_dtype)
     stages = [stage for stage in range(pipe.size) for _ in range(bounds[stage], bounds[stage + 1])]
-    return ModelStage(module.eval(), sizes, place, module.units, stages, pipe, module.biases)
+    return ModelStage(module.eval(), args, parallel, module.units, stages, pipe, module.biases)
 
 
 # Loading checkpoints of any layout into any layout.
 
-WRITES = ("decoder", "encoder-decoder")
+GENERATIVE_TYPES = ("decoder", "encoder-decoder")
 """Kinds of families that generate text."""
 
 
@@ -178,13 +182,13 @@ def open_model(path: Path, stack: ExitStack, world: Group = SINGLE) -> tuple[Che
     Raises:
         CheckpointError: the path contains no model that this package can load, or the model is damaged.
     """
-    if not weights.is_folder(path):
+    if not weights.is_huggingface_folder(path):
         checkpoint = open_folder(path, world)
         return checkpoint, saved_config(checkpoint.metadata)
     pretrained = weights.open_pretrained(path, stack)
     config = pretrained.config
     if has_tokenizer(path):
-        config = replace(config, data=replace(config.data, **fields_of(path, path)))
+        config = replace(config, data=replace(config.data, **tokenizer_config_fields(path, path)))
     return pretrained, config
 
 
@@ -209,41 +213,47 @@ def load(
         ConfigError: the model cannot be sharded this way; raised on every rank.
         CheckpointError: tensors are missing or have other shapes.
     """
-    sizes = _sizes(config)
+    args = _model_args(config)
     try:
-        stage = build(sizes, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
+        stage = build_stage(args, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     parameters = named_parameters(stage.module)
     records = [TensorRecord(WEIGHTS + name, parameter, shard_of(parameter)) for name, parameter in parameters]
     if isinstance(checkpoint, Checkpoint):
-        _refuse_others(checkpoint, config)
+        _check_all_weights_used(checkpoint, config)
     with torch.no_grad():
         checkpoint.load(records)
     return stage
 
 
-def _sizes(config: Config) -> ModelArgs:
+def _model_args(config: Config) -> ModelArgs:
     """Return the arguments of the model of ``config`` without dropout and with minimal padding.
 
     Raises:
         ConfigError: models of this family do not generate text.
     """
     family = registry.FAMILIES[config.family]
-    if family.kind not in WRITES:
-        raise ConfigError(f"a {family.title} does not generate text. Load one of {registry.titles(*WRITES)}")
+    if family.model_type not in GENERATIVE_TYPES:
+        raise ConfigError(
+            f"a {family.title} does not generate text. Load one of {registry.family_titles(*GENERATIVE_TYPES)}"
+        )
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
-    sizes: ModelArgs = registry.model_parts(config.family).args(replace(config, model=model))
-    return sizes
+    args: ModelArgs = registry.model_parts(config.family).args(replace(config, model=model))
+    return args
 
 
-def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
+def _check_all_weights_used(checkpoint: Checkpoint, config: Config) -> None:
     """Check that the model uses all weights of the checkpoint; otherwise it would be a different model."""
-    full_model = build(_sizes(config), ParallelContext(), SINGLE, dtype=torch.float32, device=torch.device("meta"))
+    full_model = build_stage(
+        _model_args(config), ParallelContext(), SINGLE, dtype=torch.float32, device=torch.device("meta")
+    )
     known = {name for name, _ in named_parameters(full_model.module)}
     unused = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in known]
     if unused:
-        programs = ", ".join(family.command for family in registry.FAMILIES.values() if family.kind in WRITES)
+        programs = ", ".join(
+            family.command for family in registry.FAMILIES.values() if family.model_type in GENERATIVE_TYPES
+        )
         raise CheckpointError(
             f"{checkpoint.path} contains weights that its configuration does not describe: "
             f"{', '.join(sorted(unused))}. It may be a model of a custom script; only models of {programs} are "

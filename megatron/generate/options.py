@@ -16,7 +16,7 @@ DTYPES = ("fp32", "bf16", "fp64")
 
 
 def model_parser(description: str) -> RaisingParser:
-    """Return a parser for a tool that loads a model; ``parsed`` adds the options that all such tools share."""
+    """Return a parser for a tool that loads a model; ``parse_model_args`` adds the options shared by these tools."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = RaisingParser(allow_abbrev=False, description=description, formatter_class=formatter)
     sources = "a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder"
@@ -24,7 +24,7 @@ def model_parser(description: str) -> RaisingParser:
     return parser
 
 
-def parsed(parser: RaisingParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_model_args(parser: RaisingParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Add the options for loading and sharding the model, and parse ``argv``.
 
     Raises:
@@ -90,7 +90,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--batch-size", type=int, metavar="N", help="prompts per forward pass (8)")
     add_bos_option(parser)
     add("--mode", choices=("R", "X", "S"), help="denoiser of a T5 trained with several --denoisers (first)")
-    args = parsed(parser, argv)
+    args = parse_model_args(parser, argv)
     problems = [*device_problems(args), *_input_problems(args), *_number_problems(args)]
     problems += layout_problems(args, "tools/generate.py")
     if problems:
@@ -147,7 +147,7 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
         used_flags = [flag for flag, value in batch_flags.items() if value]
         if used_flags:
             yield f"{', '.join(used_flags)} cannot be used without --prompt or --input. Add one of them"
-        if world_size() > 1 and os.environ.get("RANK", "0") == "0" and _is_without_input():
+        if world_size() > 1 and os.environ.get("RANK", "0") == "0" and _is_stdin_null():
             yield (
                 "interactive prompts need standard input, but the launcher passes none to rank 0. Add --stdin to the "
                 "launcher's flags (python -m megatron.launch --stdin ...), or use --prompt or --input"
@@ -175,12 +175,12 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
     """Yield a problem if the layout in ``args`` does not fit the number of started ranks."""
-    t, p, size = args.model_parallel_size, args.pipe_parallel_size, world_size()
+    t, p, num_ranks = args.model_parallel_size, args.pipe_parallel_size, world_size()
     if t < 1 or p < 1:
         yield f"--model-parallel-size and --pipe-parallel-size must be at least 1, got {t} and {p}"
-    elif size % (t * p):
+    elif num_ranks % (t * p):
         yield (
-            f"the number of ranks must be a multiple of tensor x pipe, got {size}, --model-parallel-size {t} and "
+            f"the number of ranks must be a multiple of tensor x pipe, got {num_ranks}, --model-parallel-size {t} and "
             f"--pipe-parallel-size {p} ({t} x {p} = {t * p}). Start them with python -m megatron.launch "
             f"--nproc-per-node {t * p} {tool} ..."
         )
@@ -191,7 +191,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _is_without_input() -> bool:
+def _is_stdin_null() -> bool:
     """Return True if standard input is the null device.
 
     The launcher connects the standard input of all ranks to the null device, except that of rank 0 with --stdin.
@@ -218,13 +218,13 @@ def read_prompts(args: argparse.Namespace) -> list[str] | None:
         raise DataError(f"--input {args.input} must have a prompt on each line, got an empty file")
     if args.input.suffix == ".jsonl":
         return [
-            _field(line, args.field or "text", f"{args.input}:{line_number}")
+            _read_field(line, args.field or "text", f"{args.input}:{line_number}")
             for line_number, line in enumerate(lines, 1)
         ]
     return lines
 
 
-def _field(line: str, name: str, place: str) -> str:
+def _read_field(line: str, name: str, location: str) -> str:
     try:
         value = json.loads(line)[name]
         if isinstance(value, str):
@@ -232,4 +232,4 @@ def _field(line: str, name: str, place: str) -> str:
         problem = f"{name!r} is not a string"
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    raise DataError(f"{place}: each line must be a JSON object with a string under {name!r} (--field): {problem}")
+    raise DataError(f"{location}: each line must be a JSON object with a string under {name!r} (--field): {problem}")

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.models.common.generation import ModelStage, Rows
+from megatron.models.common.generation import ModelStage, TokenRows
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
 
 # Argmax of logits that are sharded over the tensor group.
 
-NONE = -1
+NO_TOKEN = -1
 """Returned instead of a token if a logit is NaN."""
 
 
 def vocab_parallel_argmax(
     logits: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE
 ) -> torch.Tensor:
-    """Return the token with the largest logit in each row; the lowest token of a tie, ``NONE`` if a logit is NaN.
+    """Return the token with the largest logit in each row; the lowest token of a tie, ``NO_TOKEN`` if a logit is NaN.
 
     Padded columns are ignored. Collective: ranks exchange two numbers per row, and all ranks return the same tokens.
 
@@ -32,17 +32,17 @@ def vocab_parallel_argmax(
         output [b]
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
-    value, token = _own_best(logits[:, :num_real].double(), start)  # 2 x [b]
+    value, token = _local_best(logits[:, :num_real].double(), start)  # 2 x [b]
     if group.size > 1:
-        value, token = _of_all(value, token, group)  # 2 x [t, b]
+        value, token = _gather_best(value, token, group)  # 2 x [t, b]
     else:
         value, token = value[None], token[None]
     largest = value.amax(dim=0)  # NaN if any is NaN
     lowest = token.masked_fill(value != largest, vocab_size).amin(dim=0)
-    return lowest.masked_fill(largest.isnan(), NONE)
+    return lowest.masked_fill(largest.isnan(), NO_TOKEN)
 
 
-def _own_best(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_best(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's largest logit and its token; -inf if the rank has only padded columns."""
     if logits.shape[-1] == 0:
         rows = logits.shape[0]
@@ -51,7 +51,7 @@ def _own_best(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Ten
     return logits.gather(-1, local[:, None])[:, 0], local + start
 
 
-def _of_all(value: torch.Tensor, token: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather_best(value: torch.Tensor, token: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     local = torch.stack([value, token.double()])  # tokens are exact in fp64
     gathered = [torch.empty_like(local) for _ in range(group.size)]
     dist.all_gather(gathered, local, group=group.handle)
@@ -59,7 +59,7 @@ def _of_all(value: torch.Tensor, token: torch.Tensor, group: Group) -> tuple[tor
     return stacked[0], stacked[1].long()
 
 
-Choose = Callable[[torch.Tensor, list[int], int], torch.Tensor]
+TokenSampler = Callable[[torch.Tensor, list[int], int], torch.Tensor]
 
 
 """Function from (logits [b, v/t], row indices, index of the new token) to the tokens [b]."""
@@ -88,36 +88,36 @@ class Sampling:
     seed: int = 0
 
 
-def make_sampler(part: ModelStage, sampling: Sampling | None, keys: Sequence[bytes]) -> Choose:
+def make_sampler(stage: ModelStage, sampling: Sampling | None, keys: Sequence[bytes]) -> TokenSampler:
     """Return the function that chooses tokens, collective over the last stage's tensor group.
 
     Args:
         sampling: None: choose the most likely token.
         keys: the key of each row, from ``keys_of``.
     """
-    sizes, group = part.sizes, part.place.group
+    args, group = stage.args, stage.parallel.group
 
-    def take(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
+    def choose_greedy(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
         vocabulary = {
-            "vocab_size": sizes.vocab_size,
-            "divisible_by": sizes.make_vocab_size_divisible_by,
+            "vocab_size": args.vocab_size,
+            "divisible_by": args.make_vocab_size_divisible_by,
             "group": group,
         }
         return vocab_parallel_argmax(logits, **vocabulary)  # type: ignore[arg-type]
 
-    def draw(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
+    def sample(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
         assert sampling is not None
-        all_logits = _gathered(logits, sizes.vocab_size, sizes.make_vocab_size_divisible_by, group)  # [b, v]
+        all_logits = _gather_logits(logits, args.vocab_size, args.make_vocab_size_divisible_by, group)  # [b, v]
         uniforms = torch.tensor([uniform(sampling.seed, keys[row], step) for row in rows], dtype=torch.float64)
-        tokens = drawn(probabilities(all_logits, sampling), uniforms).to(logits.device)
+        tokens = sample_tokens(probabilities(all_logits, sampling), uniforms).to(logits.device)
         if group.size > 1:  # rounding on another processor could lead to another token
             dist.broadcast(tokens, group.ranks[0], group=group.handle)
         return tokens
 
-    return take if sampling is None else draw
+    return choose_greedy if sampling is None else sample
 
 
-def keys_of(rows: Rows) -> list[bytes]:
+def keys_of(rows: TokenRows) -> list[bytes]:
     """Return the key of each row's random numbers, a hash of its tokens and the number of equal rows before it."""
     seen: Counter[tuple[int, ...]] = Counter()
     keys = []
@@ -154,29 +154,29 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return probs
 
 
-def drawn(found: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the token at which the cumulative probability exceeds the row's number; ``NONE`` for NaN.
+def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return each row's token at which the cumulative probability exceeds the row's number; ``NO_TOKEN`` for NaN.
 
     Shapes:
         found [b, v], numbers [b] from 0 to 1
         output [b]
     """
-    sums = found.cumsum(dim=-1)
-    tokens = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)[:, 0]
+    cumulative = probs.cumsum(dim=-1)
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     # last possible token, in case of rounding errors
-    last = found.shape[-1] - 1 - (found > 0).flip(-1).long().argmax(dim=-1)
-    return torch.minimum(tokens, last).masked_fill(found.isnan().any(dim=-1), NONE)
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(dim=-1)
+    return torch.minimum(tokens, last).masked_fill(probs.isnan().any(dim=-1), NO_TOKEN)
 
 
-def _gathered(logits: torch.Tensor, vocab_size: int, divisible_by: int, group: Group) -> torch.Tensor:
+def _gather_logits(logits: torch.Tensor, vocab_size: int, divisible_by: int, group: Group) -> torch.Tensor:
     """Return the logits of all ranks without padding, in fp64 on the CPU. Collective.
 
     Shapes:
         logits [b, v/t]
         output [b, v]
     """
-    rows, _, _ = vocab_range(vocab_size, group, divisible_by)
-    shards = [logits[:, :rows]]
+    num_columns, _, _ = vocab_range(vocab_size, group, divisible_by)
+    shards = [logits[:, :num_columns]]
     if group.size > 1:
         shards = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size)]
         dist.all_gather(shards, logits.contiguous(), group=group.handle)

@@ -38,7 +38,7 @@ class Prompts:
     Apart from T5's sentinels, special tokens spelled out in a text are encoded as ordinary text, as in training.
 
     Args:
-        tokens: T5's special tokens; None: the model is a decoder.
+        t5_tokens: T5's special tokens; None: the model is a decoder.
         mode: denoiser kind (R, X, S) whose token starts the inputs, for a T5 trained with several denoisers.
         adds_bos: start a decoder's prompts with the tokens that the tokenizer puts before a text. None: if the
             tokenizer does so; True: in any case, with its bos_token.
@@ -48,24 +48,24 @@ class Prompts:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, tokens: T5Tokens | None, mode: str | None = None, *, adds_bos: bool | None = None
+        self, tokenizer: Tokenizer, t5_tokens: T5Tokens | None, mode: str | None = None, *, adds_bos: bool | None = None
     ) -> None:
-        self.tokenizer, self.tokens = tokenizer, tokens
-        modes = {} if tokens is None else tokens.modes
+        self.tokenizer, self.t5_tokens = tokenizer, t5_tokens
+        modes = {} if t5_tokens is None else t5_tokens.modes
         if mode is not None and mode not in modes:
             raise DataError(
                 f"--mode must be a mode that the model was trained with, got {mode}. This model "
                 f"{'has ' + ', '.join(modes) if modes else 'has no modes, which need several --denoisers'}."
             )
         self.opening = [modes[mode or next(iter(modes))]] if modes else []
-        if tokens is None:
+        if t5_tokens is None:
             self.opening = opening_ids(tokenizer, adds_bos)
 
     @property
     def eos_id(self) -> int | None:
         """The token that ends the model's output; None if the vocabulary has none."""
-        if self.tokens is not None:
-            return self.tokens.eos_id
+        if self.t5_tokens is not None:
+            return self.t5_tokens.eos_id
         return self.tokenizer.eod_id if self.tokenizer.has_eod else None
 
     def encode(self, text: str) -> list[int]:
@@ -79,59 +79,61 @@ class Prompts:
             DataError: the text has a sentinel that the model does not have, or it is empty and the tokenizer has
                 neither a bos_token nor an end-of-document token.
         """
-        if self.tokens is not None:
-            return [*self.opening, *self._with_sentinels(text), self.tokens.eos_id]
+        if self.t5_tokens is not None:
+            return [*self.opening, *self._encode_with_sentinels(text), self.t5_tokens.eos_id]
         return [*self.opening, *self.tokenizer.encode(text)] or [self.tokenizer.eod_id]
 
-    def _with_sentinels(self, text: str) -> list[int]:
+    def _encode_with_sentinels(self, text: str) -> list[int]:
         """Return the tokens of ``text``.
 
         Text after a sentinel is encoded as a continuation, not as a new text. Blanks before a sentinel are removed,
         because the tokens of a span include the blank before its first word.
         """
         ids: list[int] = []
-        pieces: list[str] = []
+        segments: list[str] = []
         num_encoded = 0
-        for idx, group in enumerate(_SENTINEL.split(text)):
+        for idx, segment in enumerate(_SENTINEL.split(text)):
             if idx % 2:
-                ids.append(self._sentinel(int(group)))
-            elif group:
-                pieces.append(group)
-                tokens = self.tokenizer.encode_pieces(pieces).tolist()
+                ids.append(self._sentinel_id(int(segment)))
+            elif segment:
+                segments.append(segment)
+                tokens = self.tokenizer.encode_chunks(segments).tolist()
                 ids += tokens[num_encoded:]
                 num_encoded = len(tokens)
         return ids
 
-    def _sentinel(self, number: int) -> int:
-        assert self.tokens is not None
-        if number >= len(self.tokens.sentinels):
-            num_sentinels = len(self.tokens.sentinels)
+    def _sentinel_id(self, sentinel_idx: int) -> int:
+        assert self.t5_tokens is not None
+        if sentinel_idx >= len(self.t5_tokens.sentinels):
+            num_sentinels = len(self.t5_tokens.sentinels)
             raise DataError(
-                f"{SENTINEL.format(number)} must be one of the model's {num_sentinels} sentinels, "
+                f"{SENTINEL.format(sentinel_idx)} must be one of the model's {num_sentinels} sentinels, "
                 f"{SENTINEL.format(0)} to {SENTINEL.format(num_sentinels - 1)}"
                 if num_sentinels
-                else f"{SENTINEL.format(number)} is a sentinel, and this model has no sentinels"
+                else f"{SENTINEL.format(sentinel_idx)} is a sentinel, and this model has no sentinels"
             )
-        return self.tokens.sentinels[number]
+        return self.t5_tokens.sentinels[sentinel_idx]
 
-    def decode(self, ids: Sequence[int], *, behind: Sequence[int] = ()) -> str:
+    def decode(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> str:
         """Return the text of the model's output ``ids``, without the end token.
 
         Args:
-            behind: the prompt, for a decoder. It is needed because a tokenizer may drop the leading blank of the
+            prompt: the prompt, for a decoder. It is needed because a tokenizer may drop the leading blank of the
                 first token that it decodes.
         """
         output = list(ids[:-1] if ids and ids[-1] == self.eos_id else ids)
-        if self.tokens is not None:
-            return " ".join(text.strip() for text in self._texts(output))
-        prompt_text, full_text = "".join(self._texts(behind)), "".join(self._texts([*behind, *output]))
-        return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else "".join(self._texts(output))
+        if self.t5_tokens is not None:
+            return " ".join(text.strip() for text in self._decode_runs(output))
+        prompt_text, full_text = "".join(self._decode_runs(prompt)), "".join(self._decode_runs([*prompt, *output]))
+        return (
+            full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else "".join(self._decode_runs(output))
+        )
 
-    def _texts(self, ids: Sequence[int]) -> Iterator[str]:
+    def _decode_runs(self, ids: Sequence[int]) -> Iterator[str]:
         """Yield the text of each run of ordinary ids, and the name of each sentinel."""
         names = {}
-        if self.tokens is not None:
-            names = {token: SENTINEL.format(idx) for idx, token in enumerate(self.tokens.sentinels)}
+        if self.t5_tokens is not None:
+            names = {token: SENTINEL.format(idx) for idx, token in enumerate(self.t5_tokens.sentinels)}
         size = self.tokenizer.vocab_size
         for (is_sentinel, is_known), run in groupby(ids, lambda token: (token in names, token < size)):
             if is_sentinel:
@@ -200,15 +202,15 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def with_gaps_filled(text: str, spans: str) -> str:
+def fill_gaps(text: str, spans: str) -> str:
     """Return ``text`` with T5's output for each sentinel in brackets, or [...] if there is none.
 
     Args:
         spans: T5's output: each sentinel followed by its span.
     """
-    parts = _SENTINEL.split(spans)
-    span_by_number = dict(zip(parts[1::2], (span.strip() for span in parts[2::2]), strict=True))
-    return re.sub(r"<extra_id_(\d+)>", lambda gap: f"[{span_by_number.get(gap[1]) or '...'}]", text)
+    fields = _SENTINEL.split(spans)
+    span_by_idx = dict(zip(fields[1::2], (span.strip() for span in fields[2::2]), strict=True))
+    return re.sub(r"<extra_id_(\d+)>", lambda gap: f"[{span_by_idx.get(gap[1]) or '...'}]", text)
 
 
 # Text generation over the replicas of a job.
@@ -238,14 +240,14 @@ class TextGenerator:
     """Answers prompts with a model.
 
     Args:
-        part: this rank's stage of the model.
+        stage: this rank's stage of the model.
         data: the replicas, among which prompts are distributed.
         batch_size: prompts per forward pass.
         max_new_tokens: maximum per answer; None: 64, or fewer if the learned positions do not suffice.
         sampling: None: choose the most likely token each time.
     """
 
-    part: ModelStage
+    stage: ModelStage
     prompts: Prompts
     data: Group = SINGLE
     batch_size: int = 8
@@ -259,51 +261,51 @@ class TextGenerator:
         different random numbers.
 
         Args:
-            on_text: called with each new piece of the answer as it is generated; only for a single text.
+            on_text: called with each new part of the answer as it is generated; only for a single text.
 
         Raises:
             DataError: the model cannot process a text.
         """
-        rows = self.encoded(texts)
+        rows = self.encode(texts)
         keys = keys_of(rows)
-        by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+        by_length = sorted(range(len(rows)), key=lambda idx: len(rows[idx]))
         local_indices = by_length[self.data.rank :: self.data.size]
         tokens_by_idx: dict[int, list[int]] = {}
         for first in range(0, len(local_indices), self.batch_size):
             batch = local_indices[first : first + self.batch_size]
             on_token = streaming(self.prompts, rows[batch[0]], on_text) if on_text is not None else None
-            options = {"keys": [keys[place] for place in batch], "on_token": on_token}
-            tokens_by_idx.update(zip(batch, self._generate([rows[place] for place in batch], **options), strict=True))
+            options = {"keys": [keys[idx] for idx in batch], "on_token": on_token}
+            tokens_by_idx.update(zip(batch, self._generate([rows[idx] for idx in batch], **options), strict=True))
         answers = self.data.gather_objects(tokens_by_idx)
-        tokens_by_idx = {place: tokens for answers_of_rank in answers for place, tokens in answers_of_rank.items()}
+        tokens_by_idx = {idx: tokens for answers_of_rank in answers for idx, tokens in answers_of_rank.items()}
         return [
-            self._answer(text, row, tokens_by_idx[place])
-            for place, (text, row) in enumerate(zip(texts, rows, strict=True))
+            self._make_answer(text, row, tokens_by_idx[idx])
+            for idx, (text, row) in enumerate(zip(texts, rows, strict=True))
         ]
 
-    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of all texts. They are checked together, so that messages have the user's prompt numbers.
 
         Raises:
             DataError: the model cannot process a text.
         """
-        rows, sizes = [self.prompts.encode(text) for text in texts], self.part.sizes
-        if isinstance(sizes, T5ModelArgs):
-            t5_limits(sizes, rows, self.max_new_tokens)
+        rows, args = [self.prompts.encode(text) for text in texts], self.stage.args
+        if isinstance(args, T5ModelArgs):
+            t5_limits(args, rows, self.max_new_tokens)
         else:
-            gpt2_limits(sizes, rows, self.max_new_tokens)
+            gpt2_limits(args, rows, self.max_new_tokens)
         return rows
 
-    def _generate(self, rows: list[list[int]], **others: Any) -> list[list[int]]:
+    def _generate(self, rows: list[list[int]], **kwargs: Any) -> list[list[int]]:
         prompts = self.prompts
-        options = {"max_new_tokens": self.max_new_tokens, "eos_id": prompts.eos_id, "sampling": self.sampling, **others}
-        if prompts.tokens is not None:
-            return generate_t5(self.part, rows, start_id=prompts.tokens.start_id, **options)
-        return generate_gpt2(self.part, rows, **options)
+        options = {"max_new_tokens": self.max_new_tokens, "eos_id": prompts.eos_id, "sampling": self.sampling, **kwargs}
+        if prompts.t5_tokens is not None:
+            return generate_t5(self.stage, rows, start_id=prompts.t5_tokens.start_id, **options)
+        return generate_gpt2(self.stage, rows, **options)
 
-    def _answer(self, text: str, row: list[int], tokens: list[int]) -> Answer:
+    def _make_answer(self, text: str, row: list[int], tokens: list[int]) -> Answer:
         is_ended = tokens[-1] == self.prompts.eos_id
-        return Answer(text, self.prompts.decode(tokens, behind=row), tokens, len(row), is_ended)
+        return Answer(text, self.prompts.decode(tokens, prompt=row), tokens, len(row), is_ended)
 
 
 def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[int, int], None]:
@@ -317,7 +319,7 @@ def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[in
     def on_token(_: int, token: int) -> None:
         nonlocal shown
         tokens.append(token)
-        text = prompts.decode(tokens, behind=row)
+        text = prompts.decode(tokens, prompt=row)
         if text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             on_text(text[len(shown) :])
             shown = text
@@ -327,7 +329,7 @@ def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[in
 
 # Interactive generation: each line is a prompt, and its answer is streamed.
 
-ROUND_S = 60.0
+INPUT_POLL_S = 60.0
 """Interval at which rank 0 notifies waiting ranks: the user may take longer than ranks wait for each other."""
 
 
@@ -336,64 +338,64 @@ def interactive(writer: TextGenerator, world: Group) -> None:
 
     Only rank 0 reads and writes. A line that cannot be answered is reported and skipped.
     """
-    for line in _lines(world):
+    for line in _broadcast_lines(world):
         if not line.strip():
             continue
         try:
-            _answer(writer, _text(line), is_teller=world.rank == 0)
+            _answer_line(writer, _decode_line(line), should_print=world.rank == 0)
         except DataError as error:  # raised on every rank, before any collective
             log.info(str(error))
 
 
-def _text(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
         raise DataError(f"a line must be UTF-8 text: {error}") from None
 
 
-def _answer(writer: TextGenerator, text: str, *, is_teller: bool) -> None:
+def _answer_line(writer: TextGenerator, text: str, *, should_print: bool) -> None:
     shown: list[str] = []
 
-    def show(piece: str) -> None:
-        shown.append(piece)
-        if is_teller:
-            sys.stdout.write(piece)
+    def show(text_chunk: str) -> None:
+        shown.append(text_chunk)
+        if should_print:
+            sys.stdout.write(text_chunk)
             sys.stdout.flush()
 
     (answer,) = writer.answer([text], show)
     if isinstance(writer.prompts, ChatPrompts):
         writer.prompts.remember(text, answer.text)
-    if is_teller:
+    if should_print:
         sys.stdout.write(answer.text.removeprefix("".join(shown)) + "\n")  # including incomplete characters
         sys.stdout.flush()
 
 
-def _lines(world: Group) -> Iterator[bytes]:
+def _broadcast_lines(world: Group) -> Iterator[bytes]:
     """Yield the lines of rank 0's standard input on every rank."""
     input_lines: queue.Queue[bytes] = queue.Queue()
     if world.rank == 0:
         threading.Thread(target=_read_lines, args=(input_lines,), daemon=True).start()
     while True:
-        line = _next(input_lines, world)
+        line = _next_line(input_lines, world)
         if line == b"":
             return
         if line is not None:
             yield line
 
 
-def _read_lines(asked: queue.Queue[bytes]) -> None:
+def _read_lines(input_lines: queue.Queue[bytes]) -> None:
     while True:
         line = sys.stdin.buffer.readline()
-        asked.put(line)
+        input_lines.put(line)
         if line == b"":
             return
 
 
-def _next(asked: queue.Queue[bytes], world: Group) -> bytes | None:
-    """Return the next line, an empty one at the end of the input, or None if there was none within ``ROUND_S``."""
+def _next_line(input_lines: queue.Queue[bytes], world: Group) -> bytes | None:
+    """Return the next line, an empty one at the end of the input, or None if there was none within ``INPUT_POLL_S``."""
     line = None
     if world.rank == 0:
         with suppress(queue.Empty):
-            line = asked.get(timeout=ROUND_S)
+            line = input_lines.get(timeout=INPUT_POLL_S)
     return world.broadcast_object(line)

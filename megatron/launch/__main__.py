@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
 def _launch(options: Options) -> int:
     """Set up rendezvous and agent, run the job, and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(options.nproc_per_node)))
-    if crowded := machine.crowding(options.nproc_per_node):
-        log.warning(crowded)
+    if warning := machine.crowding_warning(options.nproc_per_node):
+        log.warning(warning)
     from megatron.launch.processes import Signals
 
     signals = Signals()
@@ -54,11 +54,11 @@ def _launch(options: Options) -> int:
     from megatron.launch.agent import PROGRESS, LaunchAgent
     from megatron.launch.elastic import JobEnded
     from megatron.launch.rendezvous import NodeRendezvous
-    from megatron.runtime.rendezvous import make_room
+    from megatron.runtime.rendezvous import raise_open_files_limit
 
     listener = _open_port(options) if options.is_elastic or options.node_rank == 0 else None
     if listener is not None:
-        make_room(options.nproc_per_node * options.nnodes)
+        raise_open_files_limit(options.nproc_per_node * options.nnodes)
     gc.disable()  # imported objects are never freed
     for name in options.preload:
         importlib.import_module(name)
@@ -69,7 +69,7 @@ def _launch(options: Options) -> int:
     rendezvous: LaunchRendezvous
     if options.is_elastic:
         assert listener is not None
-        rendezvous = _elastic(options, listener, folder / PROGRESS, signals)
+        rendezvous = _make_elastic_rendezvous(options, listener, folder / PROGRESS, signals)
     else:
         rendezvous = NodeRendezvous(
             host=options.master_addr,
@@ -91,36 +91,38 @@ def _launch(options: Options) -> int:
         agent = LaunchAgent(spec, options, rendezvous, signals, folder)
         agent.run()
         return agent.job_code
-    except JobEnded as end:
-        log.error(f"launch: {end}, code {end.code}")
-        return end.code
+    except JobEnded as job_end:
+        log.error(f"launch: {job_end}, code {job_end.code}")
+        return job_end.code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _elastic(options: Options, listener: socket.socket, progress: Path, signals: Signals) -> ElasticRendezvous:
+def _make_elastic_rendezvous(
+    options: Options, listener: socket.socket, progress: Path, signals: Signals
+) -> ElasticRendezvous:
     """Return the rendezvous of an elastic job."""
     from megatron.launch.control import Control
     from megatron.launch.elastic import ElasticRendezvous
     from megatron.runtime import progress_file
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the order of the nodes
-    facts = {
-        "nnodes": [options.fewest_nodes, options.nnodes],
+    shared_settings = {
+        "nnodes": [options.min_nodes, options.nnodes],
         "nproc": options.nproc_per_node,
         "hosts": [f"{host}:{port}" for host, port in options.node_list],
     }
     silence_s = options.node_timeout_s
-    control = Control(options.node_list, options.node_rank, listener, facts, silence_s, progress)
+    control = Control(options.node_list, options.node_rank, listener, shared_settings, silence_s, progress)
     return ElasticRendezvous(
         control,
-        fewest=options.fewest_nodes,
-        most=options.nnodes,
+        min_nodes=options.min_nodes,
+        max_nodes=options.nnodes,
         nproc=options.nproc_per_node,
         timeout_s=options.init_timeout_s,
         silence_s=silence_s,
         signals=signals,
-        durable=partial(progress_file.committed_step, progress),
+        durable_step=partial(progress_file.read_committed_step, progress),
     )
 
 
@@ -129,7 +131,7 @@ def _open_port(options: Options) -> socket.socket:
     from megatron.launch.rendezvous import listen
 
     if options.is_elastic:
-        return _open_own_port(options)
+        return _open_node_list_port(options)
     try:
         listener = listen(options.master_addr, options.master_port, options.nnodes)
     except OSError as error:
@@ -142,7 +144,7 @@ def _open_port(options: Options) -> socket.socket:
     return listener
 
 
-def _open_own_port(options: Options) -> socket.socket:
+def _open_node_list_port(options: Options) -> socket.socket:
     """Open the port of this node's --node-list entry, retrying while a killed launcher may still hold it."""
     from megatron.launch.rendezvous import listen
 

@@ -28,20 +28,20 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from megatron import log
 from megatron.config.elastic import VARIABLE
 from megatron.errors import ConfigError, PeerError
-from megatron.launch.control import BEAT_S, RUNS, Control, ask
-from megatron.launch.outcome import POLL_S, Exit, NodeBoard, deciding, exits_of
-from megatron.launch.processes import RESUMABLE, Signals
+from megatron.launch.control import HEARTBEAT_S, RUNNING, Control, query_status
+from megatron.launch.outcome import POLL_S, Exit, NodeBoard, parse_exits, relevant_exits
+from megatron.launch.processes import RESUMABLE_CODE, Signals
 from megatron.launch.rendezvous import LaunchRendezvous
 from megatron.runtime.exit_signals import REGROUP_VARIABLE
 
-ASK_AGAIN_S = 0.5
+ASK_INTERVAL_S = 0.5
 
 
 class JobEnded(Exception):
     """The job has ended while this node took no part in it; ``code`` is its exit code."""
 
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
         self.code = code
 
 
@@ -49,31 +49,31 @@ class ElasticRendezvous(LaunchRendezvous):
     """Connects the available launchers; the set of nodes may change with each start.
 
     Args:
-        fewest, most: MIN and MAX of --nnodes.
+        min_nodes, max_nodes: MIN and MAX of --nnodes.
         nproc: number of ranks on each node.
-        durable: function that returns the step of the newest durable checkpoint of this job, or None.
+        durable_step: function that returns the step of the newest durable checkpoint of this job, or None.
     """
 
     def __init__(
-        self, control: Control, *, fewest: int, most: int, nproc: int, timeout_s: float, silence_s: float,
-        signals: Signals, durable: Callable[[], int | None],
+        self, control: Control, *, min_nodes: int, max_nodes: int, nproc: int, timeout_s: float, silence_s: float,
+        signals: Signals, durable_step: Callable[[], int | None],
     ) -> None:  # fmt: skip
-        self.control, self._signals, self._durable = control, signals, durable
-        self.fewest, self.most, self._nproc = fewest, most, nproc
-        control.summary = heard_by_all
+        self.control, self._signals, self._durable_step = control, signals, durable_step
+        self.min_nodes, self.max_nodes, self._nproc = min_nodes, max_nodes, nproc
+        control.summarize = broadcast_entries
         control.job = {"run": uuid.uuid4().hex[:12], "restarts": 0}
         self._timeout_s, self._silence_s = timeout_s, silence_s
-        self._since = self._deadline = 0.0
-        self._began_to_lead = self._asked_at = 0.0
-        self._is_taken = False
-        self._gone: set[int] = set()
+        self._waiting_since = self._deadline = 0.0
+        self._leader_since = self._asked_at = 0.0
+        self._is_node_rank_taken = False
+        self._gone_nodes: set[int] = set()
         self._store: Store | None = None
 
     is_elastic = True
 
     @property
-    def number(self) -> int:
-        return self.control.number
+    def start_idx(self) -> int:
+        return self.control.start_idx
 
     @property
     def run_id(self) -> str:
@@ -85,13 +85,13 @@ class ElasticRendezvous(LaunchRendezvous):
         return int(self.control.job["restarts"])
 
     @restarts.setter
-    def restarts(self, number: int) -> None:
-        self.control.job = {**self.control.job, "restarts": number}
+    def restarts(self, num_restarts: int) -> None:
+        self.control.job = {**self.control.job, "restarts": num_restarts}
 
     @property
     def nodes(self) -> list[int]:
         """The nodes of the start, the leader first."""
-        return self.control.round
+        return self.control.start_nodes
 
     @property
     def node_rank(self) -> int:
@@ -102,16 +102,16 @@ class ElasticRendezvous(LaunchRendezvous):
         return len(self.nodes)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        rank_range = f"{self.fewest * self._nproc}:{self.most * self._nproc}"
+        rank_range = f"{self.min_nodes * self._nproc}:{self.max_nodes * self._nproc}"
         return {VARIABLE: rank_range, REGROUP_VARIABLE: str(folder / "regroup")}
 
-    def board(self, store: Store, signals: Signals) -> NodeBoard:
+    def make_board(self, store: Store, signals: Signals) -> NodeBoard:
         return ElasticBoard(self.control, signals, self._silence_s)
 
-    def pass_on_waiting(self, folder: Path) -> None:
+    def notify_waiting(self, folder: Path) -> None:
         control = self.control
-        if control.leads:
-            is_waiting = "1" if control.waiting() else ""
+        if control.is_leader:
+            is_waiting = "1" if control.waiting_nodes() else ""
             if (control.get("waiting") or "") != is_waiting:
                 control.set("waiting", is_waiting)
         regroup = folder / "regroup"
@@ -129,62 +129,62 @@ class ElasticRendezvous(LaunchRendezvous):
             JobEnded: the job has ended, or this node was asked to stop, before the next start.
         """
         self._store = None
-        self._count_from_now()
+        self._reset_deadline()
         self.control.report_ready()
         while True:
             if self._signals.is_asked_to_stop:
                 self._end_on_request()
-            if self.control.leads:
+            if self.control.is_leader:
                 message = self._lead()
             elif self.control.leader is not None:
                 message = self._follow()
-                self._count_from_now()  # a node may wait for hours before it loses its leader
+                self._reset_deadline()  # a node may wait for hours before it loses its leader
             else:
                 message = self._find_leader()
             if message is not None:
                 break
             time.sleep(POLL_S)
         node_list = ", ".join(map(str, sorted(self.nodes)))
-        log.info(f"launch: start {self.number} has {self.num_nodes} of {self.most} nodes: {node_list}")
+        log.info(f"launch: start {self.start_idx} has {self.num_nodes} of {self.max_nodes} nodes: {node_list}")
         info = RendezvousStoreInfo(message["host"], message["port"])
         return RendezvousInfo(self._store or HashStore(), self.node_rank, self.num_nodes, info)
 
-    def _count_from_now(self) -> None:
+    def _reset_deadline(self) -> None:
         """Restart the period of --init-timeout."""
-        self._since, self._asked_at = time.monotonic(), 0.0
-        self._deadline = self._since + self._timeout_s
+        self._waiting_since, self._asked_at = time.monotonic(), 0.0
+        self._deadline = self._waiting_since + self._timeout_s
 
     def _end_on_request(self) -> NoReturn:
         """Raise a JobEnded, because this node has received a signal between two starts."""
-        code = RESUMABLE if self._durable() is not None else self._signals.code
+        code = RESUMABLE_CODE if self._durable_step() is not None else self._signals.code
         self.close(code)
         raise JobEnded(code, f"received {self._signals.first_name} between two starts")
 
     def _lead(self) -> dict | None:
         """Begin the next start and return its message if all expected nodes have joined; otherwise return None."""
         control, now = self.control, time.monotonic()
-        joined = control.joined()
-        ready = [node for node, behind in sorted(joined.items()) if behind > RUNS]
+        joined = control.joined_nodes()
+        ready = [node for node, last_start in sorted(joined.items()) if last_start > RUNNING]
         if now > self._deadline and len(ready) < len(joined):
-            self._give_up(sorted(set(joined) - set(ready)))
+            self._drop_nodes(sorted(set(joined) - set(ready)))
             return None
-        others = [node for node in range(self.most) if node != control.node and node not in joined]
-        has_all = len(ready) == len(joined) and not self._is_expecting(joined)
-        if control.number == -1:
-            has_all = has_all and (len(joined) + 1 == self.most or now > self._deadline)
-        has_enough = has_all and len(ready) + 1 >= self.fewest
-        if others and now > self._asked_at + ASK_AGAIN_S:
-            self._look_around(others)  # if this process was suspended, the others may have continued without it
+        others = [node for node in range(self.max_nodes) if node != control.node and node not in joined]
+        has_all = len(ready) == len(joined) and not self._is_waiting_for_nodes(joined)
+        if control.start_idx == -1:
+            has_all = has_all and (len(joined) + 1 == self.max_nodes or now > self._deadline)
+        has_enough = has_all and len(ready) + 1 >= self.min_nodes
+        if others and now > self._asked_at + ASK_INTERVAL_S:
+            self._query_others(others)  # if this process was suspended, the others may have continued without it
             return None
         if has_enough:
             return self._begin([control.node, *ready])
-        if now > self._deadline and len(joined) + 1 < self.fewest:
-            reason = self._too_few(others)
+        if now > self._deadline and len(joined) + 1 < self.min_nodes:
+            reason = self._too_few_message(others)
             control.end(4, reason)
             raise PeerError(reason)
         return None
 
-    def _give_up(self, nodes: list[int]) -> None:
+    def _drop_nodes(self, nodes: list[int]) -> None:
         """Count nodes as lost because their ranks do not exit, for example if a driver or file system hangs."""
         node_list = ", ".join(map(str, nodes))
         log.error(
@@ -193,39 +193,39 @@ class ElasticRendezvous(LaunchRendezvous):
         for node in nodes:
             self.control.drop(node)
 
-    def _look_around(self, others: list[int]) -> None:
+    def _query_others(self, others: list[int]) -> None:
         """Request the status of ``others``: find nodes that are gone; abdicate if another leader takes precedence."""
         control = self.control
-        own_priority = (control.number, -control.node)
-        answers = ask({node: control.hosts[node] for node in others})
+        local_priority = (control.start_idx, -control.node)
+        answers = query_status({node: control.hosts[node] for node in others})
         self._asked_at = time.monotonic()
         for node, answer in answers.items():
             if not answer:
-                self._gone.add(node)
-            elif answer["leads"] and (answer["number"], -answer["node"]) > own_priority:
+                self._gone_nodes.add(node)
+            elif answer["leads"] and (answer["number"], -answer["node"]) > local_priority:
                 control.abdicate()
-                self._count_from_now()
+                self._reset_deadline()
                 return
 
-    def _is_expecting(self, joined: dict[int, int]) -> bool:
+    def _is_waiting_for_nodes(self, joined: dict[int, int]) -> bool:
         """Return True if a node of the last start may still join this new leader.
 
         A node needs up to --node-timeout to detect that the previous leader is lost.
         """
         control = self.control
-        absent = set(control.round) - {control.node} - set(joined) - set(control.lost()) - self._gone
-        return bool(absent) and time.monotonic() < self._began_to_lead + self._silence_s
+        absent = set(control.start_nodes) - {control.node} - set(joined) - set(control.lost_nodes()) - self._gone_nodes
+        return bool(absent) and time.monotonic() < self._leader_since + self._silence_s
 
     def _begin(self, nodes: list[int]) -> dict:
         """Open the store of the next start, send the start to its nodes, and return the leader's message."""
         host = self.control.hosts[self.control.node][0]
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._gone.clear()
+        self._gone_nodes.clear()
         message = {
-            "start": self.control.number + 1, "nodes": nodes, "host": host, "port": cast(TCPStore, self._store).port,
+            "start": self.control.start_idx + 1, "nodes": nodes, "host": host, "port": cast(TCPStore, self._store).port,
             "job": self.control.job,
         }  # fmt: skip
-        self.control.begin(message)
+        self.control.begin_start(message)
         return message
 
     def _follow(self) -> dict | None:
@@ -242,68 +242,68 @@ class ElasticRendezvous(LaunchRendezvous):
         """Join the leader, or become the leader."""
         control = self.control
         if time.monotonic() > self._deadline:
-            self._refuse_twin()
-            raise PeerError(self._too_few([node for node in range(self.most) if node != control.node]))
+            self._raise_if_node_rank_taken()
+            raise PeerError(self._too_few_message([node for node in range(self.max_nodes) if node != control.node]))
         others = {node: host for node, host in enumerate(control.hosts) if node != control.node}
-        responses = ask(others)
+        responses = query_status(others)
         answers = {node: answer for node, answer in responses.items() if answer}
-        own_priority = (control.number, -control.node)
-        leaders = [one for one in answers.values() if one["leads"] and one["number"] >= control.number]
+        local_priority = (control.start_idx, -control.node)
+        leaders = [status for status in answers.values() if status["leads"] and status["number"] >= control.start_idx]
         if leaders:
-            best = max(leaders, key=lambda one: (one["number"], -one["node"]))
+            best = max(leaders, key=lambda status: (status["number"], -status["node"]))
             self._join(best["node"], best["number"])
-        elif all((one["number"], -one["node"]) < own_priority for one in answers.values()) and not self._is_silent(
-            responses
-        ):
-            self._gone = {node for node, answer in responses.items() if not answer}
-            self._began_to_lead = time.monotonic()
-            control.lead()
+        elif all(
+            (status["number"], -status["node"]) < local_priority for status in answers.values()
+        ) and not self._has_silent_predecessor(responses):
+            self._gone_nodes = {node for node, answer in responses.items() if not answer}
+            self._leader_since = time.monotonic()
+            control.become_leader()
         else:
-            time.sleep(BEAT_S / 2)
+            time.sleep(HEARTBEAT_S / 2)
         return None
 
-    def _is_silent(self, found: Collection[int]) -> bool:
+    def _has_silent_predecessor(self, responding_nodes: Collection[int]) -> bool:
         """Return True if a preceding node of the last start has not responded, but may still be alive."""
         control = self.control
-        preceding = [node for node in control.round[1:] if node < control.node and node not in found]
-        return bool(preceding) and time.monotonic() < self._since + self._silence_s
+        preceding = [node for node in control.start_nodes[1:] if node < control.node and node not in responding_nodes]
+        return bool(preceding) and time.monotonic() < self._waiting_since + self._silence_s
 
-    def _join(self, leader: int, number: int) -> None:
-        """Request to join ``leader``, whose last start has the number ``number``.
+    def _join(self, leader: int, start_idx: int) -> None:
+        """Request to join ``leader``, whose last start has the number ``start_idx``.
 
         Raises:
             ConfigError: the leader has other flags.
         """
-        last_number = self.control.number
-        refused = self.control.join(leader)
-        if refused.startswith("differs: "):
+        last_start_idx = self.control.start_idx
+        rejection = self.control.join(leader)
+        if rejection.startswith("differs: "):
             raise ConfigError(
                 "every node needs the same --nnodes, --nproc-per-node and --node-list, but those of node "
-                f"{self.control.node} differ from those of node {leader}: {refused.removeprefix('differs: ')}"
+                f"{self.control.node} differ from those of node {leader}: {rejection.removeprefix('differs: ')}"
             )
-        self._is_taken = refused == "taken"
-        if not refused and number > last_number:
+        self._is_node_rank_taken = rejection == "taken"
+        if not rejection and start_idx > last_start_idx:
             log.info(f"launch: node {leader} is the leader; this node joins with the next start, after the next save")
 
-    def _refuse_twin(self) -> None:
+    def _raise_if_node_rank_taken(self) -> None:
         """Raise if the leader has rejected this node because another launcher has its NODE_RANK."""
-        if self._is_taken:
+        if self._is_node_rank_taken:
             raise ConfigError(
                 f"each node needs its own NODE_RANK, got NODE_RANK={self.control.node} twice. "
-                f"Number the nodes from 0 to {self.most - 1}, in the order of --node-list."
+                f"Number the nodes from 0 to {self.max_nodes - 1}, in the order of --node-list."
             )
 
-    def _too_few(self, others: list[int]) -> str:
-        """Return the error message if fewer than MIN nodes have joined; ``others`` are the missing nodes."""
+    def _too_few_message(self, missing_nodes: list[int]) -> str:
+        """Return the error message if fewer than MIN nodes have joined; ``missing_nodes`` are the missing nodes."""
         return (
-            f"{self.most - len(others)} of at least {self.fewest} nodes joined within {self._timeout_s:g} s; missing: "
-            f"NODE_RANK {', '.join(map(str, others))}. Start them with the same --nnodes and --node-list, wait longer "
-            "with --init-timeout, or lower MIN of --nnodes MIN:MAX; with --resume the same command continues from the "
-            "newest checkpoint"
+            f"{self.max_nodes - len(missing_nodes)} of at least {self.min_nodes} nodes joined within "
+            f"{self._timeout_s:g} s; missing: NODE_RANK {', '.join(map(str, missing_nodes))}. Start them with the same "
+            "--nnodes and --node-list, wait longer with --init-timeout, or lower MIN of --nnodes MIN:MAX; with "
+            "--resume the same command continues from the newest checkpoint"
         )
 
     def close(self, code: int) -> None:
-        if self.control.leads:
+        if self.control.is_leader:
             self.control.end(code, f"the job has ended with code {code}")
 
 
@@ -311,38 +311,41 @@ ALL_LEFT, VERDICTS = "all left", "verdicts"
 VERDICTS_S = 0.1
 """Minimum seconds between two broadcasts of verdicts by the leader, because ranks of all nodes may fail almost
 simultaneously."""
-TO_LEADER = ("left", "verdict", "restart", "gone")
+LEADER_ONLY_KEYS = ("left", "verdict", "restart", "gone")
 """Entries that only the leader needs."""
 
 
-def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
+def broadcast_entries(control: Control, key: str, value: str) -> dict[str, str]:
     """Return the entries that the leader broadcasts for a new entry.
 
     Entries that only the leader needs are replaced by two summaries: ``all left``, and ``verdicts``, which contains the
     exits that determine the root cause.
     """
     name = key.partition("/")[0]
-    entries = {} if name in TO_LEADER else {key: value}
-    num_ended = control.entries["left"] + control.entries["lost"]  # avoids a scan of all entries for each new one
-    if name in ("left", "lost") and num_ended >= len(control.round) and have_all(control, "left"):
-        statuses = [control.get(f"left/{node}") for node in control.round]
+    entries = {} if name in LEADER_ONLY_KEYS else {key: value}
+    num_ended = (
+        control.num_entries["left"] + control.num_entries["lost"]
+    )  # avoids a scan of all entries for each new one
+    if name in ("left", "lost") and num_ended >= len(control.start_nodes) and have_all_reported(control, "left"):
+        statuses = [control.get(f"left/{node}") for node in control.start_nodes]
         entries[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
     if name == "verdict":
-        known = exits_of(control.get(VERDICTS) or "")
-        control.keep(
-            VERDICTS, json.dumps([asdict(rank_exit) for rank_exit in deciding([*known, *exits_of(f"[{value}]")])])
+        known = parse_exits(control.get(VERDICTS) or "")
+        control.set_local(
+            VERDICTS,
+            json.dumps([asdict(rank_exit) for rank_exit in relevant_exits([*known, *parse_exits(f"[{value}]")])]),
         )
     verdicts, now = control.get(VERDICTS) or "", time.monotonic()
-    if verdicts != control.passed_on and (ALL_LEFT in entries or now > control.passed_on_at + VERDICTS_S):
-        control.passed_on, control.passed_on_at = verdicts, now
+    if verdicts != control.last_broadcast and (ALL_LEFT in entries or now > control.last_broadcast_at + VERDICTS_S):
+        control.last_broadcast, control.last_broadcast_at = verdicts, now
         entries = {VERDICTS: verdicts, **entries}  # the root cause is sent before the notice that no rank is running
     return entries
 
 
-def have_all(control: Control, name: str) -> bool:
+def have_all_reported(control: Control, name: str) -> bool:
     """Return True if each node of this start that is not lost has made an entry ``name``."""
-    lost = set(control.lost())
-    return all(control.get(f"{name}/{node}") is not None or node in lost for node in control.round)
+    lost = set(control.lost_nodes())
+    return all(control.get(f"{name}/{node}") is not None or node in lost for node in control.start_nodes)
 
 
 class ElasticBoard(NodeBoard):
@@ -361,15 +364,15 @@ class ElasticBoard(NodeBoard):
 
     def __init__(self, control: Control, signals: Signals, silence_s: float) -> None:
         self._control, self._signals, self._silence_s = control, signals, silence_s
-        self._nodes = list(control.round)
+        self._nodes = list(control.start_nodes)
 
     def is_failed(self) -> bool:
-        return self._control.get("failed") is not None or self._control.is_cut_off
+        return self._control.get("failed") is not None or self._control.has_lost_leader
 
-    def all_left(self) -> bool:
-        return self._control.get(ALL_LEFT) is not None or self._control.is_cut_off
+    def have_all_ended(self) -> bool:
+        return self._control.get(ALL_LEFT) is not None or self._control.has_lost_leader
 
-    def report_left(self, status: int = 0) -> None:
+    def report_ended(self, status: int = 0) -> None:
         self._control.set(f"left/{self._control.node}", str(status))
 
     def statuses(self) -> list[int]:
@@ -382,36 +385,36 @@ class ElasticBoard(NodeBoard):
         self._control.set("failed", "1")
 
     def verdicts(self) -> list[Exit]:
-        return exits_of(self._control.get(VERDICTS) or "")
+        return parse_exits(self._control.get(VERDICTS) or "")
 
-    def lost(self) -> list[int]:
-        return self._control.lost()
+    def lost_nodes(self) -> list[int]:
+        return self._control.lost_nodes()
 
-    def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
+    def agree(self, objection: str, timeout_s: float, get_origin: Callable[[], str]) -> tuple[bool, str]:
         """Decide as in ``NodeBoard.agree``; the leader decides, and drops nodes that do not respond.
 
         If the leader is lost before its decision, a node restarts unless it has a reason against it.
         """
         control = self._control
-        control.set(f"restart/{control.node}", against)
-        if control.leads:
-            self._wait(lambda: have_all(control, "restart"), timeout_s + self._silence_s)
+        control.set(f"restart/{control.node}", objection)
+        if control.is_leader:
+            self._wait(lambda: have_all_reported(control, "restart"), timeout_s + self._silence_s)
             for node in self._nodes:
-                if node not in control.lost() and control.get(f"restart/{node}") is None:
+                if node not in control.lost_nodes() and control.get(f"restart/{node}") is None:
                     control.drop(node)
-            votes = [control.get(f"restart/{node}") for node in self._nodes if node not in control.lost()]
+            votes = [control.get(f"restart/{node}") for node in self._nodes if node not in control.lost_nodes()]
             reason = next((vote for vote in votes if vote), "")
-            control.set("decision", f"stop {reason}" if reason else f"go {go()}")
+            control.set("decision", f"stop {reason}" if reason else f"go {get_origin()}")
         else:
-            is_decided = lambda: control.get("decision") is not None or control.is_cut_off  # noqa: E731
+            is_decided = lambda: control.get("decision") is not None or control.has_lost_leader  # noqa: E731
             self._wait(is_decided, 2 * (timeout_s + self._silence_s))
         decision = control.get("decision")
-        if decision is None and control.is_cut_off:
-            return (False, against) if against else (True, "from the newest durable checkpoint")
+        if decision is None and control.has_lost_leader:
+            return (False, objection) if objection else (True, "from the newest durable checkpoint")
         verb, _, reason = (decision or "stop the leader did not decide").partition(" ")
         return verb == "go", reason
 
-    def leave(self, timeout_s: float) -> None:
+    def release_store(self, timeout_s: float) -> None:
         self._control.set(f"gone/{self._control.node}", "1")
-        if self._control.leads:
-            self._wait(lambda: have_all(self._control, "gone"), timeout_s)
+        if self._control.is_leader:
+            self._wait(lambda: have_all_reported(self._control, "gone"), timeout_s)

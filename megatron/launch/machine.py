@@ -29,8 +29,8 @@ from megatron import log
 from megatron.errors import ConfigError
 
 CPU_PROCESSES = 4
-NAMES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "pp_size", "mp_size")
-PRELOADED = (
+VARIABLE_NAMES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "pp_size", "mp_size")
+PRELOADED_MODULES = (
     "torch",
     "deepspeed",
     "torch._inductor.codecache",
@@ -68,14 +68,14 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     if env.get("DS_ACCELERATOR") == "cpu":
         return 0
     if env.get("MEGATRON_NUM_GPUS"):
-        return _number("MEGATRON_NUM_GPUS", env["MEGATRON_NUM_GPUS"])
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
+        return _parse_number("MEGATRON_NUM_GPUS", env["MEGATRON_NUM_GPUS"])
+    visible_devices = env.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None and (not visible_devices.strip() or visible_devices.strip().startswith("-1")):
         return 0
-    present = _nvidia_gpus()
-    if not present or not _torch_has_cuda():
+    num_present = _nvidia_gpus()
+    if not num_present or not _torch_has_cuda():
         return 0
-    return min(present, len(visible.split(","))) if visible is not None else present
+    return min(num_present, len(visible_devices.split(","))) if visible_devices is not None else num_present
 
 
 def _nvidia_gpus() -> int:
@@ -109,7 +109,7 @@ def threads_per_rank(num_ranks: int) -> int:
     return max(1, num_cores() // num_ranks)
 
 
-def crowding(num_ranks: int) -> str | None:
+def crowding_warning(num_ranks: int) -> str | None:
     """Return a warning if there are many more ranks than cores on this machine, or None."""
     cores = num_cores()
     if num_ranks <= max(CPU_PROCESSES, 2 * cores):
@@ -122,12 +122,12 @@ def crowding(num_ranks: int) -> str | None:
 
 
 def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Return a value for each of ``NAMES``: the user's, otherwise SLURM's, otherwise a default for this machine.
+    """Return a value for each of ``VARIABLE_NAMES``: the user's, otherwise SLURM's, otherwise the default.
 
     Raises:
         ConfigError: a value is not a number, or the devices do not fit pp_size x mp_size.
     """
-    values = {name: env[name] for name in NAMES if env.get(name)}
+    values = {name: env[name] for name in VARIABLE_NAMES if env.get(name)}
     for name, value in from_slurm(env).items():
         values.setdefault(name, value)
     has_address = "MASTER_ADDR" in values
@@ -135,17 +135,17 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
         values.setdefault(name, value)
     is_elastic = ":" in values["NNODES"]  # MIN:MAX: the flags apply to MAX nodes
     numeric = {**values, "NNODES": values["NNODES"].partition(":")[2]} if is_elastic else values
-    numbers = {name: _number(name, value) for name, value in numeric.items() if name != "MASTER_ADDR"}
+    numbers = {name: _parse_number(name, value) for name, value in numeric.items() if name != "MASTER_ADDR"}
     if numbers["NNODES"] > 1 and not has_address and not is_elastic:
         raise ConfigError(
             f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the host name under which the other nodes reach node 0. "
             "Set MASTER_ADDR to the same host on every node (127.0.0.1 if all are on this machine)."
         )
-    numbers |= _layout(numbers, gpus, _number("cp_size", env.get("cp_size") or "1"))
-    return {name: values.get(name, str(numbers.get(name))) for name in NAMES}
+    numbers |= _resolve_layout(numbers, gpus, _parse_number("cp_size", env.get("cp_size") or "1"))
+    return {name: values.get(name, str(numbers.get(name))) for name in VARIABLE_NAMES}
 
 
-def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, int]:
+def _resolve_layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, int]:
     """Return matching values of GPUS_PER_NODE, pp_size and mp_size for cp_size; values set by the user are kept."""
     nodes = numbers["NNODES"]
     devices = numbers.get("GPUS_PER_NODE") or gpus or CPU_PROCESSES
@@ -159,9 +159,9 @@ def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, in
     if "GPUS_PER_NODE" in numbers:
         per_node = devices
     elif not gpus:
-        per_node = _fitting(max(devices, -(-product // nodes)), nodes, product, upwards=product > devices * nodes)
+        per_node = _fit_devices(max(devices, -(-product // nodes)), nodes, product, upwards=product > devices * nodes)
     else:
-        per_node = _fitting(devices, nodes, product, upwards=False)
+        per_node = _fit_devices(devices, nodes, product, upwards=False)
     if per_node == 0 or per_node * nodes % product:
         flag_text, got_text, factor_text = (
             (" x cp_size", f", cp_size={context}", f" x {context}") if context > 1 else ("", "", "")
@@ -177,19 +177,19 @@ def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, in
 
 def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
     """Return (pp_size, mp_size): the user's values, otherwise the table's row for this number of devices per node."""
-    chosen = "GPUS_PER_NODE" in numbers
+    is_chosen = "GPUS_PER_NODE" in numbers
     pipe, tensor = numbers.get("pp_size"), numbers.get("mp_size")
     if pipe is None and tensor is None:
-        if devices >= 4 and not (chosen and devices % 4):
+        if devices >= 4 and not (is_chosen and devices % 4):
             return 2, 2
-        return (2, 1) if devices >= 2 and not (chosen and devices % 2) else (1, 1)
+        return (2, 1) if devices >= 2 and not (is_chosen and devices % 2) else (1, 1)
     fixed = max(pipe if pipe is not None else tensor or 1, 1)
     remaining = devices * numbers["NNODES"] // fixed
-    other = 2 if remaining >= 2 and devices * numbers["NNODES"] % (2 * fixed) == 0 else 1
-    return (pipe if pipe is not None else other), (tensor if tensor is not None else other)
+    default_size = 2 if remaining >= 2 and devices * numbers["NNODES"] % (2 * fixed) == 0 else 1
+    return (pipe if pipe is not None else default_size), (tensor if tensor is not None else default_size)
 
 
-def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
+def _fit_devices(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
     """Return the number of devices per node for which the number of all devices is a multiple of ``product``.
 
     Args:
@@ -200,7 +200,7 @@ def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
     return next((count for count in counts if count * nodes % product == 0), 0)
 
 
-def _number(name: str, value: str) -> int:
+def _parse_number(name: str, value: str) -> int:
     minimum = 0 if name in ("NODE_RANK", "pp_size", "MEGATRON_NUM_GPUS") else 1
     if not re.fullmatch(r"\d+", value) or int(value) < minimum:
         raise ConfigError(f"{name} must be a whole number, at least {minimum}, got {name}={value!r}.")
@@ -259,7 +259,7 @@ def main() -> int:
         lines += [
             "export DS_ACCELERATOR=cpu",
             "export CUDA_VISIBLE_DEVICES=",
-            f"LAUNCH_FLAGS='--preload {','.join(PRELOADED)}'",
+            f"LAUNCH_FLAGS='--preload {','.join(PRELOADED_MODULES)}'",
         ]
         if _nvidia_gpus() and os.environ.get("DS_ACCELERATOR") != "cpu":
             log.warning("this machine has a GPU that cannot be used (CPU build of torch, or CUDA_VISIBLE_DEVICES)")

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 from megatron.launch import machine
 
 DEFAULT_PORT = 29500
-LEAST_TIMEOUT_S = 2.0
+MIN_NODE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Options:
 
     nproc_per_node: int
     nnodes: int
-    fewest_nodes: int
+    min_nodes: int
     node_list: tuple[tuple[str, int], ...]
     node_timeout_s: float
     node_rank: int
@@ -39,7 +39,7 @@ class Options:
 
     @property
     def is_elastic(self) -> bool:
-        """True if the number of nodes may change between ``fewest_nodes`` and ``nnodes``."""
+        """True if the number of nodes may change between ``min_nodes`` and ``nnodes``."""
         return bool(self.node_list)
 
 
@@ -52,15 +52,15 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     flags = _parser().parse_args(argv)
     gpus = machine.count_gpus(env)
     nproc = flags.nproc_per_node if flags.nproc_per_node is not None else max(1, gpus)
-    fewest, nnodes = _nodes(flags.nnodes)
-    hosts = tuple(_addresses(flags.node_list or env.get("NODE_LIST", ""), flags.master_port))
-    problems = [*_problems(flags, nproc, gpus, nnodes), *_elastic_problems(flags, fewest, nnodes, hosts)]
+    min_nodes, nnodes = _parse_nodes(flags.nnodes)
+    hosts = tuple(_parse_node_list(flags.node_list or env.get("NODE_LIST", ""), flags.master_port))
+    problems = [*_problems(flags, nproc, gpus, nnodes), *_elastic_problems(flags, min_nodes, nnodes, hosts)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Options(
         nproc_per_node=nproc,
         nnodes=nnodes,
-        fewest_nodes=fewest,
+        min_nodes=min_nodes,
         node_list=hosts if ":" in flags.nnodes else (),
         node_timeout_s=flags.node_timeout,
         node_rank=flags.node_rank,
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     )
 
 
-def _nodes(text: str) -> tuple[int, int]:
+def _parse_nodes(text: str) -> tuple[int, int]:
     """Return (MIN, MAX) of "MIN:MAX", or (N, N) of "N".
 
     Raises:
@@ -89,25 +89,25 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(match.group(1)), int(match.group(2) or match.group(1))
 
 
-def _addresses(text: str, port: int) -> Iterator[tuple[str, int]]:
+def _parse_node_list(text: str, port: int) -> Iterator[tuple[str, int]]:
     """Yield (host, port) of each entry of "HOST[:PORT],..."; port 0 if it is not a number."""
     for entry in filter(None, text.split(",")):
-        host, has_port, port_text = (
+        host, separator, port_text = (
             entry.strip().rpartition(":") if re.search(r"[^:]:[^:]*$", entry) else (entry, "", "")
         )
-        yield host.strip("[] "), (int(port_text) if port_text.isdecimal() else 0) if has_port else port
+        yield host.strip("[] "), (int(port_text) if port_text.isdecimal() else 0) if separator else port
 
 
 def _elastic_problems(
-    found: argparse.Namespace, fewest: int, nnodes: int, hosts: Sequence[tuple[str, int]]
+    args: argparse.Namespace, min_nodes: int, nnodes: int, hosts: Sequence[tuple[str, int]]
 ) -> Iterator[str]:
-    if ":" not in found.nnodes:
+    if ":" not in args.nnodes:
         return
-    if not 1 <= fewest <= nnodes:
-        yield f"--nnodes MIN:MAX needs 1 <= MIN <= MAX, got {found.nnodes}."
+    if not 1 <= min_nodes <= nnodes:
+        yield f"--nnodes MIN:MAX needs 1 <= MIN <= MAX, got {args.nnodes}."
     elif len(hosts) != nnodes:
         yield (
-            f"--nnodes {found.nnodes} needs --node-list (or NODE_LIST) with an entry HOST[:PORT] for each of the "
+            f"--nnodes {args.nnodes} needs --node-list (or NODE_LIST) with an entry HOST[:PORT] for each of the "
             f"{nnodes} nodes in the order of NODE_RANK, got {len(hosts)}. If the leader is lost, the next node takes "
             "over."
         )
@@ -115,38 +115,38 @@ def _elastic_problems(
         if not host or not 1 <= port <= 65535:
             yield f"an entry of --node-list must be HOST or HOST:PORT with a port of 1 to 65535, got {host}:{port}."
         elif hosts.count((host, port)) > 1:
-            times = hosts.count((host, port))
-            yield f"each node needs its own entry in --node-list, got {host}:{port} {times} times."
-    if found.node_timeout < LEAST_TIMEOUT_S:
-        yield f"--node-timeout must be at least {LEAST_TIMEOUT_S:g} seconds, got {found.node_timeout:g}."
-    if not found.max_restarts:
-        yield f"--nnodes {found.nnodes} needs --max-restarts N to restart after a lost node, got 0."
+            num_entries = hosts.count((host, port))
+            yield f"each node needs its own entry in --node-list, got {host}:{port} {num_entries} times."
+    if args.node_timeout < MIN_NODE_TIMEOUT_S:
+        yield f"--node-timeout must be at least {MIN_NODE_TIMEOUT_S:g} seconds, got {args.node_timeout:g}."
+    if not args.max_restarts:
+        yield f"--nnodes {args.nnodes} needs --max-restarts N to restart after a lost node, got 0."
 
 
-def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> list[str]:
+def _problems(args: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> list[str]:
     problems = []
     for flag, value, minimum in (
         ("--nproc-per-node", nproc, 1),
         ("--nnodes", nnodes, 1),
-        ("--node-rank", found.node_rank, 0),
-        ("--max-restarts", found.max_restarts, 0),
+        ("--node-rank", args.node_rank, 0),
+        ("--max-restarts", args.max_restarts, 0),
     ):
         if value < minimum:
             problems.append(f"{flag} must be at least {minimum}, got {value}.")
-    if nnodes >= 1 and found.node_rank >= nnodes:
+    if nnodes >= 1 and args.node_rank >= nnodes:
         problems.append(
-            f"--node-rank must be below --nnodes, got --node-rank {found.node_rank} and --nnodes {nnodes}. "
+            f"--node-rank must be below --nnodes, got --node-rank {args.node_rank} and --nnodes {nnodes}. "
             "Node ranks start at 0."
         )
-    if not 1 <= found.master_port <= 65535:
-        problems.append(f"--master-port must be 1 to 65535, got {found.master_port}.")
+    if not 1 <= args.master_port <= 65535:
+        problems.append(f"--master-port must be 1 to 65535, got {args.master_port}.")
     if gpus and nproc > gpus:
         problems.append(
             f"--nproc-per-node must not exceed the GPUs of this node, got --nproc-per-node {nproc} and {gpus} GPU(s). "
             "Lower it (GPUS_PER_NODE in the run scripts), or train on the CPU with DS_ACCELERATOR=cpu."
         )
-    if not Path(found.script).is_file():
-        problems.append(f"the script to start must be a file, got {found.script!r}, which is not a file.")
+    if not Path(args.script).is_file():
+        problems.append(f"the script to start must be a file, got {args.script!r}, which is not a file.")
     return problems
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
-from megatron.launch.processes import RESUMABLE, Signals
+from megatron.launch.processes import RESUMABLE_CODE, Signals
 from megatron.runtime import progress_file, rank_status
 
 # Root cause of the end of a job, and the job's exit code.
@@ -31,7 +31,7 @@ from megatron.runtime import progress_file, rank_status
 # If all ranks have lost a peer, except for one that did not exit and had to be killed by the launcher, that rank is the
 # root cause: the others waited for it.
 
-SPECIFIC = (2, 3, 5, RESUMABLE)
+SPECIFIC_CODES = (2, 3, 5, RESUMABLE_CODE)
 WINDOW_S = 1.0
 
 
@@ -42,16 +42,16 @@ class Exit:
     rank: int
     pid: int
     status: int
-    at: float
+    time_s: float
     """Seconds from the start of the ranks, which is simultaneous on all nodes, to the rank's error report, or otherwise
     to its exit. The rank that reports first may take longest to exit."""
     was_signalled: bool = False
     """The launcher had already signalled the rank to exit because a peer had died."""
-    place: str = ""
+    coordinates: str = ""
     """Coordinates such as "stage 1, tensor 0, data 0"; empty if the rank exited before it knew them."""
-    doing: str = ""
+    operation: str = ""
     """Last operation, such as "step 7, forward of micro-batch 3"."""
-    words: str = ""
+    error: str = ""
     """The error, if all ranks raised the same one; rank 0 prints it unless it is killed before."""
     hint: str = ""
     """Possible cause; only reported by the launcher."""
@@ -61,14 +61,14 @@ class Exit:
     @property
     def weight(self) -> int:
         """Weight of this exit in the table above; the root cause has the smallest."""
-        if self.status in SPECIFIC:
+        if self.status in SPECIFIC_CODES:
             return 0
         return {0: 2, 4: 2 if self.is_late else 3}.get(self.status, 1)
 
     @property
     def has_failed(self) -> bool:
         """True unless the rank exited at the end of its run or on request."""
-        return self.status not in (0, RESUMABLE) or (self.status == 0 and bool(self.state))
+        return self.status not in (0, RESUMABLE_CODE) or (self.status == 0 and bool(self.state))
 
     @property
     def is_late(self) -> bool:
@@ -90,13 +90,13 @@ class Exit:
     @property
     def job_code(self) -> int:
         """The job's exit code if this exit is the root cause."""
-        if self.status in SPECIFIC:
+        if self.status in SPECIFIC_CODES:
             return self.status
         return 4 if self.status in (0, 4) or self.status < 0 else 1
 
     def __str__(self) -> str:
-        rank_text = f"rank {self.rank} ({self.place + '; ' if self.place else ''}pid {self.pid})"
-        operation = f", at {self.doing}" if self.doing else ""
+        rank_text = f"rank {self.rank} ({self.coordinates + '; ' if self.coordinates else ''}pid {self.pid})"
+        operation = f", at {self.operation}" if self.operation else ""
         if self.is_stuck:
             return f"{rank_text}, which did not exit with the other ranks and had to be killed{operation}"
         if self.status < 0:
@@ -106,30 +106,32 @@ class Exit:
             return f"{rank_text}, which exited early with code 0 {early}{operation}"
         if self.is_late:
             return f"{rank_text}, which made no progress and exited with code 4{operation}"
-        prefix = "the same error on every rank, first by " if self.words else ""
+        prefix = "the same error on every rank, first by " if self.error else ""
         return f"{prefix}{rank_text} with exit code {self.status}{operation}"
 
 
 def root_cause(exits: Collection[Exit]) -> Exit | None:
     """Return the exit that caused the end of the job, or None if all are consequences of the launcher's signals."""
-    own_exits = [one for one in exits if not one.is_consequence]
-    if not own_exits:
+    independent_exits = [rank_exit for rank_exit in exits if not rank_exit.is_consequence]
+    if not independent_exits:
         return None
-    failed = [one.at for one in own_exits if one.has_failed]
-    start = min(failed) if failed else min(one.at for one in own_exits)
+    failure_times = [rank_exit.time_s for rank_exit in independent_exits if rank_exit.has_failed]
+    first_time = min(failure_times) if failure_times else min(rank_exit.time_s for rank_exit in independent_exits)
     stuck = first_stuck(exits)
-    if stuck is not None and all(one.status == 4 for one in own_exits):
+    if stuck is not None and all(rank_exit.status == 4 for rank_exit in independent_exits):
         return stuck
-    candidates = [one for one in own_exits if one.at <= start + WINDOW_S]
-    return min(candidates, key=lambda one: (one.weight, one.at))
+    candidates = [rank_exit for rank_exit in independent_exits if rank_exit.time_s <= first_time + WINDOW_S]
+    return min(candidates, key=lambda rank_exit: (rank_exit.weight, rank_exit.time_s))
 
 
 def first_stuck(exits: Collection[Exit]) -> Exit | None:
     """Return the exit of the lowest rank that had to be killed, or None."""
-    return min((one for one in exits if one.is_stuck), key=lambda one: one.rank, default=None)
+    return min(
+        (rank_exit for rank_exit in exits if rank_exit.is_stuck), key=lambda rank_exit: rank_exit.rank, default=None
+    )
 
 
-def deciding(exits: Collection[Exit]) -> list[Exit]:
+def relevant_exits(exits: Collection[Exit]) -> list[Exit]:
     """Return the subset of ``exits`` that can affect ``root_cause``, whatever exits are added later.
 
     The subset contains the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. It
@@ -137,27 +139,29 @@ def deciding(exits: Collection[Exit]) -> list[Exit]:
     exit with another code than 4.
     """
     # Sorted, so that the result does not depend on the order of ``exits``.
-    exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))
-    own_exits = [one for one in exits if not one.is_consequence]
-    selected = [next((one for one in own_exits if one.weight == weight), None) for weight in range(4)]
+    exits = sorted(exits, key=lambda rank_exit: (rank_exit.time_s, rank_exit.rank, repr(rank_exit)))
+    independent_exits = [rank_exit for rank_exit in exits if not rank_exit.is_consequence]
+    selected = [
+        next((rank_exit for rank_exit in independent_exits if rank_exit.weight == weight), None) for weight in range(4)
+    ]
     selected += [
-        next((one for one in own_exits if one.has_failed), None),
-        next((one for one in own_exits if one.status != 4), None),
+        next((rank_exit for rank_exit in independent_exits if rank_exit.has_failed), None),
+        next((rank_exit for rank_exit in independent_exits if rank_exit.status != 4), None),
     ]
     selected.append(first_stuck(exits))
-    return list(dict.fromkeys(one for one in selected if one is not None))
+    return list(dict.fromkeys(rank_exit for rank_exit in selected if rank_exit is not None))
 
 
-def exits_of(text: str) -> list[Exit]:
+def parse_exits(text: str) -> list[Exit]:
     """Return the exits in a JSON list; an empty list for an empty text."""
     return [Exit(**fields) for fields in json.loads(text or "[]")]
 
 
-def _signal_name(number: int) -> str:
+def _signal_name(signum: int) -> str:
     try:
-        return signal.Signals(number).name
+        return signal.Signals(signum).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {signum}"
 
 
 # Communication of the launchers of one job about the end of one start, over the store of node 0.
@@ -188,32 +192,32 @@ class NodeBoard:
 
     def is_failed(self) -> bool:
         """Return True if a node has lost a rank, or node 0 is gone."""
-        return self._num_nodes > 1 and self._ask(lambda: self._store.check(["failed"]), True)
+        return self._num_nodes > 1 and self._call_store(lambda: self._store.check(["failed"]), True)
 
-    def all_left(self) -> bool:
+    def have_all_ended(self) -> bool:
         """Return True if no node has a running rank."""
-        return self._num_nodes == 1 or self._ask(lambda: self._store.add("left", 0) >= self._num_nodes, True)
+        return self._num_nodes == 1 or self._call_store(lambda: self._store.add("left", 0) >= self._num_nodes, True)
 
-    def report_left(self, status: int = 0) -> None:
+    def report_ended(self, status: int = 0) -> None:
         """Report that this node has no running rank; ``status`` is the highest exit code of its ranks."""
         if self._num_nodes > 1:
-            self._ask(lambda: self._store.add("left", 1), 0)
+            self._call_store(lambda: self._store.add("left", 1), 0)
 
     def report_failed(self, verdict: Exit | None) -> None:
         """Report a failure, and the exit of this node's rank that caused it, if there is one."""
         if self._num_nodes > 1:
             if verdict is not None:
-                self._ask(lambda: self._enter(verdict), None)
-            self._ask(lambda: self._store.set("failed", "1"), None)
+                self._call_store(lambda: self._add_verdict(verdict), None)
+            self._call_store(lambda: self._store.set("failed", "1"), None)
 
-    def _enter(self, verdict: Exit) -> None:
+    def _add_verdict(self, verdict: Exit) -> None:
         """Add ``verdict`` to the shared list if it can affect the root cause.
 
         The nodes share one key. If each node had its own key, every node would have to read the keys of all nodes.
         """
         known = self._read("verdicts")
         while True:
-            merged = json.dumps([asdict(rank_exit) for rank_exit in deciding([*exits_of(known), verdict])])
+            merged = json.dumps([asdict(rank_exit) for rank_exit in relevant_exits([*parse_exits(known), verdict])])
             if merged == known:
                 return
             before, known = known, self._store.compare_set("verdicts", known, merged).decode()
@@ -224,52 +228,52 @@ class NodeBoard:
         """Return exit codes of other nodes' ranks; only an elastic job needs them, where a node may have no ranks."""
         return []
 
-    def lost(self) -> list[int]:
+    def lost_nodes(self) -> list[int]:
         """Return the lost nodes of this start, if the job can continue without them."""
         return []
 
     def verdicts(self) -> list[Exit]:
         """Return the exits reported by all nodes so far that determine the root cause."""
-        return exits_of(self._ask(lambda: self._read("verdicts"), "")) if self._num_nodes > 1 else []
+        return parse_exits(self._call_store(lambda: self._read("verdicts"), "")) if self._num_nodes > 1 else []
 
-    def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
+    def agree(self, objection: str, timeout_s: float, get_origin: Callable[[], str]) -> tuple[bool, str]:
         """Decide whether the job restarts; return (decision, reason), the same on every node.
 
         Node 0 decides "go" only if every node has reported that it has no running rank and agrees to a restart. A node
         that is lost or was asked to stop does not vote, or votes against it.
 
         Args:
-            against: this node's reason against a restart; empty if there is none.
+            objection: this node's reason against a restart; empty if there is none.
             timeout_s: seconds to wait for the other nodes' votes.
-            go: called on node 0 if all nodes agree; returns the origin of the next start as text.
+            get_origin: called on node 0 if all nodes agree; returns the origin of the next start as text.
         """
         if self._num_nodes == 1:
-            return (False, against) if against else (True, go())
-        self._ask(lambda: self._store.set(f"restart/{self._node_rank}", against), None)
+            return (False, objection) if objection else (True, get_origin())
+        self._call_store(lambda: self._store.set(f"restart/{self._node_rank}", objection), None)
         if self._node_rank == 0:
-            against = self._count_votes(timeout_s)
-            decision = f"stop {against}" if against else f"go {go()}"
-            self._ask(lambda: self._store.set("decision", decision), None)
+            objection = self._count_votes(timeout_s)
+            decision = f"stop {objection}" if objection else f"go {get_origin()}"
+            self._call_store(lambda: self._store.set("decision", decision), None)
         else:
-            self._wait(lambda: self._ask(lambda: self._store.check(["decision"]), True), 2 * timeout_s)
-            decision = self._ask(lambda: self._read("decision"), "") or "stop node 0 was lost"
+            self._wait(lambda: self._call_store(lambda: self._store.check(["decision"]), True), 2 * timeout_s)
+            decision = self._call_store(lambda: self._read("decision"), "") or "stop node 0 was lost"
         verb, _, reason = decision.partition(" ")
         return verb == "go", reason
 
-    def leave(self, timeout_s: float) -> None:
+    def release_store(self, timeout_s: float) -> None:
         """Report that this node no longer needs the store; node 0, which hosts it, waits for all nodes."""
         if self._num_nodes == 1:
             return
-        self._ask(lambda: self._store.add("gone", 1), 0)
+        self._call_store(lambda: self._store.add("gone", 1), 0)
         if self._node_rank == 0:
-            self._wait(lambda: self._ask(lambda: self._store.add("gone", 0) >= self._num_nodes, True), timeout_s)
+            self._wait(lambda: self._call_store(lambda: self._store.add("gone", 0) >= self._num_nodes, True), timeout_s)
 
     def _count_votes(self, timeout_s: float) -> str:
         """Return the reason against a restart, or "" if all nodes agree."""
         keys = [f"restart/{node}" for node in range(self._num_nodes)]
-        self._wait(lambda: self._ask(lambda: self._store.check(keys), True), timeout_s)
+        self._wait(lambda: self._call_store(lambda: self._store.check(keys), True), timeout_s)
         missing_nodes = [
-            str(node) for node, key in enumerate(keys) if not self._ask(partial(self._store.check, [key]), False)
+            str(node) for node, key in enumerate(keys) if not self._call_store(partial(self._store.check, [key]), False)
         ]
         if missing_nodes:
             return f"node {', '.join(missing_nodes)} did not answer"
@@ -286,23 +290,23 @@ class NodeBoard:
             self._signals.wait(POLL_S)
 
     @staticmethod
-    def _ask(question: Callable[[], T], without_store: T) -> T:
-        """Return the result of a store operation, or ``without_store`` if node 0 is gone."""
+    def _call_store(operation: Callable[[], T], default: T) -> T:
+        """Return the result of a store operation, or ``default`` if node 0 is gone."""
         try:
-            return question()
+            return operation()
         except RuntimeError:  # node 0 is gone, and the store with it
-            return without_store
+            return default
 
 
 # Restarts of a failed job: --max-restarts, and progress.
 #
 # A start makes progress if it makes a checkpoint durable with a higher step than the previous durable checkpoint. After
 # a rollback, the step of that checkpoint may be lower than the steps of earlier ones. Rank 0 reports the step in the
-# progress file (megatron/runtime/progress_file.py). ``FRUITLESS`` consecutive starts without progress end the job,
-# because the next one would fail in the same way.
+# progress file (megatron/runtime/progress_file.py). ``MAX_FRUITLESS_STARTS`` consecutive starts without progress end
+# the job, because the next one would fail in the same way.
 
-FRUITLESS = 3
-RESTARTED = (1, 4)
+MAX_FRUITLESS_STARTS = 3
+RESTARTABLE_CODES = (1, 4)
 """Exit codes after which a restart may help: a rank died or timed out, or an exception. Other errors would recur."""
 
 
@@ -310,43 +314,50 @@ class Restarts:
     """Counts the restarts of one job.
 
     Args:
-        most: maximum number of restarts (--max-restarts).
+        max_restarts: maximum number of restarts (--max-restarts).
         progress: the progress file; only node 0's is written.
     """
 
-    def __init__(self, most: int, progress: Path) -> None:
-        self.most, self.done = most, 0
+    def __init__(self, max_restarts: int, progress: Path) -> None:
+        self.max_restarts, self.num_done = max_restarts, 0
         self._progress = progress
-        self._last: int | None = None
-        self._fruitless = 0
+        self._last_durable_step: int | None = None
+        self._num_fruitless = 0
 
     @property
-    def durable(self) -> int | None:
+    def durable_step(self) -> int | None:
         """Step of the newest durable checkpoint of this job, or None."""
-        return progress_file.committed_step(self._progress)
+        return progress_file.read_committed_step(self._progress)
 
-    def against(self, code: int, *, is_node_0: bool) -> str:
+    def objection(self, code: int, *, is_node_0: bool) -> str:
         """Return the reason against a restart after ``code``, or "" if there is none.
 
         Must be called once after each failed start.
         """
-        if code not in RESTARTED:
+        if code not in RESTARTABLE_CODES:
             return f"a restart would end with code {code} again"
         if is_node_0 and self._is_fruitless():
-            newest = "no checkpoint is durable" if self._last is None else f"the newest is of step {self._last}"
-            return (
-                f"{FRUITLESS} consecutive starts ended before a new checkpoint was durable ({newest}), so the job does "
-                "not restart. See their errors above, and lower --save-interval if they only ended too early"
+            newest = (
+                "no checkpoint is durable"
+                if self._last_durable_step is None
+                else f"the newest is of step {self._last_durable_step}"
             )
-        return self.against_one_more()
+            return (
+                f"{MAX_FRUITLESS_STARTS} consecutive starts ended before a new checkpoint was durable ({newest}), so "
+                "the job does not restart. See their errors above, and lower --save-interval if they only ended too "
+                "early"
+            )
+        return self.objection_to_one_more()
 
-    def against_one_more(self) -> str:
+    def objection_to_one_more(self) -> str:
         """Return the message that all restarts are used, or "" if another one is allowed."""
-        return f"all restarts of --max-restarts {self.most} are used" if self.done >= self.most else ""
+        return (
+            f"all restarts of --max-restarts {self.max_restarts} are used" if self.num_done >= self.max_restarts else ""
+        )
 
     def origin(self) -> str:
         """Return text that states where the next start begins."""
-        step = self.durable
+        step = self.durable_step
         return (
             "like the first start, because this job has no durable checkpoint yet"
             if step is None
@@ -354,11 +365,13 @@ class Restarts:
         )
 
     def _is_fruitless(self) -> bool:
-        """Count this start; return True if ``FRUITLESS`` consecutive starts have made no progress."""
-        last, self._last = self._last, self.durable
-        has_grown = self._last is not None and (last is None or self._last > last)
-        self._fruitless = 0 if has_grown else self._fruitless + 1
-        return self._fruitless >= FRUITLESS
+        """Count this start; return True if ``MAX_FRUITLESS_STARTS`` consecutive starts have made no progress."""
+        previous_step, self._last_durable_step = self._last_durable_step, self.durable_step
+        has_grown = self._last_durable_step is not None and (
+            previous_step is None or self._last_durable_step > previous_step
+        )
+        self._num_fruitless = 0 if has_grown else self._num_fruitless + 1
+        return self._num_fruitless >= MAX_FRUITLESS_STARTS
 
 
 # Exit code and final message of a job after its last start.
@@ -375,7 +388,7 @@ class Restarts:
 # | all with 2 | perhaps | 2 | none: rank 0 has reported it |
 # | otherwise | perhaps | the root cause's | the root cause, and the reason against a restart |
 
-BY_REQUEST = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
+STOP_STATUSES = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,71 +399,72 @@ class End:
         code: exit code of the start.
         verdict: the root cause.
         exits: exits of this node's ranks.
-        late: message about ranks that exceeded --stop-grace; otherwise "".
-        is_said: a rank of this node has printed why the job ends.
-        is_alike: all ranks of this node exited with 2 by themselves, and one of them reports it.
+        late_message: message about ranks that exceeded --stop-grace; otherwise "".
+        is_error_printed: a rank of this node has printed why the job ends.
+        is_same_on_all_ranks: all ranks of this node exited with 2 by themselves, and one of them reports it.
     """
 
     code: int
     verdict: Exit | None
     exits: Collection[Exit]
-    late: str
+    late_message: str
     was_asked_to_stop: bool
-    is_said: bool
-    is_alike: bool
+    is_error_printed: bool
+    is_same_on_all_ranks: bool
 
     @property
     def is_by_request(self) -> bool:
         """True if the ranks were ended by a signal for which they had no handler yet."""
-        return self.verdict is not None and self.verdict.status in BY_REQUEST
+        return self.verdict is not None and self.verdict.status in STOP_STATUSES
 
     def __str__(self) -> str:
         """Return text on the cause of this start's end."""
         verdict = self.verdict
-        if verdict is None or verdict.status in (0, RESUMABLE):
+        if verdict is None or verdict.status in (0, RESUMABLE_CODE):
             cause = f"ended by {verdict}" if verdict is not None else "ended by another node, or node 0 was lost"
-            return self.late or cause
+            return self.late_message or cause
         other_stuck = [
             str(rank_exit.rank) for rank_exit in self.exits if rank_exit.is_stuck and rank_exit.rank != verdict.rank
         ]
         text = f"ended by {verdict}"
         if verdict.is_stuck and other_stuck:
             text += f", as had rank {', '.join(other_stuck)}"
-        if verdict.words and not self.is_said:
-            text += f": {verdict.words}"
+        if verdict.error and not self.is_error_printed:
+            text += f": {verdict.error}"
         return text + (f" ({verdict.hint})" if verdict.hint else "")
 
 
 def job_result(
-    end: End, signals: Signals, durable: int | None, *, restarts: int, reason: str
+    end: End, signals: Signals, durable_step: int | None, *, max_restarts: int, reason: str
 ) -> tuple[int, str | None]:
     """Return the job's exit code and its final message (or None), according to the table above.
 
     Args:
-        durable: step of the newest durable checkpoint of this job, or None.
-        restarts: --max-restarts.
+        durable_step: step of the newest durable checkpoint of this job, or None.
+        max_restarts: --max-restarts.
         reason: reason against a restart; may be empty.
     """
     if signals.is_ended:
-        code = 128 + signals.seen[1]
+        code = 128 + signals.received[1]
         return code, f"ended immediately by a second signal, code {code}"
-    code, is_between = end.code, restarts > 0 and end.code in RESTARTED and not end.was_asked_to_stop
+    code, is_between_starts = end.code, max_restarts > 0 and end.code in RESTARTABLE_CODES and not end.was_asked_to_stop
     if signals.is_asked_to_stop and end.is_by_request:
-        code = signals.code if durable is None else RESUMABLE
-    elif signals.is_asked_to_stop and is_between and durable is not None:
-        code = RESUMABLE
-    if code == RESUMABLE != end.code:
+        code = signals.code if durable_step is None else RESUMABLE_CODE
+    elif signals.is_asked_to_stop and is_between_starts and durable_step is not None:
+        code = RESUMABLE_CODE
+    if code == RESUMABLE_CODE != end.code:
         return (
             code,
-            f"received {signals.first_name} while the ranks could not save; {_how_to_go_on(durable)}; code {code}",
+            f"received {signals.first_name} while the ranks could not save; {_how_to_resume(durable_step)}; code "
+            f"{code}",
         )
-    if code == RESUMABLE or (code == 2 and end.is_alike):
+    if code == RESUMABLE_CODE or (code == 2 and end.is_same_on_all_ranks):
         return code, None
     return code, f"{end}{f'; {reason}' if reason else ''}; the job ends with code {code}"
 
 
-def _how_to_go_on(durable: int | None) -> str:
+def _how_to_resume(durable_step: int | None) -> str:
     """Return the sentence on how to resume the job from its newest durable checkpoint."""
-    if durable is None:
+    if durable_step is None:
         return "nothing was lost: run the same command later"
-    return f"the checkpoint of step {durable} is durable: resume with the same command and --load RUN_FOLDER"
+    return f"the checkpoint of step {durable_step} is durable: resume with the same command and --load RUN_FOLDER"

@@ -17,13 +17,13 @@ from types import FrameType, TracebackType
 
 from megatron import log
 from megatron.child_process import die_with_parent
-from megatron.runtime.exit_signals import is_same_press
+from megatron.runtime.exit_signals import is_repeated_key_press
 
 # Each rank leads its own session and process group. So a Ctrl-C in the terminal reaches only the launcher, which
 # forwards it once, and child processes of a rank (data workers) are killed with it. A rank dies with the launcher
 # (PR_SET_PDEATHSIG).
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 """Signals for which the launcher has handlers."""
 
 
@@ -70,54 +70,55 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._inside, self._outside = os.pipe()
+        self._read_end, self._write_end = os.pipe()
 
     def open(self) -> None:
         """Release all ranks; called in the launcher."""
-        os.close(self._outside)
-        os.close(self._inside)
+        os.close(self._write_end)
+        os.close(self._read_end)
 
     def wait(self) -> None:
         """Wait until the launcher has opened the gate; called in a rank."""
-        os.close(self._outside)
-        os.read(self._inside, 1)
-        os.close(self._inside)
+        os.close(self._write_end)
+        os.read(self._read_end, 1)
+        os.close(self._read_end)
 
 
-def start(
+def start_rank(
     script: str,
     arguments: Sequence[str],
     env: Mapping[str, str],
     *,
-    in_fork: bool,
-    keeps_input: bool = False,
+    is_forked: bool,
+    inherits_stdin: bool = False,
     gate: Gate | None = None,
 ) -> int:
     """Start one rank and return its process id.
 
     Args:
-        in_fork: run the script in a fork of this process with the imported modules; otherwise in a new Python process.
-        keeps_input: inherit the launcher's standard input; otherwise it is empty.
+        is_forked: run the script in a fork of this process with the imported modules; otherwise in a new Python
+            process.
+        inherits_stdin: inherit the launcher's standard input; otherwise it is empty.
         gate: gate at which a forked rank waits before it starts.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     launcher = os.getpid()
     # The rank's copy of our handler would swallow signals.
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return pid
     try:
-        _become_rank(launcher, keeps_input)
-        if in_fork:
+        _become_rank(launcher, inherits_stdin)
+        if is_forked:
             if gate is not None:
                 gate.wait()
             os.environ.clear()
             os.environ.update(env)
             _close_inherited()
-            _run_and_leave(script, arguments)
+            _run_and_exit(script, arguments)
         os.execve(sys.executable, [sys.executable, *_python_flags(), script, *arguments], dict(env))
     except BaseException:
         traceback.print_exc()
@@ -125,20 +126,20 @@ def start(
         os._exit(1)
 
 
-def _become_rank(launcher: int, keeps_input: bool) -> None:
+def _become_rank(launcher: int, inherits_stdin: bool) -> None:
     """Set up this fork as a rank: its own session, default signal handlers, and its standard input."""
     os.setsid()
     die_with_parent()
     if os.getppid() != launcher:  # the launcher died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for signum in HANDLED:
+    for signum in HANDLED_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # SLURM may signal all processes; a rank that can save installs a handler later.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-    if not keeps_input:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    if not inherits_stdin:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -164,15 +165,15 @@ def _close_inherited() -> None:
     os.close(null)
 
 
-def _is_open(number: int) -> bool:
+def _is_open(descriptor: int) -> bool:
     try:
-        os.fstat(number)
+        os.fstat(descriptor)
     except OSError:
         return False
     return True
 
 
-def _run_and_leave(script: str, arguments: Sequence[str]) -> None:
+def _run_and_exit(script: str, arguments: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` and exit as Python would."""
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
@@ -181,9 +182,9 @@ def _run_and_leave(script: str, arguments: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as stop:
-        code = _code_of(stop)
+        code = _exit_code(stop)
     except BaseException as error:
-        sys.excepthook(type(error), error, _below_launcher(error.__traceback__, script))
+        sys.excepthook(type(error), error, _without_launcher_frames(error.__traceback__, script))
     finally:
         with suppress(BaseException):
             threading._shutdown()  # type: ignore[attr-defined]
@@ -194,7 +195,7 @@ def _run_and_leave(script: str, arguments: Sequence[str]) -> None:
         os._exit(code & 0xFF)
 
 
-def _code_of(stop: SystemExit) -> int:
+def _exit_code(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -203,7 +204,7 @@ def _code_of(stop: SystemExit) -> int:
     return 1
 
 
-def _below_launcher(trace: TracebackType | None, script: str) -> TracebackType | None:
+def _without_launcher_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
     """Return the traceback without the launcher's frames: its first frame is in the script."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code.co_filename != script:
@@ -213,53 +214,53 @@ def _below_launcher(trace: TracebackType | None, script: str) -> TracebackType |
 
 # Signals that the launcher handles.
 
-RESUMABLE = 75
-WARNING = signal.SIGUSR1
+RESUMABLE_CODE = 75
+TIME_LIMIT_SIGNAL = signal.SIGUSR1
 """SLURM's warning before the time limit: the first one is handled like SIGTERM, further ones are ignored."""
 
 
 class Signals:
     """Collects SIGTERM, SIGINT, SIGHUP and SIGUSR1, and wakes the launcher when one arrives or a rank exits.
 
-    Until ``begin`` is called there are no ranks, and a signal ends the launcher immediately. The exit code is 75 for
-    SLURM's warning, because the job can run later without loss, and 128 + the signal's number for the other signals.
-    Two Ctrl-C within ``PRESS_S`` count as one.
+    Until ``set_ranks_running`` is called there are no ranks, and a signal ends the launcher immediately. The exit code
+    is 75 for SLURM's warning, because the job can run later without loss, and 128 + the signal's number for the other
+    signals. Two Ctrl-C within ``KEY_PRESS_S`` count as one.
     """
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.received: list[int] = []
         self._last_at = 0.0
         self._has_ranks = False
         self._reader, writer = os.pipe()
-        for end in (self._reader, writer):
-            os.set_blocking(end, False)
+        for pipe_end in (self._reader, writer):
+            os.set_blocking(pipe_end, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, WARNING):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, TIME_LIMIT_SIGNAL):
             if (
-                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+                signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
             ):  # under nohup, SIGHUP stays ignored
-                signal.signal(number, self._note)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+                signal.signal(signum, self._handle)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
 
     @property
     def is_asked_to_stop(self) -> bool:
-        return bool(self.seen)
+        return bool(self.received)
 
     @property
     def is_ended(self) -> bool:
         """True if a second signal was received."""
-        return len(self.seen) > 1
+        return len(self.received) > 1
 
     @property
     def first_name(self) -> str:
-        return signal.Signals(self.seen[0]).name
+        return signal.Signals(self.received[0]).name
 
     @property
     def code(self) -> int:
         """The job's exit code if there was nothing to save at the first signal."""
-        return RESUMABLE if self.seen[0] == WARNING else 128 + self.seen[0]
+        return RESUMABLE_CODE if self.received[0] == TIME_LIMIT_SIGNAL else 128 + self.received[0]
 
-    def begin(self) -> None:
+    def set_ranks_running(self) -> None:
         """Record that ranks are running: from now on, a signal wakes ``wait`` instead of ending the launcher."""
         self._has_ranks = True
 
@@ -268,13 +269,15 @@ class Signals:
         if select.select([self._reader], [], [], timeout_s)[0]:
             os.read(self._reader, 4096)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: record it, or end the launcher if there are no ranks yet."""
         now = time.monotonic()
-        if self.seen and (number == WARNING or is_same_press(number, self.seen[-1], now - self._last_at)):
+        if self.received and (
+            signum == TIME_LIMIT_SIGNAL or is_repeated_key_press(signum, self.received[-1], now - self._last_at)
+        ):
             return
         self._last_at = now
-        self.seen.append(number)
+        self.received.append(signum)
         if not self._has_ranks:
             log.error(f"launch: {self.first_name} before the ranks were started: nothing to save, code {self.code}")
             os._exit(self.code)

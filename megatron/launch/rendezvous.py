@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.outcome import NodeBoard
 from megatron.launch.processes import Signals
-from megatron.runtime.rendezvous import missing_of
+from megatron.runtime.rendezvous import missing_ranks
 
 POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0
-OF_LAUNCHERS = ("agents/", "node/", "run", "come/", "begin/")
+LAUNCHER_KEYS = ("agents/", "node/", "run", "come/", "begin/")
 
 
 class LaunchRendezvous(RendezvousHandler):
@@ -46,7 +46,7 @@ class LaunchRendezvous(RendezvousHandler):
     """Number of restarts that the nodes have agreed on; None: each node counts its own restarts."""
 
     @property
-    def number(self) -> int:
+    def start_idx(self) -> int:
         """Number of the start, from 0."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class LaunchRendezvous(RendezvousHandler):
         """Rank of this node in the start."""
         raise NotImplementedError
 
-    def board(self, store: Store, signals: Signals) -> NodeBoard:
+    def make_board(self, store: Store, signals: Signals) -> NodeBoard:
         """Return the board on which the nodes communicate about the end of this start."""
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class LaunchRendezvous(RendezvousHandler):
         """Return further environment variables for the ranks of a start, whose folder is ``folder``."""
         return {}
 
-    def pass_on_waiting(self, folder: Path) -> None:
+    def notify_waiting(self, folder: Path) -> None:
         """Notify the ranks of this node if a node waits to join."""
 
     def close(self, code: int) -> None:
@@ -123,13 +123,13 @@ class NodeRendezvous(LaunchRendezvous):
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
-        self._restart = 0
+        self._start_idx = 0
 
     @property
-    def number(self) -> int:
-        return self._restart
+    def start_idx(self) -> int:
+        return self._start_idx
 
-    def board(self, store: Store, signals: Signals) -> NodeBoard:
+    def make_board(self, store: Store, signals: Signals) -> NodeBoard:
         return NodeBoard(store, self.node_rank, self.num_nodes, signals)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -140,12 +140,12 @@ class NodeRendezvous(LaunchRendezvous):
         """
         if self._store is None:
             self._store = self._open_store()
-            self._meet(self._store)
+            self._join_nodes(self._store)
         else:
-            self._restart += 1
-            self._meet_again(self._store)
+            self._start_idx += 1
+            self._rejoin_nodes(self._store)
         info = RendezvousStoreInfo(self.host, self.port)
-        agents_store = PrefixStore(f"agents/{self._restart}", self._store)
+        agents_store = PrefixStore(f"agents/{self._start_idx}", self._store)
         return RendezvousInfo(agents_store, self.node_rank, self.num_nodes, info)
 
     def _open_store(self) -> TCPStore:
@@ -154,27 +154,29 @@ class NodeRendezvous(LaunchRendezvous):
         Raises:
             PeerError: the store cannot be reached.
         """
-        self._await_node_0()
+        self._wait_for_node_0()
         try:
             store = TCPStore(
                 self.host, self.port, is_master=self._listener is not None, wait_for_workers=False,
-                timeout=timedelta(seconds=max(1.0, self._left())),
+                timeout=timedelta(seconds=max(1.0, self._remaining_s())),
                 master_listen_fd=os.dup(self._listener.fileno()) if self._listener else None,
             )  # fmt: skip
         except RuntimeError as error:
             raise PeerError(
-                self._unreachable(f"the process that listens there does not respond: {_first_line(error)}")
+                self._unreachable_message(f"the process that listens there does not respond: {_first_line(error)}")
             ) from error
         if self._listener:
             self._listener.close()
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         return store
 
-    def _await_node_0(self) -> None:
+    def _wait_for_node_0(self) -> None:
         """Wait until the port responds; node 0 tries once, because it already listens."""
         while True:
             try:
-                socket.create_connection((self.host, self.port), timeout=min(5.0, max(0.1, self._left()))).close()
+                socket.create_connection(
+                    (self.host, self.port), timeout=min(5.0, max(0.1, self._remaining_s()))
+                ).close()
                 return
             except OSError as error:
                 if self._listener:
@@ -183,11 +185,11 @@ class NodeRendezvous(LaunchRendezvous):
                         f"cannot be reached from it ({error.strerror or error}). Set MASTER_ADDR to this machine's "
                         "name."
                     ) from error
-                if self._left() <= 0:
-                    raise PeerError(self._unreachable(error.strerror or str(error))) from error
+                if self._remaining_s() <= 0:
+                    raise PeerError(self._unreachable_message(error.strerror or str(error))) from error
             time.sleep(POLL_S)
 
-    def _meet(self, store: Store) -> None:
+    def _join_nodes(self, store: Store) -> None:
         """Claim this node's rank and wait until all nodes have joined.
 
         Raises:
@@ -207,31 +209,31 @@ class NodeRendezvous(LaunchRendezvous):
             self._wait(lambda: store.check(["run"]), self._missing_message)
         self.run_id = store.get("run").decode()
 
-    def _meet_again(self, store: TCPStore) -> None:
+    def _rejoin_nodes(self, store: TCPStore) -> None:
         """Wait until all nodes are ready for a restart, and node 0 has deleted the keys of the previous start's ranks.
 
         Before this call, all nodes have reported that none of their ranks is alive.
         """
         self._timeout_s = STORE_TIMEOUT_S
         self._deadline = time.monotonic() + self._timeout_s
-        ready_key, begin_key = f"come/{self._restart}", f"begin/{self._restart}"
+        ready_key, begin_key = f"come/{self._start_idx}", f"begin/{self._start_idx}"
         store.add(ready_key, 1)
         if self.node_rank == 0:
             self._wait(
                 lambda: store.add(ready_key, 0) >= self.num_nodes, lambda _: self._lost_message(store.add(ready_key, 0))
             )
             for key in store.list_keys():
-                if not key.startswith(OF_LAUNCHERS):
+                if not key.startswith(LAUNCHER_KEYS):
                     store.delete_key(key)
             store.set(begin_key, "1")
         else:
             self._wait(lambda: store.check([begin_key]), lambda _: self._lost_message(store.add(ready_key, 0)))
 
-    def _lost_message(self, come: int) -> str:
-        return f"{come} of {self.num_nodes} nodes joined restart {self._restart} within {self._timeout_s:g} s"
+    def _lost_message(self, num_ready: int) -> str:
+        return f"{num_ready} of {self.num_nodes} nodes joined restart {self._start_idx} within {self._timeout_s:g} s"
 
     def _missing_message(self, store: Store) -> str:
-        missing = missing_of(store, "node/", self.num_nodes)
+        missing = missing_ranks(store, "node/", self.num_nodes)
         return (
             f"{self.num_nodes - len(missing)} of {self.num_nodes} nodes joined within {self._timeout_s:g} s at "
             f"{self.host}:{self.port}; missing: NODE_RANK {', '.join(map(str, missing))}. Start them with the same "
@@ -246,21 +248,23 @@ class NodeRendezvous(LaunchRendezvous):
         """
         try:
             while not is_done():
-                if self._left() <= 0 and self._store is not None:
+                if self._remaining_s() <= 0 and self._store is not None:
                     raise PeerError(explain(self._store))
                 time.sleep(POLL_S)
         except RuntimeError as error:
             if isinstance(error, PeerError):
                 raise
-            raise PeerError(self._unreachable("node 0 closed the connection while the nodes were joining")) from error
+            raise PeerError(
+                self._unreachable_message("node 0 closed the connection while the nodes were joining")
+            ) from error
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
-    def _unreachable(self, why: str) -> str:
+    def _unreachable_message(self, reason: str) -> str:
         return (
-            f"cannot reach {self.host}:{self.port} after {self._timeout_s:g} s ({why}). "
+            f"cannot reach {self.host}:{self.port} after {self._timeout_s:g} s ({reason}). "
             "Start node 0 with the same MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
         )
 
@@ -272,17 +276,17 @@ def listen(host: str, port: int, num_nodes: int) -> socket.socket:
         OSError: the port is not available.
     """
     is_local = num_nodes == 1 and host in ("127.0.0.1", "localhost")
-    last = min(port + 200, 65535) if num_nodes == 1 else port
-    for candidate in range(port, last + 1):
+    last_port = min(port + 200, 65535) if num_nodes == 1 else port
+    for candidate in range(port, last_port + 1):
         try:
-            return _listener("127.0.0.1" if is_local else "", candidate)
+            return _open_listener("127.0.0.1" if is_local else "", candidate)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or candidate == last:
+            if error.errno != errno.EADDRINUSE or candidate == last_port:
                 raise
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def _listener(address: str, port: int) -> socket.socket:
+def _open_listener(address: str, port: int) -> socket.socket:
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server((address, port), backlog=1024)

@@ -50,12 +50,12 @@ class DecoderLayers:
     """The layer types with which a decoder generates text.
 
     Args:
-        embedding: class of the embedding, constructed with (sizes, place). The word table is its attribute ``word``;
+        embedding: class of the embedding, constructed with (args, parallel). The word table is its attribute ``word``;
             its ``forward`` takes tokens [b, s] and positions [b, s].
-        layer: class of the layers, constructed with (sizes, place, layer index). Its ``forward`` takes hidden states,
+        layer: class of the layers, constructed with (args, parallel, layer index). Its ``forward`` takes hidden states,
             mask, cache, positions and the mask of layers with a window. With a cache, the positions of the current
             tokens are in ``cache.slots.positions``.
-        norm: function that builds the final norm from the sizes.
+        norm: function that builds the final norm from ``args``.
     """
 
     embedding: type[nn.Module]

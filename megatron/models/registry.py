@@ -58,19 +58,23 @@ def family_of(name: str) -> ModelFamily:
     return FAMILIES[name]
 
 
-def titles(*kinds: str) -> str:
+def family_titles(*family_types: str) -> str:
     """Return a comma-separated list of family titles for messages.
 
     Args:
-        kinds: kinds of families to include, such as "decoder" or "encoder"; default: all families.
+        family_types: kinds of families to include, such as "decoder" or "encoder"; default: all families.
     """
-    return ", ".join(family.title for family in FAMILIES.values() if not kinds or family.kind in kinds)
+    return ", ".join(
+        family.title for family in FAMILIES.values() if not family_types or family.model_type in family_types
+    )
 
 
 def is_common_decoder(family: str) -> bool:
     """Return True if ``family`` uses the common decoder and its settings, and only changes their defaults."""
     entry = FAMILIES.get(family)
-    return entry is not None and entry.kind == "decoder" and not entry.has_section and entry.model == DECODER_MODEL
+    return (
+        entry is not None and entry.model_type == "decoder" and not entry.has_section and entry.model == DECODER_MODEL
+    )
 
 
 # The parts of a family.
@@ -78,27 +82,27 @@ def is_common_decoder(family: str) -> bool:
 
 def model_parts(family: str) -> ModelParts[Any]:
     """Return the model builder, model arguments and initial weights of ``family``, for runs without a pipeline."""
-    parts: ModelParts[Any] = _imported(family_of(family).model)
+    parts: ModelParts[Any] = _import_object(family_of(family).model)
     return parts
 
 
 def pipeline_class(family: str) -> PipelineClass:
     """Return the pipelined model class of ``family``."""
-    pipeline: PipelineClass = _imported(family_of(family).pipeline)
+    pipeline: PipelineClass = _import_object(family_of(family).pipeline)
     return pipeline
 
 
 def data_parts(family: str) -> DataParts[Any] | None:
     """Return the data parts of a family, or None if its samples are plain token sequences."""
     name = family_of(family).data
-    parts: DataParts[Any] | None = _imported(name) if name else None
+    parts: DataParts[Any] | None = _import_object(name) if name else None
     return parts
 
 
 def huggingface_formats(family: str) -> tuple[HFFormat, ...]:
     """Return the Hugging Face formats of a family, one per model type; empty if it has none."""
     name = family_of(family).huggingface
-    formats: tuple[HFFormat, ...] = _imported(name) if name else ()
+    formats: tuple[HFFormat, ...] = _import_object(name) if name else ()
     return formats
 
 
@@ -108,25 +112,25 @@ def costs_of(config: Config, *, is_on_cpu: bool = False) -> Costs:
     Args:
         is_on_cpu: the model is trained on a CPU, where different activations are saved for backward.
     """
-    costs: CostsOf = _imported(family_of(config.family).costs)
+    costs: CostsOf = _import_object(family_of(config.family).costs)
     return costs(config, is_on_cpu)
 
 
-def _imported(name: str) -> Any:
+def _import_object(object_name: str) -> Any:
     """Import and return the object ``module:attribute``."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    module_name, _separator, attribute = object_name.partition(":")
+    return getattr(importlib.import_module(module_name), attribute)
 
 
 # The model of a run.
 
 
-def bounds_of(config: Config, stages: int) -> list[int]:
+def bounds_of(config: Config, num_stages: int) -> list[int]:
     """Return the layer bounds of the pipeline chunks, from --pipeline-model-parallel-layout or balanced by cost."""
     parallel = config.parallel
-    if parallel.pipeline_layout is not None and stages > 1:
+    if parallel.pipeline_layout is not None and num_stages > 1:
         return layout_bounds(parse_layout(parallel.pipeline_layout))
-    return costs_of(config).stage_bounds(stages, parallel.chunks, parallel.placement)
+    return costs_of(config).stage_bounds(num_stages, parallel.chunks, parallel.placement)
 
 
 def build_model(
@@ -143,8 +147,8 @@ def build_model(
     args = parts.args(config, recomputes=topology is not None)
     if topology is None or not config.parallel.has_pipeline:
         return parts.model(args, context)
-    method = config.parallel.partition_method
-    partition = bounds_of(config, topology.pipe) if method == "balanced" else method
+    partition_method = config.parallel.partition_method
+    partition = bounds_of(config, topology.pipe) if partition_method == "balanced" else partition_method
     return pipeline_class(config.family).for_run(
         config, args, context, topology, partition=partition, batch_fn=batch_fn
     )

@@ -26,39 +26,44 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.groups import Group
-from megatron.mpu.topology import chunks_of
+from megatron.mpu.topology import chunk_indices
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
-class Run(NamedTuple):
-    """Consecutive tokens: local indices ``start`` to ``stop``, positions from ``first`` on in the full sequence."""
+class TokenRange(NamedTuple):
+    """Consecutive tokens: local indices ``start`` to ``stop``, positions in the sequence from ``first_position`` on."""
 
     start: int
     stop: int
-    first: int
+    first_position: int
 
 
-def runs_of(length: int, group: Group) -> tuple[Run, ...]:
+def token_ranges(length: int, group: Group) -> tuple[TokenRange, ...]:
     """Return the runs of this rank's ``length`` tokens: its two chunks, or one run without context parallelism."""
     if group.size == 1:
-        return (Run(0, length, 0),)
+        return (TokenRange(0, length, 0),)
     n = length // 2
-    early, late = chunks_of(group.rank, group.size)
-    return Run(0, n, early * n), Run(n, length, late * n)
+    early_idx, late_idx = chunk_indices(group.rank, group.size)
+    return TokenRange(0, n, early_idx * n), TokenRange(n, length, late_idx * n)
 
 
-def runs_within(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[Run]:
-    """Yield the parts of ``runs`` within local indices ``start`` to ``stop``, with indices relative to ``start``."""
-    for run in runs:
-        low, high = max(run.start, start), min(run.stop, stop)
+def clip_ranges(ranges: tuple[TokenRange, ...], start: int, stop: int) -> Iterator[TokenRange]:
+    """Yield the parts of ``ranges`` within local indices ``start`` to ``stop``, with indices relative to ``start``."""
+    for token_range in ranges:
+        low, high = max(token_range.start, start), min(token_range.stop, stop)
         if low < high:
-            yield Run(low - start, high - start, run.first + low - run.start)
+            yield TokenRange(low - start, high - start, token_range.first_position + low - token_range.start)
 
 
-def own_positions(length: int, group: Group, device: torch.device | None = None) -> torch.Tensor:
+def local_positions(length: int, group: Group, device: torch.device | None = None) -> torch.Tensor:
     """Return the positions of this rank's ``length`` tokens in the full sequence: int64 [length]."""
-    runs = runs_of(length, group)
-    ranges = [torch.arange(run.first, run.first + run.stop - run.start, device=device) for run in runs]
+    token_runs = token_ranges(length, group)
+    ranges = [
+        torch.arange(
+            token_range.first_position, token_range.first_position + token_range.stop - token_range.start, device=device
+        )
+        for token_range in token_runs
+    ]
     return ranges[0] if len(ranges) == 1 else torch.cat(ranges)
 
 
@@ -73,11 +78,11 @@ def split_along_context(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Te
     size = x.shape[dim]
     if size % (2 * group.size):
         raise ValueError(
-            f"the sequence length must be a multiple of 2 x --context-parallel-size = {2 * group.size}, got {size}. Choose "
-            "another length or another --context-parallel-size"
+            f"the sequence length must be a multiple of 2 x --context-parallel-size = {2 * group.size}, got {size}. "
+            "Choose another length or another --context-parallel-size"
         )
     chunks = x.chunk(2 * group.size, dim)
-    return torch.cat([chunks[idx] for idx in chunks_of(group.rank, group.size)], dim)
+    return torch.cat([chunks[idx] for idx in chunk_indices(group.rank, group.size)], dim)
 
 
 def split_batch(batch: Mapping[str, torch.Tensor | None], group: Group) -> dict[str, torch.Tensor | None]:
@@ -122,25 +127,25 @@ def gather_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     x = x.contiguous()
     gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     all_gather_single(gathered, x, group=group.handle)
-    return in_order(gathered, group.size)
+    return to_sequence_order(gathered, group.size)
 
 
-def in_order(x: torch.Tensor, size: int) -> torch.Tensor:
+def to_sequence_order(x: torch.Tensor, size: int) -> torch.Tensor:
     """Reorder rows [s, ...] from rank order to sequence order."""
-    order = by_rank(size)
+    order = chunk_indices_by_rank(size)
     chunks = x.chunk(2 * size)
     return torch.cat([chunks[order.index(idx)] for idx in range(2 * size)])
 
 
-def rank_by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Reorder rows [s, ...] from sequence order to rank order: the inverse of ``in_order``."""
+def to_rank_order(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Reorder rows [s, ...] from sequence order to rank order: the inverse of ``to_sequence_order``."""
     chunks = x.chunk(2 * size)
-    return torch.cat([chunks[idx] for idx in by_rank(size)])
+    return torch.cat([chunks[idx] for idx in chunk_indices_by_rank(size)])
 
 
-def by_rank(size: int) -> list[int]:
+def chunk_indices_by_rank(size: int) -> list[int]:
     """Return the indices of all chunks in rank order."""
-    return [idx for rank in range(size) for idx in chunks_of(rank, size)]
+    return [idx for rank in range(size) for idx in chunk_indices(rank, size)]
 
 
 class _Gather(torch.autograd.Function):
@@ -151,7 +156,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad = rank_by_rank(grads[0], ctx.group.size)
+        grad = to_rank_order(grads[0], ctx.group.size)
         shard = grad.new_empty((grad.shape[0] // ctx.group.size, *grad.shape[1:]))
         reduce_scatter_single(shard, grad, group=ctx.group.handle)
         return shard, None
@@ -160,11 +165,11 @@ class _Gather(torch.autograd.Function):
 def _to_heads(x: torch.Tensor, group: Group) -> torch.Tensor:
     by_receiver = x.unflatten(1, (group.size, -1)).permute(1, 3, 0, 2, 4)  # [c, s/c, b, a/c, d]
     rows = _exchange(by_receiver, group).flatten(0, 1)  # [s, b, a/c, d], in rank order
-    return in_order(rows, group.size).permute(1, 2, 0, 3)
+    return to_sequence_order(rows, group.size).permute(1, 2, 0, 3)
 
 
 def _to_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    rows = rank_by_rank(x.permute(2, 0, 1, 3), group.size)  # [s, b, a/c, d]
+    rows = to_rank_order(x.permute(2, 0, 1, 3), group.size)  # [s, b, a/c, d]
     by_sender = _exchange(rows.unflatten(0, (group.size, -1)), group)  # [c, s/c, b, a/c, d]
     return by_sender.permute(2, 0, 3, 1, 4).flatten(1, 2)
 

@@ -27,11 +27,11 @@ def vocab_parallel_cross_entropy(
         output  [...], the same on every rank
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
-    real = logits[..., :num_real] if logits.shape[-1] != num_real else logits
-    real = real if real.dtype == torch.float64 else real.float()
+    real_logits = logits[..., :num_real] if logits.shape[-1] != num_real else logits
+    real_logits = real_logits if real_logits.dtype == torch.float64 else real_logits.float()
     if group.size == 1:
-        return _CrossEntropy.apply(real, targets, z_loss)
-    return _VocabParallelCrossEntropy.apply(real, targets, start, group, z_loss)
+        return _CrossEntropy.apply(real_logits, targets, z_loss)
+    return _VocabParallelCrossEntropy.apply(real_logits, targets, start, group, z_loss)
 
 
 # The z-loss of a token is ``c (log Z)^2``, where Z is the sum of the exponentials of all its logits. The returned
@@ -41,20 +41,22 @@ def vocab_parallel_cross_entropy(
 # Source: Chowdhery et al. 2022, "PaLM", section 5.
 
 
-def _with_z_loss(ctx: Any, kept: tuple[torch.Tensor, ...], losses: torch.Tensor, log_z: torch.Tensor, c: float) -> Any:
-    """Return ``losses`` and the z-losses; save the tensors ``kept`` and ``slopes_of_softmax`` for backward."""
-    squares = c * log_z.square()
-    ctx.save_for_backward(*kept, slopes_of_softmax(log_z, c))
-    ctx.mark_non_differentiable(squares)
-    return losses, squares
+def _save_with_z_loss(
+    ctx: Any, saved: tuple[torch.Tensor, ...], losses: torch.Tensor, log_z: torch.Tensor, z_loss: float
+) -> Any:
+    """Return ``losses`` and the z-losses; save the tensors ``saved`` and ``softmax_grad_scale`` for backward."""
+    z_losses = z_loss * log_z.square()
+    ctx.save_for_backward(*saved, softmax_grad_scale(log_z, z_loss))
+    ctx.mark_non_differentiable(z_losses)
+    return losses, z_losses
 
 
-def slopes_of_softmax(log_z: torch.Tensor, z_loss: float) -> torch.Tensor:
+def softmax_grad_scale(log_z: torch.Tensor, z_loss: float) -> torch.Tensor:
     """Return the factor by which the gradient of the loss multiplies the softmax: ``1 + 2 c log Z``, c = ``z_loss``."""
     return 1 + 2 * z_loss * log_z
 
 
-def known_or_nan(
+def validate_targets(
     weights: torch.Tensor, targets: torch.Tensor, vocab_size: int, *, is_on_host: bool | None = None
 ) -> torch.Tensor:
     """Return ``weights`` with NaN for tokens of non-zero weight whose target is outside the vocabulary.
@@ -78,11 +80,11 @@ def known_or_nan(
         # only on the host: on CUDA the assertion would run asynchronously and abort the process if it failed
         torch._assert_async(~is_invalid.any())
     except RuntimeError as error:
-        raise _outside(targets[is_invalid], vocab_size) from error
+        raise _invalid_target_error(targets[is_invalid], vocab_size) from error
     return weights
 
 
-def _outside(labels: torch.Tensor, vocab_size: int) -> ValueError:
+def _invalid_target_error(labels: torch.Tensor, vocab_size: int) -> ValueError:
     return ValueError(
         f"labels of tokens with a loss must be between 0 and {vocab_size - 1}, got {int(labels[0])} at the first of "
         f"{len(labels)} invalid tokens. Set loss_mask to 0 for these tokens, or --vocab-size to the size of the data's "
@@ -103,16 +105,16 @@ class _CrossEntropy(torch.autograd.Function):
         losses = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1).neg_()
         if z_loss:
             log_z = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) + losses
-            return _with_z_loss(ctx, (log_softmax, targets), losses, log_z, z_loss)
+            return _save_with_z_loss(ctx, (log_softmax, targets), losses, log_z, z_loss)
         ctx.save_for_backward(log_softmax, targets)
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        log_softmax, targets, *slopes = ctx.saved_tensors
+        log_softmax, targets, *grad_scales = ctx.saved_tensors
         grad = log_softmax.exp_()
-        if slopes:
-            grad.mul_(slopes[0].unsqueeze(-1))
+        if grad_scales:
+            grad.mul_(grad_scales[0].unsqueeze(-1))
         minus_one = grad.new_full((), -1.0).expand(targets.shape).unsqueeze(-1)
         return grad.scatter_add_(-1, targets.unsqueeze(-1), minus_one).mul_(grads[0].unsqueeze(-1)), None, None
 
@@ -126,33 +128,35 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, group: Group, z_loss: float) -> Any:
-        columns = logits.shape[-1]
-        largest = logits.amax(dim=-1) if columns else logits.new_full(targets.shape, float("-inf"))
-        all_reduce(largest, group, dist.ReduceOp.MAX)
-        shifted = logits - largest.unsqueeze(-1)  # [..., v/t]
+        num_columns = logits.shape[-1]
+        max_logits = logits.amax(dim=-1) if num_columns else logits.new_full(targets.shape, float("-inf"))
+        all_reduce(max_logits, group, dist.ReduceOp.MAX)
+        shifted = logits - max_logits.unsqueeze(-1)  # [..., v/t]
         local_targets = targets - start
-        is_remote = (local_targets < 0) | (local_targets >= columns)
+        is_remote = (local_targets < 0) | (local_targets >= num_columns)
         local_targets = local_targets.masked_fill(is_remote, 0)
-        if columns:
-            at_target = shifted.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1).masked_fill(is_remote, 0.0)
+        if num_columns:
+            target_logits = shifted.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1).masked_fill(is_remote, 0.0)
         else:
-            at_target = torch.zeros_like(largest)
-        exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(dim=-1), at_target])  # one all-reduce for both sums
-        all_reduce(sums, group)
-        denominator, at_target = sums[0], sums[1]
-        softmax = exponentials.div_(denominator.unsqueeze(-1))
-        losses = denominator.log() - at_target
+            target_logits = torch.zeros_like(max_logits)
+        exp_logits = shifted.exp_()
+        stacked = torch.stack([exp_logits.sum(dim=-1), target_logits])  # one all-reduce for both sums
+        all_reduce(stacked, group)
+        denominator, target_logits = stacked[0], stacked[1]
+        softmax = exp_logits.div_(denominator.unsqueeze(-1))
+        losses = denominator.log() - target_logits
         if z_loss:
-            return _with_z_loss(ctx, (softmax, local_targets, is_remote), losses, denominator.log() + largest, z_loss)
+            return _save_with_z_loss(
+                ctx, (softmax, local_targets, is_remote), losses, denominator.log() + max_logits, z_loss
+            )
         ctx.save_for_backward(softmax, local_targets, is_remote)
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        softmax, local_targets, is_remote, *slopes = ctx.saved_tensors
-        if slopes:
-            softmax.mul_(slopes[0].unsqueeze(-1))
+        softmax, local_targets, is_remote, *grad_scales = ctx.saved_tensors
+        if grad_scales:
+            softmax.mul_(grad_scales[0].unsqueeze(-1))
         if softmax.shape[-1]:
             is_local = (~is_remote).to(softmax.dtype).unsqueeze(-1)
             softmax.scatter_add_(-1, local_targets.unsqueeze(-1), -is_local)

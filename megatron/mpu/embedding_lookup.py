@@ -44,9 +44,9 @@ def accumulate_rows(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tenso
         grads  [n, h]
         output [m], [m, h]
     """
-    distinct, row_of_id = ids.unique(return_inverse=True)
-    sums = torch.ops.aten.embedding_dense_backward(grads.float(), row_of_id, len(distinct), -1, False)
-    return distinct, sums
+    unique_ids, row_of_id = ids.unique(return_inverse=True)
+    row_grads = torch.ops.aten.embedding_dense_backward(grads.float(), row_of_id, len(unique_ids), -1, False)
+    return unique_ids, row_grads
 
 
 class _HalfPrecisionLookup(torch.autograd.Function):
@@ -62,6 +62,6 @@ class _HalfPrecisionLookup(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return None, None
         (ids,) = ctx.saved_tensors
-        distinct, sums = accumulate_rows(ids.flatten(), grads[0].reshape(-1, ctx.table_shape[1]))
+        unique_ids, row_grads = accumulate_rows(ids.flatten(), grads[0].reshape(-1, ctx.table_shape[1]))
         grad = grads[0].new_zeros(ctx.table_shape)
-        return None, grad.index_copy_(0, distinct, sums.to(grad.dtype))
+        return None, grad.index_copy_(0, unique_ids, row_grads.to(grad.dtype))

@@ -12,13 +12,13 @@ import torch
 
 from megatron.device import default_generator
 
-MOST_GROUPS = 256
+MAX_GROUPS = 256
 """Maximum number of counters, of 4 columns each, per program of the kernel."""
-WORDS = 2**32
+NUM_WORDS = 2**32
 
 
 @functools.cache
-def is_there() -> bool:
+def is_available() -> bool:
     """Return True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
@@ -27,14 +27,14 @@ def is_there() -> bool:
 class Mask:
     """Description of a dropout mask: an element is dropped if its Philox word is below ``probability * 2**32``.
 
-    Words are those of Philox-4x32-10 with the counters of ``PhiloxDropout``. ``first`` is the row, sample, plane and
+    Words are those of Philox-4x32-10 with the counters of ``PhiloxDropout``. ``origin`` is the row, sample, plane and
     column of the tensor's first element. Tensors are hidden states [s, b, h], or with ``is_attention`` probabilities
     [b, a, s, s_k].
     """
 
     key: int
     probability: float
-    first: tuple[int, int, int, int] = (0, 0, 0, 0)
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)
     is_attention: bool = False
 
 
@@ -44,11 +44,11 @@ def drop(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> torch.Te
     Shapes:
         x, residual, output: see ``Mask``
     """
-    dropped: torch.Tensor = _Dropped.apply(x, residual, mask)
-    return dropped
+    output: torch.Tensor = _FusedDropout.apply(x, residual, mask)
+    return output
 
 
-class _Dropped(torch.autograd.Function):
+class _FusedDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> torch.Tensor:
         ctx.mask, ctx.has_residual = mask, residual is not None
@@ -61,7 +61,7 @@ class _Dropped(torch.autograd.Function):
 
 def run_kernel(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> torch.Tensor:
     """Apply ``drop`` without autograd."""
-    from megatron.mpu.triton_kernels import dropped  # imported on use, because it requires Triton
+    from megatron.mpu.triton_kernels import dropout_kernel  # imported on use, because it requires Triton
 
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -70,12 +70,12 @@ def run_kernel(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> to
         return out
     *outer, width = x.shape
     inner, middle = (outer[-1], outer[-2]) if len(outer) > 1 else (1, 1)
-    groups = -(-(width + mask.first[3] % 4) // 4)
-    groups_per_program = min(MOST_GROUPS, 1 << (groups - 1).bit_length())
+    num_groups = -(-(width + mask.origin[3] % 4) // 4)
+    groups_per_program = min(MAX_GROUPS, 1 << (num_groups - 1).bit_length())
     key = mask.key - 2**64 if mask.key >= 2**63 else mask.key  # as a signed integer, so that all keys have one type
-    dropped[(x.numel() // width, -(-groups // groups_per_program))](
-        x, x if residual is None else residual, out, key, round(mask.probability * WORDS),
-        1.0 / (1.0 - mask.probability), width, inner, middle, *mask.first,
+    dropout_kernel[(x.numel() // width, -(-num_groups // groups_per_program))](
+        x, x if residual is None else residual, out, key, round(mask.probability * NUM_WORDS),
+        1.0 / (1.0 - mask.probability), width, inner, middle, *mask.origin,
         HAS_RESIDUAL=residual is not None, IS_ATTENTION=mask.is_attention, GROUPS=groups_per_program,
     )  # fmt: skip
     return out
@@ -90,24 +90,24 @@ def keyed_dropout(
     x: torch.Tensor,
     position: torch.Tensor,
     layer: torch.Tensor,
-    ranks: Sequence[int],
+    seed_and_ranks: Sequence[int],
     site: str,
     probability: float,
-    by_kernel: bool,
+    use_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` after dropout, and the tensor that backward needs: the key, or the factor of each element.
 
     Args:
         position: step and micro-batch, on the CPU.
         layer: index of the layer, on the CPU.
-        ranks: the seed, followed by the ranks that ``DropoutStreams.key`` hashes.
-        by_kernel: result of ``DropoutStreams.by_kernel``; if False, masks are drawn from torch's generator.
+        seed_and_ranks: the seed, followed by the ranks that ``DropoutStreams.key`` hashes.
+        use_kernel: result of ``DropoutStreams.use_kernel``; if False, masks are drawn from torch's generator.
     """
-    from megatron.mpu.random_key import hashed
+    from megatron.mpu.random_key import hash_key
 
-    key = hashed((ranks[0], *position.tolist(), *ranks[1:], int(layer), site), 7)
+    key = hash_key((seed_and_ranks[0], *position.tolist(), *seed_and_ranks[1:], int(layer), site), 7)
     x = x.contiguous()
-    if by_kernel:
+    if use_kernel:
         return run_kernel(x, None, Mask(key, probability)), position.new_tensor([key])
     generator = default_generator(x.device)
     state = generator.get_state()
@@ -127,10 +127,10 @@ def _(
     ranks: Sequence[int],
     site: str,
     probability: float,
-    by_kernel: bool,
+    use_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, position.new_empty(1) if by_kernel else torch.empty_like(out)
+    return out, position.new_empty(1) if use_kernel else torch.empty_like(out)
 
 
 @torch.library.custom_op("megatron_tds::keyed_dropout_gradient", mutates_args=())
@@ -144,15 +144,15 @@ def _(grad: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *_, ctx.probability, ctx.by_kernel = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *_, ctx.probability, ctx.uses_kernel = inputs
     ctx.save_for_backward(output[1])
 
 
-def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
+def _keyed_dropout_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
     (saved,) = ctx.saved_tensors
-    x_grad = keyed_dropout_gradient(grad, saved, ctx.probability) if ctx.by_kernel else grad * saved
+    x_grad = keyed_dropout_gradient(grad, saved, ctx.probability) if ctx.uses_kernel else grad * saved
     return x_grad, None, None, None, None, None, None
 
 
-keyed_dropout.register_autograd(_gradient, setup_context=_keep)
+keyed_dropout.register_autograd(_keyed_dropout_backward, setup_context=_save_for_backward)

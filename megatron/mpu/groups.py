@@ -91,14 +91,18 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
     if topology.world_size == 1:
         return single_grid()
     handles: dict[tuple[int, ...], Any] = {}
-    groups = {name: _own_group(topology.groups(*axes), topology, rank, timeout, handles) for name, axes in AXES.items()}
+    groups = {
+        name: _create_group(topology.groups(*axes), topology, rank, timeout, handles) for name, axes in AXES.items()
+    }
     groups |= {
-        "expert": _own_group(topology.expert_groups(), topology, rank, timeout, handles),
-        "expert_data": _own_group(topology.expert_groups(of_replicas=True), topology, rank, timeout, handles),
+        "expert": _create_group(topology.expert_groups(), topology, rank, timeout, handles),
+        "expert_data": _create_group(topology.expert_groups(same_experts=True), topology, rank, timeout, handles),
     }
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
-    sets = topology.groups("tensor")
-    tensor_host = groups["tensor"] if is_on_host else _own_group(sets, topology, rank, timeout, {}, backend="gloo")
+    rank_sets = topology.groups("tensor")
+    tensor_host = (
+        groups["tensor"] if is_on_host else _create_group(rank_sets, topology, rank, timeout, {}, backend="gloo")
+    )
     host = replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
     return Grid(topology=topology, rank=rank, **groups, world=world, host=host, tensor_host=tensor_host)
 
@@ -109,36 +113,36 @@ def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
     Groups without this rank map to ``GroupMember.NON_GROUP_MEMBER``.
     """
     handles: dict[tuple[int, ...], Any] = {} if grid.world.size == 1 else {grid.world.ranks: grid.world.handle}
-    sets_by_name = {name: grid.topology.groups(*axes) for name, axes in AXES.items()}
-    sets_by_name["expert"] = grid.topology.expert_groups()
-    sets_by_name["expert_data"] = grid.topology.expert_groups(of_replicas=True)
-    for name, sets in sets_by_name.items():
+    rank_sets_by_name = {name: grid.topology.groups(*axes) for name, axes in AXES.items()}
+    rank_sets_by_name["expert"] = grid.topology.expert_groups()
+    rank_sets_by_name["expert_data"] = grid.topology.expert_groups(same_experts=True)
+    for name, rank_sets in rank_sets_by_name.items():
         group: Group = getattr(grid, name)
-        for ranks in map(tuple, sets):
+        for ranks in map(tuple, rank_sets):
             if len(ranks) > 1:
                 handles.setdefault(ranks, group.handle if ranks == group.ranks else dist.GroupMember.NON_GROUP_MEMBER)
     return handles
 
 
-def _own_group(
-    sets: list[list[int]], topology: Topology, rank: int, timeout: timedelta | None, made: dict[tuple[int, ...], Any],
-    backend: str | None = None,
+def _create_group(
+    rank_sets: list[list[int]], topology: Topology, rank: int, timeout: timedelta | None,
+    handles_by_ranks: dict[tuple[int, ...], Any], backend: str | None = None,
 ) -> Group:  # fmt: skip
-    """Create a process group for each of ``sets`` and return the group that contains ``rank``. Collective.
+    """Create a process group for each of ``rank_sets`` and return the group that contains ``rank``. Collective.
 
     Args:
-        sets: disjoint sets of ranks, in the same order on every rank.
-        made: process groups created so far, by their ranks. Existing groups are reused, new ones are added.
+        rank_sets: disjoint sets of ranks, in the same order on every rank.
+        handles_by_ranks: process groups created so far, by their ranks. Existing groups are reused, new ones are added.
         backend: backend of new groups; None: the backend of the default group, which is reused for a set of all ranks.
     """
     group = None
-    for ranks in map(tuple, sets):
+    for ranks in map(tuple, rank_sets):
         if len(ranks) == topology.world_size and backend is None:
-            made[ranks] = dist.group.WORLD
-        elif len(ranks) > 1 and ranks not in made:
-            made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            handles_by_ranks[ranks] = dist.group.WORLD
+        elif len(ranks) > 1 and ranks not in handles_by_ranks:
+            handles_by_ranks[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if rank in ranks:
-            group = Group(ranks=ranks, rank=ranks.index(rank), handle=made.get(ranks))
+            group = Group(ranks=ranks, rank=ranks.index(rank), handle=handles_by_ranks.get(ranks))
     if group is None:
         raise RuntimeError(f"rank {rank} is outside the grid {topology}")
     return group

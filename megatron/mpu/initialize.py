@@ -44,10 +44,10 @@ def initialize_model_parallel(
     global _grid, _device
     _device = device or torch.device("cpu")
     if dist.is_initialized():
-        topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1), context, expert)
+        topology = Topology.from_world_size(dist.get_world_size(), tensor, max(pipe, 1), context, expert)
         _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=_device.type == "cpu")
     else:
-        Topology.of_world(1, tensor, max(pipe, 1), context, expert)
+        Topology.from_world_size(1, tensor, max(pipe, 1), context, expert)
         _grid = single_grid()
     return _grid
 
@@ -74,43 +74,43 @@ def destroy_model_parallel() -> None:
     _grid = None
 
 
-def _view(axis: str, part: str) -> Any:
-    """Return an accessor function for the attribute ``part`` of the grid's group ``axis``."""
+def _make_accessor(axis: str, attribute: str) -> Any:
+    """Return an accessor function for the attribute ``attribute`` of the grid's group ``axis``."""
 
     def read() -> Any:
         group: Group = getattr(get_grid(), axis)
-        return getattr(group, part)
+        return getattr(group, attribute)
 
-    read.__doc__ = f"Return the {part} of the {axis} group."
+    read.__doc__ = f"Return the {attribute} of the {axis} group."
     return read
 
 
-def _data_view(part: str) -> Any:
-    """Return an accessor function for the attribute ``part`` of the data group, or of the data x context group."""
+def _make_data_accessor(attribute: str) -> Any:
+    """Return an accessor function for the attribute ``attribute`` of the data group, or of the data x context group."""
 
     def read(with_context_parallel: bool = False) -> Any:
         grid = get_grid()
-        return getattr(grid.data_context if with_context_parallel else grid.data, part)
+        return getattr(grid.data_context if with_context_parallel else grid.data, attribute)
 
-    read.__doc__ = f"Return the {part} of the data group, or of all ranks with the same weights: data x context."
+    read.__doc__ = f"Return the {attribute} of the data group, or of all ranks with the same weights: data x context."
     return read
 
 
-get_tensor_model_parallel_group = get_model_parallel_group = _view("tensor", "handle")
-get_tensor_model_parallel_rank = get_model_parallel_rank = _view("tensor", "rank")
-get_tensor_model_parallel_world_size = get_model_parallel_world_size = _view("tensor", "size")
-get_pipe_parallel_group = get_pipeline_model_parallel_group = _view("pipe", "handle")
-get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _view("pipe", "rank")
-get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _view("pipe", "size")
-get_data_parallel_group = _data_view("handle")
-get_data_parallel_rank = _data_view("rank")
-get_data_parallel_world_size = _data_view("size")
-get_context_parallel_group = _view("context", "handle")
-get_context_parallel_rank = _view("context", "rank")
-get_expert_model_parallel_group = _view("expert", "handle")
-get_expert_model_parallel_rank = _view("expert", "rank")
-get_expert_model_parallel_world_size = _view("expert", "size")
-get_context_parallel_world_size = _view("context", "size")
+get_tensor_model_parallel_group = get_model_parallel_group = _make_accessor("tensor", "handle")
+get_tensor_model_parallel_rank = get_model_parallel_rank = _make_accessor("tensor", "rank")
+get_tensor_model_parallel_world_size = get_model_parallel_world_size = _make_accessor("tensor", "size")
+get_pipe_parallel_group = get_pipeline_model_parallel_group = _make_accessor("pipe", "handle")
+get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _make_accessor("pipe", "rank")
+get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _make_accessor("pipe", "size")
+get_data_parallel_group = _make_data_accessor("handle")
+get_data_parallel_rank = _make_data_accessor("rank")
+get_data_parallel_world_size = _make_data_accessor("size")
+get_context_parallel_group = _make_accessor("context", "handle")
+get_context_parallel_rank = _make_accessor("context", "rank")
+get_expert_model_parallel_group = _make_accessor("expert", "handle")
+get_expert_model_parallel_rank = _make_accessor("expert", "rank")
+get_expert_model_parallel_world_size = _make_accessor("expert", "size")
+get_context_parallel_world_size = _make_accessor("context", "size")
 
 
 def get_tensor_model_parallel_src_rank() -> int:

@@ -52,48 +52,48 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         weight [output_size, input_size], bias [output_size]
         output [..., output_size]
     """
-    if bias is not None and _stands_alone(x):
-        return plus_bias(F.linear(x, weight), bias)
+    if bias is not None and _adds_bias_separately(x):
+        return add_bias(F.linear(x, weight), bias)
     return tds.linear_function.linear(x, weight, bias)
 
 
-BESIDE, WHOLE_TILES = 8, 64
+MIN_ALIGNMENT, PADDED_ALIGNMENT = 8, 64
 """Alignment of logits on devices other than the CPU.
 
-A width that is not a multiple of ``BESIDE`` columns (16 bytes of a 16-bit dtype) is padded to a multiple of
-``WHOLE_TILES`` columns.
+A width that is not a multiple of ``MIN_ALIGNMENT`` columns (16 bytes of a 16-bit dtype) is padded to a multiple of
+``PADDED_ALIGNMENT`` columns.
 """
 
 
-def aligned(columns: int, place: torch.device) -> int:
-    """Return the width to which a product with ``columns`` columns of logits is padded on the device ``place``."""
-    if place.type == "cpu" or columns % BESIDE == 0:
-        return columns
-    return -(-columns // WHOLE_TILES) * WHOLE_TILES
+def aligned_width(num_columns: int, device: torch.device) -> int:
+    """Return the width to which a product with ``num_columns`` columns of logits is padded on the device ``device``."""
+    if device.type == "cpu" or num_columns % MIN_ALIGNMENT == 0:
+        return num_columns
+    return -(-num_columns // PADDED_ALIGNMENT) * PADDED_ALIGNMENT
 
 
 def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x table^T + bias``, [..., v/t], computed by products of aligned width in forward and backward."""
-    rows = len(table)
-    width = aligned(rows, x.device) if torch.is_grad_enabled() and table.requires_grad else rows
-    if width == rows:
+    num_rows = len(table)
+    width = aligned_width(num_rows, x.device) if torch.is_grad_enabled() and table.requires_grad else num_rows
+    if width == num_rows:
         return linear(x, table, bias)
-    return F.linear(x, with_rows(table, width), None if bias is None else with_rows(bias, width))[..., :rows]
+    return F.linear(x, resize_rows(table, width), None if bias is None else resize_rows(bias, width))[..., :num_rows]
 
 
-def with_rows(table: torch.Tensor, number: int) -> torch.Tensor:
-    """Return ``table`` truncated or padded with zeros to ``number`` rows."""
-    if len(table) >= number:
-        return table[:number]
-    return torch.cat([table, table.new_zeros(number - len(table), *table.shape[1:])])
+def resize_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return ``table`` truncated or padded with zeros to ``num_rows`` rows."""
+    if len(table) >= num_rows:
+        return table[:num_rows]
+    return torch.cat([table, table.new_zeros(num_rows - len(table), *table.shape[1:])])
 
 
-def plus_bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def add_bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return ``x + bias`` for ``x`` [..., h] and ``bias`` [h]."""
-    return x + (_in_every_row(bias, x.shape) if _stands_alone(x) else bias)
+    return x + (_expand_bias(bias, x.shape) if _adds_bias_separately(x) else bias)
 
 
-def _stands_alone(x: torch.Tensor) -> bool:
+def _adds_bias_separately(x: torch.Tensor) -> bool:
     """Return True if a bias is added separately: in fp32 and fp64 layers compiled for a CPU.
 
     In 16-bit layers the product adds the bias, so that the result is rounded only once.
@@ -102,17 +102,17 @@ def _stands_alone(x: torch.Tensor) -> bool:
 
 
 @torch.library.custom_op("megatron_tds::in_every_row", mutates_args=())
-def _in_every_row(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _expand_bias(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return ``bias`` expanded to ``shape``, without copying it to every row."""
     return bias.clone(memory_format=torch.contiguous_format).expand(shape)
 
 
-@_in_every_row.register_fake
+@_expand_bias.register_fake
 def _(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.empty_like(bias, memory_format=torch.contiguous_format).expand(shape)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
+def _bias_gradient(ctx: Any, grad: torch.Tensor) -> Any:
     """Return the gradient of the bias: the sum over rows, computed as a product with ones.
 
     The product is faster than a sum and as exact as the weight's gradient.
@@ -121,7 +121,7 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
     return grad_rows.new_ones(1, len(grad_rows)).mm(grad_rows).squeeze(0), None
 
 
-_in_every_row.register_autograd(_gradient)
+_expand_bias.register_autograd(_bias_gradient)
 
 
 # Products of a column-parallel layer. In backward, communication of the tensor group overlaps with products:
@@ -184,26 +184,26 @@ class _ColumnProducts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        needs_x, needs_weights, needs_biases = _needed(ctx.needs_input_grad, len(weights))
+        needs_x, needs_weights, needs_biases = _split_needs_grad(ctx.needs_input_grad, len(weights))
         gather = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(needs_weights) else None
         grad_rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, output_size/t] each
-        reduction = _start_sum(ctx, x, grad_rows, weights) if needs_x else None
+        reduction = _start_input_grad_reduction(ctx, x, grad_rows, weights) if needs_x else None
         full_x = x if gather is None else gather.wait()
         inputs = full_x.reshape(-1, full_x.shape[-1])  # [s b, input_size]
         param_grads = [
-            _of_weight(weight, rows, inputs) if needed else None
+            _weight_grad(weight, rows, inputs) if needed else None
             for weight, rows, needed in zip(ctx.leaves, grad_rows, needs_weights, strict=True)
         ]
         param_grads += [rows.sum(0) if needed else None for rows, needed in zip(grad_rows, needs_biases, strict=True)]
         return None if reduction is None else reduction.wait(), None, None, *param_grads
 
 
-def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Split ``needs_input_grad`` into the flags of the input, of ``number`` weights and of as many biases."""
-    return needs[0], needs[3 : 3 + number], needs[3 + number :]
+def _split_needs_grad(needs: Sequence[bool], num_weights: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
+    """Split ``needs_input_grad`` into the flags of the input, of ``num_weights`` weights and of as many biases."""
+    return needs[0], needs[3 : 3 + num_weights], needs[3 + num_weights :]
 
 
-def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+def _weight_grad(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of ``weight``, or None if the parameter's ``add_product`` has accumulated it in place.
 
     The gradient is bitwise equal to autograd's: for a non-contiguous weight both are computed as a transposed product,
@@ -217,14 +217,16 @@ def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -
     return rows.t().mm(inputs) if is_contiguous else inputs.t().mm(rows).t()
 
 
-def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> AsyncHandle:
+def _start_input_grad_reduction(
+    ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> AsyncHandle:
     """Compute this rank's partial sum of the input's gradient and start its reduction over the group."""
-    summand = rows[0].mm(weights[0])
+    partial_grad = rows[0].mm(weights[0])
     for grad, weight in zip(rows[1:], weights[1:], strict=True):
-        summand += grad.mm(weight)
+        partial_grad += grad.mm(weight)
     if ctx.sequence_parallel:
-        return start_reduce_scatter(summand.view(ctx.group.size * x.shape[0], *x.shape[1:]), ctx.group)
-    return start_all_reduce(summand.view(x.shape), ctx.group)
+        return start_reduce_scatter(partial_grad.view(ctx.group.size * x.shape[0], *x.shape[1:]), ctx.group)
+    return start_all_reduce(partial_grad.view(x.shape), ctx.group)
 
 
 # Linear layers and the embedding, sharded over the tensor-parallel group that they take as an argument.
@@ -279,13 +281,13 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.sequence_parallel, self.has_entered = sequence_parallel, has_entered
         self.shares = (0,) if has_entered else ()  # inputs whose gradient is a partial sum, for megatron.debug
-        local = divide("output_size", output_size, group)
-        start = group.rank * local
-        self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))
+        local_size = divide("output_size", output_size, group)
+        start = group.rank * local_size
+        self.weight = empty_weight((local_size, input_size), Shard((output_size, input_size), 0, start, local_size))
         set_matrices(self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = set_shard(nn.Parameter(torch.zeros(local)), Shard((output_size,), 0, start, local))
+            self.bias = set_shard(nn.Parameter(torch.zeros(local_size)), Shard((output_size,), 0, start, local_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (y,) = self.products(x, (self.weight, self.bias))  # [s, b, output_size/t]
@@ -322,9 +324,9 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        local = divide("input_size", input_size, group)
-        start = group.rank * local
-        self.weight = empty_weight((output_size, local), Shard((output_size, input_size), 1, start, local))
+        local_size = divide("input_size", input_size, group)
+        start = group.rank * local_size
+        self.weight = empty_weight((output_size, local_size), Shard((output_size, input_size), 1, start, local_size))
         set_matrices(self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
@@ -336,7 +338,7 @@ class RowParallelLinear(nn.Module):
         if self.group.size == 1:
             return linear(x, self.weight, self.bias)
         y = leave_tensor_region(linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
-        return y if self.bias is None else plus_bias(y, self.bias)  # after the sum, or b would be added t times
+        return y if self.bias is None else add_bias(y, self.bias)  # after the sum, or b would be added t times
 
 
 def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[int, int, int]:
@@ -345,10 +347,10 @@ def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[i
     The vocabulary may have any size. The table is padded to a multiple of ``divisible_by * t`` rows. Padding rows come
     last, are zero and are excluded from the softmax.
     """
-    unit = divisible_by * group.size
-    rows = -(-vocab_size // unit) * unit // group.size
-    start = min(group.rank * rows, vocab_size)
-    return rows, start, min(rows, vocab_size - start)
+    row_multiple = divisible_by * group.size
+    num_rows = -(-vocab_size // row_multiple) * row_multiple // group.size
+    start = min(group.rank * num_rows, vocab_size)
+    return num_rows, start, min(num_rows, vocab_size - start)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -370,9 +372,9 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        rows, self.start, self.num_real = vocab_range(vocab_size, group, divisible_by)
+        num_rows, self.start, self.num_real = vocab_range(vocab_size, group, divisible_by)
         shard = Shard((vocab_size, hidden_size), 0, self.start, self.num_real)
-        self.weight = empty_weight((rows, hidden_size), shard)
+        self.weight = empty_weight((num_rows, hidden_size), shard)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:

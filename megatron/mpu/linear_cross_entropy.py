@@ -19,8 +19,8 @@ from one chunk is again a product in 16 bits. As a sum over tokens it could over
 hidden states in this product are divided by a power of two.
 
 On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. On
-devices other than the CPU, the logits therefore have additional columns (``aligned``), computed from padding rows of
-the table or from zeros. They have no probability and no gradient.
+devices other than the CPU, the logits therefore have additional columns (``aligned_width``), computed from padding rows
+of the table or from zeros. They have no probability and no gradient.
 
 Source: Hsu et al. 2024, "Liger kernel", computes gradients in forward on one rank; Wijmans et al. 2024, "Cut your
 losses in large-vocabulary language models", recomputes the logits in backward.
@@ -35,14 +35,14 @@ from typing import Any
 
 import torch
 
-from megatron.mpu.cross_entropy import known_or_nan, slopes_of_softmax
+from megatron.mpu.cross_entropy import softmax_grad_scale, validate_targets
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.layers import aligned, vocab_range, with_rows
+from megatron.mpu.layers import aligned_width, resize_rows, vocab_range
 from megatron.torch_compat import all_gather_single
 
 FP16_SCALE = 8.0
 """Scale of the logits' gradients in fp16, where a probability of 1e-5 has few bits; divided out in fp32."""
-FP16_LARGEST = 2.0**15
+FP16_BOUND = 2.0**15
 """Bound of a chunk's contribution to the table's gradient in fp16: half of the largest fp16 number."""
 
 
@@ -53,7 +53,7 @@ def linear_cross_entropy(
     weights: torch.Tensor,
     *,
     vocab_size: int,
-    at_once: int,
+    chunk_tokens: int,
     bias: torch.Tensor | None = None,
     cap: float = 0.0,
     divisible_by: int = 1,
@@ -82,7 +82,7 @@ def linear_cross_entropy(
         output  a scalar in fp32 (fp64 for fp64)
 
     Args:
-        at_once: tokens per chunk, the same on all ranks of the group.
+        chunk_tokens: tokens per chunk, the same on all ranks of the group.
 
     Raises:
         RuntimeError: in a second backward, because the first one overwrites the gradients.
@@ -90,17 +90,17 @@ def linear_cross_entropy(
             is NaN instead.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    args = _Given(
-        targets.reshape(-1) - start, known_or_nan(weights.detach().to(wide), targets, vocab_size).reshape(-1),
-        num_real, at_once, cap, group, z_loss,
+    wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    args = _LossArgs(
+        targets.reshape(-1) - start, validate_targets(weights.detach().to(wide_dtype), targets, vocab_size).reshape(-1),
+        num_real, chunk_tokens, cap, group, z_loss,
         has_backward=torch.is_grad_enabled(),
     )  # fmt: skip
     return _LinearCrossEntropy.apply(x, table, bias, args)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _LossArgs:
     """Arguments of the loss.
 
     ``targets`` [n] are relative to the first token id of this rank's shard, whose table has ``num_real`` rows without
@@ -110,7 +110,7 @@ class _Given:
     targets: torch.Tensor
     weights: torch.Tensor
     num_real: int
-    at_once: int
+    chunk_tokens: int
     cap: float
     group: Group
     z_loss: float
@@ -119,17 +119,17 @@ class _Given:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given) -> Any:
-        needs = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
-        work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, needs)
-        total = work.run()
-        table_grad = None if work.of_table is None else work.of_table[: len(table)]
-        ctx.save_for_backward(work.of_x, table_grad, work.of_bias)
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, args: _LossArgs) -> Any:
+        needs = [args.has_backward and needed for needed in ctx.needs_input_grad[:3]]
+        chunked_loss = _ChunkedLoss(x.reshape(-1, x.shape[-1]), table, bias, args, needs)
+        total = chunked_loss.run()
+        table_grad = None if chunked_loss.table_grad is None else chunked_loss.table_grad[: len(table)]
+        ctx.save_for_backward(chunked_loss.x_grad, table_grad, chunked_loss.bias_grad)
         ctx.shape, ctx.dtype, ctx.is_used_up = x.shape, x.dtype, False
-        if not given.z_loss:
+        if not args.z_loss:
             return total
-        ctx.mark_non_differentiable(work.squares)
-        return total, work.squares
+        ctx.mark_non_differentiable(chunked_loss.total_z_loss)
+        return total, chunked_loss.total_z_loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -140,43 +140,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "Run forward again, or disable chunking with --loss-chunk-tokens 0"
             )
         ctx.is_used_up = True
-        factor = grads[0] / _scale(ctx.dtype)
-        scaled = (None if grad is None else _times(grad, factor, ctx.dtype) for grad in ctx.saved_tensors)
+        factor = grads[0] / _grad_scale(ctx.dtype)
+        scaled = (None if grad is None else _multiply(grad, factor, ctx.dtype) for grad in ctx.saved_tensors)
         x_grad, table_grad, bias_grad = scaled
         return None if x_grad is None else x_grad.view(ctx.shape), table_grad, bias_grad, None
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _multiply(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``gradient * factor``, multiplied in the dtype of ``factor``; may overwrite ``gradient``."""
     return gradient.to(factor.dtype).mul_(factor).to(dtype)
 
 
-def _scale(dtype: torch.dtype) -> float:
+def _grad_scale(dtype: torch.dtype) -> float:
     return FP16_SCALE if dtype == torch.float16 else 1.0
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _PendingChunk:
     """A chunk of tokens ``rows`` whose softmax statistics are being gathered from all ranks.
 
-    ``own`` [3, c] contains this rank's statistics: maximum, sum of exponentials, logit of the target. ``every``
-    [t, 3, c] contains the statistics of all ranks once ``handle`` is done. ``exponentials`` [c, v/t] is a view of
-    ``room``, which may have additional columns. ``local`` [c, 1] contains the targets relative to this rank's shard,
-    and ``is_here`` [c] is True for targets within the shard.
+    ``local_stats`` [3, c] contains this rank's statistics: maximum, sum of exponentials, logit of the target.
+    ``gathered_stats`` [t, 3, c] contains the statistics of all ranks once ``handle`` is done. ``exponentials`` [c, v/t]
+    is a view of ``buffer``, which may have additional columns. ``local_targets`` [c, 1] contains the targets relative
+    to this rank's shard, and ``is_local`` [c] is True for targets within the shard.
     """
 
     rows: slice
-    room: torch.Tensor
+    buffer: torch.Tensor
     exponentials: torch.Tensor
-    slopes: torch.Tensor | None  # derivatives of capped logits; None without a cap or without gradients
-    local: torch.Tensor
-    is_here: torch.Tensor
-    own: torch.Tensor
-    every: torch.Tensor
+    cap_derivatives: torch.Tensor | None  # derivatives of capped logits; None without a cap or without gradients
+    local_targets: torch.Tensor
+    is_local: torch.Tensor
+    local_stats: torch.Tensor
+    gathered_stats: torch.Tensor
     handle: Any
 
 
-class _Work:
+class _ChunkedLoss:
     """Buffers and running sums of one forward.
 
     Args:
@@ -184,151 +184,156 @@ class _Work:
     """
 
     def __init__(
-        self, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given, needs: list[bool]
+        self, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, args: _LossArgs, needs: list[bool]
     ) -> None:
-        self.x, self.given = x, given
-        self.width = aligned(given.num_real, x.device)
-        self.table = with_rows(table, self.width)
-        self.bias = None if bias is None else with_rows(bias, self.width)
-        self.wide = given.weights.dtype
-        self.total, self.squares = given.weights.new_zeros(()), given.weights.new_zeros(())
-        self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-        rows = max(len(table), self.width)
-        self.of_table = table.new_empty((rows, table.shape[1]), dtype=self.wide) if needs[1] else None
-        if self.of_table is not None:
+        self.x, self.args = x, args
+        self.width = aligned_width(args.num_real, x.device)
+        self.table = resize_rows(table, self.width)
+        self.bias = None if bias is None else resize_rows(bias, self.width)
+        self.wide_dtype = args.weights.dtype
+        self.total, self.total_z_loss = args.weights.new_zeros(()), args.weights.new_zeros(())
+        self.x_grad = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+        num_rows = max(len(table), self.width)
+        self.table_grad = table.new_empty((num_rows, table.shape[1]), dtype=self.wide_dtype) if needs[1] else None
+        if self.table_grad is not None:
             # if no conversion is needed, the first product overwrites these rows; only the others are set to zero
-            num_overwritten = self.width if len(x) and table.dtype == self.wide else 0
-            self.of_table[num_overwritten:].zero_()
-        self.of_bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
+            num_overwritten = self.width if len(x) and table.dtype == self.wide_dtype else 0
+            self.table_grad[num_overwritten:].zero_()
+        self.bias_grad = torch.zeros_like(bias, dtype=self.wide_dtype) if needs[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
         """Return the sum of the weighted losses. The gather of a chunk overlaps with the next chunk's logits."""
-        waiting: deque[_Begun] = deque()
-        max_in_flight = 2 if self.given.group.size > 1 else 1
-        tokens = min(self.given.at_once, len(self.x))
-        buffers = [self.table.new_empty((tokens, self.width), dtype=self.wide) for _ in range(max_in_flight)]
+        pending: deque[_PendingChunk] = deque()
+        max_in_flight = 2 if self.args.group.size > 1 else 1
+        max_tokens = min(self.args.chunk_tokens, len(self.x))
+        buffers = [self.table.new_empty((max_tokens, self.width), dtype=self.wide_dtype) for _ in range(max_in_flight)]
         for idx, rows in enumerate(self._chunks()):
-            waiting.append(self._begin(rows, buffers[idx % max_in_flight]))
-            if len(waiting) == max_in_flight:
-                self._end(waiting.popleft())
-        while waiting:
-            self._end(waiting.popleft())
+            pending.append(self._start_chunk(rows, buffers[idx % max_in_flight]))
+            if len(pending) == max_in_flight:
+                self._finish_chunk(pending.popleft())
+        while pending:
+            self._finish_chunk(pending.popleft())
         return self.total
 
     def _chunks(self) -> Iterator[slice]:
-        for first in range(0, len(self.x), self.given.at_once):
-            yield slice(first, min(first + self.given.at_once, len(self.x)))
+        for first in range(0, len(self.x), self.args.chunk_tokens):
+            yield slice(first, min(first + self.args.chunk_tokens, len(self.x)))
 
-    def _begin(self, rows: slice, room: torch.Tensor) -> _Begun:
-        room = room[: rows.stop - rows.start]
-        logits = self._logits(self.x[rows], room)  # [c, v/t]
-        slopes = self._cap(logits) if self.given.cap else None
-        targets = self.given.targets[rows]
-        is_local = (targets >= 0) & (targets < self.given.num_real)
+    def _start_chunk(self, rows: slice, buffer: torch.Tensor) -> _PendingChunk:
+        buffer = buffer[: rows.stop - rows.start]
+        logits = self._logits(self.x[rows], buffer)  # [c, v/t]
+        cap_derivatives = self._cap(logits) if self.args.cap else None
+        targets = self.args.targets[rows]
+        is_local = (targets >= 0) & (targets < self.args.num_real)
         local_targets = targets.masked_fill(~is_local, 0).unsqueeze(-1)
-        if self.given.num_real:
-            largest = logits.amax(dim=-1)
-            at_target = logits.gather(-1, local_targets).squeeze(-1).masked_fill(~is_local, 0.0)
+        if self.args.num_real:
+            max_logits = logits.amax(dim=-1)
+            target_logits = logits.gather(-1, local_targets).squeeze(-1).masked_fill(~is_local, 0.0)
         else:
-            largest, at_target = self.total.new_full((len(logits),), float("-inf")), self.total.new_zeros(len(logits))
-        exponentials = logits.sub_(largest.unsqueeze(-1)).exp_()
-        statistics = torch.stack([largest, exponentials.sum(dim=-1), at_target])  # [3, c]
-        gathered, handle = self._gathered(statistics)
-        return _Begun(rows, room, exponentials, slopes, local_targets, is_local, statistics, gathered, handle)
+            max_logits, target_logits = (
+                self.total.new_full((len(logits),), float("-inf")),
+                self.total.new_zeros(len(logits)),
+            )
+        exp_logits = logits.sub_(max_logits.unsqueeze(-1)).exp_()
+        statistics = torch.stack([max_logits, exp_logits.sum(dim=-1), target_logits])  # [3, c]
+        gathered, handle = self._start_gather(statistics)
+        return _PendingChunk(
+            rows, buffer, exp_logits, cap_derivatives, local_targets, is_local, statistics, gathered, handle
+        )
 
-    def _logits(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Return the logits [c, v/t] as a view of ``room`` [c, width], whose additional columns align the product."""
-        out = room if x.dtype == room.dtype else None
-        if out is None and writes_wide(x):
-            logits = torch.mm(x, self.table.t(), out_dtype=room.dtype, out=room)
+    def _logits(self, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the logits [c, v/t] as a view of ``buffer`` [c, width], whose additional columns align the product."""
+        out = buffer if x.dtype == buffer.dtype else None
+        if out is None and supports_fp32_output(x):
+            logits = torch.mm(x, self.table.t(), out_dtype=buffer.dtype, out=buffer)
             logits = logits if self.bias is None else logits.add_(self.bias)
         elif self.bias is None:
             logits = torch.mm(x, self.table.t(), out=out)
         else:
             logits = torch.addmm(self.bias, x, self.table.t(), out=out)
-        return (logits if logits is room else room.copy_(logits))[:, : self.given.num_real]
+        return (logits if logits is buffer else buffer.copy_(logits))[:, : self.args.num_real]
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Cap ``logits`` in place; return the derivative of each capped logit if gradients are computed."""
-        tangents = logits.div_(self.given.cap).tanh_()
-        slopes = 1.0 - tangents.square() if self._needs_gradients() else None
-        tangents.mul_(self.given.cap)
-        return slopes
+        tangents = logits.div_(self.args.cap).tanh_()
+        derivatives = 1.0 - tangents.square() if self._needs_gradients() else None
+        tangents.mul_(self.args.cap)
+        return derivatives
 
     def _needs_gradients(self) -> bool:
-        return any(grad is not None for grad in (self.of_x, self.of_table, self.of_bias))
+        return any(grad is not None for grad in (self.x_grad, self.table_grad, self.bias_grad))
 
-    def _gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start an all-gather of the statistics ``own`` [3, c]; return its output [t, 3, c] and its handle.
+    def _start_gather(self, local_stats: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start an all-gather of the statistics ``local_stats`` [3, c]; return its output [t, 3, c] and its handle.
 
         The handle is None if the group has one rank.
         """
-        group = self.given.group
+        group = self.args.group
         if group.size == 1:
-            return own.unsqueeze(0), None
-        gathered = own.new_empty((group.size * len(own), own.shape[1]))
-        handle = all_gather_single(gathered, own, group=group.handle, async_op=True)
-        return gathered.view(group.size, *own.shape), handle
+            return local_stats.unsqueeze(0), None
+        gathered = local_stats.new_empty((group.size * len(local_stats), local_stats.shape[1]))
+        handle = all_gather_single(gathered, local_stats, group=group.handle, async_op=True)
+        return gathered.view(group.size, *local_stats.shape), handle
 
-    def _end(self, begun: _Begun) -> None:
-        if begun.handle is not None:
-            begun.handle.wait()
-        weights = self.given.weights[begun.rows]
-        largest, sums, at_target = begun.every.unbind(1)  # 3 x [t, c]
-        max_logits = largest.amax(dim=0)
-        denominator = (sums * (largest - max_logits).exp()).sum(dim=0)
-        losses = denominator.log() + max_logits - at_target.sum(dim=0)
+    def _finish_chunk(self, chunk: _PendingChunk) -> None:
+        if chunk.handle is not None:
+            chunk.handle.wait()
+        weights = self.args.weights[chunk.rows]
+        local_maxima, exp_sums, target_logits = chunk.gathered_stats.unbind(1)  # 3 x [t, c]
+        max_logits = local_maxima.amax(dim=0)
+        denominator = (exp_sums * (local_maxima - max_logits).exp()).sum(dim=0)
+        losses = denominator.log() + max_logits - target_logits.sum(dim=0)
         self.total += (losses * weights).sum()
-        z_loss, log_z = self.given.z_loss, denominator.log() + max_logits
+        z_loss, log_z = self.args.z_loss, denominator.log() + max_logits
         if z_loss:
-            self.squares += (z_loss * log_z.square() * weights).sum()
+            self.total_z_loss += (z_loss * log_z.square() * weights).sum()
         if self._needs_gradients():
-            factor = weights * _scale(self.x.dtype)
-            softmax_factor = factor * slopes_of_softmax(log_z, z_loss) if z_loss else factor
-            self._add_gradients(begun, factor, softmax_factor * (begun.own[0] - max_logits).exp() / denominator)
+            factor = weights * _grad_scale(self.x.dtype)
+            softmax_factor = factor * softmax_grad_scale(log_z, z_loss) if z_loss else factor
+            self._add_gradients(chunk, factor, softmax_factor * (chunk.local_stats[0] - max_logits).exp() / denominator)
 
-    def _add_gradients(self, begun: _Begun, factor: torch.Tensor, of_exponentials: torch.Tensor) -> None:
+    def _add_gradients(self, chunk: _PendingChunk, factor: torch.Tensor, exp_factor: torch.Tensor) -> None:
         """Convert the exponentials into the gradient of the logits; accumulate the gradients of x, table and bias.
 
         Args:
             factor: [c], weight of each token, times the fp16 scale.
-            of_exponentials: [c], factor that converts a token's exponentials into its softmax times ``factor`` (with a
-                z-loss also times ``slopes_of_softmax``).
+            exp_factor: [c], factor that converts a token's exponentials into its softmax times ``factor`` (with a
+                z-loss also times ``softmax_grad_scale``).
         """
-        wide_grad = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
-        if self.given.num_real:
-            wide_grad.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))
-        if begun.slopes is not None:
-            wide_grad.mul_(begun.slopes)
-        x = self.x[begun.rows]
-        logits_grad = self._aligned_gradient(begun.room, wide_grad, x.dtype)  # [c, width]
-        if self.of_x is not None:
-            torch.mm(logits_grad, self.table, out=self.of_x[begun.rows])
-        if self.of_table is not None:
-            power = _power(x, self.given.weights[begun.rows]) if x.dtype == torch.float16 else None
-            _add_product(self.of_table[: self.width], logits_grad.t(), x, power, is_first=begun.rows.start == 0)
-        if self.of_bias is not None:
-            self.of_bias[: self.given.num_real] += wide_grad.sum(dim=0)
+        wide_grad = chunk.exponentials.mul_(exp_factor.unsqueeze(-1))  # [c, v/t], softmax times weight
+        if self.args.num_real:
+            wide_grad.scatter_add_(-1, chunk.local_targets, -(factor * chunk.is_local).unsqueeze(-1))
+        if chunk.cap_derivatives is not None:
+            wide_grad.mul_(chunk.cap_derivatives)
+        x = self.x[chunk.rows]
+        logits_grad = self._aligned_gradient(chunk.buffer, wide_grad, x.dtype)  # [c, width]
+        if self.x_grad is not None:
+            torch.mm(logits_grad, self.table, out=self.x_grad[chunk.rows])
+        if self.table_grad is not None:
+            divisor = _fp16_divisor(x, self.args.weights[chunk.rows]) if x.dtype == torch.float16 else None
+            _add_product(self.table_grad[: self.width], logits_grad.t(), x, divisor, is_first=chunk.rows.start == 0)
+        if self.bias_grad is not None:
+            self.bias_grad[: self.args.num_real] += wide_grad.sum(dim=0)
 
-    def _aligned_gradient(self, room: torch.Tensor, wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _aligned_gradient(self, buffer: torch.Tensor, wide_grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the gradient of the logits in the dtype of the products, with zeros in the additional columns."""
-        if self.width == self.given.num_real:
-            return wide.to(dtype)
-        if dtype == room.dtype:
-            padded = room
+        if self.width == self.args.num_real:
+            return wide_grad.to(dtype)
+        if dtype == buffer.dtype:
+            padded = buffer
         else:
-            padded = room.new_empty(room.shape, dtype=dtype)
-            padded[:, : self.given.num_real].copy_(wide)
-        padded[:, self.given.num_real :].zero_()
+            padded = buffer.new_empty(buffer.shape, dtype=dtype)
+            padded[:, : self.args.num_real].copy_(wide_grad)
+        padded[:, self.args.num_real :].zero_()
         return padded
 
 
-def writes_wide(x: torch.Tensor) -> bool:
+def supports_fp32_output(x: torch.Tensor) -> bool:
     """Return True if torch can write a 16-bit product in fp32 on this device, so that logits are not rounded."""
     return x.device.type == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
 
 
-def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _fp16_divisor(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the power of two, at least 1, by which ``x`` is divided so that the gradient of the table fits fp16.
 
     The gradient of the table is the product of the logits' gradient with ``x``. A column of the logits' gradient sums
@@ -336,21 +341,21 @@ def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     each element of the product. With 4096 tokens of weight 1, elements of ``x`` up to 1 need no division.
     """
     bound = FP16_SCALE * weights.abs().sum() * x.abs().amax().to(weights.dtype)
-    return torch.exp2((bound / FP16_LARGEST).log2().ceil().clamp(min=0))
+    return torch.exp2((bound / FP16_BOUND).log2().ceil().clamp(min=0))
 
 
 def _add_product(
-    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, power: torch.Tensor | None = None, *, is_first: bool
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, divisor: torch.Tensor | None = None, *, is_first: bool
 ) -> None:
     """Add the product ``a b`` to ``total``. The product of 16-bit factors is computed in 16 bits.
 
     Args:
-        power: factor by which ``b`` is divided before the product, and the product multiplied afterwards; None: 1.
+        divisor: factor by which ``b`` is divided before the product, and the product multiplied afterwards; None: 1.
         is_first: overwrite ``total`` if it has the dtype of ``b``, because it is uninitialized then.
     """
     if total.dtype == b.dtype:
         torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)
-    elif power is not None:
-        total.addcmul_(torch.mm(a, (b / power.to(total.dtype).expand(len(b), 1)).to(b.dtype)), power)
+    elif divisor is not None:
+        total.addcmul_(torch.mm(a, (b / divisor.to(total.dtype).expand(len(b), 1)).to(b.dtype)), divisor)
     else:
         total += torch.mm(a, b)

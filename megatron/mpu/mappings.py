@@ -115,12 +115,12 @@ def start_reduce_scatter(x: torch.Tensor, group: Group) -> AsyncHandle:
     Raises:
         ValueError: the first dimension is not a multiple of the group size.
     """
-    shard = _room_for_part(x, group)
+    shard = _empty_shard(x, group)
     x = x.contiguous()
     return AsyncHandle(shard, reduce_scatter_single(shard, x, group=group.handle, async_op=True), x)
 
 
-def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _empty_shard(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Allocate the output of a reduce-scatter of ``x``, or raise ValueError if its rows cannot be split evenly."""
     if x.shape[0] % group.size:
         raise ValueError(
@@ -130,21 +130,21 @@ def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
 
 
-def _join_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _all_gather_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     """All-gather ``x`` along the first dimension."""
     gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     all_gather_single(gathered, x.contiguous(), group=group.handle)
     return gathered
 
 
-def _sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _reduce_scatter_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Reduce-scatter ``x`` along the first dimension."""
-    shard = _room_for_part(x, group)
+    shard = _empty_shard(x, group)
     reduce_scatter_single(shard, x.contiguous(), group=group.handle)
     return shard
 
 
-def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _local_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's slice of the last dimension, or raise ValueError if it cannot be split evenly."""
     if x.shape[-1] % group.size:
         raise ValueError(
@@ -186,7 +186,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _own_slice(x, group)
+        return _local_slice(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -201,26 +201,26 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _own_slice(grads[0], ctx.group), None
+        return _local_slice(grads[0], ctx.group), None
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _join_rows(x, group)
+        return _all_gather_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _sum_parts(grads[0], ctx.group), None
+        return _reduce_scatter_rows(grads[0], ctx.group), None
 
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _sum_parts(x, group)
+        return _reduce_scatter_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _join_rows(grads[0], ctx.group), None
+        return _all_gather_rows(grads[0], ctx.group), None

@@ -34,12 +34,12 @@ def philox(counter: Words, key: int) -> Words:
     first, second = key & WORD, key >> 32
     for _ in range(ROUNDS):
         even, odd = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2**64: the bits are correct even if int64 overflows
-        a, b, c, d = _mixed(odd, b, first), odd, _mixed(even, d, second), even
+        a, b, c, d = _mix(odd, b, first), odd, _mix(even, d, second), even
         first, second = (first + KEY_STEPS[0]) & WORD, (second + KEY_STEPS[1]) & WORD
     return a, b & WORD, c, d & WORD
 
 
-def _mixed(product: torch.Tensor, word: torch.Tensor, key: int) -> torch.Tensor:
+def _mix(product: torch.Tensor, word: torch.Tensor, key: int) -> torch.Tensor:
     """Return the upper half of ``product`` XOR ``key`` XOR the lower half of ``word``."""
     mixed = (product >> 32) ^ word
     mixed ^= key

@@ -13,7 +13,7 @@ the global batch; four neighbouring columns share a counter:
 Neither key nor counter depends on the rank, stage, replica or micro-batch. Samples are numbered as
 ``megatron.data.data_loader`` distributes them: sample j of micro-batch i on replica r is sample (r m + i) b + j of the
 global batch, with m micro-batches of b samples on each replica. If replicas have different numbers of micro-batches,
-``DropoutKey.first`` takes the place of r m. If samples are split into shorter sequences (--seq-length-schedule), the
+``DropoutKey.first_micro_batch`` replaces r m. If samples are split into shorter sequences (--seq-length-schedule), the
 sequences are numbered instead of the samples, and b is the number of sequences per micro-batch.
 """
 
@@ -26,16 +26,16 @@ from typing import NoReturn
 import torch
 
 from megatron.mpu import fused_dropout
-from megatron.mpu.context_parallel import Run, runs_of, runs_within
+from megatron.mpu.context_parallel import TokenRange, clip_ranges, token_ranges
 from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.philox import philox
 from megatron.mpu.random import DropoutKey, DropoutStreams, add_residual
-from megatron.mpu.random_key import hashed
+from megatron.mpu.random_key import hash_key
 
 LANES = 4
 """Number of columns that share a counter."""
-BLOCK = {"cpu": 2**14, "cuda": 2**24}
+CHUNK_COUNTERS = {"cpu": 2**14, "cuda": 2**24}
 """Counters per chunk of the computation, limited by the caches of a CPU and by the memory of other devices."""
 
 
@@ -56,12 +56,12 @@ class PhiloxDropout(DropoutStreams):
         super().__init__(seed, data, tensor)
         self.micro_batch_size, self.context, self.tensor_size = micro_batch_size, context, tensor.size
 
-    def key(self, layer: int, site: str, is_cut: bool) -> int:
+    def key(self, layer: int, site: str, is_sharded: bool) -> int:
         """Return the key of the hash, the same on all ranks and for sharded and full tensors."""
         fields = (self.seed, self.position.step, layer, site)
-        return hashed(fields, 8)
+        return hash_key(fields, 8)
 
-    def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> NoReturn:
+    def generator(self, device: torch.device, layer: int, site: str, is_sharded: bool) -> NoReturn:
         """Raise RuntimeError, because numbers drawn from a generator depend on the layout."""
         raise RuntimeError(
             "--layout-independent-dropout does not use random generators, got a call of streams.generator. "
@@ -69,13 +69,13 @@ class PhiloxDropout(DropoutStreams):
         )
 
     def dropout(
-        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
-        is_part: bool = False, residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_sharded: bool = False,
+        is_sequence_slice: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return ``x`` after dropout, plus ``residual`` if given.
 
         Shapes:
-            x, residual, output [s, b, h], or [s, b, h/t] with ``is_cut``, or [s/t, b, h] with ``is_part``
+            x, residual, output [s, b, h], or [s, b, h/t] with ``is_sharded``, or [s/t, b, h] with ``is_sequence_slice``
 
         Raises:
             ValueError: ``x`` does not have three dimensions, or the second is not a multiple of the micro-batch size.
@@ -89,11 +89,14 @@ class PhiloxDropout(DropoutStreams):
                 "Reshape it, or remove the flag"
             )
         length, samples, width = x.shape
-        key, sample = self.key(layer, site, is_cut), self._first_sample(samples)
-        row, column = self.tensor_rank * length if is_part else 0, self.tensor_rank * width if is_cut else 0
+        key, sample = self.key(layer, site, is_sharded), self._first_sample(samples)
+        row, column = (
+            self.tensor_rank * length if is_sequence_slice else 0,
+            self.tensor_rank * width if is_sharded else 0,
+        )
         if self.context.size > 1:
-            return self._drop_runs(x, residual, probability, key, (row, sample, 0, column), is_part)
-        if self.by_kernel(x):
+            return self._drop_token_ranges(x, residual, probability, key, (row, sample, 0, column), is_sequence_slice)
+        if self.uses_kernel(x):
             return fused_dropout.drop(x, residual, Mask(key, probability, (row, sample, 0, column)))
         mask = dropped_mask(
             key,
@@ -103,55 +106,55 @@ class PhiloxDropout(DropoutStreams):
             planes=_range(1, x.device),
             columns=_columns(column, width),
         )
-        return add_residual(residual, _without(x, mask, probability))
+        return add_residual(residual, _apply_mask(x, mask, probability))
 
-    def _drop_runs(
+    def _drop_token_ranges(
         self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
-        first: tuple[int, int, int, int], is_part: bool,
+        origin: tuple[int, int, int, int], is_sequence_slice: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Apply dropout to ``x`` with context parallelism, run by run, because each run has its own positions.
 
         Args:
-            first: coordinates of the first element of ``x``: row among this context rank's s/c rows, sample, plane,
+            origin: coordinates of the first element of ``x``: row among this context rank's s/c rows, sample, plane,
                 column.
-            is_part: ``x`` is this tensor rank's slice of the sequence.
+            is_sequence_slice: ``x`` is this tensor rank's slice of the sequence.
         """
-        row, sample, plane, column = first
-        rank_runs = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
-        runs = list(runs_within(rank_runs, row, row + len(x)))
-        if self.by_kernel(x):
+        row, sample, plane, column = origin
+        rank_ranges = token_ranges(len(x) * (self.tensor_size if is_sequence_slice else 1), self.context)
+        clipped_ranges = list(clip_ranges(rank_ranges, row, row + len(x)))
+        if self.uses_kernel(x):
             dropped = [
                 fused_dropout.drop(
-                    x[run.start : run.stop],
-                    None if residual is None else residual[run.start : run.stop],
-                    Mask(key, probability, (run.first, sample, plane, column)),
+                    x[token_range.start : token_range.stop],
+                    None if residual is None else residual[token_range.start : token_range.stop],
+                    Mask(key, probability, (token_range.first_position, sample, plane, column)),
                 )
-                for run in runs
+                for token_range in clipped_ranges
             ]
             return torch.cat(dropped)
         mask = dropped_mask(
             key,
             probability,
-            rows=_rows(runs, x.device).view(-1, 1, 1),
+            rows=_token_positions(clipped_ranges, x.device).view(-1, 1, 1),
             samples=_range(x.shape[1], x.device, sample).view(-1, 1),
             planes=_range(1, x.device),
             columns=_columns(column, x.shape[2]),
         )
-        return add_residual(residual, _without(x, mask, probability))
+        return add_residual(residual, _apply_mask(x, mask, probability))
 
     def attend(
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
-        site: str, is_cut: bool,
+        site: str, is_sharded: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Call attention ``function`` with dropout of its probabilities."""
         # read key and position now, because the position may change before ``function`` calls ``drop``
-        key, position = self.key(layer, site, is_cut), self.position
-        drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_cut)
+        key, position = self.key(layer, site, is_sharded), self.position
+        drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_sharded)
         return function(drop=drop)
 
     def _drop_probabilities(
         self, x: torch.Tensor, *, probability: float, key: int, at: DropoutKey, is_cut: bool,
-        runs: Sequence[Run] = (), first_head: int = 0,
+        runs: Sequence[TokenRange] = (), first_head: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Apply dropout to attention probabilities.
 
@@ -167,28 +170,28 @@ class PhiloxDropout(DropoutStreams):
         sample = self._first_sample(samples, at)
         rank_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
         plane = first_head + (self.tensor_rank * rank_heads if is_cut else 0)
-        if runs and self.by_kernel(x):
+        if runs and self.uses_kernel(x):
             dropped = []
-            for run in runs:
-                mask_at = Mask(key, probability, (run.first, sample, plane, 0), is_attention=True)
-                dropped.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
+            for token_range in runs:
+                range_mask = Mask(key, probability, (token_range.first_position, sample, plane, 0), is_attention=True)
+                dropped.append(fused_dropout.drop(x[:, :, token_range.start : token_range.stop], None, range_mask))
             return torch.cat(dropped, dim=2)
-        if self.by_kernel(x):
+        if self.uses_kernel(x):
             return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
         mask = dropped_mask(
             key,
             probability,
-            rows=(_rows(runs, x.device) if runs else _range(queries, x.device)).view(-1, 1),
+            rows=(_token_positions(runs, x.device) if runs else _range(queries, x.device)).view(-1, 1),
             samples=_range(samples, x.device, sample).view(-1, 1, 1, 1),
             planes=_range(heads, x.device, plane).view(-1, 1, 1),
             columns=_columns(0, keys),
         )
-        return _without(x, mask, probability)
+        return _apply_mask(x, mask, probability)
 
     def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
         """Return the index in the global batch of the first sample of a micro-batch with ``samples`` samples."""
         at = at or self.position
-        return (at.first + at.micro_batch) * samples
+        return (at.first_micro_batch + at.micro_batch) * samples
 
 
 def dropped_mask(
@@ -205,21 +208,26 @@ def dropped_mask(
     groups = torch.arange(columns.start // LANES, -(-columns.stop // LANES), device=rows.device)
     counters_per_row = groups.numel() * samples.numel() * planes.numel()
     masks = []
-    for chunk in rows.split(max(1, BLOCK.get(rows.device.type, BLOCK["cuda"]) // counters_per_row)):
+    for chunk in rows.split(max(1, CHUNK_COUNTERS.get(rows.device.type, CHUNK_COUNTERS["cuda"]) // counters_per_row)):
         words = philox((groups, chunk, samples, planes), key)
         masks.append(torch.stack([word < threshold for word in words], dim=-1).flatten(-2))  # [..., 4 groups]
     mask = masks[0] if len(masks) == 1 else torch.cat(masks, dim=-rows.dim())
     return mask[..., columns.start % LANES :][..., : len(columns)]
 
 
-def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+def _apply_mask(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     """Return ``x / (1 - probability)`` with zeros where ``mask`` is True."""
     return (x * (1.0 / (1.0 - probability))).masked_fill_(mask, 0.0)
 
 
-def _rows(runs: Iterable[Run], device: torch.device) -> torch.Tensor:
-    """Return the positions of the tokens of ``runs`` in the full sequence."""
-    return torch.cat([_range(run.stop - run.start, device, run.first) for run in runs])
+def _token_positions(token_ranges: Iterable[TokenRange], device: torch.device) -> torch.Tensor:
+    """Return the positions of the tokens of ``token_ranges`` in the full sequence."""
+    return torch.cat(
+        [
+            _range(token_range.stop - token_range.start, device, token_range.first_position)
+            for token_range in token_ranges
+        ]
+    )
 
 
 def _columns(start: int, size: int) -> range:

@@ -23,20 +23,20 @@ from megatron.mpu import fused_dropout
 from megatron.mpu.activation_storage import ActivationStorage
 from megatron.mpu.fused_dropout import Mask
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.random_key import hashed
+from megatron.mpu.random_key import hash_key
 
 
 @dataclass(frozen=True)
 class DropoutKey:
     """Position of a forward pass: the optimizer step and the micro-batch within it, both from 0.
 
-    ``first`` is the number of micro-batches of the step that replicas of lower rank process. Only ``PhiloxDropout``
-    reads it.
+    ``first_micro_batch`` is the number of micro-batches of the step that replicas of lower rank process. Only
+    ``PhiloxDropout`` reads it.
     """
 
     step: int = 0
     micro_batch: int = 0
-    first: int = 0
+    first_micro_batch: int = 0
 
 
 class DropoutStreams:
@@ -56,7 +56,7 @@ class DropoutStreams:
         self.data_rank = data.rank
         self.tensor_rank = tensor.rank
         self.has_kernels = True
-        self._counts: torch.Tensor | None = None  # step and micro-batch, for compiled layers
+        self._position_tensor: torch.Tensor | None = None  # step and micro-batch, for compiled layers
         self.position = DropoutKey()
 
     @property
@@ -67,12 +67,12 @@ class DropoutStreams:
     @position.setter
     def position(self, position: DropoutKey) -> None:
         self._position = position
-        if self._counts is not None:  # a new tensor, because graphs have saved the old one
-            self._counts = torch.tensor([position.step, position.micro_batch])
+        if self._position_tensor is not None:  # a new tensor, because graphs have saved the old one
+            self._position_tensor = torch.tensor([position.step, position.micro_batch])
 
-    def enter_graphs(self) -> None:
+    def enable_graph_dropout(self) -> None:
         """Store the position in a tensor from now on, so that compiled layers apply dropout within their graphs."""
-        self._counts = torch.tensor([self.position.step, self.position.micro_batch])
+        self._position_tensor = torch.tensor([self.position.step, self.position.micro_batch])
 
     @contextmanager
     def at(self, position: DropoutKey) -> Iterator[None]:
@@ -83,103 +83,109 @@ class DropoutStreams:
         finally:
             self.position = previous
 
-    def key(self, layer: int, site: str, is_cut: bool) -> int:
+    def key(self, layer: int, site: str, is_sharded: bool) -> int:
         """Return the generator seed of a mask; ``layer`` may be a tensor of one element."""
-        tensor_rank = self.tensor_rank if is_cut else -1
+        tensor_rank = self.tensor_rank if is_sharded else -1
         position = self.position
-        return hashed(
+        return hash_key(
             (self.seed, position.step, position.micro_batch, self.data_rank, tensor_rank, int(layer), site), 7
         )
 
-    def by_kernel(self, x: torch.Tensor) -> bool:
+    def uses_kernel(self, x: torch.Tensor) -> bool:
         """Return True if the kernel applies dropout to ``x``. It is not used for fp64, which would lose precision."""
         is_on_cuda = self.has_kernels and x.device.type == "cuda"
-        return is_on_cuda and x.dtype != torch.float64 and fused_dropout.is_there()
+        return is_on_cuda and x.dtype != torch.float64 and fused_dropout.is_available()
 
     @contextmanager
-    def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> Iterator[None]:
+    def generator(self, device: torch.device, layer: int, site: str, is_sharded: bool) -> Iterator[None]:
         """Seed torch's default generator of ``device`` for the ``with`` block and restore its state afterwards."""
         generator = default_generator(device)
         state = generator.get_state()
-        generator.manual_seed(self.key(layer, site, is_cut))
+        generator.manual_seed(self.key(layer, site, is_sharded))
         try:
             yield
         finally:
             generator.set_state(state)
 
     def dropout(
-        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
-        is_part: bool = False, residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_sharded: bool = False,
+        is_sequence_slice: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return ``x`` after dropout with the mask of ``layer`` and ``site``, plus ``residual`` if given.
 
         Args:
-            is_cut: ``x`` is this tensor rank's shard rather than a replicated tensor.
-            is_part: ``x`` is this tensor rank's slice of the sequence.
+            is_sharded: ``x`` is this tensor rank's shard rather than a replicated tensor.
+            is_sequence_slice: ``x`` is this tensor rank's slice of the sequence.
         """
         if not training or probability == 0.0:
             return add_residual(residual, x)
-        if self._counts is not None and torch.compiler.is_compiling():
-            return add_residual(residual, self._drop_in_graph(x, probability, layer, site, is_cut or is_part))
-        return self.drop(x, probability, layer, site, is_cut or is_part, residual)
+        if self._position_tensor is not None and torch.compiler.is_compiling():
+            return add_residual(
+                residual, self._drop_in_graph(x, probability, layer, site, is_sharded or is_sequence_slice)
+            )
+        return self.drop(x, probability, layer, site, is_sharded or is_sequence_slice, residual)
 
     def drop(
-        self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool,
+        self, x: torch.Tensor, probability: float, layer: int, site: str, is_sharded: bool,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Apply dropout unconditionally, outside of compiled graphs; ``dropout`` decides whether to call this.
 
         Args:
-            is_cut: tensor ranks draw different masks, because ``x`` is a shard or a slice of the sequence.
+            is_sharded: tensor ranks draw different masks, because ``x`` is a shard or a slice of the sequence.
         """
-        if self.by_kernel(x):
-            return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_cut), probability))
-        with self.generator(x.device, layer, site, is_cut):
+        if self.uses_kernel(x):
+            return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_sharded), probability))
+        with self.generator(x.device, layer, site, is_sharded):
             dropped = F.dropout(x, probability, training=True)
         return add_residual(residual, dropped)
 
-    def _drop_in_graph(self, x: torch.Tensor, probability: float, layer: Any, site: str, is_cut: bool) -> torch.Tensor:
+    def _drop_in_graph(
+        self, x: torch.Tensor, probability: float, layer: Any, site: str, is_sharded: bool
+    ) -> torch.Tensor:
         """Apply dropout by the custom operator ``keyed_dropout``; ``layer`` is a tensor."""
-        ranks = [self.seed, self.data_rank, self.tensor_rank if is_cut else -1]
-        by_kernel = self.by_kernel(x)
-        dropped, _ = fused_dropout.keyed_dropout(x, self._counts, layer, ranks, site, probability, by_kernel)
+        seed_and_ranks = [self.seed, self.data_rank, self.tensor_rank if is_sharded else -1]
+        use_kernel = self.uses_kernel(x)
+        dropped, _ = fused_dropout.keyed_dropout(
+            x, self._position_tensor, layer, seed_and_ranks, site, probability, use_kernel
+        )
         return dropped
 
-    def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
+    def recompute(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)`` without saving its activations for backward; see ``checkpoint``."""
         return checkpoint(self, function, *args)
 
     def attend(
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
-        site: str, is_cut: bool,
+        site: str, is_sharded: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Call attention ``function`` of ``megatron.ops`` with dropout of its probabilities.
 
         Args:
             function: takes either ``dropout``, the rate of a mask that it draws from torch's default generator, or
                 ``drop``, a function that applies dropout to probabilities.
-            is_cut: the heads are sharded over the tensor-parallel group.
+            is_sharded: the heads are sharded over the tensor-parallel group.
         """
-        with self.generator(device, layer, site, is_cut):
+        with self.generator(device, layer, site, is_sharded):
             return function(dropout=probability)
 
 
 def checkpoint(
-    streams: DropoutStreams, function: Callable[..., Any], *args: Any, keeper: ActivationStorage | None = None
+    streams: DropoutStreams, function: Callable[..., Any], *args: Any, storage: ActivationStorage | None = None
 ) -> Any:
     """Run ``function(*args)`` without saving its activations; backward runs it again with the same dropout masks.
 
     Args:
-        keeper: stores ``args`` until backward; None: autograd saves them unchanged.
+        storage: stores ``args`` until backward; None: autograd saves them unchanged.
 
     Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
     """
     position = streams.position  # read now: another micro-batch may be running when backward recomputes
-    inputs = None if keeper is None else keeper.put_away(args)
+    inputs = None if storage is None else storage.store(args)
 
-    def run(*given: Any) -> Any:
+    def run(*original_args: Any) -> Any:
         with streams.at(position):
-            return function(*(given if inputs is None else inputs.take()))
+            return function(*(original_args if inputs is None else inputs.restore()))
 
     saved_args = args if inputs is None else ()
     return torch_checkpoint(run, *saved_args, use_reentrant=False, preserve_rng_state=False)

@@ -6,10 +6,10 @@ import hashlib
 from typing import Any
 
 
-def hashed(place: tuple[Any, ...], num_bytes: int) -> int:
-    """Return a key for a generator or for Philox: the hash of the position ``place`` as an int of ``num_bytes`` bytes.
+def hash_key(fields: tuple[Any, ...], num_bytes: int) -> int:
+    """Return a key for a generator or for Philox: the hash of the position ``fields`` as an int of ``num_bytes`` bytes.
 
     Args:
-        place: the values that identify the position, such as seed, step, layer and site.
+        fields: the values that identify the position, such as seed, step, layer and site.
     """
-    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=num_bytes).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=num_bytes).digest(), "little")

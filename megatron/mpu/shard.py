@@ -64,11 +64,11 @@ def init_empty_weights() -> Iterator[None]:
     Until then a weight reads as zeros, and writing to it raises torch's error about a single memory location.
     """
 
-    def drop(module: nn.Module, name: str, parameter: Any) -> None:
+    def release_memory(module: nn.Module, name: str, parameter: Any) -> None:
         if parameter is not None and is_uninitialized(parameter):
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
-    hook = register_module_parameter_registration_hook(drop)
+    hook = register_module_parameter_registration_hook(release_memory)
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tds.renamed import Renamed
+
 AXES = ("pipe", "data", "context", "tensor")
 
 
@@ -36,18 +38,21 @@ class Topology:
     context: int = 1
     expert: int = 1
 
+    of_world = Renamed("from_world_size")
+    sizes = Renamed("axis_sizes")
+
     @classmethod
-    def of_world(cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1) -> Topology:
+    def from_world_size(cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1) -> Topology:
         """Return the topology of ``world_size`` ranks; the data size follows from the other sizes.
 
         Raises:
             ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide
                 ``data * context``.
         """
-        divisor, got_text = tensor * pipe * context, sizes_text(world_size, tensor, pipe, context)
+        divisor, got_text = tensor * pipe * context, format_sizes(world_size, tensor, pipe, context)
         if world_size % divisor:
             raise ValueError(
-                f"world size must be a multiple of {axes_text(context)}, {got_text}. "
+                f"world size must be a multiple of {format_axes(context)}, {got_text}. "
                 f"Start {(world_size // divisor + 1) * divisor} processes, or lower one of the "
                 f"{'two' if context == 1 else 'three'}."
             )
@@ -69,20 +74,20 @@ class Topology:
         """Number of ranks that hold the same weights and all-reduce their gradients: ``d c``."""
         return self.data * self.context
 
-    def sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """Return the sizes by name, as checkpoints save them; context and expert are included only if above 1."""
-        sizes = {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
+        axis_sizes = {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
         optional = {"context": self.context, "expert": self.expert}
-        return {**sizes, **{name: size for name, size in optional.items() if size > 1}}
+        return {**axis_sizes, **{name: size for name, size in optional.items() if size > 1}}
 
-    def expert_groups(self, *, of_replicas: bool = False) -> list[list[int]]:
+    def expert_groups(self, *, same_experts: bool = False) -> list[list[int]]:
         """Return the groups of ranks over which the experts of a layer are distributed, in the order of the experts.
 
         Args:
-            of_replicas: return the groups of ranks that hold the same experts instead.
+            same_experts: return the groups of ranks that hold the same experts instead.
         """
         data_context_groups = self.groups("data", "context")
-        if of_replicas:
+        if same_experts:
             return [ranks[offset :: self.expert] for ranks in data_context_groups for offset in range(self.expert)]
         return [
             ranks[start : start + self.expert]
@@ -97,9 +102,9 @@ class Topology:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of ``rank``."""
-        rest, tensor = divmod(rank, self.tensor)
-        rest, context = divmod(rest, self.context)
-        pipe, data = divmod(rest, self.data)
+        quotient, tensor = divmod(rank, self.tensor)
+        quotient, context = divmod(quotient, self.context)
+        pipe, data = divmod(quotient, self.data)
         return Coordinate(pipe=pipe, data=data, tensor=tensor, context=context)
 
     def groups(self, *axes: str) -> list[list[int]]:
@@ -118,12 +123,12 @@ class Topology:
         return list(members.values())
 
 
-def axes_text(context: int) -> str:
+def format_axes(context: int) -> str:
     """Return the axes whose product must divide the world size, as text; context is omitted if its size is 1."""
     return "tensor x pipe" if context == 1 else "tensor x pipe x context"
 
 
-def sizes_text(world_size: int, tensor: int, pipe: int, context: int) -> str:
+def format_sizes(world_size: int, tensor: int, pipe: int, context: int) -> str:
     """Return the world size, the flags and their product, as text for an error message."""
     flags = f"--model-parallel-size {tensor}, --pipe-parallel-size {pipe}"
     product, total = f"{tensor} x {pipe}", tensor * pipe * context
@@ -132,7 +137,7 @@ def sizes_text(world_size: int, tensor: int, pipe: int, context: int) -> str:
     return f"got world_size={world_size}, {flags} ({product} = {total})"
 
 
-def chunks_of(rank: int, size: int) -> tuple[int, int]:
+def chunk_indices(rank: int, size: int) -> tuple[int, int]:
     """Return the indices of the two chunks of a sequence, out of ``2 * size``, that context rank ``rank`` holds.
 
     The first chunk attends to few keys and the last one to the most, so that pairing them balances causal attention.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["key", "threshold", "first_row", "first_sample", "first_plane", "first_column"])
-def dropped(
+def dropout_kernel(
     x,
     residual,
     out,
@@ -41,14 +41,16 @@ def dropped(
         row, plane, sample = line // inner, line * 0, line % inner
     group = first_column // 4 + tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     zeros = group * 0
-    one, two, three, four = tl.philox(
+    words_0, words_1, words_2, words_3 = tl.philox(
         key.to(tl.int64),
         group.to(tl.uint32),
         (zeros + row + first_row).to(tl.uint32),
         (zeros + sample + first_sample).to(tl.uint32),
         (zeros + plane + first_plane).to(tl.uint32),
     )
-    words = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))  # [4 GROUPS], in the order of columns
+    words = tl.interleave(
+        tl.interleave(words_0, words_2), tl.interleave(words_1, words_3)
+    )  # [4 GROUPS], in the order of columns
     begin = first_column // 4 * 4 - first_column + tl.program_id(1) * GROUPS * 4
     column = begin + tl.arange(0, GROUPS * 4)
     offset = line.to(tl.int64) * width + column

@@ -34,11 +34,11 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian error linear units".
     """
     if torch.compiler.is_compiling() and x.device.type == "cpu":
-        return _by_logistic(x) if approximate == "tanh" else _opaque(x)
+        return _tanh_gelu(x) if approximate == "tanh" else _untraced_gelu(x)
     return F.gelu(x, approximate=approximate)
 
 
-def _by_logistic(x: torch.Tensor) -> torch.Tensor:
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     """Return the "tanh" variant by the logistic function: (1 + tanh(u)) / 2 is the logistic function of 2 u.
 
     16-bit inputs are computed in fp32, as in torch's kernel.
@@ -47,7 +47,7 @@ def _by_logistic(x: torch.Tensor) -> torch.Tensor:
     return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * wide * wide))).to(x.dtype)
 
 
-def _opaque(x: torch.Tensor) -> torch.Tensor:
+def _untraced_gelu(x: torch.Tensor) -> torch.Tensor:
     """Return the "none" variant by torch's kernel, in an operator that the compiler does not trace."""
     y: torch.Tensor = _gelu(x)
     return y

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Dropout of probabilities [b, a/t, s, s_k]: sets some to 0 and scales up the others."""
-FOR_MASKS = [
+MASKED_BACKENDS = [
     SDPBackend.OVERRIDEABLE,  # kernel of a plug-in
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -49,10 +49,10 @@ def attention(
     is_grouped = key.shape[1] != query.shape[1]
     if drop is not None:
         if is_grouped:
-            key, value = (for_each_query(tensor, query.shape[1]) for tensor in (key, value))
+            key, value = (repeat_kv(tensor, query.shape[1]) for tensor in (key, value))
         mask = causal_mask(query, key) if is_causal else mask
-        added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
-        return dropped_attention(query, key, value, added, drop=drop, scale=scale)
+        bias = additive_mask(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
+        return attention_with_dropout(query, key, value, bias, drop=drop, scale=scale)
     with attention_kernels(mask):
         return F.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped
@@ -80,23 +80,23 @@ def lower_right_attention(
 
 
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Return a context manager that restricts torch's attention kernels to ``FOR_MASKS`` if there is a mask.
+    """Return a context manager that restricts torch's attention kernels to ``MASKED_BACKENDS`` if there is a mask.
 
     Source: https://github.com/pytorch/pytorch/issues/196678 describes the error of cuDNN's kernel.
     """
-    return nullcontext() if mask is None else sdpa_kernel(FOR_MASKS)
+    return nullcontext() if mask is None else sdpa_kernel(MASKED_BACKENDS)
 
 
-def for_each_query(part: torch.Tensor, heads: int) -> torch.Tensor:
+def repeat_kv(kv: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return keys or values [b, g, s_k, d] repeated for each query head of their group: [b, a, s_k, d]."""
-    return part.unsqueeze(2).expand(-1, -1, heads // part.shape[1], -1, -1).flatten(1, 2)
+    return kv.unsqueeze(2).expand(-1, -1, num_heads // kv.shape[1], -1, -1).flatten(1, 2)
 
 
-def dropped_attention(
+def attention_with_dropout(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    added: torch.Tensor | None,
+    bias: torch.Tensor | None,
     *,
     drop: Drop,
     scale: float | None = None,
@@ -108,17 +108,17 @@ def dropped_attention(
         as in ``attention``; added [b or 1, a/t or 1, s, s_k]
 
     Args:
-        cap: cap of ``softcapped``, applied before ``added``; 0: none.
+        cap: cap of ``softcap``, applied before ``bias``; 0: none.
     """
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)  # [b, a/t, s, s_k]
-    scores = softcapped(scores, cap) if cap else scores
-    scores = scores if added is None else scores + added
-    wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-    probabilities = torch.softmax(scores, dim=-1, dtype=wide)
+    scores = softcap(scores, cap) if cap else scores
+    scores = scores if bias is None else scores + bias
+    softmax_dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    probabilities = torch.softmax(scores, dim=-1, dtype=softmax_dtype)
     return drop(probabilities).to(value.dtype) @ value
 
 
-def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Return ``cap * tanh(x / cap)``: values well below the cap hardly change, and none exceeds it.
 
     Source: Bello et al. 2017, "Neural combinatorial optimization with reinforcement learning"; Gemma 2, 2024.
@@ -166,15 +166,15 @@ def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
     return positions - positions.masked_fill(~is_start, 0).cummax(dim=1).values
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where ``mask`` is True and ``lowest(dtype)`` elsewhere.
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 where ``mask`` is True and ``mask_value(dtype)`` elsewhere.
 
     A query that may attend to no key then attends to all keys equally, whereas -inf would yield NaN.
     """
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest(dtype))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, mask_value(dtype))
 
 
-def lowest(dtype: torch.dtype) -> float:
+def mask_value(dtype: torch.dtype) -> float:
     """Return the value added to masked scores: half the lowest number of ``dtype``.
 
     The value remains finite when a low score is added, and when multiplied by log2(e) in kernels that compute powers

@@ -8,83 +8,83 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron.ops.attention import Drop, additive, attention, dropped_attention, lowest
+from megatron.ops.attention import Drop, additive_mask, attention, attention_with_dropout, mask_value
 
 # A bias by the distance between query and key: 2s - 1 values per head, which define a matrix [s, s].
 #
 # Autograd sees only these values. They are spread into a matrix when they are added to scores.
 
 
-def without_future(by_distance: torch.Tensor) -> torch.Tensor:
+def mask_future(by_distance: torch.Tensor) -> torch.Tensor:
     """Return the bias with the lowest number for keys after the query, which applies the causal rule at no cost.
 
     Shapes:
         by_distance, output [a, 2s - 1]
     """
     size = by_distance.shape[1]
-    future = torch.arange(size, device=by_distance.device) > size // 2
-    return by_distance.masked_fill(future, lowest(by_distance.dtype))
+    is_future = torch.arange(size, device=by_distance.device) > size // 2
+    return by_distance.masked_fill(is_future, mask_value(by_distance.dtype))
 
 
-def spread(by_distance: torch.Tensor) -> torch.Tensor:
+def expand_bias(by_distance: torch.Tensor) -> torch.Tensor:
     """Return a matrix for each head whose entry (i, j) is the bias of the distance j - i.
 
     Shapes:
         by_distance [a, 2s - 1]
         output      [a, s, s]
     """
-    return _Spread.apply(by_distance)
+    return _ExpandBias.apply(by_distance)
 
 
-class _Spread(torch.autograd.Function):
+class _ExpandBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, by_distance: torch.Tensor) -> torch.Tensor:
-        return spread_values(by_distance)
+        return expand_bias_values(by_distance)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return diagonal_sums(grads[0])
 
 
-def spread_values(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return ``spread`` without autograd."""
+def expand_bias_values(by_distance: torch.Tensor) -> torch.Tensor:
+    """Return ``expand_bias`` without autograd."""
     size = (by_distance.shape[1] + 1) // 2
     windows = by_distance.contiguous().unfold(1, size, 1)  # [a, s, s], row k from distance k - (s - 1) on
     return windows.flip(1)
 
 
 def diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``spread_values``.
+    """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``expand_bias_values``.
 
     On a CPU, heads are processed one at a time in memory that stays in its caches. On other devices all heads are
     processed together, because a kernel for one head would be too small.
     """
-    return sums_of_some(matrices, 1 if matrices.device.type == "cpu" else len(matrices))
+    return diagonal_sums_by_heads(matrices, 1 if matrices.device.type == "cpu" else len(matrices))
 
 
-def sums_of_some(matrices: torch.Tensor, at_once: int) -> torch.Tensor:
-    """Return ``diagonal_sums``, computed for ``at_once`` heads at a time; the number of heads must be a multiple of it.
+def diagonal_sums_by_heads(matrices: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return ``diagonal_sums``, computed for ``num_heads`` heads at a time, which must divide the number of heads.
 
     Row i of a matrix is shifted by i columns to the left within rows of length 2s, so that each column contains the
     entries of one distance.
     """
     size = matrices.shape[-1]
-    rows = matrices.new_zeros(at_once, size, 2 * size)
-    squares = rows.as_strided((at_once, size, size), (2 * size * size, 2 * size - 1, 1), size - 1)
-    sums = matrices.new_empty(matrices.shape[0], 2 * size)
-    for first in range(0, len(matrices), max(at_once, 1)):
-        squares.copy_(matrices[first : first + at_once])
-        torch.sum(rows, dim=1, out=sums[first : first + at_once])
-    return sums[:, :-1]
+    rows = matrices.new_zeros(num_heads, size, 2 * size)
+    shifted = rows.as_strided((num_heads, size, size), (2 * size * size, 2 * size - 1, 1), size - 1)
+    totals = matrices.new_empty(matrices.shape[0], 2 * size)
+    for first in range(0, len(matrices), max(num_heads, 1)):
+        shifted.copy_(matrices[first : first + num_heads])
+        torch.sum(rows, dim=1, out=totals[first : first + num_heads])
+    return totals[:, :-1]
 
 
 # Attention with unscaled scores and a bias that depends only on the distance between query and key.
 #
 # On a CPU it is a custom operator (``torch.library``) that works block by block, a single node for ``--compile``.
 
-BLOCK = 2**20
+BLOCK_SCORES = 2**20
 """Number of scores computed at a time on a CPU, small enough to stay in its caches between operations."""
-KEPT = 2**24
+MAX_SAVED_PROBABILITIES = 2**24
 """Number of probabilities that a layer may save for backward on a CPU. If there are more, backward recomputes them."""
 
 
@@ -115,14 +115,14 @@ def biased_attention(
     if is_blocked(query) and not dropout and drop is None:
         tensors = [tensor for tensor in (query, key, value, by_distance) if tensor is not None]
         has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        keeps_probabilities = has_backward and query[..., 0].numel() * key.shape[2] <= KEPT
-        return _forward(query, key, value, by_distance, None if mask is None else ~mask, keeps_probabilities)[0]
-    bias_and_mask = None if mask is None else additive(mask, query.dtype)
+        saves_probabilities = has_backward and query[..., 0].numel() * key.shape[2] <= MAX_SAVED_PROBABILITIES
+        return _forward(query, key, value, by_distance, None if mask is None else ~mask, saves_probabilities)[0]
+    bias_and_mask = None if mask is None else additive_mask(mask, query.dtype)
     if by_distance is not None:
-        bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
-        bias_and_mask = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))  # [b, a/t, s, s]
+        bias = expand_bias(by_distance).unsqueeze(0)  # [1, a/t, s, s]
+        bias_and_mask = bias if mask is None else bias.masked_fill(~mask, mask_value(bias.dtype))  # [b, a/t, s, s]
     if drop is not None:
-        return dropped_attention(query, key, value, bias_and_mask, drop=drop, scale=1.0)
+        return attention_with_dropout(query, key, value, bias_and_mask, drop=drop, scale=1.0)
     return attention(query, key, value, mask=bias_and_mask, is_causal=False, dropout=dropout, scale=1.0)
 
 
@@ -137,7 +137,7 @@ def is_blocked(x: torch.Tensor) -> bool:
 class _Block(NamedTuple):
     """Heads that are processed together: all heads of one or more samples if they fit, otherwise some of one sample."""
 
-    part: slice  # of [b a, ...]
+    flat_heads: slice  # of [b a, ...]
     samples: slice
     heads: slice
 
@@ -148,26 +148,27 @@ def _forward(
     key: torch.Tensor,
     value: torch.Tensor,
     by_distance: torch.Tensor | None,
-    hidden: torch.Tensor | None,
-    keeps: bool,
+    is_masked: torch.Tensor | None,
+    saves_probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context and, if ``keeps``, the probabilities [b a, s, s_k]; otherwise an empty second tensor.
+    """Return the context and the probabilities [b a, s, s_k], which are empty without ``saves_probabilities``.
 
-    Scores become probabilities in place, block by block. With more than ``KEPT`` probabilities no tensor [b, a, s, s_k]
-    is allocated, whereas torch's attention allocates several tensors of that size and passes over each of them.
+    Scores become probabilities in place, block by block. With more than ``MAX_SAVED_PROBABILITIES`` probabilities no
+    tensor [b, a, s, s_k] is allocated, whereas torch's attention allocates several tensors of that size and passes over
+    each of them.
 
     Args:
-        hidden: bool [b or 1, 1, s, s_k], True where a query may not attend.
+        is_masked: bool [b or 1, 1, s, s_k], True where a query may not attend.
     """
     context = torch.empty_like(query, memory_format=torch.contiguous_format)
-    bias = None if by_distance is None else spread_values(by_distance)  # [a, s, s]
+    bias = None if by_distance is None else expand_bias_values(by_distance)  # [a, s, s]
     blocks, size = _blocks(query, key)
-    saved = query.new_empty(_kept_shape(query, key, keeps))
-    buffer = saved if keeps else query.new_empty(size, query.shape[2], key.shape[2])
+    saved = query.new_empty(_saved_shape(query, key, saves_probabilities))
+    buffer = saved if saves_probabilities else query.new_empty(size, query.shape[2], key.shape[2])
     for block in blocks:
-        q, k, v, block_context = (_flat(x)[block.part] for x in (query, key, value, context))
-        probabilities = saved[block.part] if keeps else buffer[: q.shape[0]]  # [n, s, s_k]
-        _set_probabilities(probabilities, q, k, bias, hidden, block)
+        q, k, v, block_context = (_flatten_heads(x)[block.flat_heads] for x in (query, key, value, context))
+        probabilities = saved[block.flat_heads] if saves_probabilities else buffer[: q.shape[0]]  # [n, s, s_k]
+        _set_probabilities(probabilities, q, k, bias, is_masked, block)
         torch.bmm(probabilities, v, out=block_context)
     return context, saved
 
@@ -179,24 +180,24 @@ def _backward(
     key: torch.Tensor,
     value: torch.Tensor,
     by_distance: torch.Tensor | None,
-    hidden: torch.Tensor | None,
-    kept: torch.Tensor,
+    is_masked: torch.Tensor | None,
+    saved_probabilities: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key, value and bias; the last is empty if there is no bias."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    keeps = kept.numel() > 0
-    bias = None if by_distance is None or keeps else spread_values(by_distance)
+    saves_probabilities = saved_probabilities.numel() > 0
+    bias = None if by_distance is None or saves_probabilities else expand_bias_values(by_distance)
     bias_grad = None if by_distance is None else query.new_empty(query.shape[1], query.shape[2], key.shape[2])
     blocks, size = _blocks(query, key)
-    recomputed = query.new_empty(0 if keeps else size, query.shape[2], key.shape[2])
+    recomputed = query.new_empty(0 if saves_probabilities else size, query.shape[2], key.shape[2])
     buffer = query.new_empty(size, query.shape[2], key.shape[2])
     for block in blocks:
         q, k, v, context_grad, q_grad, k_grad, v_grad = (
-            _flat(x)[block.part] for x in (query, key, value, gradient, *grads)
+            _flatten_heads(x)[block.flat_heads] for x in (query, key, value, gradient, *grads)
         )
-        probabilities = kept[block.part] if keeps else recomputed[: q.shape[0]]
-        if not keeps:
-            _set_probabilities(probabilities, q, k, bias, hidden, block)
+        probabilities = saved_probabilities[block.flat_heads] if saves_probabilities else recomputed[: q.shape[0]]
+        if not saves_probabilities:
+            _set_probabilities(probabilities, q, k, bias, is_masked, block)
         torch.bmm(probabilities.transpose(1, 2), context_grad, out=v_grad)
         score_grads = buffer[: q.shape[0]]  # gradient of the probabilities, later of the scores
         torch.bmm(context_grad, v.transpose(1, 2), out=score_grads)
@@ -216,16 +217,21 @@ def _backward(
     )
 
 
-def _kept_shape(query: torch.Tensor, key: torch.Tensor, keeps: bool) -> tuple[int, int, int]:
-    return (query.shape[0] * query.shape[1] if keeps else 0, query.shape[2], key.shape[2])
+def _saved_shape(query: torch.Tensor, key: torch.Tensor, saves_probabilities: bool) -> tuple[int, int, int]:
+    return (query.shape[0] * query.shape[1] if saves_probabilities else 0, query.shape[2], key.shape[2])
 
 
 @_forward.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, by_distance: Tensor | None, hidden: Tensor | None, keeps: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    by_distance: Tensor | None,
+    is_masked: Tensor | None,
+    saves_probabilities: bool,
 ) -> tuple[Tensor, Tensor]:
     context = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return context, query.new_empty(_kept_shape(query, key, keeps))
+    return context, query.new_empty(_saved_shape(query, key, saves_probabilities))
 
 
 @_backward.register_fake
@@ -235,8 +241,8 @@ def _(
     key: Tensor,
     value: Tensor,
     by_distance: Tensor | None,
-    hidden: Tensor | None,
-    kept: Tensor,
+    is_masked: Tensor | None,
+    saved_probabilities: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     to_query, to_key, to_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
@@ -244,7 +250,7 @@ def _(
     return to_query, to_key, to_value, query.new_empty((0,) if by_distance is None else by_distance.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
@@ -257,10 +263,10 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
     return query_grad, key_grad, value_grad, None if tensors[3] is None else bias_grad, None, None
 
 
-_forward.register_autograd(_gradient, setup_context=_remember)
+_forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _products(query: torch.Size, key: torch.Size) -> int:
+def _product_flops(query: torch.Size, key: torch.Size) -> int:
     """Return the FLOPs of the product of all queries with all keys."""
     b, a, s, d = query
     return 2 * b * a * s * key[2] * d
@@ -268,14 +274,21 @@ def _products(query: torch.Size, key: torch.Size) -> int:
 
 @register_flop_formula(torch.ops.megatron_tds.biased_attention)
 def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * _products(query, key)
+    return 2 * _product_flops(query, key)
 
 
 @register_flop_formula(torch.ops.megatron_tds.biased_attention_backward)
 def _flops_of_backward(
-    gradient: torch.Size, query: torch.Size, key: torch.Size, value: Any, bias: Any, hidden: Any, kept: Any, **_: Any
+    gradient: torch.Size,
+    query: torch.Size,
+    key: torch.Size,
+    value: Any,
+    bias: Any,
+    is_masked: Any,
+    saved_probabilities: Any,
+    **_: Any,
 ) -> int:
-    return (4 if kept[0] else 5) * _products(query, key)
+    return (4 if saved_probabilities[0] else 5) * _product_flops(query, key)
 
 
 def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:
@@ -290,7 +303,7 @@ def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:
     """Return the blocks and the number of heads in the largest block."""
     num_samples, num_heads = query.shape[:2]
-    size = max(1, BLOCK // (query.shape[2] * key.shape[2]))
+    size = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
     if size < num_heads:
         firsts = [(i, j) for i in range(num_samples) for j in range(0, num_heads, size)]
         ends = [(i + 1, min(j + size, num_heads)) for i, j in firsts]
@@ -305,7 +318,7 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:
     return blocks, min(size, num_samples * num_heads)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flatten_heads(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1)
 
 
@@ -314,10 +327,10 @@ def _set_probabilities(
     query: torch.Tensor,
     key: torch.Tensor,
     bias: torch.Tensor | None,
-    hidden: torch.Tensor | None,
+    is_masked: torch.Tensor | None,
     block: _Block,
 ) -> None:
-    """Write the softmax of a block's scores into ``scores``; ``hidden`` scores are set to the lowest number.
+    """Write the softmax of a block's scores into ``scores``; ``is_masked`` scores are set to the lowest number.
 
     Shapes:
         scores [n, s, s_k]
@@ -331,7 +344,7 @@ def _set_probabilities(
     else:
         scores.unflatten(0, by_sample).copy_(bias[block.heads])
         scores.baddbmm_(query, key.transpose(1, 2))
-    if hidden is not None:
-        block_hidden = hidden if hidden.shape[0] == 1 else hidden[block.samples]
-        scores.unflatten(0, by_sample).masked_fill_(block_hidden, lowest(scores.dtype))
+    if is_masked is not None:
+        block_mask = is_masked if is_masked.shape[0] == 1 else is_masked[block.samples]
+        scores.unflatten(0, by_sample).masked_fill_(block_mask, mask_value(scores.dtype))
     torch.softmax(scores, dim=-1, out=scores)

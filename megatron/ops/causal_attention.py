@@ -22,11 +22,11 @@ from megatron.torch_compat import load_cpp
 # Memory and views are created once for the heads that are processed together, and reused for the next heads. Compared
 # with the small products of a block, creating a view or allocating a result takes a noticeable time.
 
-CACHED = 2**18
+CACHED_SCORES = 2**18
 """Number of scores that a core computes at a time, small enough to stay in its caches between products."""
 
 
-def queries_of_block(size: int) -> int:
+def queries_per_block(size: int) -> int:
     """Return the number q of queries per block, for sequences of ``size`` tokens.
 
     About (1 + q/s) / 2 of the s x s scores are computed, so smaller blocks save computation. But in long sequences only
@@ -35,38 +35,38 @@ def queries_of_block(size: int) -> int:
     return min(size, 64 if size <= 512 else 128)
 
 
-class Room:
+class HeadBuffers:
     """Memory for n heads that are processed together, and the blocks of their queries.
 
     ``blocks`` start with the last block, which sees every key, so that its gradients initialize all rows.
 
     Args:
         packed: [s, b, a/t, 3, d], the tensor from which heads are copied.
-        count: number of heads, counted over all samples.
+        num_heads: number of heads, counted over all samples.
     """
 
-    def __init__(self, packed: torch.Tensor, count: int) -> None:
+    def __init__(self, packed: torch.Tensor, num_heads: int) -> None:
         self.size, _, _, _, self.width = packed.shape
         self.scale = self.width**-0.5
-        num_queries = queries_of_block(self.size)
-        self.together = packed.new_empty(3, count, self.size, self.width)
-        self.query, self.key, self.value = self.together
-        self.future = packed.new_full((num_queries, num_queries), float("-inf")).triu_(1)
-        self.scores = packed.new_empty(count * num_queries * self.size)
-        self.products = packed.new_empty(count * num_queries * self.width)
-        self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, num_queries))]
+        num_queries = queries_per_block(self.size)
+        self.qkv = packed.new_empty(3, num_heads, self.size, self.width)
+        self.query, self.key, self.value = self.qkv
+        self.future_mask = packed.new_full((num_queries, num_queries), float("-inf")).triu_(1)
+        self.scores = packed.new_empty(num_heads * num_queries * self.size)
+        self.products = packed.new_empty(num_heads * num_queries * self.width)
+        self.blocks: Sequence[QueryBlock] = [self.block(first) for first in reversed(range(0, self.size, num_queries))]
 
-    def block(self, first: int) -> Block:
+    def block(self, first: int) -> QueryBlock:
         """Return the block whose queries start at ``first``."""
-        return Block(self, self.own(first))
+        return QueryBlock(self, self.query_range(first))
 
-    def own(self, first: int) -> slice:
+    def query_range(self, first: int) -> slice:
         """Return the indices of the queries of the block that starts at ``first``."""
-        return slice(first, min(first + queries_of_block(self.size), self.size))
+        return slice(first, min(first + queries_per_block(self.size), self.size))
 
 
-class Block:
-    """Views of a block of queries, with the indices ``own``, of the heads in a room, and of the keys that they see.
+class QueryBlock:
+    """Views of a block of queries with the indices ``query_range``, of its heads, and of the keys that it attends to.
 
     Shapes:
         query   [n, own, d]
@@ -75,94 +75,102 @@ class Block:
         product [n, own, d], memory for a result
     """
 
-    def __init__(self, room: Room, own: slice) -> None:
-        self.own, self.scale = own, room.scale
-        self.query, self.keys, self.values = room.query[:, own], room.key[:, : own.stop], room.value[:, : own.stop]
-        self.scores = self.scores_in(room.scores)
-        count = own.stop - own.start
-        self.product = room.products[: self.query.numel()].view(self.query.shape)
-        self._diagonal, self._future = self.scores[:, :, own.start :], room.future[:count, :count]
-        self._keys_across = self.keys.transpose(1, 2)
+    def __init__(self, buffers: HeadBuffers, query_range: slice) -> None:
+        self.query_range, self.scale = query_range, buffers.scale
+        self.query, self.keys, self.values = (
+            buffers.query[:, query_range],
+            buffers.key[:, : query_range.stop],
+            buffers.value[:, : query_range.stop],
+        )
+        self.scores = self.view_scores(buffers.scores)
+        num_queries = query_range.stop - query_range.start
+        self.product = buffers.products[: self.query.numel()].view(self.query.shape)
+        self._diagonal, self._future = (
+            self.scores[:, :, query_range.start :],
+            buffers.future_mask[:num_queries, :num_queries],
+        )
+        self._keys_transposed = self.keys.transpose(1, 2)
 
-    def scores_in(self, memory: torch.Tensor) -> torch.Tensor:
+    def view_scores(self, memory: torch.Tensor) -> torch.Tensor:
         """Return a view [n, own, seen] of ``memory``."""
-        heads, count, _ = self.query.shape
-        return memory[: heads * count * self.own.stop].view(heads, count, self.own.stop)
+        heads, num_queries, _ = self.query.shape
+        return memory[: heads * num_queries * self.query_range.stop].view(heads, num_queries, self.query_range.stop)
 
-    def make_probabilities(self) -> None:
+    def compute_probabilities(self) -> None:
         """Compute the probabilities in the memory of the scores."""
-        put_product(self.scores, self.query, self._keys_across, self.scale)
+        write_product(self.scores, self.query, self._keys_transposed, self.scale)
         self._diagonal += self._future
         torch.softmax(self.scores, dim=-1, out=self.scores)
 
 
-class RoomOfBackward(Room):
-    """A room with memory for the gradients of the context (``given``), of key and of value, each [n, s, d]."""
+class BackwardHeadBuffers(HeadBuffers):
+    """A room with memory for the gradients of the context (``context_grad``), of key and of value, each [n, s, d]."""
 
-    blocks: Sequence[BlockOfBackward]
+    blocks: Sequence[BackwardQueryBlock]
 
-    def __init__(self, packed: torch.Tensor, count: int) -> None:
+    def __init__(self, packed: torch.Tensor, num_heads: int) -> None:
         size, width = len(packed), packed.shape[-1]
-        num_queries = queries_of_block(size)
-        self.given, self.of_key, self.of_value = (packed.new_empty(count, size, width) for _ in range(3))
-        self.second = packed.new_empty(count * num_queries * size)
-        added = (size - 1) // num_queries * num_queries  # rows to which later blocks add
-        self.spare = packed.new_empty(count * added * width)
-        super().__init__(packed, count)
+        num_queries = queries_per_block(size)
+        self.context_grad, self.key_grad, self.value_grad = (packed.new_empty(num_heads, size, width) for _ in range(3))
+        self.score_grads = packed.new_empty(num_heads * num_queries * size)
+        num_added_rows = (size - 1) // num_queries * num_queries  # rows to which later blocks add
+        self.scratch = packed.new_empty(num_heads * num_added_rows * width)
+        super().__init__(packed, num_heads)
 
-    def block(self, first: int) -> BlockOfBackward:
-        return BlockOfBackward(self, self.own(first))
+    def block(self, first: int) -> BackwardQueryBlock:
+        return BackwardQueryBlock(self, self.query_range(first))
 
 
-class BlockOfBackward(Block):
+class BackwardQueryBlock(QueryBlock):
     """A block with views for backward.
 
-    ``given`` [n, own, d] is the gradient of the context, ``second`` [n, own, seen] is memory for the gradient of the
-    probabilities, and later of the scores. ``of_key`` and ``of_value`` accumulate gradients over the blocks.
+    ``context_grad`` [n, own, d] is the gradient of the context, ``score_grads`` [n, own, seen] is memory for the
+    gradient of the probabilities, and later of the scores. ``key_grad`` and ``value_grad`` accumulate gradients over
+    the blocks.
     """
 
-    def __init__(self, room: RoomOfBackward, own: slice) -> None:
-        super().__init__(room, own)
-        self.given = room.given[:, own]
-        self.second = self.scores_in(room.second)
-        self.of_key = _Sum(room.of_key, own.stop, room.spare, self.scale)
-        self.of_value = _Sum(room.of_value, own.stop, room.spare)
+    def __init__(self, buffers: BackwardHeadBuffers, query_range: slice) -> None:
+        super().__init__(buffers, query_range)
+        self.context_grad = buffers.context_grad[:, query_range]
+        self.score_grads = self.view_scores(buffers.score_grads)
+        self.key_grad = _GradAccumulator(buffers.key_grad, query_range.stop, buffers.scratch, self.scale)
+        self.value_grad = _GradAccumulator(buffers.value_grad, query_range.stop, buffers.scratch)
 
 
-class _Sum:
-    """Accumulates a gradient in the first ``seen`` rows of ``place`` [n, s, d].
+class _GradAccumulator:
+    """Accumulates a gradient in the first ``num_keys`` rows of ``target`` [n, s, d].
 
-    The first block sees all s rows and overwrites them; later blocks add to them, using ``spare`` for their product.
+    The first block sees all s rows and overwrites them; later blocks add to them, using ``scratch`` for their product.
     """
 
-    def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor, scale: float = 1.0) -> None:
-        self._rows, self._is_first, self._scale = place[:, :seen], seen == place.shape[1], scale
-        self._product = self._rows if self._is_first else spare[: self._rows.numel()].view(self._rows.shape)
+    def __init__(self, target: torch.Tensor, num_keys: int, scratch: torch.Tensor, scale: float = 1.0) -> None:
+        self._rows, self._is_first, self._scale = target[:, :num_keys], num_keys == target.shape[1], scale
+        self._product = self._rows if self._is_first else scratch[: self._rows.numel()].view(self._rows.shape)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``scale`` times the product of ``left`` and ``right`` for each head."""
-        put_product(self._product, left, right, self._scale)
+        write_product(self._product, left, right, self._scale)
         if not self._is_first:
             self._rows += self._product
 
 
-def put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """Write ``scale`` times the product of ``left`` and ``right`` for each head into ``place``, and return it."""
-    return torch.baddbmm(place, left, right, beta=0, alpha=scale, out=place)
+def write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """Write ``scale`` times the product of ``left`` and ``right`` for each head into ``target``, and return it."""
+    return torch.baddbmm(target, left, right, beta=0, alpha=scale, out=target)
 
 
-AnyRoom = TypeVar("AnyRoom", bound=Room)
+AnyHeadBuffers = TypeVar("AnyHeadBuffers", bound=HeadBuffers)
 
 
-def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
+def head_buffers(buffers_type: type[AnyHeadBuffers], packed: torch.Tensor) -> Iterator[tuple[slice, AnyHeadBuffers]]:
     """Yield (range of heads, room) for the heads that are processed together; all ranges use the same room."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
-    max_heads = max(1, CACHED * torch.get_num_threads() // (queries_of_block(size) * size))
+    max_heads = max(1, CACHED_SCORES * torch.get_num_threads() // (queries_per_block(size) * size))
     heads_per_room = -(-num_heads // -(-num_heads // max_heads))  # ranges of nearly equal size
-    room = kind(packed, heads_per_room)
+    buffers = buffers_type(packed, heads_per_room)
     for start in range(0, num_heads, heads_per_room):
         first = min(start, num_heads - heads_per_room)  # the last range fills the room, with some heads computed again
-        yield slice(first, first + heads_per_room), room
+        yield slice(first, first + heads_per_room), buffers
 
 
 # Causal self-attention in fp32 on a CPU by ``causal_kernel.cpp``, which is built on first use if g++ is available.
@@ -177,14 +185,14 @@ def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, An
 # | [2048, 1, 16, 128] | 299 ms | 248 ms |
 
 SOURCE = Path(__file__).with_name("causal_kernel.cpp")
-VECTORS = {"AVX512": "-march=skylake-avx512", "AVX2": "-march=haswell"}
+VECTOR_FLAGS = {"AVX512": "-march=skylake-avx512", "AVX2": "-march=haswell"}
 """Supported CPU capabilities as torch names them -> compiler flag, used instead of torch's ``-march=native``.
 
 torch's cache identifies a library by its source and flags, and may be shared by machines with different processors.
 """
 
 
-def takes(packed: torch.Tensor) -> bool:
+def is_supported(packed: torch.Tensor) -> bool:
     """Return True if the kernel supports ``packed`` [s, b, a/t, 3, d] on a CPU: in fp32, if it can be built."""
     return packed.dtype == torch.float32 and is_built()
 
@@ -198,9 +206,14 @@ def is_built() -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in VECTORS:
+    if capability not in VECTOR_FLAGS:
         return None
-    flags = f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", VECTORS[capability], "-mtune=native"
+    flags = (
+        f"-DCPU_CAPABILITY={capability}",
+        f"-DCPU_CAPABILITY_{capability}",
+        VECTOR_FLAGS[capability],
+        "-mtune=native",
+    )
     try:
         library: Any = load_cpp(SOURCE.read_text(), flags)
         library.causal_vectors.restype = library.causal_numbers.restype = ctypes.c_int64
@@ -223,8 +236,8 @@ def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[t
     the start of each position's document; attention does not cross documents.
     """
     packed = packed.contiguous()
-    context, queries = _like_outcome(packed)
-    _call("causal_forward", packed, _read(starts), context, queries, is_backward=False, packed=packed)
+    context, queries = _empty_outputs(packed)
+    _call("causal_forward", packed, _as_int32(starts), context, queries, is_backward=False, packed=packed)
     return context, queries
 
 
@@ -235,11 +248,13 @@ def backward(
     """Return the gradient of ``packed``, in its shape, given the gradient of the context [s, b, a/t, d]."""
     packed = packed.contiguous()
     out = torch.empty_like(packed)
-    _call("causal_backward", grad.contiguous(), packed, _read(starts), queries, out, is_backward=True, packed=packed)
+    _call(
+        "causal_backward", grad.contiguous(), packed, _as_int32(starts), queries, out, is_backward=True, packed=packed
+    )
     return out
 
 
-def _read(starts: torch.Tensor | None) -> torch.Tensor | None:
+def _as_int32(starts: torch.Tensor | None) -> torch.Tensor | None:
     """Return ``starts`` in the form that the library reads."""
     return None if starts is None else starts.to(torch.int32).contiguous()
 
@@ -251,24 +266,24 @@ def _call(name: str, *tensors: torch.Tensor | None, is_backward: bool, packed: t
         RuntimeError: the function failed.
     """
     s, b, a, _, d = packed.shape
-    library, num_rooms = _library(), max(1, min(torch.get_num_threads(), b * a))
+    library, num_buffers = _library(), max(1, min(torch.get_num_threads(), b * a))
     assert library is not None
     tensor = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
-    memory = packed.new_empty(num_rooms * tensor)
+    memory = packed.new_empty(num_buffers * tensor)
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (*tensors, memory))
-    error = getattr(library, name)(*pointers, *map(ctypes.c_int64, (num_rooms, s, b * a, d, a)))
+    error = getattr(library, name)(*pointers, *map(ctypes.c_int64, (num_buffers, s, b * a, d, a)))
     if error is not None:
         raise RuntimeError(f"{name} in {SOURCE.name} failed for shape {tuple(packed.shape)}: {error.decode()}")
 
 
-def _like_outcome(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_outputs(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     s, b, a, _, d = packed.shape
     return packed.new_empty(s, b, a, d), packed.new_empty(2, b * a, s)
 
 
 @forward.register_fake
 def _(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like_outcome(packed)
+    return _empty_outputs(packed)
 
 
 @backward.register_fake
@@ -292,15 +307,15 @@ forward.register_autograd(_kernel_gradient, setup_context=_setup_kernel_context)
 
 @register_flop_formula(torch.ops.megatron_tds.causal_kernel)
 def _kernel_flops(packed: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * products(packed)
+    return 2 * product_flops(packed)
 
 
 @register_flop_formula(torch.ops.megatron_tds.causal_kernel_backward)
 def _kernel_backward_flops(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:
-    return 5 * products(packed)
+    return 5 * product_flops(packed)
 
 
-def products(shape: torch.Size) -> int:
+def product_flops(shape: torch.Size) -> int:
     """Return the FLOPs of the product of every query with the keys that it sees, including the one at its position."""
     s, b, a, _, d = shape
     return b * a * d * s * (s + 1)
@@ -308,8 +323,8 @@ def products(shape: torch.Size) -> int:
 
 # Causal self-attention on a CPU by blocks of queries: scores of later keys are not computed.
 #
-# Some heads at a time are copied into contiguous memory (``Room``), because products of strided rows take a fifth
-# longer. A block of queries computes a product with the keys up to the end of the block, a softmax in place and a
+# Some heads at a time are copied into contiguous memory (``HeadBuffers``), because products of strided rows take a
+# fifth longer. A block of queries computes a product with the keys up to the end of the block, a softmax in place and a
 # product with the values. Backward recomputes the probabilities, because reading them from memory would take as long.
 # Nothing of size [s, s] is saved, and the gradients of query, key and value are written next to each other, as the
 # backward of the layer's product reads them.
@@ -337,67 +352,71 @@ def causal_self_attention(
     recomputes probabilities in backward.
     """
     if starts is not None:
-        if packed.device.type != "cpu" or not takes(packed):
-            query, key, value = heads_of(packed)
+        if packed.device.type != "cpu" or not is_supported(packed):
+            query, key, value = split_packed(packed)
             return document_attention(query, key, value, starts)
         rows: torch.Tensor = forward(packed, starts)[0]
         return rows.permute(1, 2, 0, 3)
     if is_blocked(packed) and not dropout and drop is None:
-        context: torch.Tensor = forward(packed)[0] if takes(packed) else _forward(packed)
+        context: torch.Tensor = forward(packed)[0] if is_supported(packed) else _forward(packed)
         return context.permute(1, 2, 0, 3)
-    return attention(*heads_of(packed), dropout=dropout, drop=drop)
+    return attention(*split_packed(packed), dropout=dropout, drop=drop)
 
 
-def heads_of(packed: torch.Tensor) -> list[torch.Tensor]:
+def split_packed(packed: torch.Tensor) -> list[torch.Tensor]:
     """Return the parts that are packed in each head, such as query, key and value.
 
     Shapes:
         packed [s, b, a/t, parts, d]
         output parts x [b, a/t, s, d]
     """
-    return [part.permute(1, 2, 0, 3) for part in packed.unbind(3)]
+    return [tensor.permute(1, 2, 0, 3) for tensor in packed.unbind(3)]
 
 
 @torch.library.custom_op("megatron_tds::causal_self_attention", mutates_args=())
 def _forward(packed: torch.Tensor) -> torch.Tensor:
     s, b, a, _, d = packed.shape
-    qkv = _by_part(packed)
+    qkv = _packed_view(packed)
     context = packed.new_empty(s, b, a, d)
     rows = context.flatten(1, 2)  # [s, n, d]
-    for heads, room in rooms(Room, packed):
-        room.together.copy_(qkv[:, heads])
+    for heads, buffers in head_buffers(HeadBuffers, packed):
+        buffers.qkv.copy_(qkv[:, heads])
         context_of_heads = rows[:, heads]
-        for block in room.blocks:
-            block.make_probabilities()
+        for block in buffers.blocks:
+            block.compute_probabilities()
             torch.bmm(block.scores, block.values, out=block.product)
-            context_of_heads[block.own].copy_(block.product.transpose(0, 1))
+            context_of_heads[block.query_range].copy_(block.product.transpose(0, 1))
     return context
 
 
 @torch.library.custom_op("megatron_tds::causal_self_attention_backward", mutates_args=())
 def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``packed``, in its shape, given the gradient of the context [s, b, a, d]."""
-    qkv, context_grad = _by_part(packed), grad.flatten(1, 2).transpose(0, 1)
+    qkv, context_grad = _packed_view(packed), grad.flatten(1, 2).transpose(0, 1)
     packed_grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
-    qkv_grad = _by_part(packed_grad)
-    for heads, room in rooms(RoomOfBackward, packed):
-        room.together.copy_(qkv[:, heads])
-        room.given.copy_(context_grad[heads])
+    qkv_grad = _packed_view(packed_grad)
+    for heads, buffers in head_buffers(BackwardHeadBuffers, packed):
+        buffers.qkv.copy_(qkv[:, heads])
+        buffers.context_grad.copy_(context_grad[heads])
         query_grad, key_grad, value_grad = qkv_grad[:, heads]
-        for block in room.blocks:
-            block.make_probabilities()
-            block.of_value.add(block.scores.transpose(1, 2), block.given)
-            torch.bmm(block.given, block.values.transpose(1, 2), out=block.second)  # gradient of the probabilities
-            _softmax_backward(block.second, block.scores, -1, packed.dtype, grad_input=block.second)  # of the scores
-            block.of_key.add(block.second.transpose(1, 2), block.query)
-            put_product(block.product, block.second, block.keys, room.scale)
-            query_grad[:, block.own].copy_(block.product)
-        key_grad.copy_(room.of_key)
-        value_grad.copy_(room.of_value)
+        for block in buffers.blocks:
+            block.compute_probabilities()
+            block.value_grad.add(block.scores.transpose(1, 2), block.context_grad)
+            torch.bmm(
+                block.context_grad, block.values.transpose(1, 2), out=block.score_grads
+            )  # gradient of the probabilities
+            _softmax_backward(
+                block.score_grads, block.scores, -1, packed.dtype, grad_input=block.score_grads
+            )  # of the scores
+            block.key_grad.add(block.score_grads.transpose(1, 2), block.query)
+            write_product(block.product, block.score_grads, block.keys, buffers.scale)
+            query_grad[:, block.query_range].copy_(block.product)
+        key_grad.copy_(buffers.key_grad)
+        value_grad.copy_(buffers.value_grad)
     return packed_grad
 
 
-def _by_part(packed: torch.Tensor) -> torch.Tensor:
+def _packed_view(packed: torch.Tensor) -> torch.Tensor:
     """Return a view [3, n, s, d] of ``packed`` [s, b, a, 3, d], with n = b a heads."""
     return packed.flatten(1, 2).permute(2, 1, 0, 3)
 
@@ -426,9 +445,9 @@ _forward.register_autograd(_gradient, setup_context=_setup_context)
 
 @register_flop_formula(torch.ops.megatron_tds.causal_self_attention)
 def _flops(packed: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * products(packed)
+    return 2 * product_flops(packed)
 
 
 @register_flop_formula(torch.ops.megatron_tds.causal_self_attention_backward)
 def _flops_of_backward(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:
-    return 5 * products(packed)
+    return 5 * product_flops(packed)

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron.ops.attention import attention, lowest
-from megatron.ops.flex_attention import attention_by_blocks, takes_blocks
-from megatron.ops.plans import plan_of
+from megatron.ops.attention import attention, mask_value
+from megatron.ops.flex_attention import flex_document_attention, supports_flex
+from megatron.ops.plans import get_plan
 from megatron.torch_compat import has_triton, varlen_attention
 
 # Starts of documents: int32 [b, s], the first key that each query sees. The tensor has the shape of the tokens, so that
@@ -81,20 +81,20 @@ def document_attention(
         context: Tensor = _forward(query, key, value, starts, stops, slopes, first, window, scale, cap)
         return context
     is_plain = stops is None and not cap and slopes is None
-    if way_of(query, key.shape[2], query.shape[-1], is_plain=is_plain) == BLOCKS:
-        return attention_by_blocks(
+    if select_implementation(query, key.shape[2], query.shape[-1], is_plain=is_plain) == FLEX:
+        return flex_document_attention(
             query, key, value, starts, stops, first=first, window=window, scale=scale, cap=cap, slopes=slopes
         )
     assert is_plain
-    return attention_by_length(query, key, value, starts, first=first, window=window, scale=scale)
+    return varlen_document_attention(query, key, value, starts, first=first, window=window, scale=scale)
 
 
-TILES, LENGTHS, BLOCKS = "tiles", "FlashAttention", "flex_attention"
-"""Implementations of attention within documents: the first on a CPU, the others on ``KIND``."""
-KIND = "cuda"
+TILES, VARLEN, FLEX = "tiles", "FlashAttention", "flex_attention"
+"""Implementations of attention within documents: the first on a CPU, the others on ``DEVICE_TYPE``."""
+DEVICE_TYPE = "cuda"
 
 
-def way_of(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> str | None:
+def select_implementation(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> str | None:
     """Return the implementation of ``document_attention`` for the device and dtype of ``x``; None: a mask is needed.
 
     Args:
@@ -103,23 +103,23 @@ def way_of(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> 
     """
     if x.device.type == "cpu":
         return TILES
-    if x.device.type != KIND:
+    if x.device.type != DEVICE_TYPE:
         return None
     is_long = length > 2 * SHORT and head_size % 8 == 0
     if is_plain and is_long and _has_flash(x.dtype, x.device, head_size):
-        return LENGTHS
-    return BLOCKS if takes_blocks(x.dtype, head_size) and has_triton() else None
+        return VARLEN
+    return FLEX if supports_flex(x.dtype, head_size) and has_triton() else None
 
 
 @torch.compiler.assume_constant_result
-def _has_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> bool:
+def _has_flash(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
     """Return True if torch's FlashAttention supports this dtype and head size on this device."""
-    return _asked_flash(dtype, place, head_size)
+    return _can_use_flash(dtype, device, head_size)
 
 
 @functools.cache
-def _asked_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> bool:
-    query, key, value = (torch.empty(1, 1, SHORT, head_size, dtype=dtype, device=place) for _ in range(3))
+def _can_use_flash(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
+    query, key, value = (torch.empty(1, 1, SHORT, head_size, dtype=dtype, device=device) for _ in range(3))
     return bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, False)))
 
 
@@ -131,20 +131,20 @@ def _asked_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> boo
 
 TILE = 64
 """Number of queries of a tile."""
-CACHED = 2**19
+CACHED_SCORES = 2**19
 """Number of scores computed at a time, small enough to stay in the caches between operations."""
 
 
 class _Tile(NamedTuple):
     """Queries and the keys that any of them sees. All queries see the keys from ``left`` to ``right``."""
 
-    own: slice
+    queries: slice
     keys: slice
     left: int
     right: int
 
 
-class _Part(NamedTuple):
+class _HeadSlice(NamedTuple):
     """Key groups of sample ``row`` that are processed together, with their query heads and the tiles of the sample."""
 
     row: int
@@ -153,7 +153,7 @@ class _Part(NamedTuple):
     tiles: list[_Tile]
 
 
-class _Scores:
+class _TileScores:
     """Computes the scores of tiles, with the settings that all tiles share."""
 
     def __init__(
@@ -162,33 +162,33 @@ class _Scores:
     ) -> None:  # fmt: skip
         self.shape, self.num_groups = query.shape, key.shape[1]
         self.first, self.scale, self.cap = first, scale, cap
-        self.wide = torch.promote_types(query.dtype, torch.float32)
-        self.slopes = None if slopes is None else torch.tensor(slopes, dtype=self.wide).view(-1, 1, 1)
+        self.wide_dtype = torch.promote_types(query.dtype, torch.float32)
+        self.slopes = None if slopes is None else torch.tensor(slopes, dtype=self.wide_dtype).view(-1, 1, 1)
         positions = torch.arange(first, first + query.shape[2], dtype=torch.int32).expand_as(starts)
-        self.low = torch.maximum(starts, positions - window) if window else starts
-        self.high = positions + 1 if stops is None else stops
+        self.starts = torch.maximum(starts, positions - window) if window else starts
+        self.stops = positions + 1 if stops is None else stops
 
-    def taken(self, x: Tensor, row: int, heads: slice) -> Tensor:
+    def copy_heads(self, x: Tensor, row: int, heads: slice) -> Tensor:
         """Return a contiguous copy of ``heads`` of sample ``row`` of ``x`` [b, n, s, d].
 
         16-bit values are converted to fp32, in which products on a CPU are faster.
         """
-        return x[row, heads].to(self.wide).contiguous()
+        return x[row, heads].to(self.wide_dtype).contiguous()
 
-    def parts(self) -> Iterator[_Part]:
+    def head_slices(self) -> Iterator[_HeadSlice]:
         """Yield parts that cover all heads of all samples."""
         b, a, _, _ = self.shape
         heads_per_group = a // self.num_groups
         for row in range(b):
             tiles = self._tiles(row)
             longest = max((tile.keys.stop - tile.keys.start for tile in tiles), default=1)
-            max_groups = max(1, CACHED * torch.get_num_threads() // (heads_per_group * TILE * longest))
+            max_groups = max(1, CACHED_SCORES * torch.get_num_threads() // (heads_per_group * TILE * longest))
             for start in range(0, self.num_groups, max_groups):
                 stop = min(start + max_groups, self.num_groups)
-                yield _Part(row, slice(start, stop), slice(start * heads_per_group, stop * heads_per_group), tiles)
+                yield _HeadSlice(row, slice(start, stop), slice(start * heads_per_group, stop * heads_per_group), tiles)
 
     def _tiles(self, row: int) -> list[_Tile]:
-        lows, highs = self.low[row].split(TILE), self.high[row].split(TILE)
+        lows, highs = self.starts[row].split(TILE), self.stops[row].split(TILE)
         tiles = []
         for idx, (low, high) in enumerate(zip(lows, highs, strict=True)):
             start, left, right, stop = (int(bound) for bound in (*low.aminmax(), *high.aminmax()))
@@ -197,7 +197,9 @@ class _Scores:
             tiles.append(_Tile(queries, slice(start, stop), min(left, stop), max(right, start)))
         return tiles
 
-    def probabilities(self, query: Tensor, key: Tensor, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor | None]:
+    def probabilities(
+        self, query: Tensor, key: Tensor, head_slice: _HeadSlice, tile: _Tile
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the probabilities of a tile and, with a cap, the hyperbolic tangents in its scores.
 
         Shapes:
@@ -211,21 +213,23 @@ class _Scores:
             scores = tangents * self.cap
         else:
             scores.mul_(self.scale)
-        by_head = scores.view(-1, tile.own.stop - tile.own.start, key.shape[1])  # [n, q, k]
-        low, high = (bounds[part.row, tile.own].unsqueeze(1) for bounds in (self.low, self.high))  # [q, 1]
+        by_head = scores.view(-1, tile.queries.stop - tile.queries.start, key.shape[1])  # [n, q, k]
+        low, high = (
+            bounds[head_slice.row, tile.queries].unsqueeze(1) for bounds in (self.starts, self.stops)
+        )  # [q, 1]
         if self.slopes is not None:
             offsets = torch.arange(tile.keys.start, tile.keys.stop) - self._positions(tile).unsqueeze(1)  # [q, k]
-            by_head.add_(self.slopes[part.heads] * offsets)
+            by_head.add_(self.slopes[head_slice.heads] * offsets)
         if tile.left > tile.keys.start:
             keys = torch.arange(tile.keys.start, tile.left)
-            by_head[..., : len(keys)].masked_fill_(keys < low, lowest(self.wide))
+            by_head[..., : len(keys)].masked_fill_(keys < low, mask_value(self.wide_dtype))
         if tile.right < tile.keys.stop:
             keys = torch.arange(tile.right, tile.keys.stop)
-            by_head[..., -len(keys) :].masked_fill_(keys >= high, lowest(self.wide))
+            by_head[..., -len(keys) :].masked_fill_(keys >= high, mask_value(self.wide_dtype))
         return torch.softmax(scores, dim=-1, out=scores), tangents
 
     def _positions(self, tile: _Tile) -> Tensor:
-        return torch.arange(self.first + tile.own.start, self.first + tile.own.stop)
+        return torch.arange(self.first + tile.queries.start, self.first + tile.queries.stop)
 
 
 def _by_group(x: Tensor, num_groups: int) -> Tensor:
@@ -245,15 +249,17 @@ def _forward(
     first: int, window: int, scale: float, cap: float,
 ) -> Tensor:  # fmt: skip
     context = _context_like(query)
-    scores = _Scores(query, key, starts, stops, slopes, first, window, scale, cap)
-    for part in scores.parts():
-        heads = scores.taken(query, part.row, part.heads)  # [n, s, d]
-        k, v = (scores.taken(x, part.row, part.groups) for x in (key, value))  # 2 x [groups, s_k, d]
-        context_of_heads = context[part.row, part.heads]
-        for tile in part.tiles:
-            q = _by_group(heads[:, tile.own], len(k))
-            probabilities, _ = scores.probabilities(q, k[:, tile.keys], part, tile)
-            context_of_heads[:, tile.own] = torch.bmm(probabilities, v[:, tile.keys]).view(len(heads), -1, v.shape[-1])
+    scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap)
+    for head_slice in scores.head_slices():
+        heads = scores.copy_heads(query, head_slice.row, head_slice.heads)  # [n, s, d]
+        k, v = (scores.copy_heads(x, head_slice.row, head_slice.groups) for x in (key, value))  # 2 x [groups, s_k, d]
+        context_of_heads = context[head_slice.row, head_slice.heads]
+        for tile in head_slice.tiles:
+            q = _by_group(heads[:, tile.queries], len(k))
+            probabilities, _ = scores.probabilities(q, k[:, tile.keys], head_slice, tile)
+            context_of_heads[:, tile.queries] = torch.bmm(probabilities, v[:, tile.keys]).view(
+                len(heads), -1, v.shape[-1]
+            )
     return context
 
 
@@ -262,18 +268,20 @@ def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None,
     slopes: list[float] | None, first: int, window: int, scale: float, cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scores = _Scores(query, key, starts, stops, slopes, first, window, scale, cap)
-    grads = [x.new_zeros(x.shape, dtype=scores.wide) for x in (query, key, value)]
-    for part in scores.parts():
-        heads, grad_heads = (scores.taken(x, part.row, part.heads) for x in (query, gradient))  # 2 x [n, s, d]
-        k, v = (scores.taken(x, part.row, part.groups) for x in (key, value))  # 2 x [groups, s_k, d]
+    scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap)
+    grads = [x.new_zeros(x.shape, dtype=scores.wide_dtype) for x in (query, key, value)]
+    for head_slice in scores.head_slices():
+        heads, grad_heads = (
+            scores.copy_heads(x, head_slice.row, head_slice.heads) for x in (query, gradient)
+        )  # 2 x [n, s, d]
+        k, v = (scores.copy_heads(x, head_slice.row, head_slice.groups) for x in (key, value))  # 2 x [groups, s_k, d]
         query_grad, (key_grad, value_grad) = (
-            grads[0][part.row, part.heads],
-            (x[part.row, part.groups] for x in grads[1:]),
+            grads[0][head_slice.row, head_slice.heads],
+            (x[head_slice.row, head_slice.groups] for x in grads[1:]),
         )
-        for tile in part.tiles:
-            q, grad = (_by_group(x[:, tile.own], len(k)) for x in (heads, grad_heads))
-            probabilities, tangents = scores.probabilities(q, k[:, tile.keys], part, tile)
+        for tile in head_slice.tiles:
+            q, grad = (_by_group(x[:, tile.queries], len(k)) for x in (heads, grad_heads))
+            probabilities, tangents = scores.probabilities(q, k[:, tile.keys], head_slice, tile)
             value_grad[:, tile.keys] += torch.bmm(probabilities.transpose(1, 2), grad)
             score_grads = torch.bmm(grad, v[:, tile.keys].transpose(1, 2))  # gradient of the probabilities
             torch.ops.aten._softmax_backward_data.out(
@@ -282,7 +290,7 @@ def _backward(
             if tangents is not None:
                 score_grads.mul_(1.0 - tangents.square_())
             product_grads = score_grads.mul_(scale)
-            query_grad[:, tile.own] = torch.bmm(product_grads, k[:, tile.keys]).view(len(heads), -1, q.shape[-1])
+            query_grad[:, tile.queries] = torch.bmm(product_grads, k[:, tile.keys]).view(len(heads), -1, q.shape[-1])
             key_grad[:, tile.keys] += torch.bmm(product_grads.transpose(1, 2), q)
     q_out, k_out, v_out = (x.to(query.dtype) for x in grads)
     return q_out, k_out, v_out
@@ -299,7 +307,7 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
     return first, second, third
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.numbers = inputs[5:]
 
@@ -308,10 +316,10 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 7)
 
 
-_forward.register_autograd(_gradient, setup_context=_remember)
+_forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _products(query: torch.Size, key: torch.Size) -> int:
+def _product_flops(query: torch.Size, key: torch.Size) -> int:
     """Return the FLOPs of the product of every query with the keys up to its position, as if all were one document."""
     b, a, s, d = query
     return b * a * s * (2 * key[2] - s + 1) * d
@@ -319,12 +327,12 @@ def _products(query: torch.Size, key: torch.Size) -> int:
 
 @register_flop_formula(torch.ops.megatron_tds.document_attention)
 def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * _products(query, key)
+    return 2 * _product_flops(query, key)
 
 
 @register_flop_formula(torch.ops.megatron_tds.document_attention_backward)
 def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: Any, **___: Any) -> int:
-    return 5 * _products(query, key)
+    return 5 * _product_flops(query, key)
 
 
 # On CUDA: documents of more than ``SHORT`` tokens by ``cu_seqlens``, shorter ones by windows of preceding keys.
@@ -332,11 +340,11 @@ def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: A
 # FlashAttention launches blocks for as many sequences as cu_seqlens has entries, and its backward allocates memory for
 # each sequence. One entry per token would fit any sample but require gigabytes. The length of a sample limits the
 # number of long documents in it, so the number of entries follows from the length, and the host does not count
-# documents. A run of neighbouring short documents becomes one or more sequences of at most ``CUT`` tokens, whose
-# results are not used.
+# documents. A run of neighbouring short documents becomes one or more sequences of at most ``MAX_RUN_TOKENS`` tokens,
+# whose results are not used.
 
 SHORT = 256
-CUT = 4 * SHORT
+MAX_RUN_TOKENS = 4 * SHORT
 
 
 class _Plan(NamedTuple):
@@ -354,13 +362,13 @@ class _Plan(NamedTuple):
     mask: Tensor
 
 
-def attention_by_length(
+def varlen_document_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, first: int, window: int, scale: float
 ) -> Tensor:
     """Return ``document_attention`` for causal attention without cap and bias."""
     b, _, s, _ = query.shape
-    plan = plan_of(_plan, starts, None, key.shape[2], first, window)
-    by_window = _by_windows(query, key, value, plan.mask, first=first, scale=scale)
+    plan = get_plan(_plan, starts, None, key.shape[2], first, window)
+    by_window = _windowed_attention(query, key, value, plan.mask, first=first, scale=scale)
     q, k, v = (x.permute(0, 2, 1, 3).flatten(0, 1) for x in (query, key, value))  # [b s, a, d], 2 x [b s_k, g, d]
     by_length = varlen_attention(q, k, v, plan.cu_query, plan.cu_key, s, key.shape[2], scale=scale, window=window)
     return torch.where(plan.is_short[:, None, :, None], by_window, by_length.unflatten(0, (b, s)).permute(0, 2, 1, 3))
@@ -371,7 +379,7 @@ def _plan(starts: Tensor, _: None, num_keys: int, first: int, window: int) -> _P
     stops = document_stops(starts - first) + first
     is_short = stops - starts <= SHORT
     cumulative = cumulative_lengths(starts, is_short, positions, num_keys)
-    return _Plan(is_short, *cumulative, _mask_of_windows(starts, first, window))
+    return _Plan(is_short, *cumulative, _window_mask(starts, first, window))
 
 
 def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -387,27 +395,27 @@ def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_
     """
     b, s = starts.shape
     is_start = (starts == positions) & ~is_short  # a long document
-    is_start[:, 1:] |= is_short[:, 1:] & (~is_short[:, :-1] | (positions[1:] % CUT == 0))
+    is_start[:, 1:] |= is_short[:, 1:] & (~is_short[:, :-1] | (positions[1:] % MAX_RUN_TOKENS == 0))
     is_start[:, 0] = True
-    num_entries = 2 * (s // (SHORT + 1)) + s // CUT + 5
+    num_entries = 2 * (s // (SHORT + 1)) + s // MAX_RUN_TOKENS + 5
     # entries count from 1; positions without a start write to the last entry
-    entry = torch.where(is_start, is_start.cumsum(1), num_entries - 1)
+    entry_idx = torch.where(is_start, is_start.cumsum(1), num_entries - 1)
     offsets = torch.arange(s, dtype=torch.int32, device=starts.device).expand(b, s)
     queries = torch.full((b, num_entries), s, dtype=torch.int32, device=starts.device)
-    queries.scatter_(1, entry, torch.where(is_start, offsets, s))
+    queries.scatter_(1, entry_idx, torch.where(is_start, offsets, s))
     keys = queries + positions[0]
     keys[:, 1] = torch.where(is_short[:, 0], positions[0], starts[:, 0])
     queries[:, 0], keys[:, 0] = 0, 0
     rows = torch.arange(b, dtype=torch.int32, device=starts.device).unsqueeze(1)
-    return _ended(queries + rows * s, b * s), _ended(keys + rows * num_keys, b * num_keys)
+    return _with_end(queries + rows * s, b * s), _with_end(keys + rows * num_keys, b * num_keys)
 
 
-def _ended(begins: Tensor, total: int) -> Tensor:
+def _with_end(begins: Tensor, total: int) -> Tensor:
     return F.pad(begins.flatten(), (0, 1), value=total)
 
 
-def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
-    """Return the mask of ``_by_windows``: True where a query may attend to a key of its block or of the previous block.
+def _window_mask(starts: Tensor, first: int, window: int) -> Tensor:
+    """Return the mask of ``_windowed_attention``: True where a query may attend to a key of its or the previous block.
 
     Shapes:
         output bool [b blocks, 1, SHORT, 2 SHORT]
@@ -426,7 +434,7 @@ def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
     return is_seen.flatten(0, 1).unsqueeze(1)
 
 
-def _by_windows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
+def _windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
     """Return attention within documents of at most ``SHORT`` tokens; results of longer documents are incomplete.
 
     Each block of ``SHORT`` queries sees the keys of its positions and the ``SHORT`` keys before them.

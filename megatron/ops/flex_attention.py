@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops.plans import plan_of
+from megatron.ops.plans import get_plan
 from megatron.torch_compat import flexible_attention
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ BLOCK = 128
 Sequences are padded to full blocks. Otherwise the gradients of torch's kernel may be NaN if scores are modified
 (pytorch issue 153799), and fewer queries than a block would be passed to a kernel without backward.
 """
-LEAST, MOST = 16, 256
+MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 256
 """Sizes of heads: products in Triton have at least 16 columns, and more than 256 do not fit into shared memory."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,12 +42,12 @@ class _Plan(NamedTuple):
     positions: Tensor
 
 
-def takes_blocks(dtype: torch.dtype, head_size: int) -> bool:
+def supports_flex(dtype: torch.dtype, head_size: int) -> bool:
     """Return True if the kernel supports heads of this dtype and size."""
-    return dtype in DTYPES and LEAST <= head_size <= MOST
+    return dtype in DTYPES and MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE
 
 
-def attention_by_blocks(
+def flex_document_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None = None, *, first: int = 0,
     window: int = 0, scale: float | None = None, cap: float = 0.0, slopes: list[float] | None = None,
 ) -> Tensor:  # fmt: skip
@@ -56,10 +56,10 @@ def attention_by_blocks(
     Source: Dong et al. 2024, "Flex Attention: a programming model for generating optimized attention kernels".
     """
     s = query.shape[2]
-    plan = plan_of(_plan, starts, stops, key.shape[2], first, window)
+    plan = get_plan(_plan, starts, stops, key.shape[2], first, window)
     context = flexible_attention(
-        *(_whole_blocks(x) for x in (query, key, value)),
-        score_mod=_scores(cap, _slopes(query, slopes), plan.positions) if cap or slopes is not None else None,
+        *(_pad_to_blocks(x) for x in (query, key, value)),
+        score_mod=_score_mod(cap, _slopes(query, slopes), plan.positions) if cap or slopes is not None else None,
         block_mask=plan.blocks,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -67,38 +67,38 @@ def attention_by_blocks(
     return context[:, :, :s]
 
 
-def _whole_blocks(x: Tensor) -> Tensor:
+def _pad_to_blocks(x: Tensor) -> Tensor:
     """Return ``x`` [b, a, s, d] padded with zeros at the end, so that s is a multiple of ``BLOCK``."""
     padding = -x.shape[2] % BLOCK
     return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
-def _scores(cap: float, slopes: Tensor | None, positions: Tensor) -> Callable[..., Tensor]:
+def _score_mod(cap: float, slopes: Tensor | None, positions: Tensor) -> Callable[..., Tensor]:
     """Return the function that modifies a score: it applies the cap, then adds the bias."""
 
-    def changed(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def modify_score(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap:
             score = cap * torch.tanh(score / cap)
         return score if slopes is None else score + slopes[head] * (key - positions[query])
 
-    return changed
+    return modify_score
 
 
 def _slopes(query: Tensor, slopes: list[float] | None) -> Tensor | None:
     """Return the ALiBi slopes as a tensor on the device of ``query``."""
     if slopes is None:
         return None
-    return _slopes_on(tuple(slopes), torch.promote_types(query.dtype, torch.float32), query.device)
+    return _slopes_on_device(tuple(slopes), torch.promote_types(query.dtype, torch.float32), query.device)
 
 
 @torch.compiler.assume_constant_result  # also in a graph, the slopes are copied to the device only once
-def _slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
-    return _sent(slopes, dtype, place)
+def _slopes_on_device(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _slopes_tensor(slopes, dtype, device)
 
 
 @functools.cache
-def _sent(slopes: tuple[float, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
-    return torch.tensor(slopes, dtype=dtype, device=place)
+def _slopes_tensor(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, window: int) -> _Plan:
@@ -110,24 +110,24 @@ def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, windo
     low = torch.maximum(starts, positions - window) if window else starts.clone()
     high = (positions + 1).expand_as(starts).contiguous() if stops is None else stops.clone()
     # padded queries repeat the last one; their results are not used
-    low, high, positions = (_as_the_last(x) for x in (low, high, positions))
+    low, high, positions = (_pad_with_last(x) for x in (low, high, positions))
 
     def is_seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= low[b, query]) & (key < high[b, query])
 
     blocks = BlockMask.from_kv_blocks(
-        *_blocks_seen(low, high, -(-num_keys // BLOCK)), BLOCK_SIZE=BLOCK, mask_mod=is_seen
+        *_visible_blocks(low, high, -(-num_keys // BLOCK)), BLOCK_SIZE=BLOCK, mask_mod=is_seen
     )
     return _Plan(blocks, positions[0])
 
 
-def _as_the_last(x: Tensor) -> Tensor:
+def _pad_with_last(x: Tensor) -> Tensor:
     """Return ``x`` [b, s] padded with copies of its last column, so that s is a multiple of ``BLOCK``."""
     padding = -x.shape[1] % BLOCK
     return torch.cat((x, x[:, -1:].expand(-1, padding)), dim=1) if padding else x
 
 
-def _blocks_seen(low: Tensor, high: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _visible_blocks(low: Tensor, high: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the partial and full blocks of keys for each block of queries, as arguments of ``from_kv_blocks``.
 
     In a full block every query sees every key. In a partial block only some queries see some of the keys.

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 #
 # | function | forward | backward |
 # |---|---|---|
-# | `send_rows` | the row of each slot; a row is copied once for each of its k choices | the sum over the k choices |
-# | `return_rows` | the result of each choice, zeros if it was dropped | the gradient of each slot |
+# | `dispatch_rows` | the row of each slot; a row is copied for each of its k choices | the sum over the choices |
+# | `combine_rows` | the result of each choice, zeros if it was dropped | the gradient of each slot |
 #
 # Forward and backward look up rows by index and never accumulate by index, so that sums over choices have a fixed
 # order.
@@ -26,71 +26,72 @@ class Slots:
 
     Attributes:
         order: choice in each slot, [m]; m is n k minus the number of dropped choices.
-        place: slot of each choice, [n k]; m for a dropped choice.
+        slot_of_choice: slot of each choice, [n k]; m for a dropped choice.
         counts: number of slots of each expert, [E], int64.
-        choices: number k of choices per row.
+        num_choices: number k of choices per row.
     """
 
     order: torch.Tensor
-    place: torch.Tensor
+    slot_of_choice: torch.Tensor
     counts: torch.Tensor
-    choices: int
+    num_choices: int
 
     @classmethod
-    def of(cls, experts: torch.Tensor, num_experts: int, *, drops: bool = False) -> Slots:
+    def from_experts(cls, experts: torch.Tensor, num_experts: int, *, has_dropped: bool = False) -> Slots:
         """Return the slots of ``experts`` [n, k].
 
         Args:
-            drops: an expert index equal to ``num_experts`` marks a dropped choice. The host then waits for the device.
+            has_dropped: an expert index equal to ``num_experts`` marks a dropped choice. The host then waits for the
+                device.
         """
         flat = experts.reshape(-1)
         order = flat.sort(dim=0, stable=True).indices
         slot_of_choice = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        counts = count(flat, num_experts + drops)[:num_experts]
-        if drops:
+        counts = count_rows(flat, num_experts + has_dropped)[:num_experts]
+        if has_dropped:
             num_slots = int(counts.sum())
             order, slot_of_choice = order[:num_slots], slot_of_choice.clamp(max=num_slots)
         return cls(order, slot_of_choice, counts, experts.shape[-1])
 
 
-def count(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the number of occurrences of each of ``number`` experts: int64 [number]. The host does not wait."""
+def count_rows(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the number of occurrences of each of ``num_experts`` experts: int64 [number]. The host does not wait."""
     flat = experts.reshape(-1)
-    return torch.zeros(number, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def send_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
+def dispatch_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Return the row of each slot, [m, h], given rows ``x`` [n, h]."""
-    return _Send.apply(x, slots)
+    return _Dispatch.apply(x, slots)
 
 
-def return_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
+def combine_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Return the result of each choice, [n, k, h], given results ``x`` [m, h] of the slots."""
-    return _Return.apply(x, slots)
+    return _Combine.apply(x, slots)
 
 
-def _looked_up(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    if slots.order.numel() < slots.place.numel():
+def _look_up(x: torch.Tensor, slots: Slots) -> torch.Tensor:
+    if slots.order.numel() < slots.slot_of_choice.numel():
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    return x.index_select(0, slots.place).view(-1, slots.choices, x.shape[1])
+    return x.index_select(0, slots.slot_of_choice).view(-1, slots.num_choices, x.shape[1])
 
 
-class _Send(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, slots: Slots) -> torch.Tensor:
         ctx.slots = slots
-        return x.index_select(0, slots.order // slots.choices)
+        return x.index_select(0, slots.order // slots.num_choices)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _looked_up(grads[0], ctx.slots).sum(1), None
+        return _look_up(grads[0], ctx.slots).sum(1), None
 
 
-class _Return(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, slots: Slots) -> torch.Tensor:
         ctx.slots = slots
-        return _looked_up(x, slots)
+        return _look_up(x, slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -105,30 +106,30 @@ class _Return(torch.autograd.Function):
 # | grouped | ``torch.nn.functional.grouped_mm`` after stacking the weights | on the device |
 
 LOOP, GROUPED = "loop", "grouped"
-WAY: str | None = None
+IMPLEMENTATION: str | None = None
 """Implementation for tests and measurements; None: grouped for bf16 on CUDA, otherwise the loop."""
 
 
-def way_of(x: torch.Tensor) -> str:
+def select_implementation(x: torch.Tensor) -> str:
     """Return the implementation of ``grouped_linear`` for ``x``."""
     if x.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
         return LOOP
-    if WAY is not None:
-        return WAY
+    if IMPLEMENTATION is not None:
+        return IMPLEMENTATION
     return GROUPED if x.device.type == "cuda" and x.dtype == torch.bfloat16 else LOOP
 
 
-Delayed = Callable[[], None]
+DeferredGrad = Callable[[], None]
 """A function that adds the weights' gradients of one call to their ``grad``."""
 
 
 def grouped_linear(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, delayed: list[Delayed] | None = None
+    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, deferred: list[DeferredGrad] | None = None
 ) -> torch.Tensor:
     """Return ``x W_e^T`` for the rows of each weight. A weight without rows gets a gradient of zeros.
 
     Args:
-        delayed: list to which backward appends a function that computes the weights' gradients; None: backward
+        deferred: list to which backward appends a function that computes the weights' gradients; None: backward
             computes them.
 
     Shapes:
@@ -137,20 +138,20 @@ def grouped_linear(
         counts  int64, number of rows of each weight; their sum is m
         output  [m, output_size]
     """
-    return _GroupedLinear.apply(x, counts, delayed, *weights)
+    return _GroupedLinear.apply(x, counts, deferred, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, counts: torch.Tensor, delayed: list[Delayed] | None, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, counts: torch.Tensor, deferred: list[DeferredGrad] | None, *weights: torch.Tensor
     ) -> torch.Tensor:
-        ctx.way, ctx.delayed, ctx.leaves = way_of(x), delayed, weights if delayed is not None else ()
+        ctx.way, ctx.delayed, ctx.leaves = select_implementation(x), deferred, weights if deferred is not None else ()
         ctx.save_for_backward(x, counts, *weights)
         if ctx.way == GROUPED:
             return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
         outputs = x.new_empty(len(x), weights[0].shape[0])
-        for rows, out, weight in zip(*_runs(counts, x, outputs), weights, strict=True):
+        for rows, out, weight in zip(*_split_by_expert(counts, x, outputs), weights, strict=True):
             if len(rows):
                 torch.mm(rows, weight.t(), out=out)
         return outputs
@@ -160,13 +161,15 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, counts, *weights = ctx.saved_tensors
         grad, implementation, is_wanted = grads[0].contiguous(), ctx.way, ctx.needs_input_grad[3:]
-        x_grad = _of_input(grad, weights, counts, implementation) if ctx.needs_input_grad[0] else None
+        x_grad = _input_grad(grad, weights, counts, implementation) if ctx.needs_input_grad[0] else None
         if ctx.delayed is None:
-            return x_grad, None, None, *_of_weights(x, grad, counts, is_wanted, implementation)
+            return x_grad, None, None, *_weight_grads(x, grad, counts, is_wanted, implementation)
         leaves = ctx.leaves  # the parameters themselves: under recompute, saved_tensors are detached copies
 
         def add() -> None:
-            for leaf, weight_grad in zip(leaves, _of_weights(x, grad, counts, is_wanted, implementation), strict=True):
+            for leaf, weight_grad in zip(
+                leaves, _weight_grads(x, grad, counts, is_wanted, implementation), strict=True
+            ):
                 if weight_grad is not None:
                     leaf.grad = weight_grad if leaf.grad is None else leaf.grad + weight_grad
 
@@ -174,33 +177,35 @@ class _GroupedLinear(torch.autograd.Function):
         return x_grad, None, None, *[None] * len(weights)
 
 
-def _of_input(grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, way: str) -> torch.Tensor:
+def _input_grad(
+    grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, implementation: str
+) -> torch.Tensor:
     """Return the gradient of the input, [m, input_size]."""
-    if way == GROUPED:
+    if implementation == GROUPED:
         return F.grouped_mm(grad, torch.stack(tuple(weights)), offs=_ends(counts))
     x_grad = grad.new_empty(len(grad), weights[0].shape[1])
-    for row_grads, out, weight in zip(*_runs(counts, grad, x_grad), weights, strict=True):
+    for row_grads, out, weight in zip(*_split_by_expert(counts, grad, x_grad), weights, strict=True):
         if len(row_grads):
             torch.mm(row_grads, weight, out=out)
     return x_grad
 
 
-def _of_weights(
-    x: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor, is_wanted: Sequence[bool], way: str
+def _weight_grads(
+    x: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor, is_wanted: Sequence[bool], implementation: str
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradient of each weight that requires one (``is_wanted``), otherwise None."""
     if not any(is_wanted):
         return [None] * len(is_wanted)
-    if way == GROUPED:
+    if implementation == GROUPED:
         return F.grouped_mm(grad.t(), x, offs=_ends(counts)).unbind()
-    runs = zip(*_runs(counts, x, grad), is_wanted, strict=True)
-    return [row_grads.t().mm(rows) if wanted else None for rows, row_grads, wanted in runs]
+    rows_by_expert = zip(*_split_by_expert(counts, x, grad), is_wanted, strict=True)
+    return [row_grads.t().mm(rows) if wanted else None for rows, row_grads, wanted in rows_by_expert]
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def _runs(counts: torch.Tensor, *every: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    sizes = counts.tolist()
-    return [x.split(sizes) for x in every]
+def _split_by_expert(counts: torch.Tensor, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    row_counts = counts.tolist()
+    return [x.split(row_counts) for x in tensors]

@@ -18,28 +18,28 @@ An entry is dropped when its tensor is freed.
 """
 
 
-def plan_of(make: Callable[..., Plan], starts: Tensor, stops: Tensor | None, *settings: int) -> Plan:
+def get_plan(make: Callable[..., Plan], starts: Tensor, stops: Tensor | None, *settings: int) -> Plan:
     """Return ``make(starts, stops, *settings)``, cached from an earlier layer if the arguments are the same.
 
     Shapes:
         starts, stops int32 [b, s]; with stops, plans are cached only if both are slices of one tensor
     """
-    base = _whole(starts)
-    is_cacheable = stops is None or _whole(stops) is base
+    base = _base_tensor(starts)
+    is_cacheable = stops is None or _base_tensor(stops) is base
     if torch.compiler.is_compiling() or not is_cacheable:  # a cache across calls cannot be part of a graph
         return make(starts, stops, *settings)
     plans: dict[Any, Plan] = _plans.setdefault(base, {})
-    key = (make, starts._version, _piece(starts), None if stops is None else _piece(stops), *settings)
+    key = (make, starts._version, _view_key(starts), None if stops is None else _view_key(stops), *settings)
     if key not in plans:
         plans[key] = make(starts, stops, *settings)
     return plans[key]
 
 
-def _whole(x: Tensor) -> Tensor:
+def _base_tensor(x: Tensor) -> Tensor:
     """Return the tensor of which ``x`` is a view. Each layer creates its own view of a slice."""
     return x if x._base is None else x._base
 
 
-def _piece(x: Tensor) -> tuple[Any, ...]:
+def _view_key(x: Tensor) -> tuple[Any, ...]:
     """Return a key that identifies ``x`` among the views of one tensor."""
     return x.storage_offset(), x.shape, x.stride()

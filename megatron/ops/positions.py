@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.ops.attention import document_mask, lowest
+from megatron.ops.attention import document_mask, mask_value
 
 # Positions of tokens relative to each other.
 
@@ -30,10 +30,10 @@ def relative_buckets(
     """
     size = num_buckets // 2 if is_bidirectional else num_buckets
     distance = distances.abs() if is_bidirectional else (-distances).clamp(min=0)
-    exact = size // 2
-    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    logarithmic = (exact + (growth * (size - exact)).long()).clamp(max=size - 1)
-    buckets = torch.where(distance < exact, distance, logarithmic)
+    num_exact = size // 2
+    growth = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(max_distance / num_exact)
+    logarithmic = (num_exact + (growth * (size - num_exact)).long()).clamp(max=size - 1)
+    buckets = torch.where(distance < num_exact, distance, logarithmic)
     return buckets + size * (distances > 0) if is_bidirectional else buckets
 
 
@@ -67,7 +67,7 @@ class Rotary:
     attention_factor: float = 0.0
 
     @property
-    def num_turned(self) -> int:
+    def num_rotated(self) -> int:
         """Number of elements of a head, from its start, that are rotated."""
         return int(self.head_size * self.percent)
 
@@ -91,38 +91,38 @@ class Rotary:
         yarn: the weight falls linearly in the index of the pair, from 1 at the pair that turns beta_fast times over the
         original length (index rounded down) to 0 at the pair that turns beta_slow times (index rounded up).
         """
-        size = self.num_turned
+        size = self.num_rotated
         unscaled = [self.base ** (-2.0 * pair / size) for pair in range(size // 2)]
         if self.scaling == "none":
             return unscaled
         if self.scaling == "linear":
             return [frequency / self.factor for frequency in unscaled]
-        weights = self._yarn_share() if self.scaling == "yarn" else self._llama3_share(unscaled)
+        weights = self._yarn_weights() if self.scaling == "yarn" else self._llama3_weights(unscaled)
         return [
             speed * (weight + (1.0 - weight) / self.factor) for speed, weight in zip(unscaled, weights, strict=True)
         ]
 
-    def _llama3_share(self, plain: list[float]) -> list[float]:
-        """Return the weight of each pair's original speed, given the original speeds ``plain``."""
+    def _llama3_weights(self, frequencies: list[float]) -> list[float]:
+        """Return the weight of each pair's original speed, given the original speeds ``frequencies``."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        num_turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
+        num_turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in frequencies]
         return [min(max((n - low) / (high - low), 0.0), 1.0) for n in num_turns]
 
-    def _yarn_share(self) -> list[float]:
+    def _yarn_weights(self) -> list[float]:
         """Return the weight of each pair's original speed."""
 
-        def pair_of(turns: float) -> float:
+        def pair_idx(turns: float) -> float:
             waves = self.original_positions / (turns * 2.0 * math.pi)
-            return self.num_turned * math.log(waves) / (2.0 * math.log(self.base))
+            return self.num_rotated * math.log(waves) / (2.0 * math.log(self.base))
 
-        first = max(math.floor(pair_of(self.beta_fast)), 0)
-        last = min(math.ceil(pair_of(self.beta_slow)), self.num_turned - 1)
+        first = max(math.floor(pair_idx(self.beta_fast)), 0)
+        last = min(math.ceil(pair_idx(self.beta_slow)), self.num_rotated - 1)
         length = last - first or 0.001
-        return [1.0 - min(max((pair - first) / length, 0.0), 1.0) for pair in range(self.num_turned // 2)]
+        return [1.0 - min(max((pair - first) / length, 0.0), 1.0) for pair in range(self.num_rotated // 2)]
 
 
-def turns(
-    rotary: Rotary, x: torch.Tensor, positions: torch.Tensor | None = None, longest: int = 0
+def rotary_cos_sin(
+    rotary: Rotary, x: torch.Tensor, positions: torch.Tensor | None = None, max_length: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of the angles at ``positions``, in fp32 or in the dtype of ``x`` if it is wider.
 
@@ -134,39 +134,43 @@ def turns(
         output    2 x [s, d/2], or [b, 1, s, d/2] with ``positions``; fewer columns if only a part of the head rotates
 
     Args:
-        longest: positions must be below ``max(longest, s)``. Larger positions read outside the table or get wrong
+        max_length: positions must be below ``max(longest, s)``. Larger positions read outside the table or get wrong
             values, and only a CPU raises an error. ``DecoderModel`` checks its positions.
     """
     length = x.shape[2]
-    rows = max(length, longest)
-    table = _table(rotary, 1 << (rows - 1).bit_length(), torch.promote_types(x.dtype, torch.float32), x.device)
+    num_rows = max(length, max_length)
+    table = _table(rotary, 1 << (num_rows - 1).bit_length(), torch.promote_types(x.dtype, torch.float32), x.device)
     if positions is None:
         return table[0][:length], table[1][:length]
     return table[0][positions].unsqueeze(1), table[1][positions].unsqueeze(1)
 
 
 @torch.compiler.assume_constant_result  # the table is an input of a compiled layer's graph, not recomputed in it
-def _table(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of the positions below ``rows``, which all layers of a process share.
+def _table(
+    rotary: Rotary, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of the positions below ``num_rows``, which all layers of a process share.
 
     Shapes:
         output 2 x [rows, d/2]
     """
-    return _made(rotary, rows, dtype, device)
+    return _compute_table(rotary, num_rows, dtype, device)
 
 
 @functools.lru_cache(maxsize=16)
-def _made(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_table(
+    rotary: Rotary, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False), torch.device("cpu"):
         frequencies = torch.tensor(rotary.frequencies(), dtype=torch.float64)
-        angles = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * frequencies
+        angles = torch.arange(num_rows, dtype=torch.float64).unsqueeze(1) * frequencies
         cosine, sine = angles.cos(), angles.sin()
         if rotary.multiplier != 1.0:
             cosine, sine = cosine * rotary.multiplier, sine * rotary.multiplier
         return cosine.to(device, dtype), sine.to(device, dtype)
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with its pairs rotated; 16-bit values are multiplied in fp32.
 
     Shapes:
@@ -175,7 +179,7 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
     """
     size = 2 * cosine.shape[-1]
     if size < x.shape[-1]:
-        return torch.cat((rotated(x[..., :size], cosine, sine), x[..., size:]), dim=-1)
+        return torch.cat((apply_rotary(x[..., :size], cosine, sine), x[..., size:]), dim=-1)
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return result.to(x.dtype)
@@ -211,13 +215,13 @@ def alibi_bias(
         query_positions [b or 1, s], key_positions [s_k] integers
         output [b or 1, a, s, s_k]
     """
-    wide = dtype if dtype == torch.float64 else torch.float32
+    wide_dtype = dtype if dtype == torch.float64 else torch.float32
     offsets = (key_positions - query_positions.unsqueeze(-1)).unsqueeze(1)  # [b, 1, s, s_k]
-    bias = slopes.to(wide).view(-1, 1, 1) * offsets.to(wide)  # [b, a, s, s_k]
-    return bias.to(dtype).masked_fill_(offsets > 0, lowest(dtype))
+    bias = slopes.to(wide_dtype).view(-1, 1, 1) * offsets.to(wide_dtype)  # [b, a, s, s_k]
+    return bias.to(dtype).masked_fill_(offsets > 0, mask_value(dtype))
 
 
-def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+def mask_other_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
     """Return ``bias`` with the lowest number where query and key belong to different documents.
 
     Distances are differences of positions, so that within a document they do not depend on the start of the document.
@@ -227,4 +231,4 @@ def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Ten
         segment_ids [b, s] integers, the document of each position
         output [b, a, s, s]
     """
-    return bias.masked_fill(~document_mask(segment_ids), lowest(bias.dtype))
+    return bias.masked_fill(~document_mask(segment_ids), mask_value(bias.dtype))

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron.ops.attention import Drop, additive, causal_mask, dropped_attention, for_each_query, lowest
+from megatron.ops.attention import Drop, additive_mask, attention_with_dropout, causal_mask, mask_value, repeat_kv
 
 # The scores and probabilities of some heads are in memory at a time and are recomputed in backward; nothing of size
 # [s, s_k] is saved. It is a custom operator (``torch.library``), a single node for ``--compile``. torch's fused kernels
 # do not support a cap, and its flex_attention has no backward on a CPU.
 
-ON_CPU, ELSEWHERE = 2**20, 2**26
+MAX_SCORES_CPU, MAX_SCORES_DEVICE = 2**20, 2**26
 """Number of scores computed at a time; on a CPU small enough to stay in its caches."""
 
 
@@ -49,17 +49,17 @@ def softcapped_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if dropout or drop is not None:
-        key, value = (for_each_query(tensor, query.shape[1]) for tensor in (key, value))
+        key, value = (repeat_kv(tensor, query.shape[1]) for tensor in (key, value))
         mask = causal_mask(query, key) if mask is None else mask
-        added = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
-        return dropped_attention(
-            query, key, value, added, drop=drop or partial(F.dropout, p=dropout), scale=scale, cap=cap
+        bias = additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
+        return attention_with_dropout(
+            query, key, value, bias, drop=drop or partial(F.dropout, p=dropout), scale=scale, cap=cap
         )
     context: torch.Tensor = _forward(query, key, value, mask, cap, scale)
     return context
 
 
-class _Part(NamedTuple):
+class _HeadSlice(NamedTuple):
     """Key groups of one sample that are processed together, with their query heads."""
 
     sample: int
@@ -67,24 +67,26 @@ class _Part(NamedTuple):
     heads: slice
 
 
-def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Part]:
+def _head_slices(query: torch.Tensor, key: torch.Tensor) -> Iterator[_HeadSlice]:
     """Yield parts that cover all heads of all samples."""
     (b, a, s, _), (_, g, s_k, _) = query.shape, key.shape
     heads_per_group = a // g
-    max_groups = max(1, (ON_CPU if query.device.type == "cpu" else ELSEWHERE) // max(heads_per_group * s * s_k, 1))
+    max_groups = max(
+        1, (MAX_SCORES_CPU if query.device.type == "cpu" else MAX_SCORES_DEVICE) // max(heads_per_group * s * s_k, 1)
+    )
     for sample in range(b):
         for first in range(0, g, max_groups):
             stop = min(first + max_groups, g)
-            yield _Part(sample, slice(first, stop), slice(first * heads_per_group, stop * heads_per_group))
+            yield _HeadSlice(sample, slice(first, stop), slice(first * heads_per_group, stop * heads_per_group))
 
 
-def _by_group(x: torch.Tensor, part: _Part, num_groups: int) -> torch.Tensor:
+def _by_group(x: torch.Tensor, head_slice: _HeadSlice, num_groups: int) -> torch.Tensor:
     """Return a part's heads [n, s, d] by group, with a group's queries concatenated: [groups, n/groups s, d]."""
-    return x[part.sample, part.heads].reshape(num_groups, -1, x.shape[-1])
+    return x[head_slice.sample, head_slice.heads].reshape(num_groups, -1, x.shape[-1])
 
 
 def _probabilities(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, part: _Part, cap: float, scale: float
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, head_slice: _HeadSlice, cap: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the probabilities of a part, and the hyperbolic tangents in its scores.
 
@@ -92,20 +94,20 @@ def _probabilities(
         query  [groups, n/groups s, d], key [groups, s_k, d]
         output 2 x [groups, n/groups s, s_k], in fp32 for 16-bit inputs
     """
-    size = query.shape[1] // ((part.heads.stop - part.heads.start) // len(query))
+    size = query.shape[1] // ((head_slice.heads.stop - head_slice.heads.start) // len(query))
     tangents = torch.bmm(query, key.transpose(1, 2))
     tangents = tangents.to(torch.promote_types(query.dtype, torch.float32)).mul_(scale / cap).tanh_()
     scores = (tangents * cap).view(-1, size, key.shape[1])  # [n, s, s_k]
     if mask is None:
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores.masked_fill_(future, lowest(scores.dtype))
+        scores.masked_fill_(future, mask_value(scores.dtype))
     else:
-        part_mask = mask[part.sample if len(mask) > 1 else 0]  # [a or 1, s, s_k]
-        part_mask = part_mask[part.heads] if len(part_mask) > 1 else part_mask
-        if part_mask.dtype == torch.bool:
-            scores.masked_fill_(~part_mask, lowest(scores.dtype))
+        slice_mask = mask[head_slice.sample if len(mask) > 1 else 0]  # [a or 1, s, s_k]
+        slice_mask = slice_mask[head_slice.heads] if len(slice_mask) > 1 else slice_mask
+        if slice_mask.dtype == torch.bool:
+            scores.masked_fill_(~slice_mask, mask_value(scores.dtype))
         else:
-            scores.add_(part_mask)
+            scores.add_(slice_mask)
     return torch.softmax(scores, dim=-1).view_as(tangents), tangents
 
 
@@ -114,10 +116,15 @@ def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cap: float, scale: float
 ) -> torch.Tensor:
     context = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for part in _parts(query, key):
-        k, v = key[part.sample, part.groups], value[part.sample, part.groups]  # 2 x [groups, s_k, d]
-        probabilities, _ = _probabilities(_by_group(query, part, len(k)), k, mask, part, cap, scale)
-        context[part.sample, part.heads] = torch.bmm(probabilities.to(v.dtype), v).view(-1, *query.shape[2:])
+    for head_slice in _head_slices(query, key):
+        k, v = (
+            key[head_slice.sample, head_slice.groups],
+            value[head_slice.sample, head_slice.groups],
+        )  # 2 x [groups, s_k, d]
+        probabilities, _ = _probabilities(_by_group(query, head_slice, len(k)), k, mask, head_slice, cap, scale)
+        context[head_slice.sample, head_slice.heads] = torch.bmm(probabilities.to(v.dtype), v).view(
+            -1, *query.shape[2:]
+        )
     return context
 
 
@@ -132,17 +139,17 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    for part in _parts(query, key):
-        k, v = key[part.sample, part.groups], value[part.sample, part.groups]
-        q, grad = (_by_group(x, part, len(k)) for x in (query, gradient))
-        probabilities, tangents = _probabilities(q, k, mask, part, cap, scale)
-        grads[2][part.sample, part.groups] = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
+    for head_slice in _head_slices(query, key):
+        k, v = key[head_slice.sample, head_slice.groups], value[head_slice.sample, head_slice.groups]
+        q, grad = (_by_group(x, head_slice, len(k)) for x in (query, gradient))
+        probabilities, tangents = _probabilities(q, k, mask, head_slice, cap, scale)
+        grads[2][head_slice.sample, head_slice.groups] = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
         # first the gradient of the probabilities, then of the scores
         score_grads = torch.bmm(grad, v.transpose(1, 2)).to(probabilities.dtype)
         score_grads = torch.ops.aten._softmax_backward_data(score_grads, probabilities, -1, probabilities.dtype)
         product_grads = score_grads.mul_(1.0 - tangents.square_()).mul_(scale).to(q.dtype)
-        grads[0][part.sample, part.heads] = torch.bmm(product_grads, k).view(-1, *query.shape[2:])
-        grads[1][part.sample, part.groups] = torch.bmm(product_grads.transpose(1, 2), q)
+        grads[0][head_slice.sample, head_slice.heads] = torch.bmm(product_grads, k).view(-1, *query.shape[2:])
+        grads[1][head_slice.sample, head_slice.groups] = torch.bmm(product_grads.transpose(1, 2), q)
     query_grad, key_grad, value_grad = grads
     return query_grad, key_grad, value_grad
 
@@ -160,7 +167,7 @@ def _(
     return first, second, third
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *tensors, ctx.cap, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
@@ -169,10 +176,10 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (*_backward(grad, *ctx.saved_tensors, ctx.cap, ctx.scale), None, None, None)
 
 
-_forward.register_autograd(_gradient, setup_context=_remember)
+_forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _products(query: torch.Size, key: torch.Size) -> int:
+def _product_flops(query: torch.Size, key: torch.Size) -> int:
     """Return the FLOPs of the product of all queries with all keys."""
     b, a, s, d = query
     return 2 * b * a * s * key[2] * d
@@ -180,9 +187,9 @@ def _products(query: torch.Size, key: torch.Size) -> int:
 
 @register_flop_formula(torch.ops.megatron_tds.softcapped_attention)
 def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * _products(query, key)
+    return 2 * _product_flops(query, key)
 
 
 @register_flop_formula(torch.ops.megatron_tds.softcapped_attention_backward)
 def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: Any, **___: Any) -> int:
-    return 5 * _products(query, key)
+    return 5 * _product_flops(query, key)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-NUMBERS_AT_ONCE = 2**22
+CHUNK_NUMEL = 2**22
 """Number of elements updated at a time. Temporary tensors have at most four times as many elements."""
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -55,9 +55,9 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for main_param in group["params"]:
                 if main_param.grad is not None:
-                    self._step_on(main_param, main_param.grad, group)
+                    self._update_param(main_param, main_param.grad, group)
 
-    def _step_on(self, main_param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_param(self, main_param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[main_param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -67,21 +67,21 @@ class AdamW(torch.optim.Optimizer):
         state["step"] += 1
         step, tensors = int(state["step"]), (main_param, gradient, *(state[name] for name in STATES))
         if all(tensor.is_contiguous() for tensor in tensors):
-            chunks = zip(*(tensor.view(-1).split(NUMBERS_AT_ONCE) for tensor in tensors), strict=True)
+            chunks = zip(*(tensor.view(-1).split(CHUNK_NUMEL) for tensor in tensors), strict=True)
         else:
             chunks = zip(*((tensor,) for tensor in tensors), strict=True)
-        for w, g, mean, square in chunks:
-            _update(w, g, mean, square, step, group)
+        for w, g, exp_avg, exp_avg_sq in chunks:
+            _update(w, g, exp_avg, exp_avg_sq, step, group)
 
 
 def _update(
-    w: torch.Tensor, g: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, number: int, group: dict[str, Any]
+    w: torch.Tensor, g: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int, group: dict[str, Any]
 ) -> None:
-    """Update elements of one weight and its two states in place; ``number`` is the index of the update from 1."""
+    """Update elements of one weight and its two states in place; ``step`` is the index of the update from 1."""
     (b1, b2), lr = group["betas"], group["lr"]
-    m = mean.to(w.dtype).mul_(b1).add_(g * (1 - b1))
-    v = square.to(w.dtype).mul_(b2).add_(g.mul(g).mul_(1 - b2))
-    denominator = v.sqrt().mul_(1 / math.sqrt(1 - b2**number)).add_(group["eps"])
-    w.mul_(1 - lr * group["weight_decay"]).sub_(m.div(denominator).mul_(lr / (1 - b1**number)))
-    mean.copy_(m)
-    square.copy_(v)
+    m = exp_avg.to(w.dtype).mul_(b1).add_(g * (1 - b1))
+    v = exp_avg_sq.to(w.dtype).mul_(b2).add_(g.mul(g).mul_(1 - b2))
+    denominator = v.sqrt().mul_(1 / math.sqrt(1 - b2**step)).add_(group["eps"])
+    w.mul_(1 - lr * group["weight_decay"]).sub_(m.div(denominator).mul_(lr / (1 - b1**step)))
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)

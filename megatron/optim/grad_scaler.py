@@ -42,7 +42,7 @@ class GradScaler:
         return not self.is_dynamic and self.scale != 1.0
 
     @property
-    def is_to_blame(self) -> bool:
+    def can_decrease(self) -> bool:
         """True if the scale can still decrease, so that a smaller scale may prevent an overflow."""
         return self.is_dynamic and self.scale > self.floor
 
@@ -85,5 +85,5 @@ class GradScaler:
             return
         self.scale = max(float(state["scale"]), self.floor)
         self.good_steps = int(state["good_steps"])
-        used = int(state.get("hysteresis", self.hysteresis)) - int(state["overflows_left"])
-        self.overflows_left = max(self.hysteresis - used, 1)
+        num_overflows = int(state.get("hysteresis", self.hysteresis)) - int(state["overflows_left"])
+        self.overflows_left = max(self.hysteresis - num_overflows, 1)

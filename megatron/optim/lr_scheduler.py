@@ -71,7 +71,7 @@ class LRScheduler:
         return self.warmup * self.decay_updates if self.warmup_length is None else self.warmup_length
 
     @property
-    def wsd_share(self) -> float:
+    def wsd_fraction(self) -> float:
         """Fraction of the updates after the warm-up in which wsd decays."""
         if self.wsd_length is None:
             return self.wsd_decay_fraction
@@ -82,45 +82,47 @@ class LRScheduler:
         """Return the learning rate of update ``update``, counted from 0; valid if the lengths are updates."""
         return self.after(update + 1)
 
-    def after(self, done: float) -> float:
+    def after(self, completed: float) -> float:
         """Return the learning rate of an update.
 
         Args:
-            done: total number of updates after this update, or of samples if the lengths are samples.
+            completed: total number of updates after this update, or of samples if the lengths are samples.
         """
-        if done <= self.warmup_updates:
-            return self.lr * done / self.warmup_updates
+        if completed <= self.warmup_updates:
+            return self.lr * completed / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
-            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / done))
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / completed))
         remaining = self.decay_updates - self.warmup_updates
-        progress = min(1.0, (done - self.warmup_updates) / remaining) if remaining > 0 else 1.0
+        progress = min(1.0, (completed - self.warmup_updates) / remaining) if remaining > 0 else 1.0
         return _DECAYS[self.style](self, progress)
 
-    def between(self, lr: float, min_lr: float) -> LRScheduler:
+    def with_rates(self, lr: float, min_lr: float) -> LRScheduler:
         """Return the same schedule with the peak ``lr`` and the floor ``min_lr``."""
         return replace(self, lr=lr, min_lr=min_lr)
 
 
-def _linear(rate: LRScheduler, u: float) -> float:
-    return rate.lr + (rate.min_lr - rate.lr) * u
+def _linear(scheduler: LRScheduler, u: float) -> float:
+    return scheduler.lr + (scheduler.min_lr - scheduler.lr) * u
 
 
-def _cosine(rate: LRScheduler, u: float) -> float:
-    return rate.min_lr + (rate.lr - rate.min_lr) * (1.0 + math.cos(math.pi * u)) / 2.0
+def _cosine(scheduler: LRScheduler, u: float) -> float:
+    return scheduler.min_lr + (scheduler.lr - scheduler.min_lr) * (1.0 + math.cos(math.pi * u)) / 2.0
 
 
-def _exponential(rate: LRScheduler, u: float) -> float:
-    return rate.lr * (rate.min_lr / rate.lr) ** u
+def _exponential(scheduler: LRScheduler, u: float) -> float:
+    return scheduler.lr * (scheduler.min_lr / scheduler.lr) ** u
 
 
-def _wsd(rate: LRScheduler, u: float) -> float:
-    start = 1.0 - rate.wsd_share
+def _wsd(scheduler: LRScheduler, u: float) -> float:
+    start = 1.0 - scheduler.wsd_fraction
     if u <= start:
-        return rate.lr
-    within = (u - start) / rate.wsd_share
-    if rate.wsd_style == "linear":
-        return _linear(rate, within)
-    return rate.min_lr + (rate.lr - rate.min_lr) * _WSD_STYLES[rate.wsd_style](min(within, 1.0))
+        return scheduler.lr
+    decay_progress = (u - start) / scheduler.wsd_fraction
+    if scheduler.wsd_style == "linear":
+        return _linear(scheduler, decay_progress)
+    return scheduler.min_lr + (scheduler.lr - scheduler.min_lr) * _WSD_STYLES[scheduler.wsd_style](
+        min(decay_progress, 1.0)
+    )
 
 
 _WSD_STYLES: dict[str, Callable[[float], float]] = {
@@ -148,13 +150,15 @@ def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, done: float) -> float:
+def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, completed: float) -> float:
     """Set the rate of each parameter group (``param_rates``) for the coming update; return the rate of --lr.
 
     Args:
-        done: total number of updates, or of samples, after the coming update.
+        completed: total number of updates, or of samples, after the coming update.
     """
-    lr = scheduler.after(done)
+    lr = scheduler.after(completed)
     for group in optimizer.param_groups:
-        group["lr"] = scheduler.between(group["peak_lr"], group["floor_lr"]).after(done) if "peak_lr" in group else lr
+        group["lr"] = (
+            scheduler.with_rates(group["peak_lr"], group["floor_lr"]).after(completed) if "peak_lr" in group else lr
+        )
     return lr

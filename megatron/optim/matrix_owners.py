@@ -31,7 +31,7 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, in which every replica
 # computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.
 
-OWN_NUMBERS = 1 << 26
+OWNER_MAX_NUMEL = 1 << 26
 """Approximate number of elements of full matrices that an owner holds at a time: 128 MiB each of inputs and results."""
 
 
@@ -50,123 +50,129 @@ class MatrixPartition:
     data: ParamPartition | None
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, tensor: Group, replicas: int) -> MatrixPartition:
+    def of(cls, parameter: torch.Tensor, tensor: Group, num_replicas: int) -> MatrixPartition:
         """Return the partition of ``parameter``.
 
         Args:
-            replicas: number of replicas over which ZeRO shards the parameter; 1: every replica has the full shard.
+            num_replicas: number of replicas over which ZeRO shards the parameter; 1: every replica has the full shard.
 
         Raises:
             ValueError: the shards of the tensor ranks differ in size.
         """
         shard = shard_of(parameter)
-        over_tensor = None
+        tensor_partition = None
         if shard.partition_dim is not None and tensor.size > 1:
-            part, size = parameter.shape[shard.partition_dim], shard.global_shape[shard.partition_dim]
-            if part * tensor.size != size or shard.start != tensor.rank * part:
+            local_size, global_size = parameter.shape[shard.partition_dim], shard.global_shape[shard.partition_dim]
+            if local_size * tensor.size != global_size or shard.start != tensor.rank * local_size:
                 raise ValueError(
-                    f"a matrix must be split evenly over {tensor.size} tensor ranks, got {part} of {size} rows or "
-                    "columns"
+                    f"a matrix must be split evenly over {tensor.size} tensor ranks, got {local_size} of {global_size} "
+                    "rows or columns"
                 )
-            over_tensor = ParamPartition(shard.partition_dim, tuple(part * rank for rank in range(tensor.size + 1)))
+            tensor_partition = ParamPartition(
+                shard.partition_dim, tuple(local_size * rank for rank in range(tensor.size + 1))
+            )
         rows, columns = shard.global_shape
-        return cls((rows, columns), over_tensor, partition_of(parameter, replicas) if replicas > 1 else None)
+        return cls(
+            (rows, columns), tensor_partition, partition_of(parameter, num_replicas) if num_replicas > 1 else None
+        )
 
     @property
     def local_shape(self) -> tuple[int, int]:
         """Shape of a tensor rank's shard."""
-        return _part_shape(self.shape, self.tensor, 0)
+        return _shard_shape(self.shape, self.tensor, 0)
 
 
-def _part_shape(shape: tuple[int, int], cut: ParamPartition | None, rank: int) -> tuple[int, int]:
-    if cut is None:
+def _shard_shape(shape: tuple[int, int], partition: ParamPartition | None, rank: int) -> tuple[int, int]:
+    if partition is None:
         return shape
-    sizes = list(shape)
-    sizes[cut.dim] = cut.bounds[rank + 1] - cut.bounds[rank]
-    return sizes[0], sizes[1]
+    local_shape = list(shape)
+    local_shape[partition.dim] = partition.bounds[rank + 1] - partition.bounds[rank]
+    return local_shape[0], local_shape[1]
 
 
-def owners(costs: Sequence[int], number: int) -> list[int]:
-    """Return the owner, below ``number``, of each item of ``costs``.
+def assign_owners(costs: Sequence[int], num_owners: int) -> list[int]:
+    """Return the owner, below ``num_owners``, of each item of ``costs``.
 
     Items are assigned in descending order of cost, each to the owner with the smallest total so far.
     """
-    load = [(0, owner) for owner in range(number)]
+    load = [(0, owner) for owner in range(num_owners)]
     assigned = [0] * len(costs)
-    for idx in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+    for idx in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         cost, owner = heapq.heappop(load)
         assigned[idx] = owner
         heapq.heappush(load, (cost + costs[idx], owner))
     return assigned
 
 
-def runs_of(cuts: Sequence[MatrixPartition], number: int, numbers: int | None = None) -> Iterator[range]:
-    """Yield ranges of indices of weights to exchange together, limited by the memory of the ``number`` owners.
+def exchange_batches(
+    partitions: Sequence[MatrixPartition], num_owners: int, max_numel: int | None = None
+) -> Iterator[range]:
+    """Yield ranges of indices of weights to exchange together, limited by the memory of the ``num_owners`` owners.
 
     Args:
-        cuts: partition of each weight.
-        numbers: maximum number of elements of full matrices per owner; None: ``OWN_NUMBERS``.
+        partitions: partition of each weight.
+        max_numel: maximum number of elements of full matrices per owner; None: ``OWNER_MAX_NUMEL``.
     """
-    limit, start, numel = number * (numbers or OWN_NUMBERS), 0, 0
-    for idx, partition in enumerate(cuts):
+    limit, start, numel = num_owners * (max_numel or OWNER_MAX_NUMEL), 0, 0
+    for idx, partition in enumerate(partitions):
         size = math.prod(partition.shape)
         if numel and numel + size > limit:
             yield range(start, idx)
             start, numel = idx, 0
         numel += size
     if numel:
-        yield range(start, len(cuts))
+        yield range(start, len(partitions))
 
 
 @dataclass(frozen=True)
-class Held:
+class ExchangedTensor:
     """Description of a tensor that the ranks of one group send to its owner or receive from it.
 
     Args:
         shape: shape of the full tensor.
-        cut: partition over the ranks of the group; None: each holds the full tensor.
+        partition: partition over the ranks of the group; None: each holds the full tensor.
         owner: rank that receives the full tensor.
     """
 
     shape: tuple[int, int]
-    cut: ParamPartition | None
+    partition: ParamPartition | None
     owner: int
 
-    def part_shape(self, rank: int) -> tuple[int, int]:
+    def shard_shape(self, rank: int) -> tuple[int, int]:
         """Return the shape of the slice on ``rank``."""
-        return _part_shape(self.shape, self.cut, rank)
+        return _shard_shape(self.shape, self.partition, rank)
 
-    def numbers_to_owner(self, rank: int) -> int:
+    def numel_to_owner(self, rank: int) -> int:
         """Return the number of elements that ``rank`` sends to the owner.
 
         Without a partition the owner holds the full tensor already, and other ranks send nothing.
         """
-        return 0 if self.cut is None and rank != self.owner else math.prod(self.part_shape(rank))
+        return 0 if self.partition is None and rank != self.owner else math.prod(self.shard_shape(rank))
 
 
-def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+def to_owners(weights: Sequence[ExchangedTensor], slices: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """Return the full tensors of the ``weights`` that this rank owns, in order. Collective over ``group``.
 
     Args:
-        parts: this rank's slice of each of ``weights``, all of one dtype.
+        slices: this rank's slice of each of ``weights``, all of one dtype.
     """
     owned = [idx for idx, weight in enumerate(weights) if weight.owner == group.rank]
     if group.size == 1:
-        return [parts[idx] for idx in owned]
+        return [slices[idx] for idx in owned]
     sent = [
-        tensor.reshape(-1)[: weight.numbers_to_owner(group.rank)]
-        for _, weight, tensor in sorted(_by_owner(weights, parts), key=lambda each: each[0])
+        tensor.reshape(-1)[: weight.numel_to_owner(group.rank)]
+        for _, weight, tensor in sorted(_by_owner(weights, slices), key=lambda entry: entry[0])
     ]
     counts_out = [0] * group.size
     for weight in weights:
-        counts_out[weight.owner] += weight.numbers_to_owner(group.rank)
-    counts_in = [sum(weights[idx].numbers_to_owner(rank) for idx in owned) for rank in range(group.size)]
-    received = _all_to_all(sent, counts_out, counts_in, group, parts[0])
+        counts_out[weight.owner] += weight.numel_to_owner(group.rank)
+    counts_in = [sum(weights[idx].numel_to_owner(rank) for idx in owned) for rank in range(group.size)]
+    received = _all_to_all(sent, counts_out, counts_in, group, slices[0])
     full_tensors = [received.new_empty(weights[idx].shape) for idx in owned]
     for rank, from_rank in enumerate(received.split(counts_in)):
-        numels = [weights[idx].numbers_to_owner(rank) for idx in owned]
+        numels = [weights[idx].numel_to_owner(rank) for idx in owned]
         for idx, full, flat in zip(owned, full_tensors, from_rank.split(numels), strict=True):
-            partition = weights[idx].cut
+            partition = weights[idx].partition
             if flat.numel():
                 target = full if partition is None else partition.slice(full, rank)
                 target.copy_(flat.view(target.shape))
@@ -174,37 +180,39 @@ def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Gro
 
 
 def from_owners(
-    weights: Sequence[Held], wholes: Sequence[torch.Tensor], group: Group, like: torch.Tensor
+    weights: Sequence[ExchangedTensor], full_tensors: Sequence[torch.Tensor], group: Group, like: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return this rank's slice of each of ``weights``. Collective over ``group``.
 
     Args:
-        wholes: full tensors of the weights that this rank owns, in order.
+        full_tensors: full tensors of the weights that this rank owns, in order.
         like: a tensor with the dtype and device of the result, for ranks that own no weight.
     """
     if group.size == 1:
-        return list(wholes)
+        return list(full_tensors)
     owned = [weight for weight in weights if weight.owner == group.rank]
     sent, counts_out = [], []
     for rank in range(group.size):
         rank_slices = [
-            full if weight.cut is None else weight.cut.slice(full, rank)
-            for weight, full in zip(owned, wholes, strict=True)
+            full if weight.partition is None else weight.partition.slice(full, rank)
+            for weight, full in zip(owned, full_tensors, strict=True)
         ]
         sent += [tensor.reshape(-1) for tensor in rank_slices]
         counts_out.append(sum(tensor.numel() for tensor in rank_slices))
     idx_by_owner = [[idx for idx, weight in enumerate(weights) if weight.owner == rank] for rank in range(group.size)]
-    numels = [[math.prod(weights[idx].part_shape(group.rank)) for idx in indices] for indices in idx_by_owner]
+    numels = [[math.prod(weights[idx].shard_shape(group.rank)) for idx in indices] for indices in idx_by_owner]
     received = _all_to_all(sent, counts_out, [sum(group_numels) for group_numels in numels], group, like)
     slices: dict[int, torch.Tensor] = {}
     flat = received.split([numel for group_numels in numels for numel in group_numels])
     for idx, tensor in zip((idx for group_numels in idx_by_owner for idx in group_numels), flat, strict=True):
-        slices[idx] = tensor.view(weights[idx].part_shape(group.rank))
+        slices[idx] = tensor.view(weights[idx].shard_shape(group.rank))
     return [slices[idx] for idx in range(len(weights))]
 
 
-def _by_owner(weights: Sequence[Held], parts: Sequence[torch.Tensor]) -> Iterable[tuple[int, Held, torch.Tensor]]:
-    return ((weight.owner, weight, tensor) for weight, tensor in zip(weights, parts, strict=True))
+def _by_owner(
+    weights: Sequence[ExchangedTensor], slices: Sequence[torch.Tensor]
+) -> Iterable[tuple[int, ExchangedTensor, torch.Tensor]]:
+    return ((weight.owner, weight, tensor) for weight, tensor in zip(weights, slices, strict=True))
 
 
 def _all_to_all(

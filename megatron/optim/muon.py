@@ -13,7 +13,14 @@ import torch
 
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.mpu.groups import SINGLE, Group
-from megatron.optim.matrix_owners import Held, MatrixPartition, from_owners, owners, runs_of, to_owners
+from megatron.optim.matrix_owners import (
+    ExchangedTensor,
+    MatrixPartition,
+    assign_owners,
+    exchange_batches,
+    from_owners,
+    to_owners,
+)
 from megatron.torch_compat import newton_schulz
 from tds.param_info import Matrices
 
@@ -71,12 +78,12 @@ class MuonArgs:
 class MuonWeight:
     """A weight of which this rank holds a slice: its partition over ranks, and the matrices in it."""
 
-    cut: MatrixPartition
+    partition: MatrixPartition
     matrices: Matrices
 
     def flops(self, steps: int) -> int:
         """Return the FLOPs of ``steps`` Newton-Schulz steps on all matrices of the weight."""
-        return sum(newton_schulz_flops(*shape, steps) for shape in self.matrices.shapes(self.cut.shape))
+        return sum(newton_schulz_flops(*shape, steps) for shape in self.matrices.shapes(self.partition.shape))
 
 
 class Muon(torch.optim.Optimizer):
@@ -91,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         weights: descriptions of the main params in the Muon groups, in order; the same on all ranks of ``tensor`` and
             ``data``.
         tensor, data: groups of the ranks that hold slices or copies of a weight. The work is distributed over them.
-        place: device on which matrices are orthogonalized; main params may be on a CPU.
+        device: device on which matrices are orthogonalized; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.
     """
@@ -106,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         tensor: Group = SINGLE,
         data: Group = SINGLE,
-        place: torch.device | None = None,
+        device: torch.device | None = None,
     ) -> None:
         adam_groups = [group for group in groups if not group.get("is_muon")]
         super().__init__(groups, {"lr": lr})
@@ -115,9 +122,9 @@ class Muon(torch.optim.Optimizer):
             self.state_dtypes = getattr(self._adam, "state_dtypes", {})
             self.state: defaultdict[torch.Tensor, Any] = self._adam.state
         self._args, self._weights = args, weights
-        self._tensor, self._data, self._place = tensor, data, place
-        self._runs = list(runs_of([weight.cut for weight in weights], tensor.size * data.size))
-        self._owners = self._share_out()
+        self._tensor, self._data, self._device = tensor, data, device
+        self._batches = list(exchange_batches([weight.partition for weight in weights], tensor.size * data.size))
+        self._owners = self._assign_owners()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -127,21 +134,21 @@ class Muon(torch.optim.Optimizer):
         main_params = (
             (main_param, group) for group in self.param_groups if group.get("is_muon") for main_param in group["params"]
         )
-        for run in self._runs:
-            self._step_on(run, list(islice(main_params, len(run))))
+        for batch in self._batches:
+            self._update_batch(batch, list(islice(main_params, len(batch))))
 
-    def _step_on(self, run: range, main_params: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Update the weights with the indices ``run``, whose slices are exchanged together."""
-        weights = [self._weights[idx] for idx in run]
-        updates = [self._momentum(main_param) for main_param, _ in main_params]
+    def _update_batch(self, batch: range, main_params: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Update the weights with the indices ``batch``, whose slices are exchanged together."""
+        weights = [self._weights[idx] for idx in batch]
+        updates = [self._update_momentum(main_param) for main_param, _ in main_params]
         # with learning rates of 0, for example if a caller only wants states to be created, no weight would change
         if not any(group["lr"] for _, group in main_params):
             return
-        orthogonalized = self._orthogonalised(weights, [self._owners[idx] for idx in run], updates)
+        orthogonalized = self._orthogonalize(weights, [self._owners[idx] for idx in batch], updates)
         for weight, (main_param, group), update in zip(weights, main_params, orthogonalized, strict=True):
-            self._move(weight, main_param, group, update.to(main_param.device))
+            self._apply_update(weight, main_param, group, update.to(main_param.device))
 
-    def _momentum(self, main_param: torch.Tensor) -> torch.Tensor:
+    def _update_momentum(self, main_param: torch.Tensor) -> torch.Tensor:
         """Update the momentum of ``main_param`` by its gradient; return the update to orthogonalize, in bf16."""
         gradient, state = main_param.grad, self.state[main_param]
         assert gradient is not None
@@ -150,66 +157,73 @@ class Muon(torch.optim.Optimizer):
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - self._args.momentum)
         update = gradient.lerp(buffer, self._args.momentum) if self._args.nesterov else buffer
-        return update.to(torch.bfloat16).to(self._place or main_param.device)
+        return update.to(torch.bfloat16).to(self._device or main_param.device)
 
-    def _share_out(self) -> list[tuple[int, int]]:
+    def _assign_owners(self) -> list[tuple[int, int]]:
         """Return the owner of each weight, which orthogonalizes its matrices: (replica, tensor rank)."""
         owner_of_weight: list[tuple[int, int]] = []
-        for run in self._runs:
-            costs = [self._weights[idx].flops(self._args.num_ns_steps) for idx in run]
+        for batch in self._batches:
+            costs = [self._weights[idx].flops(self._args.num_ns_steps) for idx in batch]
             owner_of_weight += [
-                divmod(owner, self._tensor.size) for owner in owners(costs, self._data.size * self._tensor.size)
+                divmod(owner, self._tensor.size) for owner in assign_owners(costs, self._data.size * self._tensor.size)
             ]
         return owner_of_weight
 
-    def _orthogonalised(
-        self, weights: Sequence[MuonWeight], owned_by: Sequence[tuple[int, int]], parts: list[torch.Tensor]
+    def _orthogonalize(
+        self, weights: Sequence[MuonWeight], owner_of_weight: Sequence[tuple[int, int]], slices: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Orthogonalize updates, given this rank's slices ``parts``; return its slices of the results. Collective."""
+        """Orthogonalize updates, given this rank's slices ``slices``; return its slices of the results. Collective."""
         over_data = [
-            Held(w.cut.local_shape, w.cut.data, replica) for w, (replica, _) in zip(weights, owned_by, strict=True)
+            ExchangedTensor(w.partition.local_shape, w.partition.data, replica)
+            for w, (replica, _) in zip(weights, owner_of_weight, strict=True)
         ]
-        replica_idx = [idx for idx, (replica, _) in enumerate(owned_by) if replica == self._data.rank]
-        over_tensor = [Held(weights[idx].cut.shape, weights[idx].cut.tensor, owned_by[idx][1]) for idx in replica_idx]
-        like = parts[0]
-        shards = to_owners(over_data, parts, self._data)
+        replica_idx = [idx for idx, (replica, _) in enumerate(owner_of_weight) if replica == self._data.rank]
+        over_tensor = [
+            ExchangedTensor(weights[idx].partition.shape, weights[idx].partition.tensor, owner_of_weight[idx][1])
+            for idx in replica_idx
+        ]
+        like = slices[0]
+        shards = to_owners(over_data, slices, self._data)
         full_updates = to_owners(over_tensor, shards, self._tensor) if replica_idx else []
-        owned_idx = [idx for idx in replica_idx if owned_by[idx][1] == self._tensor.rank]
+        owned_idx = [idx for idx in replica_idx if owner_of_weight[idx][1] == self._tensor.rank]
         orthogonalized = [
-            self._orthogonal(weights[idx].matrices, full) for idx, full in zip(owned_idx, full_updates, strict=True)
+            self._orthogonalize_matrices(weights[idx].matrices, full)
+            for idx, full in zip(owned_idx, full_updates, strict=True)
         ]
         shards = from_owners(over_tensor, orthogonalized, self._tensor, like) if replica_idx else []
         return from_owners(over_data, shards, self._data, like)
 
-    def _orthogonal(self, matrices: Matrices, whole: torch.Tensor) -> torch.Tensor:
-        """Return ``whole`` [m, n] with each of its matrices orthogonalized."""
-        result = torch.empty_like(whole)
-        for source, target in zip(matrices.views(whole), matrices.views(result), strict=True):
+    def _orthogonalize_matrices(self, matrices: Matrices, update: torch.Tensor) -> torch.Tensor:
+        """Return ``update`` [m, n] with each of its matrices orthogonalized."""
+        result = torch.empty_like(update)
+        for source, target in zip(matrices.views(update), matrices.views(result), strict=True):
             matrix = source.flatten(0, 1).clone(memory_format=torch.contiguous_format)
             target.copy_(newton_schulz(matrix, self._args.num_ns_steps).view_as(target))
         return result
 
-    def _move(self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
+    def _apply_update(
+        self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor
+    ) -> None:
         """Apply weight decay and ``update`` to ``main_param``; the update of a row has the scale of its matrix."""
         if not main_param.numel():
             return
         main_param.mul_(1 - group["lr"] * group["weight_decay"])
-        scales = [self._args.scale(*shape) for shape in weight.matrices.shapes(weight.cut.shape)]
+        scales = [self._args.scale(*shape) for shape in weight.matrices.shapes(weight.partition.shape)]
         if len(set(scales)) == 1:
             main_param.add_(update, alpha=-(group["lr"] * scales[0]))
             return
         scale_of_row = self._scale_of_rows(weight, scales)
         for scale in dict.fromkeys(scales):
             rows = (scale_of_row == scale).nonzero().flatten().to(main_param.device)
-            moved = main_param.index_select(0, rows).add_(update.index_select(0, rows), alpha=-(group["lr"] * scale))
-            main_param.index_copy_(0, rows, moved)
+            updated = main_param.index_select(0, rows).add_(update.index_select(0, rows), alpha=-(group["lr"] * scale))
+            main_param.index_copy_(0, rows, updated)
 
     def _scale_of_rows(self, weight: MuonWeight, scales: Sequence[float]) -> torch.Tensor:
         """Return the scale of the update of each local row, [rows]; ``scales`` has one scale per matrix."""
-        row_scales = torch.empty(weight.cut.shape[0], 1, dtype=torch.float64)
+        row_scales = torch.empty(weight.partition.shape[0], 1, dtype=torch.float64)
         for scale, rows in zip(scales, weight.matrices.views(row_scales), strict=True):
             rows.fill_(scale)
-        for partition, group in ((weight.cut.tensor, self._tensor), (weight.cut.data, self._data)):
+        for partition, group in ((weight.partition.tensor, self._tensor), (weight.partition.data, self._data)):
             if partition is not None and partition.dim == 0:
                 row_scales = partition.slice(row_scales, group.rank)
         return row_scales.flatten()

@@ -38,8 +38,8 @@ class OffloadConfig:
         return copies
 
     def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        pins = self.is_pinned and tensor.device != HOST and device.can_pin(tensor.device.type)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=pins)
+        pin_memory = self.is_pinned and tensor.device != HOST and device.can_pin(tensor.device.type)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=pin_memory)
 
 
-NOTHING = OffloadConfig()
+NO_OFFLOAD = OffloadConfig()

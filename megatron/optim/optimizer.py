@@ -59,7 +59,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         last_factor: factor of the last step's gradients before clipping: ``gradient_factor`` divided by the loss scale.
         raw_norm: result of ``norm_of_sums`` for the current gradients, if it has been computed already.
         overflow: True if the last step was skipped because fp16 gradients overflowed.
-        was_refused: True if ``policy.accepts_step`` rejected the last step.
+        was_rejected: True if ``policy.accepts_step`` rejected the last step.
         clips_gradients: True, because ``step`` clips and engines must not.
         _global_grad_norm: ``grad_norm`` under the name that DeepSpeed reads.
     """
@@ -94,7 +94,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._fuses_accumulation = fuses_accumulation
         self.gradient_factor = self.last_factor = 1.0
         self.raw_norm: float | None = None
-        self.overflow = self.was_refused = False
+        self.overflow = self.was_rejected = False
         self._global_grad_norm = 0.0
         main_groups = [{**group, "params": [self._register(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(main_groups)
@@ -122,15 +122,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * self.last_factor
         self._global_grad_norm = norm
         self.overflow = self.policy.has_overflowed(norm)
-        self.was_refused = not self.overflow and self.policy.rejects(norm)
-        is_taken = not self.overflow and not self.was_refused
-        if is_taken:
+        self.was_rejected = not self.overflow and self.policy.rejects(norm)
+        is_accepted = not self.overflow and not self.was_rejected
+        if is_accepted:
             self._set_grads(self.policy.clip_factor(norm) * self.last_factor)
             self.update_main_params()
         self.zero_grad()  # before weights are gathered, which can then use the memory of the gradients
-        if is_taken and self.store.has_copies:
+        if is_accepted and self.store.has_copies:
             self.store.copy_to_parameters(deferred=True)
-        if not self.was_refused:
+        if not self.was_rejected:
             self.scaler.update(self.overflow)
 
     def _set_grads(self, factor: float) -> None:

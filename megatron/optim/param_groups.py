@@ -31,15 +31,15 @@ from megatron.optim.adam import AdamW
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.matrix_owners import MatrixPartition
 from megatron.optim.muon import Muon, MuonArgs, MuonWeight
-from megatron.optim.offload import NOTHING, OffloadConfig
+from megatron.optim.offload import NO_OFFLOAD, OffloadConfig
 from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.param_rates import ParamRate
 from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.param_init import ParamInit
-from tds.gradients import is_reduced_apart
+from tds.gradients import is_reduced_by_optimizer
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
-MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
+MATRIX_EPS, VECTOR_EPS, MIN_WEIGHT_RMS = 2e-19, 1e-8, 1e-3
 """Adafactor's lower bounds: RMS of a matrix's gradient, RMS of a vector's gradient, RMS of a weight.
 
 For a matrix torch also uses ``MATRIX_EPS`` as a lower bound of the mean *square*. torch's default, 1e-7 in fp32, takes
@@ -73,7 +73,7 @@ def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return split_groups
 
 
-def rated_groups(
+def split_by_rate(
     groups: Iterable[dict[str, Any]], rates: Mapping[torch.nn.Parameter, ParamRate]
 ) -> list[dict[str, Any]]:
     """Return ``groups`` split by the settings in ``rates``, in the order of the parameters."""
@@ -106,7 +106,7 @@ def build_optimizer(
     zero_stage: int = 0,
     overlap_grad_reduce: bool = False,
     has_pipeline: bool = False,
-    offload: OffloadConfig = NOTHING,
+    offload: OffloadConfig = NO_OFFLOAD,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
     param_init: ParamInit | None = None,
     reduce_bucket_size: int = 0,
@@ -135,7 +135,7 @@ def build_optimizer(
         raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
     parameters = list(parameters)
     if name == "adafactor":
-        _refuse_padding(parameters)
+        _check_unpadded(parameters)
         if zero_stage:
             raise ConfigError(
                 f"--optimizer adafactor requires --zero-stage 0, got {zero_stage}: its means are over full matrices, "
@@ -154,7 +154,7 @@ def build_optimizer(
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
         if name == "muon":
             device = param_init.device if param_init is not None else next((p.device for p in parameters), None)
-            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=same_params, place=device)
+            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=same_params, device=device)
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -165,17 +165,17 @@ def build_optimizer(
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
-    has_experts = any(map(is_reduced_apart, parameters))
+    has_experts = any(map(is_reduced_by_optimizer, parameters))
     same_params = expert_data if has_experts else data  # ranks that hold the same matrices, including those of experts
     args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
-    groups = rated_groups(groups, rates) if rates else groups
+    groups = split_by_rate(groups, rates) if rates else groups
     weights: list[MuonWeight] = []
     if name == "muon":
         groups = muon_groups(groups)
-        replicas = data.size if zero_stage else 1
+        num_replicas = data.size if zero_stage else 1
         muon_params = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
-        weights = [_muon_weight(parameter, tensor, replicas, args) for parameter in muon_params]
+        weights = [_muon_weight(parameter, tensor, num_replicas, args) for parameter in muon_params]
     store = ParamStore(
         data,
         expert_data,
@@ -201,13 +201,13 @@ def build_optimizer(
     )
 
 
-def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, replicas: int, args: MuonArgs) -> MuonWeight:
+def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, num_replicas: int, args: MuonArgs) -> MuonWeight:
     matrices = matrices_of(parameter)
     assert matrices is not None
-    return MuonWeight(MatrixPartition.of(parameter, tensor, replicas), args.matrices(matrices))
+    return MuonWeight(MatrixPartition.of(parameter, tensor, num_replicas), args.matrices(matrices))
 
 
-def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:
+def _check_unpadded(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ConfigError if a weight has padded rows, which the RMS and the means over columns would include."""
     for parameter in parameters:
         rows = shard_of(parameter).unpadded(parameter).shape[:1]
@@ -220,5 +220,5 @@ def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group of Adafactor with the lower bounds for matrices or for vectors."""
-    is_matrices = group["params"][0].dim() >= 2
-    return {**group, "eps": (MATRIX_EPS if is_matrices else VECTOR_EPS, LEAST_WEIGHT)}
+    is_matrix_group = group["params"][0].dim() >= 2
+    return {**group, "eps": (MATRIX_EPS if is_matrix_group else VECTOR_EPS, MIN_WEIGHT_RMS)}

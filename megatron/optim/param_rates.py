@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from megatron.config import Config, OptimizerConfig
-from megatron.config.optimizer import read_table
+from megatron.config.optimizer import parse_table
 from megatron.errors import ConfigError
 from megatron.mpu.matrices import matrices_of
 
@@ -73,13 +73,13 @@ class RateTable:
     def of(cls, config: Config) -> RateTable:
         """Build the table from ``config``."""
         settings, is_tied = config.optimizer, not config.model.untie_embeddings
-        named = {pattern: rate for pattern, rate in _of_tables(settings) if not (is_tied and pattern == HEAD)}
+        named = {pattern: rate for pattern, rate in _table_rates(settings) if not (is_tied and pattern == HEAD)}
         if settings.lr_by_name:
-            for pattern, lr in read_table(settings.lr_by_name).items():
+            for pattern, lr in parse_table(settings.lr_by_name).items():
                 named.pop(pattern, None)  # to insert it at the end
                 named[pattern] = ParamRate(pattern, lr, _floor(settings, lr))
-        decays = read_table(settings.weight_decay_by_name) if settings.weight_decay_by_name else {}
-        return cls(named, decays, _of_mup(config))
+        decays = parse_table(settings.weight_decay_by_name) if settings.weight_decay_by_name else {}
+        return cls(named, decays, _mup_rate(config))
 
     @property
     def rates(self) -> list[ParamRate]:
@@ -107,12 +107,12 @@ class RateTable:
             if not any(fnmatchcase(name, pattern) for name in all_names):
                 similar = difflib.get_close_matches(pattern, all_names, n=3, cutoff=0.4) or all_names[:3]
                 raise ConfigError(
-                    f"{_flag(pattern)} matches no parameter of this model. Similar names: {', '.join(similar)}. "
-                    "tools/inspect_checkpoint.py lists all names"
+                    f"{_describe_pattern(pattern)} matches no parameter of this model. Similar names: "
+                    f"{', '.join(similar)}. tools/inspect_checkpoint.py lists all names"
                 )
 
 
-def _of_mup(config: Config) -> ParamRate | None:
+def _mup_rate(config: Config) -> ParamRate | None:
     """Return muP's settings of the matrices of layers; None without muP, and for Muon, whose scale fits any width."""
     settings, m = config.optimizer, config.model.width_multiplier
     if m == 1.0 or settings.optimizer != "adamw":
@@ -120,13 +120,13 @@ def _of_mup(config: Config) -> ParamRate | None:
     return ParamRate("hidden", settings.lr / m, settings.min_lr / m, epsilon=settings.adam_eps / m)
 
 
-def _flag(pattern: str) -> str:
+def _describe_pattern(pattern: str) -> str:
     """Return ``pattern`` with the flag that may have set it, as text."""
     flags = {WORD_TABLE: "--lr-embedding", HEAD: "--lr-head"}
     return f"the pattern {pattern!r}" + (f" ({flags[pattern]})" if pattern in flags else "")
 
 
-def _of_tables(settings: OptimizerConfig) -> Iterator[tuple[str, ParamRate]]:
+def _table_rates(settings: OptimizerConfig) -> Iterator[tuple[str, ParamRate]]:
     """Yield (name, rate) of the word embedding and the head if flags set them."""
     for label, name in (("embedding", WORD_TABLE), ("head", HEAD)):
         lr, floor = getattr(settings, f"lr_{label}"), settings.decoupled_min_lr

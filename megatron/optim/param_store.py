@@ -18,13 +18,13 @@ import torch
 
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import set_shard, shard_of
-from megatron.optim.offload import NOTHING, OffloadConfig
+from megatron.optim.offload import NO_OFFLOAD, OffloadConfig
 from megatron.optim.zero.gather import ShardedWeight, gather_all
-from megatron.optim.zero.param_gather import ParamGather, gathers_later
+from megatron.optim.zero.param_gather import ParamGather, defers_gather
 from megatron.optim.zero.param_init import ParamInit
 from megatron.optim.zero.partition import ParamPartition, partition_of
 from megatron.optim.zero.stage3 import ParamUnits
-from tds.gradients import WIDE, bucket_numbers, is_reduced_apart
+from tds.gradients import WIDE_DTYPES, choose_bucket_numel, is_reduced_by_optimizer
 
 
 class ParamStore:
@@ -38,7 +38,7 @@ class ParamStore:
         offload: state that is stored on the CPU.
         param_init: with ZeRO 3, initializes weights one by one; None if all are initialized.
         reduce_bucket_size, allgather_bucket_size: elements of a bucket of gradients to reduce and of weights to gather;
-            0: the default of ``tds.gradients.bucket_numbers``.
+            0: the default of ``tds.gradients.choose_bucket_numel``.
         prefetches: with ZeRO 3, gather the weights of a layer before its forward.
 
     Attributes:
@@ -55,7 +55,7 @@ class ParamStore:
         expert_data: Group = SINGLE,
         *,
         zero_stage: int = 0,
-        offload: OffloadConfig = NOTHING,
+        offload: OffloadConfig = NO_OFFLOAD,
         param_init: ParamInit | None = None,
         reduce_bucket_size: int = 0,
         allgather_bucket_size: int = 0,
@@ -81,10 +81,10 @@ class ParamStore:
 
     def register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         """Convert ``parameter`` to ``dtype`` in place and return its main param."""
-        is_wide = dtype in WIDE
-        replicas = self.group_of(parameter).size
-        has_one_copy = is_reduced_apart(parameter) and replicas == 1  # an expert that no other rank holds
-        partition = partition_of(parameter, replicas) if self._shards_params and not has_one_copy else None
+        is_wide = dtype in WIDE_DTYPES
+        num_replicas = self.group_of(parameter).size
+        has_one_copy = is_reduced_by_optimizer(parameter) and num_replicas == 1  # an expert that no other rank holds
+        partition = partition_of(parameter, num_replicas) if self._shards_params and not has_one_copy else None
         if self._param_init is not None:
             self._param_init.materialize(parameter, is_sharded=partition is not None)
         if is_wide:
@@ -108,7 +108,7 @@ class ParamStore:
         if partition is not None:
             self._partitions[parameter] = partition
             position = partition.shard(position, self.group_of(parameter).rank)
-            values = self._trained_shard(parameter, partition)
+            values = self._device_shard(parameter, partition)
         if self.offload.optimizer:
             values = self.offload.copy(values if is_wide else values.float())
         elif not is_wide:
@@ -123,12 +123,12 @@ class ParamStore:
         """Return this replica's shard of the weight: the main param itself if dtype and device are the same."""
         if is_wide and self.offload.parameters == self.offload.optimizer:
             return self.main_params[parameter].detach()
-        shard = self._trained_shard(parameter, partition)
+        shard = self._device_shard(parameter, partition)
         if self.offload.parameters:
             return self.offload.copy(shard)
         return shard.clone(memory_format=torch.contiguous_format)
 
-    def _trained_shard(self, parameter: torch.nn.Parameter, partition: ParamPartition) -> torch.Tensor:
+    def _device_shard(self, parameter: torch.nn.Parameter, partition: ParamPartition) -> torch.Tensor:
         """Return this replica's shard of ``parameter`` on the device where it is trained."""
         shard = partition.slice(parameter.detach(), self.group_of(parameter).rank)
         return shard if self._param_init is None else shard.to(self._param_init.device)
@@ -165,7 +165,7 @@ class ParamStore:
 
     def group_of(self, parameter: torch.Tensor) -> Group:
         """Return the group of ranks that hold a replica of ``parameter``."""
-        return self.expert_group if is_reduced_apart(parameter) else self.data_group
+        return self.expert_group if is_reduced_by_optimizer(parameter) else self.data_group
 
     @property
     def is_sharded_over_replicas(self) -> bool:
@@ -204,7 +204,7 @@ class ParamStore:
         requested = self._bucket_sizes[operation]
         if operation == "reduce" and self.zero_stage > 1:
             return requested or None
-        return bucket_numbers(device, self.data_group.size, requested)
+        return choose_bucket_numel(device, self.data_group.size, requested)
 
     # Weights, which are gathered from the shards of all replicas.
 
@@ -224,12 +224,12 @@ class ParamStore:
 
     def _make_deferred_gather(self, module: torch.nn.Module) -> ParamGather | None:
         has_shards = bool(self._partitions) and not self._shards_weights and self.data_group.size > 1
-        if not has_shards or not gathers_later(self.data_group):
+        if not has_shards or not defers_gather(self.data_group):
             return None
         weights = [parameter for parameter in module.parameters() if parameter in self._partitions]
         if len(weights) != len(self._partitions):  # some belong to another module
             return None
-        return ParamGather(module, [p for p in weights if not is_reduced_apart(p)], self.data_group)
+        return ParamGather(module, [p for p in weights if not is_reduced_by_optimizer(p)], self.data_group)
 
     @property
     def gathers_weights(self) -> bool:
@@ -296,7 +296,7 @@ class ParamStore:
         if not weights:
             return
         bucket_numel = self.bucket_numel(next(iter(weights)).device, "allgather")
-        experts = [weights.pop(p) for p in list(weights) if is_reduced_apart(p)]
+        experts = [weights.pop(p) for p in list(weights) if is_reduced_by_optimizer(p)]
         if experts:
             gather_all(experts, self.expert_group, bucket_numel)
         if deferred and self._deferred_gather is not None:

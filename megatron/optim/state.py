@@ -44,7 +44,7 @@ def load_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
         ValueError: the state belongs to other parameters; nothing is changed then.
     """
     main_params = _main_params(optimizer)
-    if problem := _problem(main_params, state):
+    if problem := _state_problem(main_params, state):
         raise ValueError(problem)
     optimizer.inner.state.clear()
     dtypes = {"step": None, **getattr(optimizer.inner, "state_dtypes", {})}
@@ -62,9 +62,9 @@ def _main_params(optimizer: StateOwner) -> list[torch.nn.Parameter]:
     return [main_param for group in optimizer.param_groups for main_param in group["params"]]
 
 
-def _problem(main_params: Sequence[torch.Tensor], state: Mapping[str, Any]) -> str | None:
+def _state_problem(main_params: Sequence[torch.Tensor], state: Mapping[str, Any]) -> str | None:
     if missing := {"state", "masters", "scaler"} - set(state):
-        return f"the state must be that of this project's optimizer, but it lacks {', '.join(sorted(missing))}"
+        return f"the state must be saved by this project's optimizer, got one without {', '.join(sorted(missing))}"
     saved, current = [[tuple(tensor.shape) for tensor in tensors] for tensors in (state["masters"], main_params)]
     if len(saved) != len(current):
         return f"the number of the optimizer's parameters changed: saved {len(saved)}, now {len(current)}"

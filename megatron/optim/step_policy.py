@@ -30,7 +30,7 @@ class StepPolicy:
 
     def has_overflowed(self, norm: float) -> bool:
         """Return True if ``norm`` is not finite and a smaller loss scale could prevent that."""
-        return not math.isfinite(norm) and self.scaler.is_to_blame
+        return not math.isfinite(norm) and self.scaler.can_decrease
 
     def rejects(self, norm: float) -> bool:
         """Return True if ``accepts_step`` vetoes a step with this gradient norm.
@@ -41,14 +41,14 @@ class StepPolicy:
         if self.accepts_step is not None:
             return not self.accepts_step(norm)
         if not math.isfinite(norm):
-            raise NumericsError(self.not_finite_text(norm))
+            raise NumericsError(self.nonfinite_message(norm))
         return False
 
     def clip_factor(self, norm: float) -> float:
         """Return the factor that reduces gradients of this norm to at most ``clip_grad``."""
         return clip_coefficient(norm, self.clip_grad)
 
-    def not_finite_text(self, norm: float) -> str:
+    def nonfinite_message(self, norm: float) -> str:
         """Return the error message for a norm that is not finite when no smaller loss scale can help."""
         if self.scaler.is_dynamic:
             return (

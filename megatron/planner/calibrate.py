@@ -22,23 +22,23 @@ import torch
 
 from megatron import device
 from megatron.costs.memory import peak_flops
-from megatron.planner.layer_benchmarks import LayerTimings, slowest, timed, with_pieces
+from megatron.planner.layer_benchmarks import LayerTimings, slowest_timings, time_layers, with_layer_timings
 from megatron.planner.machine import Link, Machine
 from megatron.planner.microbenchmarks import (
+    MESSAGE_BYTES,
     ROUND_S,
-    SIZES,
     Rates,
     TimingBudget,
-    link_alone,
-    link_of,
-    rates_of,
-    update_rate_of_host,
+    measure_host_update_rate,
+    measure_link,
+    measure_rates,
+    measure_scaled_link,
 )
 from megatron.planner.reference import Reference
 from megatron.planner.spawn_ranks import Rank, Report, run_ranks
 
 DEADLINE_S = 300.0
-BUSY = 0.5
+BUSY_LOAD = 0.5
 """Load per core above which the machine counts as busy."""
 
 
@@ -57,17 +57,17 @@ class MeasuredMachine:
     reserved: int
     host_update: float
     name: str
-    models: tuple[LayerTimings, ...] = ()
+    layer_timings: tuple[LayerTimings, ...] = ()
     readings: tuple[float, ...] = ()
 
 
 def calibrate(
     ranks: int = 0,
-    kind: str = "auto",
+    device_type: str = "auto",
     *,
     report: Report = lambda text: None,
-    pace: TimingBudget = TimingBudget(),  # noqa: B008 - frozen
-    sizes: Sequence[int] = SIZES,
+    timing_budget: TimingBudget = TimingBudget(),  # noqa: B008 - frozen
+    message_bytes: Sequence[int] = MESSAGE_BYTES,
     round_s: float = ROUND_S,
     threads: int | None = None,
 ) -> Machine:
@@ -75,10 +75,10 @@ def calibrate(
 
     Args:
         ranks: number of processes; 0 starts one per device, or on a CPU one per core.
-        kind: device type, as for ``--device``.
+        device_type: device type, as for ``--device``.
         report: called with progress messages.
-        pace: limits of the measurements.
-        sizes: sizes of the messages in bytes.
+        timing_budget: limits of the measurements.
+        message_bytes: sizes of the messages in bytes.
         round_s: seconds per round of messages.
         threads: threads of each rank on a CPU; None divides the cores among the ranks.
 
@@ -86,54 +86,68 @@ def calibrate(
         ValueError: there are fewer devices, or none of this type.
         RuntimeError: a rank failed.
     """
-    kind = device.choose(kind)
-    num_devices = device.count(kind)
+    device_type = device.choose(device_type)
+    num_devices = device.num_devices(device_type)
     ranks = ranks or num_devices
-    if ranks < 1 or (kind != "cpu" and ranks > num_devices):
+    if ranks < 1 or (device_type != "cpu" and ranks > num_devices):
         raise ValueError(
-            f"--ranks must be between 1 and {num_devices}, the number of {kind} devices, got {ranks}"
+            f"--ranks must be between 1 and {num_devices}, the number of {device_type} devices, got {ranks}"
         )
-    began, load = time.monotonic(), os.getloadavg()[0]
-    report(f"measuring with {ranks} ranks on {kind}, which takes about half a minute")
-    if load > BUSY * len(os.sched_getaffinity(0)):
+    start, load = time.monotonic(), os.getloadavg()[0]
+    report(f"measuring with {ranks} ranks on {device_type}, which takes about half a minute")
+    if load > BUSY_LOAD * len(os.sched_getaffinity(0)):
         report(f"other programs use this machine (load {load:.1f}): rates will be too low. Calibrate when it is idle")
-    pace = pace.shared_by(ranks, threads or 1) if kind == "cpu" else replace(pace, by_wall=True)
-    backend = device.backend(kind) if ranks > 1 else ""
+    timing_budget = (
+        timing_budget.shared_by(ranks, threads or 1)
+        if device_type == "cpu"
+        else replace(timing_budget, use_wall_clock=True)
+    )
+    backend = device.backend(device_type) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, report=report, threads=threads)
     measured: list[MeasuredMachine] = run(
-        ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend
+        ranks,
+        _measure,
+        dtypes_of(device_type),
+        timing_budget,
+        tuple(message_bytes),
+        round_s,
+        device_type=device_type,
+        backend=backend,
     )
     link = measured[0].link
     if link is None:  # measure the link with two processes on the host instead
-        link = run(2, link_alone, tuple(sizes), round_s)[0]
-    machine = replace(joined(measured, link, kind, load), ranks_per_core=pace.ranks_per_core)
+        link = run(2, measure_scaled_link, tuple(message_bytes), round_s)[0]
+    machine = replace(combine(measured, link, device_type, load), ranks_per_core=timing_budget.ranks_per_core)
     if measured[0].link is None:
         machine = replace(machine, intra=link, inter=link)  # the link was already scaled to its own median speed
-    report(f"measured in {time.monotonic() - began:.0f} s")
+    report(f"measured in {time.monotonic() - start:.0f} s")
     return machine
 
 
-def dtypes_of(kind: str) -> tuple[str, ...]:
+def dtypes_of(device_type: str) -> tuple[str, ...]:
     """Return the number formats in which matmuls are measured, the default format of runs first."""
-    first = device.default_precision(kind)
-    return (first, *(dtype for dtype in ("fp32", "bf16", "fp16") if dtype != first and _can(kind, dtype)))
+    first = device.default_precision(device_type)
+    return (
+        first,
+        *(dtype for dtype in ("fp32", "bf16", "fp16") if dtype != first and _supports_dtype(device_type, dtype)),
+    )
 
 
-def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float = 0.0) -> Machine:
+def combine(measurements: Sequence[MeasuredMachine], link: Link, device_type: str, load: float = 0.0) -> Machine:
     """Combine the simultaneous measurements of all ranks into a machine, with the rates of the slowest rank.
 
     Args:
         load: load of the machine before the measurement, for the notes.
     """
-    rates, ranks = [entry.rates for entry in found], len(found)
-    products = {dtype: _slowest_of([entry.products[dtype] for entry in rates]) for dtype in sorted(rates[0].products)}
-    sheet = peak_flops(found[0].name) if kind != "cpu" else None
+    rates, ranks = [entry.rates for entry in measurements], len(measurements)
+    products = {dtype: _lowest_rates([entry.products[dtype] for entry in rates]) for dtype in sorted(rates[0].products)}
+    peak_from_sheet = peak_flops(measurements[0].name) if device_type != "cpu" else None
     peaks = {dtype: max(rate for _, rate in table) for dtype, table in products.items()}
-    if sheet is not None:
-        peaks |= {dtype: sheet for dtype in ("bf16", "fp16") if dtype in peaks}
+    if peak_from_sheet is not None:
+        peaks |= {dtype: peak_from_sheet for dtype in ("bf16", "fp16") if dtype in peaks}
     machine = Machine(
-        name=f"{found[0].name}, {ranks} at once",
-        memory_bytes=min(entry.memory for entry in found),
+        name=f"{measurements[0].name}, {ranks} at once",
+        memory_bytes=min(entry.memory for entry in measurements),
         devices_per_node=ranks,
         peak_flops=peaks,
         product_flops=products,
@@ -143,72 +157,75 @@ def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float 
         intra=link,
         inter=link,
         host_bandwidth=min(entry.copy for entry in rates),
-        host_update_bandwidth=min(entry.host_update for entry in found),
-        reserved_bytes=max(entry.reserved for entry in found),
-        is_cpu=kind == "cpu",
-        notes=" ".join(_notes(ranks, load, sheet is not None)),
+        host_update_bandwidth=min(entry.host_update for entry in measurements),
+        reserved_bytes=max(entry.reserved for entry in measurements),
+        is_cpu=device_type == "cpu",
+        notes=" ".join(_notes(ranks, load, peak_from_sheet is not None)),
     )
-    machine = with_pieces(machine, slowest([entry.models for entry in found]))
-    return at_usual_speed(machine, found[0].readings)
+    machine = with_layer_timings(machine, slowest_timings([entry.layer_timings for entry in measurements]))
+    return scale_to_median_speed(machine, measurements[0].readings)
 
 
-def at_usual_speed(machine: Machine, readings: Sequence[float]) -> Machine:
+def scale_to_median_speed(machine: Machine, readings: Sequence[float]) -> Machine:
     """Scale ``machine`` from the speed of the first reading of the reference to the speed of the median reading."""
     if not readings:
         return machine
     return replace(machine, reference_s=readings[0]).slowed(statistics.median(readings) / readings[0])
 
 
-def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
-    yield f"Measured on {os.uname().nodename}, load {load:.1f}, torch {torch.__version__}, {ranks} simultaneous ranks."
+def _notes(ranks: int, load: float, has_data_sheet: bool) -> Iterator[str]:
+    ranks_text = f"{ranks} simultaneous ranks" if ranks > 1 else "1 rank"
+    yield f"Measured on {os.uname().nodename}, load {load:.1f}, torch {torch.__version__}, {ranks_text}."
     if ranks == 1:
         yield "The link was measured between two processes on this host over gloo, because there was only one rank."
     yield "Links between nodes were not measured: inter is a copy of intra. Edit it before planning for several nodes."
-    if not has_sheet:
+    if not has_data_sheet:
         yield "peak_flops is the rate of the fastest matmuls."
 
 
 def _measure(
-    rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, sizes: Sequence[int], round_s: float
+    rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudget, message_bytes: Sequence[int], round_s: float
 ) -> MeasuredMachine:
     """Return the measurements of this rank, made while all other ranks measure. Collective."""
-    if rank.kind == "cpu":
+    if rank.device_type == "cpu":
         device.keep_freed_memory()  # as training does
-    reference = Reference(rank, pace.now)
-    link = link_of(rank, reference, sizes, round_s) if rank.size > 1 else None
-    models = timed(rank, dtypes, pace, reference)
-    rates = rates_of(rank, dtypes, pace, reference)
-    host_update = rates.update if rank.kind == "cpu" else update_rate_of_host(pace)
-    readings = tuple(reference.readings) if rank.kind == "cpu" else ()
-    return MeasuredMachine(rates, link, *_memory(rank), host_update, device.name(rank.kind), tuple(models), readings)
+    reference = Reference(rank, timing_budget.now)
+    link = measure_link(rank, reference, message_bytes, round_s) if rank.size > 1 else None
+    layer_timings = time_layers(rank, dtypes, timing_budget, reference)
+    rates = measure_rates(rank, dtypes, timing_budget, reference)
+    host_update = rates.update if rank.device_type == "cpu" else measure_host_update_rate(timing_budget)
+    readings = tuple(reference.readings) if rank.device_type == "cpu" else ()
+    return MeasuredMachine(
+        rates, link, *_rank_memory(rank), host_update, device.name(rank.device_type), tuple(layer_timings), readings
+    )
 
 
-def _memory(rank: Rank) -> tuple[int, int]:
+def _rank_memory(rank: Rank) -> tuple[int, int]:
     """Return (memory of this rank, part of it that training cannot use), in bytes.
 
     On a CPU, the memory of the node is divided among the ranks. The unusable part is the resident size of this process
     at its start (Python and its libraries). On other devices, it is the memory used by the driver, the communication
     library and other programs.
     """
-    total = device.total_memory_bytes(rank.kind)
-    if rank.kind == "cpu":
-        return total // rank.size, _LIBRARIES
-    return total, device.memory_of_others(rank.kind)
+    total = device.total_memory_bytes(rank.device_type)
+    if rank.device_type == "cpu":
+        return total // rank.size, _LIBRARY_BYTES
+    return total, device.memory_of_others(rank.device_type)
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_LIBRARIES = _resident()
+_LIBRARY_BYTES = _resident_bytes()
 
 
-def _slowest_of(tables: Sequence[tuple[tuple[float, float], ...]]) -> tuple[tuple[float, float], ...]:
+def _lowest_rates(tables: Sequence[tuple[tuple[float, float], ...]]) -> tuple[tuple[float, float], ...]:
     """Return ((side, lowest rate over the ranks), ...) for the sides that all ranks measured."""
     return tuple((rows[0][0], min(rate for _, rate in rows)) for rows in zip(*tables, strict=False))
 
 
-def _can(kind: str, dtype: str) -> bool:
-    if kind == "cpu":
+def _supports_dtype(device_type: str, dtype: str) -> bool:
+    if device_type == "cpu":
         return dtype != "fp16"  # training rejects it on CPUs
-    return device.missing_dtype(kind, dtype) is None
+    return device.missing_dtype(device_type, dtype) is None

@@ -17,11 +17,11 @@ from megatron.costs.memory import Memory
 from megatron.models import registry
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
-from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total
+from megatron.planner.time_model import CommunicationModel, ComputeModel, Seconds, Traffic, sum_traffic
 from tds.partition import chunks_on
-from tds.schedule.simulate import SPLIT_PRICE, SPLITTING, bubble, share_split
+from tds.schedule.simulate import SPLIT_OVERHEAD, SPLIT_SCHEDULES, bubble, split_fraction
 
-NOTHING = Traffic()
+NO_TRAFFIC = Traffic()
 TENSOR, CONTEXT, EXPERT, PIPELINE, DATA = "tensor", "context", "expert", "pipeline", "data"
 
 
@@ -31,9 +31,9 @@ class Estimate:
 
     Args:
         layout: the layout.
-        bounds: bounds of the pieces, as indices of the model's units.
+        bounds: bounds of the virtual stages, as indices of the model's units.
         memory: memory of one rank of each stage.
-        parts: activity -> seconds per step; their sum is ``step_s``.
+        seconds_by_activity: activity -> seconds per step; their sum is ``step_s``.
         bubble: average share of a step in which a stage waits for other stages.
         traffic: type of communication -> bytes, seconds and hidden seconds of the busiest rank.
         flops: FLOPs of the whole model per step, without recomputation; causal attention counts as half.
@@ -44,7 +44,7 @@ class Estimate:
     layout: Layout
     bounds: Sequence[int]
     memory: Sequence[Memory]
-    parts: Mapping[str, float]
+    seconds_by_activity: Mapping[str, float]
     bubble: float
     traffic: Mapping[str, Traffic]
     flops: float
@@ -53,7 +53,7 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.seconds_by_activity.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -64,7 +64,7 @@ class Estimate:
         return self.flops / self.step_s / self.peak_flops
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Bytes of the device with the highest use."""
         return max(stage.total for stage in self.memory)
 
@@ -77,8 +77,8 @@ class Model(NamedTuple):
     """Costs and time models of a model whose experts are distributed over a given number of ranks."""
 
     costs: Costs
-    clock: Clock
-    messages: Messages
+    compute: ComputeModel
+    communication: CommunicationModel
 
 
 class Planner:
@@ -92,30 +92,30 @@ class Planner:
         self.config, self.machine = config, machine
         self.costs = costs or registry.costs_of(config, is_on_cpu=machine.is_cpu)
         self.num_estimates = 0
-        self._names = self.costs.unit_names
+        self._unit_names = self.costs.unit_names
         self._models: dict[int, Model] = {}
         self._bounds: dict[tuple[int, int, str], list[int]] = {}
         self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
-        self._units: dict[tuple[Any, ...], list[Seconds]] = {}
-        self._rows: dict[tuple[Any, ...], list[Traffic]] = {}
+        self._unit_seconds: dict[tuple[Any, ...], list[Seconds]] = {}
+        self._expert_traffic: dict[tuple[Any, ...], list[Traffic]] = {}
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return the estimate of ``layout``.
 
         Raises:
-            ValueError: there are fewer layers than pieces.
+            ValueError: there are fewer layers than virtual stages.
             ConfigError: the machine has no rates for the number format.
         """
         self.num_estimates += 1
         bounds = self.bounds(layout)
-        parts, idle, traffic = self._times(layout, bounds)
+        seconds_by_activity, idle, traffic = self._time_breakdown(layout, bounds)
         world = layout.world_size
         peak = self.machine.peak_flops.get(layout.dtype) or self.machine.product_rate(layout.dtype, 1e9)
         return Estimate(
             layout=layout,
             bounds=bounds,
             memory=self.memory(layout),
-            parts=parts,
+            seconds_by_activity=seconds_by_activity,
             bubble=idle,
             traffic=traffic,
             flops=self.costs.flops_per_step(layout.global_batch_size),
@@ -124,14 +124,14 @@ class Planner:
         )
 
     def bounds(self, layout: Layout) -> list[int]:
-        """Return the bounds of the pieces, as indices of the model's units."""
-        key = layout.pipe, layout.chunks, layout.placement.kind
+        """Return the bounds of the virtual stages, as indices of the model's units."""
+        key = layout.pipe, layout.chunks, layout.placement.style
         if key not in self._bounds:
             self._bounds[key] = self.costs.stage_bounds(*key)
         return self._bounds[key]
 
-    def can_cut(self, layout: Layout) -> bool:
-        """Return True if the model can be split so that each piece has a layer.
+    def can_split(self, layout: Layout) -> bool:
+        """Return True if the model can be split so that each virtual stage has a layer.
 
         With ``pipeline_split_rank``, a T5 must also be split at this stage.
         """
@@ -144,9 +144,9 @@ class Planner:
         """Return the costs and time models of the model with its experts distributed as in ``layout``."""
         ranks = layout.expert
         if ranks not in self._models:
-            costs = self.costs.shared_out(ranks)
+            costs = self.costs.with_expert_ranks(ranks)
             self._models[ranks] = Model(
-                costs, Clock(costs, self.machine, self.config.family), Messages(costs, self.machine)
+                costs, ComputeModel(costs, self.machine, self.config.family), CommunicationModel(costs, self.machine)
             )
         return self._models[ranks]
 
@@ -156,7 +156,7 @@ class Planner:
         if key not in self._parameters:
             costs = self.model(layout).costs
             bounds = [0, costs.num_units]
-            num_expert = costs.stage_apart(bounds, layout.tensor)[0]
+            num_expert = costs.stage_distributed_parameters(bounds, layout.tensor)[0]
             self._parameters[key] = costs.stage_parameters(bounds, layout.tensor)[0], num_expert
         return self._parameters[key]
 
@@ -177,75 +177,91 @@ class Planner:
             waiting=layout.waiting,
             schedule=layout.schedule,
             chunks=layout.chunks,
-            placement=layout.placement.kind,
+            placement=layout.placement.style,
             is_compiled=layout.is_compiled,
         )
 
-    def units(self, layout: Layout) -> list[Seconds]:
+    def unit_seconds(self, layout: Layout) -> list[Seconds]:
         """Return the time of each unit for a micro-batch, without communication."""
-        sizes = layout.micro_batch_size, layout.tensor, layout.expert
-        key = *sizes, layout.dtype, layout.sequence_parallel, layout.recompute
-        if key not in self._units:
-            self._units[key] = self.model(layout).clock.units(layout)
-        return self._units[key]
+        batch_tensor_expert = layout.micro_batch_size, layout.tensor, layout.expert
+        key = *batch_tensor_expert, layout.dtype, layout.sequence_parallel, layout.recompute
+        if key not in self._unit_seconds:
+            self._unit_seconds[key] = self.model(layout).compute.units(layout)
+        return self._unit_seconds[key]
 
-    def rows(self, layout: Layout) -> list[Traffic]:
+    def expert_traffic(self, layout: Layout) -> list[Traffic]:
         """Return the expert-parallel communication of each unit for a micro-batch."""
-        sizes = layout.micro_batch_size, layout.tensor, layout.expert
-        key = *sizes, layout.dtype, layout.recompute, layout.world_size
-        if key not in self._rows:
-            self._rows[key] = self.model(layout).messages.experts(layout)
-        return self._rows[key]
+        batch_tensor_expert = layout.micro_batch_size, layout.tensor, layout.expert
+        key = *batch_tensor_expert, layout.dtype, layout.recompute, layout.world_size
+        if key not in self._expert_traffic:
+            self._expert_traffic[key] = self.model(layout).communication.expert_traffic(layout)
+        return self._expert_traffic[key]
 
-    def _times(self, layout: Layout, bounds: Sequence[int]) -> tuple[dict[str, float], float, dict[str, Traffic]]:
+    def _time_breakdown(
+        self, layout: Layout, bounds: Sequence[int]
+    ) -> tuple[dict[str, float], float, dict[str, Traffic]]:
         m, p = layout.num_micro_batches, layout.pipe
-        units, messages = self.units(layout), self.model(layout).messages
-        sums = messages.sums(layout, units)
-        exchanged = [messages.context(layout) if name.split()[-1].isdigit() else NOTHING for name in self._names]
-        rows = self.rows(layout)
-        seconds = [
-            own.whole + sent.exposed_s + over.seconds + row.seconds
-            for own, sent, over, row in zip(units, sums, exchanged, rows, strict=True)
+        unit_seconds, communication = self.unit_seconds(layout), self.model(layout).communication
+        tensor_by_unit = communication.tensor_traffic(layout, unit_seconds)
+        context_by_unit = [
+            communication.context_traffic(layout) if name.split()[-1].isdigit() else NO_TRAFFIC
+            for name in self._unit_names
         ]
-        pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
-        if layout.schedule in SPLITTING and self.machine.is_cpu:
-            pieces = [
-                own + split_s for own, split_s in zip(pieces, self._splitting(layout, bounds, units), strict=True)
+        expert_by_unit = self.expert_traffic(layout)
+        seconds = [
+            entry.total + sent.exposed_s + over.seconds + row.seconds
+            for entry, sent, over, row in zip(
+                unit_seconds, tensor_by_unit, context_by_unit, expert_by_unit, strict=True
+            )
+        ]
+        chunk_seconds = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        if layout.schedule in SPLIT_SCHEDULES and self.machine.is_cpu:
+            chunk_seconds = [
+                entry + split_s
+                for entry, split_s in zip(
+                    chunk_seconds, self._deferral_costs(layout, bounds, unit_seconds), strict=True
+                )
             ]
-        idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))
-        running_s = m * sum(pieces) / (p * (1 - idle))
-        stages = [chunks_on(bounds, p, stage, layout.placement.kind) for stage in range(p)]
-        tensor = max((total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
-        last_backward = min(sum(units[n].backward for a, b in own for n in range(a, b)) for own in stages)
-        across, waits = messages.across(layout, bounds, min(pieces))
-        data, update_s = messages.summed(layout, bounds, last_backward)
-        recompute_s = m * sum(unit.again for unit in units) / p
-        exposed_s = m * sum(sent.exposed_s for sent in sums) / p
-        context_s, experts_s = (m * sum(sent.seconds for sent in each) / p for each in (exchanged, rows))
-        parts = {
+        idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, chunk_seconds))
+        running_s = m * sum(chunk_seconds) / (p * (1 - idle))
+        stages = [chunks_on(bounds, p, stage, layout.placement.style) for stage in range(p)]
+        tensor = max((sum_traffic(tensor_by_unit, entry) for entry in stages), key=lambda sent: sent.seconds).repeated(
+            m
+        )
+        last_backward = min(sum(unit_seconds[n].backward for a, b in entry for n in range(a, b)) for entry in stages)
+        pipeline, pipeline_wait_s = communication.pipeline_traffic(layout, bounds, min(chunk_seconds))
+        data, update_s = communication.data_traffic(layout, bounds, last_backward)
+        recompute_s = m * sum(unit.recompute for unit in unit_seconds) / p
+        exposed_s = m * sum(sent.exposed_s for sent in tensor_by_unit) / p
+        context_s, experts_s = (
+            m * sum(sent.seconds for sent in axis_traffic) / p for axis_traffic in (context_by_unit, expert_by_unit)
+        )
+        seconds_by_activity = {
             "compute": running_s * (1 - idle) - exposed_s - context_s - experts_s - recompute_s,
             "recompute": recompute_s,
             TENSOR: exposed_s,
             **({CONTEXT: context_s} if layout.context > 1 else {}),
             **({EXPERT: experts_s} if layout.expert > 1 else {}),
             "bubble": running_s * idle,
-            PIPELINE: waits,
+            PIPELINE: pipeline_wait_s,
             DATA: data.exposed_s,
             "update": update_s,
         }
-        traffic = {DATA: data, TENSOR: tensor, PIPELINE: across}
-        for size, axis, sent in ((layout.context, CONTEXT, exchanged), (layout.expert, EXPERT, rows)):
+        traffic = {DATA: data, TENSOR: tensor, PIPELINE: pipeline}
+        for size, axis, sent in ((layout.context, CONTEXT, context_by_unit), (layout.expert, EXPERT, expert_by_unit)):
             if size > 1:
-                traffic[axis] = max((total(sent, own) for own in stages), key=lambda each: each.seconds).times(m)
-        return parts, running_s * idle / sum(parts.values()), traffic
+                traffic[axis] = max(
+                    (sum_traffic(sent, entry) for entry in stages), key=lambda axis_traffic: axis_traffic.seconds
+                ).repeated(m)
+        return seconds_by_activity, running_s * idle / sum(seconds_by_activity.values()), traffic
 
-    def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
-        """Return the cost in seconds of deferring weight gradients in each piece, per micro-batch on average."""
+    def _deferral_costs(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
+        """Return the mean seconds per micro-batch that deferring weight gradients costs in each virtual stage."""
         costs, placement = [], layout.placement
-        for piece, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            stage = placement.stage_of(piece)
-            share = share_split(layout.pipe, layout.num_micro_batches, layout.schedule, stage, layout.chunks)
-            costs.append(SPLIT_PRICE * share * sum(unit.backward - unit.again for unit in units[start:stop]))
+        for chunk_idx, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            stage = placement.stage_of(chunk_idx)
+            share = split_fraction(layout.pipe, layout.num_micro_batches, layout.schedule, stage, layout.chunks)
+            costs.append(SPLIT_OVERHEAD * share * sum(unit.backward - unit.recompute for unit in units[start:stop]))
         return costs
 
 

@@ -14,7 +14,7 @@ from megatron.costs.memory import SavedActivations
 from megatron.models.registry import FAMILIES
 from megatron.mpu.topology import Coordinate, Topology
 from tds.schedule import Placement
-from tds.schedule.simulate import IN_A_V, bubble, by_default, candidates, placement_for
+from tds.schedule.simulate import V_SCHEDULES, bubble, candidate_schedules, default_schedule, placement_for
 
 # A layout: one way to distribute a model over a machine.
 
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """Assignment of the pieces to the stages."""
+        """Assignment of the virtual stages to the stages."""
         return Placement(self.pipe, self.chunks, self.lies)
 
     @property
@@ -124,7 +124,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
     """Return the layout of a ``Config`` on ``world_size`` ranks. Schedule "auto" becomes the one with least bubble."""
     parallel, optimizer, batch = config.parallel, config.optimizer, config.batch
     stages, chunks, m = parallel.num_stages, parallel.chunks, batch.num_micro_batches
-    names = candidates(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)
+    names = candidate_schedules(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)
     recompute = "full" if parallel.checkpoint_activations else parallel.recompute_granularity or "none"
     return Layout(
         tensor=parallel.model_parallel_size,
@@ -142,7 +142,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
         sequence_parallel=getattr(parallel, "sequence_parallel", False),
         offload_optimizer=optimizer.offload_optimizer,
         offload_parameters=optimizer.offload_parameters,
-        waiting=memory.waiting_of(config),
+        waiting=memory.saved_activations_of(config),
         dtype=config.precision.dtype or "bf16",
         optimizer=optimizer.state_type,
         num_bf16_states=len(optimizer.bf16_states),
@@ -154,7 +154,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
 
 # The command for a layout: the variables of a run script and its flags.
 
-SHOWN = {
+LAYOUT_FIELDS = {
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
     "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "pipeline_placement",
     "batch_size", "gas", "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations",
@@ -164,10 +164,10 @@ SHOWN = {
 """Config fields that are set by the run script's variables or by the layout's own flags."""
 
 
-def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
+def script_variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
     """Return name -> value of the run script's variables. The layout must fit into one node or fill all nodes."""
-    model, family, world = config.model, config.own, layout.world_size
-    on_node = min(devices_per_node, world)
+    model, family, world = config.model, config.family_config, layout.world_size
+    ranks_per_node = min(devices_per_node, world)
     lengths = {"SEQLEN": config.batch.seq_length}
     if family.is_encoder_decoder:
         lengths = {"ENC_SEQLEN": family.enc_seq_length, "DEC_SEQLEN": family.dec_seq_length}
@@ -179,8 +179,8 @@ def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, i
     values = vars(model) | vars(family)
     extra = {name: values[field] for name, field in FAMILIES[config.family].variables.items()}
     return {
-        "GPUS_PER_NODE": on_node,
-        "NNODES": world // on_node,
+        "GPUS_PER_NODE": ranks_per_node,
+        "NNODES": world // ranks_per_node,
         "pp_size": layout.pipe,
         "mp_size": layout.tensor,
         **layers,
@@ -193,12 +193,12 @@ def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, i
     }
 
 
-def flags(config: Any, layout: Layout) -> list[str]:
+def script_flags(config: Any, layout: Layout) -> list[str]:
     """Return the flags to append to the run script, for settings that have no variable."""
     words = [f"--{layout.dtype}"]
-    if schedule := said_schedule(layout):
+    if schedule := explicit_schedule(layout):
         words += ["--pipeline-schedule", schedule]
-    if chunks := said_chunks(layout):
+    if chunks := explicit_chunks(layout):
         words += ["--pipeline-chunks", str(chunks)]
     if layout.expert > 1:
         words += ["--expert-model-parallel-size", str(layout.expert)]
@@ -211,36 +211,36 @@ def flags(config: Any, layout: Layout) -> list[str]:
     words += ["--sequence-parallel"] * layout.sequence_parallel
     words += ["--offload-optimizer"] * layout.offload_optimizer
     words += ["--offload-parameters"] * layout.offload_parameters
-    return words + given_flags(config)
+    return words + user_flags(config)
 
 
-def said_schedule(layout: Layout) -> str | None:
+def explicit_schedule(layout: Layout) -> str | None:
     """Return the schedule, or None if it is the default for the numbers of stages and chunks."""
-    return layout.schedule if layout.pipe > 1 and layout.schedule != by_default(layout.chunks) else None
+    return layout.schedule if layout.pipe > 1 and layout.schedule != default_schedule(layout.chunks) else None
 
 
-def said_chunks(layout: Layout) -> int | None:
+def explicit_chunks(layout: Layout) -> int | None:
     """Return the number of chunks, or None if it follows from the schedule."""
-    return layout.chunks if layout.chunks > 1 and layout.schedule not in IN_A_V else None
+    return layout.chunks if layout.chunks > 1 and layout.schedule not in V_SCHEDULES else None
 
 
-def given_flags(config: Any) -> list[str]:
+def user_flags(config: Any) -> list[str]:
     """Return the user's flags that are not covered by the variables, the layout's flags or the family's recipe."""
     family = FAMILIES[config.family]
-    excluded = SHOWN | set(family.variables.values())
-    if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
+    excluded = LAYOUT_FIELDS | set(family.variables.values())
+    if config.family_config.is_encoder_decoder and config.family_config.enc_layers == config.family_config.dec_layers:
         excluded |= {"enc_layers", "dec_layers"}
     recipe, words = scan(family.recipe, (), config.family).values, []
     sections = config.sections()
     for section, option in all_options():
-        if section in sections and option.name in config.given and option.name not in excluded:
+        if section in sections and option.name in config.explicit_fields and option.name not in excluded:
             value = getattr(sections[section], option.name)
             if recipe.get(option.name) != value:
-                words += _spelled(option, value)
+                words += _format_flag(option, value)
     return words
 
 
-def _spelled(option: Option, value: Any) -> list[str]:
+def _format_flag(option: Option, value: Any) -> list[str]:
     """Return the words that set the field of ``option`` to ``value``."""
     constant_flags = [flag for flag, flag_value in option.constants.items() if flag_value == value]
     if constant_flags or value is True:
@@ -248,14 +248,14 @@ def _spelled(option: Option, value: Any) -> list[str]:
     return [] if value is False else [option.flag, str(value)]
 
 
-def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
+def command_lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
     """Return the lines of a shell command: variables, and the run script with its flags."""
-    assignments = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
-    start = f"bash {FAMILIES[config.family].run_command} {shlex.join(flags(config, layout))}"
-    return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + start]
+    assignments = [f"{name}={value}" for name, value in script_variables(config, layout, devices_per_node).items()]
+    run_command = f"bash {FAMILIES[config.family].run_command} {shlex.join(script_flags(config, layout))}"
+    return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + run_command]
 
 
-def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]:
+def config_file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]:
     """Return the settings of ``layout`` as keys of a --config file, and the fields that the file must not set."""
     settings: dict[str, str | int] = {
         "model-parallel-size": layout.tensor,
@@ -268,8 +268,8 @@ def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]
         "checkpoint-activations": str(layout.recompute == "full").lower(),
     }
     optional = {
-        "pipeline_schedule": said_schedule(layout),
-        "pipeline_chunks": said_chunks(layout),
+        "pipeline_schedule": explicit_schedule(layout),
+        "pipeline_chunks": explicit_chunks(layout),
         "recompute_granularity": "selective" if layout.recompute == "selective" else None,
         "expert_model_parallel_size": layout.expert if layout.expert > 1 else None,
         "pipeline_placement": None,
@@ -283,17 +283,17 @@ def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]
 
 def problems(config: Any, layout: Layout) -> list[str]:
     """Return the errors that the training program would report for ``config`` with ``layout``; empty if none."""
-    return find_problems(config_of(config, layout), layout.world_size)
+    return find_problems(with_layout(config, layout), layout.world_size)
 
 
-def config_of(config: Any, layout: Layout) -> Any:
-    """Return ``config`` with the sizes and settings of ``layout``, as the command of ``lines`` sets them."""
-    schedule, is_full = said_schedule(layout), layout.recompute == "full"
+def with_layout(config: Any, layout: Layout) -> Any:
+    """Return ``config`` with the sizes and settings of ``layout``, as the command of ``command_lines`` sets them."""
+    schedule, is_full = explicit_schedule(layout), layout.recompute == "full"
     parallel = replace(
         config.parallel,
         model_parallel_size=layout.tensor,
         pipe_parallel_size=layout.pipe,
-        pipeline_chunks=said_chunks(layout) or 1,
+        pipeline_chunks=explicit_chunks(layout) or 1,
         pipeline_schedule=schedule,
         pipeline_placement=None,
         expert_model_parallel_size=layout.expert,
@@ -314,7 +314,7 @@ def config_of(config: Any, layout: Layout) -> Any:
         requested_global_batch_size=0,
     )
     changed = {
-        "pipeline_chunks": said_chunks(layout) is not None,
+        "pipeline_chunks": explicit_chunks(layout) is not None,
         "expert_model_parallel_size": layout.expert > 1,
         "pipeline_schedule": schedule is not None,
         "zero_stage": layout.zero_stage > 0,
@@ -324,8 +324,8 @@ def config_of(config: Any, layout: Layout) -> Any:
         "offload_optimizer": layout.offload_optimizer,
         "offload_parameters": layout.offload_parameters,
     }
-    given = (
-        *(name for name in config.given if name not in SHOWN),
+    given_fields = (
+        *(name for name in config.explicit_fields if name not in LAYOUT_FIELDS),
         *(name for name, is_changed in changed.items() if is_changed),
     )
     return replace(
@@ -335,5 +335,5 @@ def config_of(config: Any, layout: Layout) -> Any:
         batch=batch,
         precision=replace(config.precision, dtype=layout.dtype),
         run=replace(config.run, dry_run=True),
-        given=given,
+        explicit_fields=given_fields,
     )

@@ -34,14 +34,14 @@ class EfficiencyFactor:
     passes: float
     scores: float = 0.0
 
-    def times(self, factor: float) -> EfficiencyFactor:
+    def scaled(self, factor: float) -> EfficiencyFactor:
         """Return the factors of a unit that takes ``factor`` times as long."""
         return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
-    def of(self, parts: tuple[float, float, float]) -> float:
+    def predict(self, terms: tuple[float, float, float]) -> float:
         """Return the time of a unit, given (time of its matmuls, of a pass, of a pass over the scores)."""
-        products, passed, scored = parts
-        return self.products * products + self.passes * passed + self.scores * scored
+        products, activation_pass, score_pass = terms
+        return self.products * products + self.passes * activation_pass + self.scores * score_pass
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EfficiencyFactors:
 
 Table = Mapping[str, Mapping[str, EfficiencyFactors]]
 """Number format -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
-CUT = ", cut over tensor ranks"
+SPLIT_SUFFIX = ", cut over tensor ranks"
 """Suffix for the type of a unit that is split over tensor ranks: its matmuls are smaller, and its ranks wait."""
 LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
 """Forward writes the saved activations of a layer once, and the next operation reads them about once (2 passes).
@@ -68,21 +68,21 @@ class Sample:
     """A measurement.
 
     Args:
-        parts: (time of the matmuls, of a pass, of a pass over the scores), in seconds.
+        terms: (time of the matmuls, of a pass, of a pass over the scores), in seconds.
         seconds: measured time of the unit, minus the times to which no factor applies.
         scale: seconds by which an error is divided in the fit.
     """
 
-    parts: tuple[float, float, float]
+    terms: tuple[float, float, float]
     seconds: float
     scale: float
 
 
-def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
+def fit_factors(samples: Sequence[Sample]) -> EfficiencyFactor:
     """Fit nonnegative factors by least squares, with the error of each sample divided by its ``scale``."""
-    rows = [[part / sample.scale for part in sample.parts] for sample in samples]
+    rows = [[term / sample.scale for term in sample.terms] for sample in samples]
     targets = [sample.seconds / sample.scale for sample in samples]
-    best, least = [0.0] * 3, sum(value**2 for value in targets)
+    best, least_error = [0.0] * 3, sum(value**2 for value in targets)
     for count in (1, 2, 3):
         for subset in combinations(range(3), count):
             factors = _least_squares([[row[n] for n in subset] for row in rows], targets)
@@ -91,22 +91,22 @@ def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
             error = sum(
                 (_dot(factors, [row[n] for n in subset]) - value) ** 2 for row, value in zip(rows, targets, strict=True)
             )
-            if error < least:
-                best, least = [dict(zip(subset, factors, strict=True)).get(n, 0.0) for n in range(3)], error
+            if error < least_error:
+                best, least_error = [dict(zip(subset, factors, strict=True)).get(n, 0.0) for n in range(3)], error
     return EfficiencyFactor(*best)
 
 
 def slowdown(samples: Sequence[Sample], efficiency: EfficiencyFactor) -> float:
     """Return the median ratio of the measured times to the times that ``efficiency`` predicts, at least 1."""
-    measured_and_predicted = [(sample.seconds, efficiency.of(sample.parts)) for sample in samples]
+    measured_and_predicted = [(sample.seconds, efficiency.predict(sample.terms)) for sample in samples]
     ratios = [measured / predicted for measured, predicted in measured_and_predicted if predicted > 0]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
-def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+def _least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float] | None:
     """Solve the normal equations for one factor per column; return None if they are singular."""
     columns = list(zip(*rows, strict=True))
-    matrix = [[*[_dot(column, other) for other in columns], _dot(column, wanted)] for column in columns]
+    matrix = [[*[_dot(column, other) for other in columns], _dot(column, targets)] for column in columns]
     for pivot, row in enumerate(matrix):
         if row[pivot] <= 1e-9 * _dot(columns[pivot], columns[pivot]):
             return None
@@ -117,11 +117,11 @@ def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> 
     return [row[-1] / row[pivot] for pivot, row in enumerate(matrix)]
 
 
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def read(value: Mapping[str, Any]) -> Table:
+def table_from_dict(value: Mapping[str, Any]) -> Table:
     """Return the table whose ``asdict`` form is ``value``.
 
     Raises:
@@ -138,7 +138,7 @@ def read(value: Mapping[str, Any]) -> Table:
     }
 
 
-def numbers(table: Table) -> Iterator[tuple[str, float]]:
+def named_factors(table: Table) -> Iterator[tuple[str, float]]:
     """Yield the name and value of every factor."""
     for dtype, by_type in table.items():
         for unit_type, factors in by_type.items():
@@ -184,7 +184,7 @@ class Link:
     scatter: Wire
 
     @classmethod
-    def of(cls, bandwidth: float, latency_s: float) -> Link:
+    def uniform(cls, bandwidth: float, latency_s: float) -> Link:
         """Return a link on which all types of communication are equally fast."""
         wire = Wire(latency_s=latency_s, bandwidth=bandwidth)
         return cls(all_reduce=wire, gather=wire, send=wire, scatter=wire)
@@ -281,9 +281,9 @@ class Machine:
         """
         return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
 
-    def efficiency(self, dtype: str, kind: str, otherwise: EfficiencyFactors = LAYER) -> EfficiencyFactors:
-        """Return the efficiency factors of a type of unit; ``otherwise`` if it was not timed."""
-        return self.tempos.get(dtype, {}).get(kind, otherwise)
+    def efficiency(self, dtype: str, unit_type: str, default: EfficiencyFactors = LAYER) -> EfficiencyFactors:
+        """Return the efficiency factors of a type of unit; ``default`` if it was not timed."""
+        return self.tempos.get(dtype, {}).get(unit_type, default)
 
     def slowed(self, factor: float) -> Machine:
         """Return a machine whose operations take ``factor`` times as long; efficiency factors are unchanged."""
@@ -318,16 +318,18 @@ class Machine:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"a machine must be JSON, got {origin}: {error}. Create one with --calibrate") from None
+            raise ConfigError(f"{origin} must be a JSON file: {error}. Create one with --calibrate") from None
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ConfigError(f'a machine needs "format": "{FORMAT}", {origin} has none. Create one with --calibrate')
         try:
-            machine = cls(**{key: _READ.get(key, _same)(value) for key, value in values.items()})
-            wrong = list(_wrong(machine))
+            machine = cls(**{key: _PARSERS.get(key, _identity)(value) for key, value in values.items()})
+            invalid = list(_invalid_fields(machine))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ConfigError(f"the machine in {origin} cannot be read: {error}. Create one with --calibrate") from None
-        if wrong:
-            raise ConfigError(f"the machine in {origin} is invalid: {'; '.join(wrong)}. Correct it, or use --calibrate")
+        if invalid:
+            raise ConfigError(
+                f"the machine in {origin} is invalid: {'; '.join(invalid)}. Correct it, or use --calibrate"
+            )
         return machine
 
     def save(self, path: Path) -> None:
@@ -348,7 +350,7 @@ class Machine:
         return cls.from_json(text, str(path))
 
 
-def _wrong(machine: Machine) -> Iterator[str]:
+def _invalid_fields(machine: Machine) -> Iterator[str]:
     """Yield a message for each invalid value of a machine that was read from JSON."""
     for name in ("memory_bytes", "devices_per_node"):
         value = getattr(machine, name)
@@ -369,10 +371,10 @@ def _wrong(machine: Machine) -> Iterator[str]:
                 yield f"{link_name}.{message_type} must have numbers, the bandwidth above 0, got {vars(wire)}"
     if not _is_number(machine.ranks_per_core) or machine.ranks_per_core < 1:
         yield f"ranks_per_core must be a number of at least 1, got {machine.ranks_per_core!r}"
-    yield from _wrong_tables(machine)
+    yield from _invalid_tables(machine)
 
 
-def _wrong_tables(machine: Machine) -> Iterator[str]:
+def _invalid_tables(machine: Machine) -> Iterator[str]:
     for dtype, peak in machine.peak_flops.items():
         if not _is_number(peak, above=0):
             yield f"peak_flops of {dtype} must be a number above 0, got {peak!r}"
@@ -383,7 +385,7 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
         is_rising = all(small < large for small, large in zip(sides, sides[1:], strict=False))
         if not table or not is_rising or not all(_is_number(value, above=0) for row in table for value in row):
             yield f"product_flops of {dtype} must be pairs above 0 in ascending order of sides, got {list(table)}"
-    for name, value in numbers(machine.tempos):
+    for name, value in named_factors(machine.tempos):
         if not _is_number(value):
             yield f"{name} must be a number of at least 0, got {value!r}"
 
@@ -394,21 +396,21 @@ def _is_number(value: Any, above: float | None = None) -> bool:
     return value >= 0 if above is None else value > above
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _link(value: Mapping[str, Mapping[str, float]]) -> Link:
+def _parse_link(value: Mapping[str, Mapping[str, float]]) -> Link:
     return Link(**{name: Wire(**wire) for name, wire in value.items()})
 
 
-def _tables(value: Mapping[str, Any]) -> dict[str, tuple[tuple[float, float], ...]]:
+def _parse_tables(value: Mapping[str, Any]) -> dict[str, tuple[tuple[float, float], ...]]:
     return {dtype: tuple((float(side), float(rate)) for side, rate in table) for dtype, table in value.items()}
 
 
 _RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth", "host_update_bandwidth")
 """Fields in bytes/s."""
-_READ = {"intra": _link, "inter": _link, "product_flops": _tables, "tempos": read}
+_PARSERS = {"intra": _parse_link, "inter": _parse_link, "product_flops": _parse_tables, "tempos": table_from_dict}
 
 
 # GPUs known without measurement: data sheet values, and the shares of these values that programs usually reach.
@@ -419,81 +421,81 @@ _READ = {"intra": _link, "inter": _link, "product_flops": _tables, "tempos": rea
 
 SIDES = ((64, 0.02), (128, 0.08), (256, 0.25), (512, 0.5), (1024, 0.75), (2048, 0.92), (4096, 1.0))
 """Side of a matmul -> its rate as a share of the rate of the largest matmuls."""
-STREAM = 0.8
+STREAM_SHARE = 0.8
 """Share of the memory bandwidth that elementwise kernels reach."""
-WIRE = 0.75
+LINK_SHARE = 0.75
 """Share of a link's bandwidth that collectives reach."""
 LAUNCH_S, INTRA_LATENCY_S, INTER_LATENCY_S = 4e-6, 8e-6, 2e-5
-RESERVED = 4 * 10**9
+RESERVED_BYTES = 4 * 10**9
 """Bytes of a GPU's memory for its context, NCCL and fragmentation."""
 
-SLOWER = (1.1, 1.14)
+ACTUAL_OVER_PLANNED = (1.1, 1.14)
 """Smallest and largest actual / planned step time of published runs with fused attention (docs/planner.md)."""
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """Data sheet of a GPU, links in one direction; ``reached``: share of peak FLOP/s that large matmuls reach."""
+class DataSheet:
+    """Data sheet of a GPU, links in one direction. ``reachable_share``: large matmuls' share of peak FLOP/s."""
 
-    part: str  # name in PEAK_TFLOPS
+    peak_key: str  # name in PEAK_TFLOPS
     gigabytes: float
     memory_tb_s: float
     intra_gb_s: float
     inter_gb_s: float
-    reached: float
+    reachable_share: float
     fp32_tflops: float
     formats: Sequence[str] = ("bf16", "fp16")
     host_gb_s: float = 25.0
 
 
-SHEETS = {
-    "v100-32g": Sheet("V100", 34.1, 0.9, 150, 12.5, 0.78, 15.7, formats=("fp16",), host_gb_s=12),
-    "v100-16g": Sheet("V100", 17.0, 0.9, 150, 12.5, 0.78, 15.7, formats=("fp16",), host_gb_s=12),
-    "a100-40g": Sheet("A100", 42.4, 1.555, 300, 25, 0.81, 19.5),
-    "a100-80g": Sheet("A100", 85.0, 2.039, 300, 25, 0.81, 19.5),
-    "h100-80g": Sheet("H100", 85.0, 3.35, 450, 50, 0.72, 67, host_gb_s=50),
-    "h100-pcie": Sheet("H100 PCIE", 85.0, 2.0, 64, 25, 0.65, 51, host_gb_s=50),
-    "h200": Sheet("H200", 150.0, 4.8, 450, 50, 0.72, 67, host_gb_s=50),
-    "h20": Sheet("H20", 102.0, 4.0, 450, 50, 0.92, 44, host_gb_s=50),
-    "gh200": Sheet("GH200", 102.0, 4.0, 450, 50, 0.72, 67, host_gb_s=400),
-    "b200": Sheet("B200", 192.0, 8.0, 900, 50, 0.72, 80, host_gb_s=50),
-    "l40s": Sheet("L40S", 51.5, 0.864, 32, 12.5, 0.65, 91.6),
-    "mi300x": Sheet("MI300X", 206.0, 5.3, 448, 50, 0.5, 163, host_gb_s=50),
+DATA_SHEETS = {
+    "v100-32g": DataSheet("V100", 34.1, 0.9, 150, 12.5, 0.78, 15.7, formats=("fp16",), host_gb_s=12),
+    "v100-16g": DataSheet("V100", 17.0, 0.9, 150, 12.5, 0.78, 15.7, formats=("fp16",), host_gb_s=12),
+    "a100-40g": DataSheet("A100", 42.4, 1.555, 300, 25, 0.81, 19.5),
+    "a100-80g": DataSheet("A100", 85.0, 2.039, 300, 25, 0.81, 19.5),
+    "h100-80g": DataSheet("H100", 85.0, 3.35, 450, 50, 0.72, 67, host_gb_s=50),
+    "h100-pcie": DataSheet("H100 PCIE", 85.0, 2.0, 64, 25, 0.65, 51, host_gb_s=50),
+    "h200": DataSheet("H200", 150.0, 4.8, 450, 50, 0.72, 67, host_gb_s=50),
+    "h20": DataSheet("H20", 102.0, 4.0, 450, 50, 0.92, 44, host_gb_s=50),
+    "gh200": DataSheet("GH200", 102.0, 4.0, 450, 50, 0.72, 67, host_gb_s=400),
+    "b200": DataSheet("B200", 192.0, 8.0, 900, 50, 0.72, 80, host_gb_s=50),
+    "l40s": DataSheet("L40S", 51.5, 0.864, 32, 12.5, 0.65, 91.6),
+    "mi300x": DataSheet("MI300X", 206.0, 5.3, 448, 50, 0.5, 163, host_gb_s=50),
 }
 """Value of --gpu -> data sheet."""
 
 
-def device(name: str) -> Machine:
+def gpu_machine(name: str) -> Machine:
     """Return a machine whose nodes have eight GPUs of this name.
 
     Raises:
         ConfigError: the GPU is unknown.
     """
-    if name not in SHEETS:
+    if name not in DATA_SHEETS:
         raise ConfigError(
-            f"--gpu must be one of {', '.join(SHEETS)}, got {name}. Describe another device with --machine FILE, which "
-            "--calibrate writes"
+            f"--gpu must be one of {', '.join(DATA_SHEETS)}, got {name}. Describe another device with --machine FILE, "
+            "which --calibrate writes"
         )
-    sheet = SHEETS[name]
-    peak = PEAK_TFLOPS[sheet.part] * 1e12
-    peaks = {**dict.fromkeys(sheet.formats, peak), "fp32": sheet.fp32_tflops * 1e12}
-    memory = sheet.memory_tb_s * 1e12 * STREAM
+    data_sheet = DATA_SHEETS[name]
+    peak = PEAK_TFLOPS[data_sheet.peak_key] * 1e12
+    peaks = {**dict.fromkeys(data_sheet.formats, peak), "fp32": data_sheet.fp32_tflops * 1e12}
+    memory = data_sheet.memory_tb_s * 1e12 * STREAM_SHARE
     return Machine(
         name=name,
-        memory_bytes=int(sheet.gigabytes * 1e9),
-        reserved_bytes=RESERVED,
+        memory_bytes=int(data_sheet.gigabytes * 1e9),
+        reserved_bytes=RESERVED_BYTES,
         devices_per_node=8,
         peak_flops=peaks,
         product_flops={
-            dtype: tuple((side, share * peak_rate * sheet.reached) for side, share in SIDES)
+            dtype: tuple((side, share * peak_rate * data_sheet.reachable_share) for side, share in SIDES)
             for dtype, peak_rate in peaks.items()
         },
         memory_bandwidth=memory,
         update_bandwidth=memory,
         overhead_s=LAUNCH_S,
-        host_bandwidth=sheet.host_gb_s * 1e9 * STREAM,
-        intra=Link.of(sheet.intra_gb_s * 1e9 * WIRE, INTRA_LATENCY_S),
-        inter=Link.of(sheet.inter_gb_s * 1e9 * WIRE, INTER_LATENCY_S),
+        host_bandwidth=data_sheet.host_gb_s * 1e9 * STREAM_SHARE,
+        intra=Link.uniform(data_sheet.intra_gb_s * 1e9 * LINK_SHARE, INTRA_LATENCY_S),
+        inter=Link.uniform(data_sheet.inter_gb_s * 1e9 * LINK_SHARE, INTER_LATENCY_S),
         notes="from the data sheet, with typical shares of its values; not measured",
     )
 
@@ -507,7 +509,7 @@ def machine_of(flags: argparse.Namespace) -> Machine:
     Raises:
         ConfigError: the device is unknown, the file cannot be read, or no memory is left.
     """
-    machine = Machine.load(flags.machine) if flags.machine else device(flags.gpu or "h100-80g")
+    machine = Machine.load(flags.machine) if flags.machine else gpu_machine(flags.gpu or "h100-80g")
     if flags.gpus_per_node:
         machine = replace(machine, devices_per_node=flags.gpus_per_node)
     if flags.memory:

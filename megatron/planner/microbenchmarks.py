@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron import device
 from megatron.planner.machine import Link, Wire
-from megatron.planner.reference import Reference, own_core_s, waits
+from megatron.planner.reference import Reference, core_time_s, queue_times
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -34,9 +34,9 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 # window exclude one-time costs (first touch of memory, selection of kernels).
 
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-LONGEST_TURN_S = 0.25
-"""Upper bound for a turn of matmuls: larger sides are skipped if they would take longer, except ``LEAST_SIDE``."""
-LEAST_SIDE = 512
+MAX_RUN_S = 0.25
+"""Upper bound for a turn of matmuls: larger sides are skipped if they would take longer, except ``MIN_SIDE``."""
+MIN_SIDE = 512
 STREAM_PASSES = (3 + 2 + 2) + (3 + 3 + 3)
 """Tensors read and written: by sum, norm, GELU; by the backward of GELU and norm, and the sum of two gradients."""
 STREAM_WIDTH = 512
@@ -49,35 +49,36 @@ class TimingBudget:
     """Limits of the measurements: ``windows`` of ``window_s`` seconds per rate, and sizes up to the largest.
 
     Args:
-        numbers: elements of the tensors of the probes stream and update; the tensors must be larger than the caches.
-        turns: number of times that each model's layers are timed in the first format.
-        widest: models with a larger hidden size are not timed.
-        by_cpu_time: measure this process's CPU time, which is accurate for a single thread even on a busy machine.
+        num_elements: elements of the tensors of the probes stream and update; the tensors must be larger than the
+            caches.
+        num_repetitions: number of times that each model's layers are timed in the first format.
+        max_hidden_size: models with a larger hidden size are not timed.
+        use_cpu_time: measure this process's CPU time, which is accurate for a single thread even on a busy machine.
         ranks_per_core: if above 1, ranks take turns on a core, and their CPU time is multiplied by it.
-        by_wall: measure wall-clock time, for devices that continue while this thread waits for a core.
+        use_wall_clock: measure wall-clock time, for devices that continue while this thread waits for a core.
     """
 
     window_s: float = 0.06
     windows: int = 3
-    largest_side: int = SIDES[-1]
-    numbers: int = 2**21
-    turns: int = 3
-    widest: int = 4096
-    by_cpu_time: bool = False
+    max_side: int = SIDES[-1]
+    num_elements: int = 2**21
+    num_repetitions: int = 3
+    max_hidden_size: int = 4096
+    use_cpu_time: bool = False
     ranks_per_core: float = 1.0
-    by_wall: bool = False
+    use_wall_clock: bool = False
 
     def shared_by(self, ranks: int, threads: int) -> TimingBudget:
         """Return the limits for ``ranks`` ranks that measure at the same time on the cores of this machine."""
         return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return the seconds since an arbitrary origin; waits for a core do not count, except with ``by_wall``."""
-        if self.by_wall:
+        """Return the seconds since an arbitrary origin, without waits for a core unless ``use_wall_clock``."""
+        if self.use_wall_clock:
             return time.perf_counter()
-        if self.by_cpu_time or self.ranks_per_core > 1:
+        if self.use_cpu_time or self.ranks_per_core > 1:
             return self.ranks_per_core * time.process_time()
-        return own_core_s()
+        return core_time_s()
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Rates:
     copy: float
 
 
-def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference: Reference) -> Rates:
+def measure_rates(rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudget, reference: Reference) -> Rates:
     """Return this rank's rates, measured together with all other ranks and scaled to ``reference``. Collective.
 
     Args:
@@ -100,130 +101,138 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference:
     products = {}
     for dtype in dtypes:
         rank.report(f"matrix products in {dtype}")
-        products[dtype] = _products(rank, dtype, pace, reference)
+        products[dtype] = _products(rank, dtype, timing_budget, reference)
     rank.report("memory and optimizer")
 
-    def rate(turn: Callable[[], object]) -> float:
-        return _turns_per_s(rank, turn, pace, reference)
+    def rate(run_once: Callable[[], object]) -> float:
+        return _runs_per_s(rank, run_once, timing_budget, reference)
 
-    stream = STREAM_PASSES * _bytes(dtypes[0], pace) * rate(_stream(rank, dtypes[0], pace))
-    update = UPDATE_BYTES * pace.numbers * rate(_update(rank.place, pace))
-    overhead_s = 1 / (2 * CHAIN * rate(_chain(rank.place)))
-    copy = 2 * 4 * pace.numbers * rate(_copy(rank, pace))
+    stream = STREAM_PASSES * _bytes(dtypes[0], timing_budget) * rate(_stream(rank, dtypes[0], timing_budget))
+    update = UPDATE_BYTES * timing_budget.num_elements * rate(_update(rank.device, timing_budget))
+    overhead_s = 1 / (2 * CHAIN * rate(_chain(rank.device)))
+    copy = 2 * 4 * timing_budget.num_elements * rate(_copy(rank, timing_budget))
     return Rates(products, stream, update, overhead_s, copy)
 
 
-def update_rate_of_host(pace: TimingBudget) -> float:
+def measure_host_update_rate(timing_budget: TimingBudget) -> float:
     """Return the bytes/s of an optimizer update in the host's memory, without the other ranks. Not collective."""
     single_rank = Rank(0, 1, "cpu", "", torch.get_num_threads())
-    turn = _update(torch.device("cpu"), pace)
-    return UPDATE_BYTES * pace.numbers * _turns_per_s(single_rank, turn, pace, Reference(single_rank, pace.now))
+    run_once = _update(torch.device("cpu"), timing_budget)
+    return (
+        UPDATE_BYTES
+        * timing_budget.num_elements
+        * _runs_per_s(single_rank, run_once, timing_budget, Reference(single_rank, timing_budget.now))
+    )
 
 
-def _products(rank: Rank, dtype: str, pace: TimingBudget, reference: Reference) -> tuple[tuple[float, float], ...]:
+def _products(
+    rank: Rank, dtype: str, timing_budget: TimingBudget, reference: Reference
+) -> tuple[tuple[float, float], ...]:
     table = []
     for side in SIDES:
-        if side > pace.largest_side:
+        if side > timing_budget.max_side:
             break
-        turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace, reference)
-        table.append((float(side), 6.0 * side**3 * turns))
-        if side >= LEAST_SIDE and rank.most(1 / turns) > LONGEST_TURN_S / 8:  # the next side takes 8 times as long
+        runs_per_s = _runs_per_s(rank, _product(rank.device, dtype, side), timing_budget, reference)
+        table.append((float(side), 6.0 * side**3 * runs_per_s))
+        if (
+            side >= MIN_SIDE and rank.max_over_ranks(1 / runs_per_s) > MAX_RUN_S / 8
+        ):  # the next side takes 8 times as long
             break
     return tuple(table)
 
 
-def _product(place: torch.device, dtype: str, side: int) -> Callable[[], object]:
-    x, weight, dy = (torch.randn(side, side, device=place).to(device.DTYPES[dtype]) for _ in range(3))
+def _product(target_device: torch.device, dtype: str, side: int) -> Callable[[], object]:
+    x, weight, dy = (torch.randn(side, side, device=target_device).to(device.DTYPES[dtype]) for _ in range(3))
     y, dx, dw = (torch.empty_like(x) for _ in range(3))
 
-    def turn() -> None:
+    def run_once() -> None:
         torch.mm(x, weight.t(), out=y)
         torch.mm(dy, weight, out=dx)
         torch.mm(dy.t(), x, out=dw)
 
-    return turn
+    return run_once
 
 
-def _stream(rank: Rank, dtype: str, pace: TimingBudget) -> Callable[[], object]:
-    shape = pace.numbers // STREAM_WIDTH, STREAM_WIDTH
-    x, y, gradient = (torch.randn(shape, device=rank.place).to(device.DTYPES[dtype]) for _ in range(3))
+def _stream(rank: Rank, dtype: str, timing_budget: TimingBudget) -> Callable[[], object]:
+    shape = timing_budget.num_elements // STREAM_WIDTH, STREAM_WIDTH
+    x, y, gradient = (torch.randn(shape, device=rank.device).to(device.DTYPES[dtype]) for _ in range(3))
     x.requires_grad_()
     x.grad = torch.zeros_like(x)
 
-    def turn() -> None:
+    def run_once() -> None:
         F.gelu(F.layer_norm(x + y, (STREAM_WIDTH,)), approximate="tanh").backward(gradient)
 
-    return turn
+    return run_once
 
 
-def _update(place: torch.device, pace: TimingBudget) -> Callable[[], object]:
-    weight = torch.zeros(pace.numbers, device=place, requires_grad=True)
+def _update(target_device: torch.device, timing_budget: TimingBudget) -> Callable[[], object]:
+    weight = torch.zeros(timing_budget.num_elements, device=target_device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer, gradient = torch.optim.AdamW([weight], lr=1e-3, fused=True), weight.grad
 
-    def turn() -> None:
+    def run_once() -> None:
         torch.linalg.vector_norm(gradient)
         optimizer.step()
 
-    return turn
+    return run_once
 
 
-def _chain(place: torch.device) -> Callable[[], object]:
-    start = torch.zeros(16, device=place, requires_grad=True)
-    ones = torch.ones(16, device=place)
+def _chain(target_device: torch.device) -> Callable[[], object]:
+    start = torch.zeros(16, device=target_device, requires_grad=True)
+    ones = torch.ones(16, device=target_device)
 
-    def turn() -> None:
+    def run_once() -> None:
         x = start
         for _ in range(CHAIN):
             x = x + ones
         start.grad = None
         x.backward(ones)
 
-    return turn
+    return run_once
 
 
-def _copy(rank: Rank, pace: TimingBudget) -> Callable[[], object]:
-    host = device.host_memory((pace.numbers,), torch.float32, rank.place)
-    on_device = torch.empty(pace.numbers, device=rank.place)
+def _copy(rank: Rank, timing_budget: TimingBudget) -> Callable[[], object]:
+    host = device.host_memory((timing_budget.num_elements,), torch.float32, rank.device)
+    on_device = torch.empty(timing_budget.num_elements, device=rank.device)
 
-    def turn() -> None:
+    def run_once() -> None:
         on_device.copy_(host, non_blocking=True)
         host.copy_(on_device, non_blocking=True)
 
-    return turn
+    return run_once
 
 
-def _bytes(dtype: str, pace: TimingBudget) -> int:
-    return pace.numbers * device.DTYPES[dtype].itemsize
+def _bytes(dtype: str, timing_budget: TimingBudget) -> int:
+    return timing_budget.num_elements * device.DTYPES[dtype].itemsize
 
 
-def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget, reference: Reference) -> float:
+def _runs_per_s(rank: Rank, run_once: Callable[[], object], timing_budget: TimingBudget, reference: Reference) -> float:
     """Return the median number of turns per second over all windows, scaled to ``reference``. Collective.
 
     All ranks start each window together.
     """
-    turn()
-    device.synchronize(rank.kind)
-    rank.meet()
-    batch = max(1, int(pace.window_s / 4 / _seconds(rank, turn, 1, pace)))
+    run_once()
+    device.synchronize(rank.device_type)
+    rank.barrier()
+    batch = max(1, int(timing_budget.window_s / 4 / _seconds(rank, run_once, 1, timing_budget)))
     rates = []
     reference.read()
-    for _ in range(pace.windows):
-        rank.meet()
+    for _ in range(timing_budget.windows):
+        rank.barrier()
         num_done, spent = 0, 0.0
-        while spent < pace.window_s:
-            spent += _seconds(rank, turn, batch, pace)
+        while spent < timing_budget.window_s:
+            spent += _seconds(rank, run_once, batch, timing_budget)
             num_done += batch
         rates.append(num_done / (spent * reference.scale()))
     return statistics.median(rates)
 
 
-def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: TimingBudget) -> float:
-    start = pace.now()
+def _seconds(rank: Rank, run_once: Callable[[], object], times: int, timing_budget: TimingBudget) -> float:
+    start = timing_budget.now()
     for _ in range(times):
-        turn()
-    device.synchronize(rank.kind)
-    return max(pace.now() - start, 1e-9)
+        run_once()
+    device.synchronize(rank.device_type)
+    return max(timing_budget.now() - start, 1e-9)
 
 
 # Latency and bandwidth between ranks of this machine, by type of communication.
@@ -233,40 +242,45 @@ def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: TimingBud
 # all-reduce, (n - 1) / n of the result of an all-gather or the input of a reduce-scatter, and all bytes of a send. A
 # collective of n ranks has log2(n) times the latency.
 
-SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
+MESSAGE_BYTES = (2**8, 2**14, 2**18, 2**21, 2**24)
 """Sizes of the messages in bytes."""
 ROUND_S, ROUNDS = 0.05, 3
-SHORTEST_S = 1e-6
+MIN_MESSAGE_S = 1e-6
 """Lower bound of a message's time, in case the message takes no measurable time in addition to the work."""
 Sample = tuple[float, float]
 """(bytes sent by a rank, seconds)."""
 
 
-def link_alone(rank: Rank, sizes: Sequence[int], round_s: float) -> Link:
+def measure_scaled_link(rank: Rank, message_bytes: Sequence[int], round_s: float) -> Link:
     """Return the link between all ranks, scaled to the median speed of this measurement. Collective."""
     reference = Reference(rank, TimingBudget().now)
-    link = link_of(rank, reference, sizes, round_s)
-    return link.slowed(reference.usual_s / reference.unit_s)
+    link = measure_link(rank, reference, message_bytes, round_s)
+    return link.slowed(reference.median_s / reference.first_s)
 
 
-def link_of(rank: Rank, reference: Reference, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) -> Link:
+def measure_link(
+    rank: Rank, reference: Reference, message_bytes: Sequence[int] = MESSAGE_BYTES, round_s: float = ROUND_S
+) -> Link:
     """Return the link between all ranks, scaled to the speed of ``reference``; the same on every rank.
 
     Collective over at least two ranks.
     """
     wires = {}
-    for name, message_type in KINDS.items():
+    for name, message_type in COLLECTIVES.items():
         rank.report(f"messages: {name}")
-        turns = [(size, message_type.make(rank, size)) for size in sizes]
+        messages = [(size, message_type.make(rank, size)) for size in message_bytes]
         samples = [
-            (message_type.share(rank.size) * size, _message_seconds(rank, turn, round_s, reference) / message_type.legs)
-            for size, turn in turns
+            (
+                message_type.share(rank.size) * size,
+                _message_seconds(rank, run_once, round_s, reference) / message_type.messages_per_call,
+            )
+            for size, run_once in messages
         ]
-        wires[name] = fitted(samples, message_type.latencies(rank.size))
+        wires[name] = fit_wire(samples, message_type.latencies(rank.size))
     return Link(**wires)
 
 
-def fitted(samples: Sequence[Sample], latencies: float) -> Wire:
+def fit_wire(samples: Sequence[Sample], latencies: float) -> Wire:
     """Fit ``latencies * latency_s + bytes / bandwidth`` to the samples.
 
     The sum of squared relative errors is minimized. If the fitted latency or bandwidth is not positive, the latency of
@@ -292,98 +306,99 @@ def fitted(samples: Sequence[Sample], latencies: float) -> Wire:
 
 
 def _all_reduce(rank: Rank, size: int) -> Callable[[], object]:
-    data = torch.zeros(size // 4, device=rank.place)
+    data = torch.zeros(size // 4, device=rank.device)
     return lambda: dist.all_reduce(data)
 
 
 def _gather(rank: Rank, size: int) -> Callable[[], object]:
-    local = torch.zeros(max(1, size // 4 // rank.size), device=rank.place)
-    gathered = torch.zeros(len(local) * rank.size, device=rank.place)
+    local = torch.zeros(max(1, size // 4 // rank.size), device=rank.device)
+    gathered = torch.zeros(len(local) * rank.size, device=rank.device)
     return lambda: all_gather_single(gathered, local)
 
 
 def _scatter(rank: Rank, size: int) -> Callable[[], object]:
-    full = torch.zeros(rank.size * max(1, size // 4 // rank.size), device=rank.place)
-    local = torch.zeros(len(full) // rank.size, device=rank.place)
+    full = torch.zeros(rank.size * max(1, size // 4 // rank.size), device=rank.device)
+    local = torch.zeros(len(full) // rank.size, device=rank.device)
     return lambda: reduce_scatter_single(local, full)
 
 
 def _send(rank: Rank, size: int) -> Callable[[], object]:
     """Return a function that exchanges messages with a neighbour; with an odd number of ranks, the last one is idle."""
-    data = torch.zeros(size // 4, device=rank.place)
-    peer = rank.number ^ 1
+    data = torch.zeros(size // 4, device=rank.device)
+    peer = rank.idx ^ 1
     if peer >= rank.size:
         return lambda: None
-    first, second = (dist.send, dist.recv) if rank.number < peer else (dist.recv, dist.send)
+    first, second = (dist.send, dist.recv) if rank.idx < peer else (dist.recv, dist.send)
 
-    def turn() -> None:
+    def run_once() -> None:
         first(data, peer)
         second(data, peer)
 
-    return turn
+    return run_once
 
 
-def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, reference: Reference) -> float:
+def _message_seconds(rank: Rank, run_once: Callable[[], object], round_s: float, reference: Reference) -> float:
     """Return the seconds of a message: the median over the rounds, on the slowest rank. Collective."""
-    work = _work(rank)
+    work = _filler_work(rank)
 
-    def both() -> None:
+    def work_and_message() -> None:
         work()
-        turn()
+        run_once()
 
-    turn_s = rank.most(_spent(rank, both, 2, reference) / 2)
-    times = max(1, min(1000, int(round_s / turn_s)))
+    pair_s = rank.max_over_ranks(_wall_seconds(rank, work_and_message, 2, reference) / 2)
+    times = max(1, min(1000, int(round_s / pair_s)))
     reference.read()
     seconds = [
-        (_spent(rank, both, times, reference) - _spent(rank, work, times, reference)) / times for _ in range(ROUNDS)
+        (_wall_seconds(rank, work_and_message, times, reference) - _wall_seconds(rank, work, times, reference)) / times
+        for _ in range(ROUNDS)
     ]
-    return max(rank.most(statistics.median(seconds)) * reference.scale(), SHORTEST_S)
+    return max(rank.max_over_ranks(statistics.median(seconds)) * reference.scale(), MIN_MESSAGE_S)
 
 
-def _work(rank: Rank) -> Callable[[], object]:
+def _filler_work(rank: Rank) -> Callable[[], object]:
     """Return a function to call before each message: on a CPU, a matmul of about a millisecond.
 
     In training, ranks compute between messages. If ranks only communicate, they do not sleep and their data stay in the
     caches, which halves the time of a message. On other devices the function does nothing, since messages are only
     queued.
     """
-    if rank.kind != "cpu":
+    if rank.device_type != "cpu":
         return lambda: None
     left, right = torch.ones(512, 256), torch.ones(256, 512)
     return lambda: torch.mm(left, right)
 
 
-def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Reference) -> float:
+def _wall_seconds(rank: Rank, run_once: Callable[[], object], times: int, reference: Reference) -> float:
     """Return the wall-clock seconds of ``times`` turns, minus the time lost to other programs. Collective."""
-    rank.meet()
-    waited, start = waits(), time.perf_counter()
+    rank.barrier()
+    waited, start = queue_times(), time.perf_counter()
     for _ in range(times):
-        turn()
-    device.synchronize(rank.kind)
+        run_once()
+    device.synchronize(rank.device_type)
     seconds = time.perf_counter() - start
     return max(seconds - reference.lost_s(waited, seconds), 1e-9)
 
 
-class Kind(NamedTuple):
+class Collective(NamedTuple):
     """A type of communication.
 
     Args:
         make: (rank, bytes) -> function that sends a message of this size.
         share: n -> share of the bytes that each of n ranks sends.
         latencies: n -> latency of a message between n ranks, in multiples of ``Wire.latency_s``.
-        legs: number of consecutive messages per call.
+        messages_per_call: number of consecutive messages per call.
     """
 
     make: Callable[[Rank, int], Callable[[], object]]
     share: Callable[[int], float]
     latencies: Callable[[int], float]
-    legs: int = 1
+    messages_per_call: int = 1
 
 
-KINDS = {
-    "all_reduce": Kind(_all_reduce, lambda n: 2 * (n - 1) / n, math.log2),
-    "gather": Kind(_gather, lambda n: (n - 1) / n, math.log2),
-    "scatter": Kind(_scatter, lambda n: (n - 1) / n, math.log2),
-    "send": Kind(_send, lambda n: 1.0, lambda n: 1.0, legs=2),
+COLLECTIVES = {
+    "all_reduce": Collective(_all_reduce, lambda n: 2 * (n - 1) / n, math.log2),
+    "gather": Collective(_gather, lambda n: (n - 1) / n, math.log2),
+    "scatter": Collective(_scatter, lambda n: (n - 1) / n, math.log2),
+    "send": Collective(_send, lambda n: 1.0, lambda n: 1.0, messages_per_call=2),
 }
 """Type of communication -> its measurement; the keys are the fields of ``Link``."""

@@ -29,7 +29,7 @@ from megatron import device
 from megatron.planner.spawn_ranks import Rank
 
 TOKENS, HIDDEN, FF = 512, 256, 512
-TURNS = 2
+NUM_REPETITIONS = 2
 """Repetitions per measurement; the minimum is used because the first one runs with cold caches."""
 
 
@@ -38,48 +38,48 @@ class Reference:
 
     Args:
         now: the clock of the benchmarks that are to be scaled.
-        looks: number of measurements per reading; the reading is their median. One measurement takes a few ms, which is
-            too short to average over the activity of other guests of the host.
+        num_measurements: number of measurements per reading; the reading is their median. One measurement takes a few
+            ms, which is too short to average over the activity of other guests of the host.
     """
 
-    def __init__(self, rank: Rank, now: Callable[[], float], looks: int = 1) -> None:
-        self._rank, self._now, self._looks = rank, now, looks
-        self._turn = _mlp(rank.place) if rank.kind == "cpu" else None
-        self._began = time.perf_counter(), busy_s(), time.process_time()
+    def __init__(self, rank: Rank, now: Callable[[], float], num_measurements: int = 1) -> None:
+        self._rank, self._now, self._num_measurements = rank, now, num_measurements
+        self._workload = _mlp(rank.device) if rank.device_type == "cpu" else None
+        self._start = time.perf_counter(), busy_s(), time.process_time()
         self.readings: list[float] = []
         for _ in range(3):  # warm-up: first touch of memory, selection of kernels
             self.read()
         self.readings = [self.readings[-1]]
 
     @property
-    def unit_s(self) -> float:
+    def first_s(self) -> float:
         """The first reading, in seconds; ``scale`` converts times to the speed of this reading."""
         return self.readings[0]
 
     @property
-    def usual_s(self) -> float:
+    def median_s(self) -> float:
         """The median of all readings so far, in seconds."""
         return statistics.median(self.readings)
 
     def read(self) -> float:
         """Run the reference and return its time on the slowest rank, in seconds; 1 on a GPU."""
-        looks = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
-        self.readings.append(statistics.median(looks))
+        measurements = [self._measure() for _ in range(self._num_measurements)] if self._workload is not None else [1.0]
+        self.readings.append(statistics.median(measurements))
         return self.readings[-1]
 
-    def beside(self) -> float:
+    def read_mean(self) -> float:
         """Take a new reading; return the mean of the previous and the new reading, in seconds."""
         before = self.readings[-1]
         return (before + self.read()) / 2
 
     def scale(self) -> float:
         """Take a new reading; return the factor by which to multiply times measured since the previous reading."""
-        return self.unit_s / self.beside()
+        return self.first_s / self.read_mean()
 
-    def others(self) -> float:
+    def other_cores(self) -> float:
         """Return the average number of cores used by other programs since this object was created."""
-        wall, busy, cpu = self._began
-        others_s = busy_s() - busy - self._rank.sum(time.process_time() - cpu)
+        wall, busy, cpu = self._start
+        others_s = busy_s() - busy - self._rank.sum_over_ranks(time.process_time() - cpu)
         return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
 
     def lost_s(self, before: dict[int, float], seconds: float) -> float:
@@ -90,40 +90,40 @@ class Reference:
         other programs divided by the number of cores.
 
         Args:
-            before: result of ``waits`` at the start of the measurement.
+            before: result of ``queue_times`` at the start of the measurement.
             seconds: duration of the measurement, which ends now.
         """
-        if self._rank.kind != "cpu":
+        if self._rank.device_type != "cpu":
             return 0.0  # a GPU continues while this process waits for a core
-        others_s, cores = self.others() * seconds, len(os.sched_getaffinity(0))
-        waited_s = self._rank.most(longest_wait(before))
+        others_s, cores = self.other_cores() * seconds, len(os.sched_getaffinity(0))
+        waited_s = self._rank.max_over_ranks(longest_queue_time(before))
         return others_s / cores if self._rank.size * self._rank.threads > cores else min(waited_s, others_s)
 
-    def _look(self) -> float:
-        return self._rank.most(min(self._once() for _ in range(TURNS)))
+    def _measure(self) -> float:
+        return self._rank.max_over_ranks(min(self._time_once() for _ in range(NUM_REPETITIONS)))
 
-    def _once(self) -> float:
-        assert self._turn is not None
-        self._rank.meet()
+    def _time_once(self) -> float:
+        assert self._workload is not None
+        self._rank.barrier()
         start = self._now()
-        self._turn()
+        self._workload()
         return max(self._now() - start, 1e-9)
 
 
-def own_core_s() -> float:
+def core_time_s() -> float:
     """Return the wall-clock seconds since an arbitrary origin, minus the time of this thread in the run queue.
 
     On a shared core, differences of this clock are the times that the thread's work would take on a core of its own.
     """
-    waited = waited_s()
+    waited = queue_time_s()
     while True:
         now, before = time.perf_counter(), waited
-        waited = waited_s()
+        waited = queue_time_s()
         if waited == before:  # otherwise this thread was in the run queue between the two clocks
             return now - waited
 
 
-def waited_s(thread: int | None = None) -> float:
+def queue_time_s(thread: int | None = None) -> float:
     """Return the seconds that a thread of this process has spent in Linux's run queue; 0 if unknown.
 
     Args:
@@ -143,18 +143,18 @@ def waited_s(thread: int | None = None) -> float:
     return int(words[1]) / 1e9 if len(words) > 1 else 0.0
 
 
-def waits() -> dict[int, float]:
+def queue_times() -> dict[int, float]:
     """Return native thread id -> seconds in the run queue so far, for all threads of this process."""
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
         return {}
-    return {thread: waited_s(thread) for thread in threads}
+    return {thread: queue_time_s(thread) for thread in threads}
 
 
-def longest_wait(before: dict[int, float]) -> float:
-    """Return the longest time that a thread has spent in the run queue since ``waits`` returned ``before``."""
-    return max((now - before.get(thread, 0.0) for thread, now in waits().items()), default=0.0)
+def longest_queue_time(before: dict[int, float]) -> float:
+    """Return the longest time that a thread has spent in the run queue since ``queue_times`` returned ``before``."""
+    return max((now - before.get(thread, 0.0) for thread, now in queue_times().items()), default=0.0)
 
 
 def busy_s() -> float:
@@ -166,15 +166,15 @@ def busy_s() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def _mlp(place: torch.device) -> Callable[[], object]:
-    x = torch.randn(TOKENS, HIDDEN, device=place, requires_grad=True)
-    up = torch.randn(FF, HIDDEN, device=place, requires_grad=True)
-    down = torch.randn(HIDDEN, FF, device=place, requires_grad=True)
-    gradient = torch.randn(TOKENS, HIDDEN, device=place)
+def _mlp(target_device: torch.device) -> Callable[[], object]:
+    x = torch.randn(TOKENS, HIDDEN, device=target_device, requires_grad=True)
+    up = torch.randn(FF, HIDDEN, device=target_device, requires_grad=True)
+    down = torch.randn(HIDDEN, FF, device=target_device, requires_grad=True)
+    gradient = torch.randn(TOKENS, HIDDEN, device=target_device)
 
-    def turn() -> None:
+    def run() -> None:
         inner = F.gelu(F.linear(F.layer_norm(x, (HIDDEN,)), up), approximate="tanh")
         torch.autograd.grad(x + F.linear(inner, down), (x, up, down), gradient)
-        device.synchronize(place.type)
+        device.synchronize(target_device.type)
 
-    return turn
+    return run

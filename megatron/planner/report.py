@@ -10,14 +10,14 @@ from typing import Any
 from megatron.log import human_bytes, human_count
 from megatron.models.registry import FAMILIES
 from megatron.planner.estimate import Estimate, Planner
-from megatron.planner.layout import file_settings, lines
-from megatron.planner.machine import SHEETS, SLOWER
-from megatron.planner.options import Question
-from megatron.planner.search import NEAR_TIE, PARTS, LayoutChange, Overflow, RankedLayouts
+from megatron.planner.layout import command_lines, config_file_settings
+from megatron.planner.machine import ACTUAL_OVER_PLANNED, DATA_SHEETS
+from megatron.planner.options import PlanningTask
+from megatron.planner.search import DEVICE_PARTS, NEAR_TIE, LayoutChange, Overflow, RankedLayouts
 
 NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which default to the values of the sample run"
-SHOWN_REMEDIES = 4
-MOST_ROWS = 8
+MAX_REMEDIES = 4
+MAX_ROWS = 8
 """Maximum number of rows in the memory table; a longer table is cut to the first two, the fullest and the last."""
 FEW_STEPS = 2000
 """Number of steps below which a note recommends a smaller global batch."""
@@ -25,11 +25,11 @@ TOKENS_PER_PARAMETER = 20
 """Tokens per parameter of a compute-optimal run (Hoffmann et al. 2022), for runs whose length is not given."""
 
 
-def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
+def ranking(ranked: RankedLayouts, task: PlanningTask) -> Iterator[str]:
     """Yield the table of the ranked layouts."""
-    has_experts = bool(question.config.model.num_experts)
+    has_experts = bool(task.config.model.num_experts)
     rows = [_columns(has_experts)]
-    for position, estimate in enumerate(found.best, 1):
+    for position, estimate in enumerate(ranked.best, 1):
         layout = estimate.layout
         schedule = "-" if layout.pipe == 1 else layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
         rows.append(
@@ -37,16 +37,17 @@ def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
                 str(position), str(layout.tensor), str(layout.pipe), str(layout.data),
                 *([str(layout.expert)] * has_experts), schedule,
                 f"{layout.micro_batch_size} x {layout.num_micro_batches}", layout.recompute, str(layout.zero_stage),
-                "yes" if layout.sequence_parallel else "no", _seconds(estimate.step_s), f"{100 * estimate.mfu:.1f} %",
-                f"{estimate.tokens_per_s:,.0f}", f"{100 * estimate.bubble:.1f} %", _decimal_bytes(estimate.most_bytes),
+                "yes" if layout.sequence_parallel else "no", _format_seconds(estimate.step_s),
+                f"{100 * estimate.mfu:.1f} %",
+                f"{estimate.tokens_per_s:,.0f}", f"{100 * estimate.bubble:.1f} %", _decimal_bytes(estimate.max_bytes),
                 f"{100 * _exposed(estimate) / estimate.step_s:.1f} %",
             )
         )  # fmt: skip
     yield from _table(rows)
     yield (
-        f"{found.num_candidates:,} candidate layouts, {found.num_estimates:,} of them estimated; the best one for each "
-        f"tp x pp (within {100 * (NEAR_TIE - 1):.0f} %, the lower ZeRO stage, then less memory); at most "
-        f"{_decimal_bytes(question.machine.usable_bytes)} per device"
+        f"{ranked.num_candidates:,} candidate layouts, {ranked.num_estimates:,} of them estimated; the best one for "
+        f"each tp x pp (within {100 * (NEAR_TIE - 1):.0f} %, the lower ZeRO stage, then less memory); at most "
+        f"{_decimal_bytes(task.machine.usable_bytes)} per device"
     )
 
 
@@ -57,56 +58,61 @@ def _columns(has_experts: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def details(found: Estimate, question: Question) -> Iterator[str]:
+def details(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
     """Yield the report of one layout: time by activity, communication by type, memory by stage."""
-    layout, machine = found.layout, question.machine
+    layout, machine = estimate.layout, task.machine
     yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples per step"
     yield ""
     duration = ""
-    if question.tokens:
-        duration = f", {_duration(found.days(question.tokens))} for {question.tokens:.3g} tokens"
+    if task.tokens:
+        duration = f", {_format_duration(estimate.days(task.tokens))} for {task.tokens:.3g} tokens"
     yield (
-        f"step {_seconds(found.step_s)}, {found.tokens_per_s:,.0f} tokens/s, MFU {100 * found.mfu:.1f} %, bubble "
-        f"{100 * found.bubble:.1f} %{duration}"
+        f"step {_format_seconds(estimate.step_s)}, {estimate.tokens_per_s:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} "
+        f"%, bubble {100 * estimate.bubble:.1f} %{duration}"
     )
-    if likely_range := likely_mfu(found, question):
-        min_percent, max_percent = (f"{100 * (times - 1):.0f}" for times in SLOWER)
+    if likely_range := likely_mfu(estimate, task):
+        min_percent, max_percent = (f"{100 * (times - 1):.0f}" for times in ACTUAL_OVER_PLANNED)
         yield (
             f"published runs with fused attention took {min_percent} to {max_percent} % longer than planned: expect an "
             f"MFU of {100 * likely_range[0]:.1f} to {100 * likely_range[1]:.1f} %"
         )
-    shares = [f"{name} {100 * value / found.step_s:.1f} %" for name, value in found.parts.items() if value]
+    shares = [
+        f"{name} {100 * value / estimate.step_s:.1f} %" for name, value in estimate.seconds_by_activity.items() if value
+    ]
     yield "step time: " + ", ".join(shares)
     yield ""
     rows = [("communication per step", "bytes per rank", "seconds", "hidden")]
-    for traffic_type, sent in found.traffic.items():
+    for traffic_type, sent in estimate.traffic.items():
         hidden = f"{100 * sent.hidden_s / sent.seconds:.0f} %" if sent.seconds else "-"
-        rows.append((traffic_type, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
+        rows.append((traffic_type, _decimal_bytes(sent.bytes), _format_seconds(sent.seconds), hidden))
     yield from _table(rows)
     yield ""
-    yield from _table([("memory per rank", *PARTS, "total", "share"), *_memory_rows(found, machine.usable_bytes)])
+    yield from _table(
+        [("memory per rank", *DEVICE_PARTS, "total", "share"), *_memory_rows(estimate, machine.usable_bytes)]
+    )
 
 
-def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutChange]) -> Iterator[str]:
+def memory_report(task: PlanningTask, excess: Overflow | None, remedies: Sequence[LayoutChange]) -> Iterator[str]:
     """Yield the report on memory: whether the layout fits, otherwise its largest part and changes that make it fit."""
-    usable = question.machine.usable_bytes
-    if over is None:
+    usable = task.machine.usable_bytes
+    if excess is None:
         yield f"fits into {_decimal_bytes(usable)}"
         return
     yield (
-        f"does not fit: stage {over.stage} needs {_decimal_bytes(over.needed)} of {_decimal_bytes(usable)}, "
-        f"{_decimal_bytes(over.over)} too much; the largest item is {over.part}, {_decimal_bytes(over.part_bytes)}"
+        f"does not fit: stage {excess.stage} needs {_decimal_bytes(excess.needed_bytes)} of {_decimal_bytes(usable)}, "
+        f"{_decimal_bytes(excess.excess_bytes)} too much; the largest item is {excess.largest_part}, "
+        f"{_decimal_bytes(excess.part_bytes)}"
     )
-    if not found:
+    if not remedies:
         yield "no change or pair of changes makes it fit: use more devices, a smaller model or a shorter sequence"
         return
     yield "changes that make it fit, fastest first:"
-    for remedy in found[:SHOWN_REMEDIES]:
-        flags = together(remedy.changes)
-        yield f"  {flags}: {_decimal_bytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
+    for remedy in remedies[:MAX_REMEDIES]:
+        flags = merge_flags(remedy.changes)
+        yield f"  {flags}: {_decimal_bytes(remedy.estimate.max_bytes)}, step {_format_seconds(remedy.estimate.step_s)}"
 
 
-def together(changes: Iterable[str]) -> str:
+def merge_flags(changes: Iterable[str]) -> str:
     """Join the flags of ``changes`` in one line; of repeated flags, only the last value is kept."""
     values: dict[str, str] = {}
     for word in " ".join(changes).split():
@@ -117,61 +123,64 @@ def together(changes: Iterable[str]) -> str:
     return " ".join(name + value for name, value in values.items())
 
 
-COPY = "COPY.json"
+COPY_NAME = "COPY.json"
 """Placeholder in the start command for a copy of a run's config.json. The user edits the copy, not the original."""
 
 
-def pasted(found: Estimate, question: Question) -> Iterator[str]:
+def start_command(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
     """Yield a shell command that starts the layout, or the settings to write to the --config file."""
-    if question.config_file is not None:
-        settings, unset = file_settings(found.layout)
-        path = COPY if question.is_of_run else question.config_file
-        yield f"write to {f'a copy of {question.config_file}' if question.is_of_run else path}:"
+    if task.config_file is not None:
+        settings, unset = config_file_settings(estimate.layout)
+        path = COPY_NAME if task.is_of_run else task.config_file
+        yield f"write to {f'a copy of {task.config_file}' if task.is_of_run else path}:"
         yield from (f"  {name}: {value}" for name, value in settings.items())
-        if removed := sorted(field.replace("_", "-") for field in question.file_fields & unset):
+        if removed := sorted(field.replace("_", "-") for field in task.file_fields & unset):
             yield f"remove from it: {', '.join(removed)}"
-        on_node = min(question.machine.devices_per_node, found.layout.world_size)
-        script = FAMILIES[question.config.family].run_command
+        ranks_per_node = min(task.machine.devices_per_node, estimate.layout.world_size)
+        script = FAMILIES[task.config.family].run_command
         yield "start it with:"
-        yield f"  GPUS_PER_NODE={on_node} NNODES={found.layout.world_size // on_node} bash {script} --config {path}"
+        yield (
+            f"  GPUS_PER_NODE={ranks_per_node} NNODES={estimate.layout.world_size // ranks_per_node} bash "
+            f"{script} --config {path}"
+        )
         return
     yield f"start it with ({NOT_SET}):"
-    yield from (f"  {line}" for line in lines(question.config, found.layout, question.machine.devices_per_node))
+    yield from (f"  {line}" for line in command_lines(task.config, estimate.layout, task.machine.devices_per_node))
 
 
-def opening(question: Question, planner: Planner) -> Iterator[str]:
+def summary(task: PlanningTask, planner: Planner) -> Iterator[str]:
     """Yield a description of the model, machine and batch, and the assumed settings."""
-    machine, costs = question.machine, planner.costs
+    machine, costs = task.machine, planner.costs
     active = ""
-    if question.config.model.num_experts:
-        active = f" in total, {_parameters(costs.num_active_parameters)} active,"
+    if task.config.model.num_experts:
+        active = f" in total, {_format_parameters(costs.num_active_parameters)} active,"
     yield (
-        f"{question.config.family} of {_parameters(costs.num_parameters)} parameters{active} on "
-        f"{question.wanted.world_size:,} x {machine.name} ({machine.devices_per_node} per node), "
-        f"{question.wanted.global_batch_size:,} samples per step"
+        f"{task.config.family} of {_format_parameters(costs.num_parameters)} parameters{active} on "
+        f"{task.search_spec.world_size:,} x {machine.name} ({machine.devices_per_node} per node), "
+        f"{task.search_spec.global_batch_size:,} samples per step"
     )
     if active:
         yield "experts are assumed to have an even load: one with twice the tokens saves and computes twice as much"
-    if question.assumed:
-        yield f"assumed: {' '.join(question.assumed)}"
-        yield from _few_steps(question, costs.num_parameters)
+    if task.assumed:
+        yield f"assumed: {' '.join(task.assumed)}"
+        yield from _few_steps(task, costs.num_parameters)
     if machine.notes:
         yield f"machine: {machine.notes}"
-    if question.config.parallel.compile:
+    if task.config.parallel.compile:
         yield (
             "--compile: the savings from fewer memory passes and fewer kernels are not modelled, so steps are shorter "
             "than estimated; the missing overlap of tensor-parallel all-reduces is modelled"
         )
 
 
-def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
+def _few_steps(task: PlanningTask, num_parameters: int) -> Iterator[str]:
     """Yield a note if the assumed global batch results in few steps."""
-    batch = question.wanted.global_batch_size
-    if f"--global-batch-size {batch}" not in question.assumed:
+    batch = task.search_spec.global_batch_size
+    if f"--global-batch-size {batch}" not in task.assumed:
         return
-    tokens = question.tokens or TOKENS_PER_PARAMETER * num_parameters
-    length = f"{tokens:.3g} tokens" if question.tokens else f"{TOKENS_PER_PARAMETER} tokens per parameter"
-    tokens_per_step = batch * question.config.tokens_per_sample
+    tokens = task.tokens or TOKENS_PER_PARAMETER * num_parameters
+    length = f"{tokens:.3g} tokens" if task.tokens else f"{TOKENS_PER_PARAMETER} tokens per parameter"
+    tokens_per_step = batch * task.config.tokens_per_sample
     if tokens / tokens_per_step < FEW_STEPS:
         yield (
             f"note: {length} are only {tokens / tokens_per_step:,.0f} steps of {batch:,} samples "
@@ -180,45 +189,51 @@ def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
         )
 
 
-def as_data(found: Estimate, question: Question) -> dict[str, Any]:
+def as_data(estimate: Estimate, task: PlanningTask) -> dict[str, Any]:
     """Return an estimate as plain data for --json."""
     earlier_names = {"overlap_grad_reduce": "overlaps_sums"}  # key that readers of earlier versions expect
-    layout = {earlier_names.get(name, name): value for name, value in asdict(found.layout).items()}
+    layout = {earlier_names.get(name, name): value for name, value in asdict(estimate.layout).items()}
     return {
         "layout": layout,
-        "step_s": found.step_s,
-        "parts_s": dict(found.parts),
-        "bubble": found.bubble,
-        "tokens_per_s": found.tokens_per_s,
-        "mfu": found.mfu,
-        "likely_mfu": likely_mfu(found, question),
-        "days": found.days(question.tokens) if question.tokens else None,
-        "communication": {traffic_type: asdict(sent) for traffic_type, sent in found.traffic.items()},
-        "bounds": list(found.bounds),
-        "memory": [{**asdict(stage), "total": stage.total} for stage in found.memory],
-        "lines": lines(question.config, found.layout, question.machine.devices_per_node),
+        "step_s": estimate.step_s,
+        "parts_s": dict(estimate.seconds_by_activity),
+        "bubble": estimate.bubble,
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "likely_mfu": likely_mfu(estimate, task),
+        "days": estimate.days(task.tokens) if task.tokens else None,
+        "communication": {traffic_type: asdict(sent) for traffic_type, sent in estimate.traffic.items()},
+        "bounds": list(estimate.bounds),
+        "memory": [{**asdict(stage), "total": stage.total} for stage in estimate.memory],
+        "lines": command_lines(task.config, estimate.layout, task.machine.devices_per_node),
     }
 
 
-def likely_mfu(found: Estimate, question: Question) -> tuple[float, float] | None:
-    """Return the (lowest, highest) MFU to expect from published runs, for GPUs in ``SHEETS``; otherwise None."""
-    return (found.mfu / SLOWER[1], found.mfu / SLOWER[0]) if question.machine.name in SHEETS else None
+def likely_mfu(estimate: Estimate, task: PlanningTask) -> tuple[float, float] | None:
+    """Return the (lowest, highest) MFU to expect from published runs, for GPUs in ``DATA_SHEETS``; otherwise None."""
+    return (
+        (estimate.mfu / ACTUAL_OVER_PLANNED[1], estimate.mfu / ACTUAL_OVER_PLANNED[0])
+        if task.machine.name in DATA_SHEETS
+        else None
+    )
 
 
-def _memory_rows(found: Estimate, usable: int) -> Iterator[tuple[str, ...]]:
+def _memory_rows(estimate: Estimate, usable: int) -> Iterator[tuple[str, ...]]:
     """Yield one row per group of consecutive stages with equal memory."""
-    runs = [(memory, [n for n, _ in group]) for memory, group in groupby(enumerate(found.memory), lambda pair: pair[1])]
+    runs = [
+        (memory, [n for n, _ in group]) for memory, group in groupby(enumerate(estimate.memory), lambda pair: pair[1])
+    ]
     fullest = max(runs, key=lambda run: run[0].total)
     for position, (memory, stages) in enumerate(runs):
-        if len(runs) > MOST_ROWS and 1 < position < len(runs) - 1 and stages != fullest[1]:
+        if len(runs) > MAX_ROWS and 1 < position < len(runs) - 1 and stages != fullest[1]:
             continue
         name = f"stage {stages[0]}" + (f"-{stages[-1]}" if len(stages) > 1 else "")
-        sizes = [_decimal_bytes(getattr(memory, part)) for part in PARTS]
-        yield name, *sizes, _decimal_bytes(memory.total), f"{100 * memory.total / usable:.0f} %"
+        cells = [_decimal_bytes(getattr(memory, field)) for field in DEVICE_PARTS]
+        yield name, *cells, _decimal_bytes(memory.total), f"{100 * memory.total / usable:.0f} %"
 
 
-def _exposed(found: Estimate) -> float:
-    return sum(sent.exposed_s for sent in found.traffic.values())
+def _exposed(estimate: Estimate) -> float:
+    return sum(sent.exposed_s for sent in estimate.traffic.values())
 
 
 def _decimal_bytes(value: float) -> str:
@@ -226,20 +241,20 @@ def _decimal_bytes(value: float) -> str:
     return human_bytes(value, units=("MB", "GB", "TB")) if value else "0"
 
 
-def _parameters(number: float) -> str:
+def _format_parameters(num_parameters: float) -> str:
     """Format a number of parameters in billions, or in millions below 0.1 billion."""
-    return f"{number / 1e9:,.2f} B" if number >= 1e8 else f"{number / 1e6:,.1f} M"
+    return f"{num_parameters / 1e9:,.2f} B" if num_parameters >= 1e8 else f"{num_parameters / 1e6:,.1f} M"
 
 
-def _duration(days: float) -> str:
+def _format_duration(num_days: float) -> str:
     """Format a duration in days, hours or minutes."""
-    if days >= 1:
-        return f"{days:,.1f} days"
-    hours = 24 * days
+    if num_days >= 1:
+        return f"{num_days:,.1f} days"
+    hours = 24 * num_days
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 

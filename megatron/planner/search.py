@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.costs.memory import BYTES, Memory, State
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout, problems
-from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bubble, placement_for
+from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK, SPLIT_SCHEDULES, V_SCHEDULES, bubble, placement_for
 
 # The best layouts of a model on a number of devices.
 #
@@ -29,8 +29,8 @@ from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bub
 
 Grid = tuple[int, int]
 """Sizes of the tensor and pipe axes."""
-MOST_CHUNKS = 8
-MOST_SAMPLES = 64
+MAX_CHUNKS = 8
+MAX_MICRO_BATCH_SIZE = 64
 """Largest micro-batch size that is tried."""
 SPLIT_MARGIN = 0.01
 """Margin by which a schedule with split backward passes must be faster; ``"schedule": "auto"`` uses it as well."""
@@ -38,25 +38,25 @@ NEAR_TIE = 1.03
 """Ratio of step times up to which two layouts count as equally fast."""
 SMALL_STATES = 0.05
 """ZeRO 2 and 3 are not tried if weights, gradients and optimizer need less than this share of a device's memory."""
-NEAR = 50
+NUM_SMALLEST_CANDIDATES = 50
 """Number of layouts to estimate for ``RankedLayouts.smallest`` if none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SearchSpec:
     """Parameters of a search.
 
     Args:
-        number: number of layouts to return.
+        num_layouts: number of layouts to return.
         fixed: field of ``Layout`` -> its only permitted value.
-        plain: layout with the fields that are not searched: number format, optimizer, offload.
+        base_layout: layout with the fields that are not searched: number format, optimizer, offload.
     """
 
     world_size: int
     global_batch_size: int
-    number: int = 10
+    num_layouts: int = 10
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    plain: Layout = Layout()  # noqa: RUF009 - frozen
+    base_layout: Layout = Layout()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class RankedLayouts:
     smallest: Estimate | None = None  # the layout that needs least memory, if none fits
 
 
-def search(planner: Planner, wanted: Search) -> RankedLayouts:
-    """Return the best layouts that fit into memory: at most one per grid and ``wanted.number`` in total."""
-    layouts = list(candidates(planner, wanted))
+def search(planner: Planner, spec: SearchSpec) -> RankedLayouts:
+    """Return the best layouts that fit into memory: at most one per grid and ``spec.num_layouts`` in total."""
+    layouts = list(candidates(planner, spec))
     bounds = sorted(((lower_bound(planner, layout), idx) for idx, layout in enumerate(layouts)), key=lambda pair: pair)
     fastest: dict[Grid, Estimate] = {}
     fitting: dict[Grid, list[Estimate]] = defaultdict(list)
@@ -80,10 +80,10 @@ def search(planner: Planner, wanted: Search) -> RankedLayouts:
         layout = layouts[idx]
         grid = layout.tensor, layout.pipe
         times = sorted(map(_ranked_s, fastest.values()))
-        if len(times) >= wanted.number and bound > NEAR_TIE * times[wanted.number - 1]:
+        if len(times) >= spec.num_layouts and bound > NEAR_TIE * times[spec.num_layouts - 1]:
             break
         is_slower = grid in fastest and bound >= NEAR_TIE * _ranked_s(fastest[grid])
-        if is_slower or least_bytes(planner, layout) > usable:
+        if is_slower or min_bytes(planner, layout) > usable:
             continue
         if max(stage.total for stage in planner.memory(layout)) > usable:
             continue
@@ -92,8 +92,8 @@ def search(planner: Planner, wanted: Search) -> RankedLayouts:
         is_faster = grid not in fastest or _ranked_s(estimate) < _ranked_s(fastest[grid])
         if is_faster and not problems(planner.config, layout):
             fastest[grid] = estimate
-    chosen = {grid: _choose(planner.config, fitting[grid], fastest[grid]) for grid in fastest}
-    ranked = list(_rank(chosen, fastest))[: wanted.number]
+    chosen_by_grid = {grid: _choose(planner.config, fitting[grid], fastest[grid]) for grid in fastest}
+    ranked = list(_rank(chosen_by_grid, fastest))[: spec.num_layouts]
     smallest = None if ranked else _smallest(planner, layouts)
     return RankedLayouts(ranked, len(layouts), planner.num_estimates - num_before, smallest)
 
@@ -114,29 +114,29 @@ def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> 
         yield remaining.pop(min(ties, key=lambda grid: _preference(remaining[grid])))
 
 
-def _ranked_s(found: Estimate) -> float:
+def _ranked_s(estimate: Estimate) -> float:
     """Return the step time in seconds by which layouts are compared.
 
     ``SPLIT_MARGIN`` is added for schedules that split backward passes, because estimates only include its cost on CPUs.
     """
-    return found.step_s * (1 + SPLIT_MARGIN * (found.layout.schedule in SPLITTING))
+    return estimate.step_s * (1 + SPLIT_MARGIN * (estimate.layout.schedule in SPLIT_SCHEDULES))
 
 
-def _preference(found: Estimate) -> tuple[int, int, float]:
+def _preference(estimate: Estimate) -> tuple[int, int, float]:
     """Return the sort key of equally fast layouts: ZeRO stage, bytes of the fullest device, step time."""
-    return found.layout.zero_stage, found.most_bytes, found.step_s
+    return estimate.layout.zero_stage, estimate.max_bytes, estimate.step_s
 
 
-def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
+def candidates(planner: Planner, spec: SearchSpec) -> Iterator[Layout]:
     """Yield every layout in the search space, including those that do not fit."""
-    fixed, batch, context = wanted.fixed, wanted.global_batch_size, wanted.plain.context
-    world = wanted.world_size // context if wanted.world_size % context == 0 else 0
-    for tensor in _tensor_sizes(planner, wanted):
+    fixed, batch, context = spec.fixed, spec.global_batch_size, spec.base_layout.context
+    world = spec.world_size // context if spec.world_size % context == 0 else 0
+    for tensor in _tensor_sizes(planner, spec):
         for pipe in _allowed(divisors(world // tensor), fixed, "pipe"):
             data = world // tensor // pipe
             if pipe > planner.config.total_layers or batch % data:
                 continue
-            grid = replace(wanted.plain, tensor=tensor, pipe=pipe, data=data)
+            grid = replace(spec.base_layout, tensor=tensor, pipe=pipe, data=data)
             for micro in _allowed(_micro_batches(batch // data), fixed, "micro_batch_size"):
                 num_micro = batch // data // micro
                 if batch // data % micro == 0 and num_micro == fixed.get("num_micro_batches", num_micro):
@@ -147,26 +147,26 @@ def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
 
 def lower_bound(planner: Planner, layout: Layout) -> float:
     """Return a lower bound of the step time of ``layout``, in seconds."""
-    waits = sum(sent.seconds for sent in planner.rows(layout)) if layout.expert > 1 else 0.0
-    busy = layout.num_micro_batches * (sum(unit.whole for unit in planner.units(layout)) + waits) / layout.pipe
+    waits = sum(sent.seconds for sent in planner.expert_traffic(layout)) if layout.expert > 1 else 0.0
+    busy = layout.num_micro_batches * (sum(unit.total for unit in planner.unit_seconds(layout)) + waits) / layout.pipe
     idle = bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks)
     return busy / (1 - planner.machine.idle(idle))
 
 
-def least_bytes(planner: Planner, layout: Layout) -> float:
+def min_bytes(planner: Planner, layout: Layout) -> float:
     """Return a lower bound of the bytes of the fullest stage of ``layout``.
 
     The bound is the average over the stages of the memory for weights, gradients and optimizer states. It includes
     saved activations for "1f1b" without full recomputation.
     """
-    state, zero = State.of(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
+    state, zero = State.for_optimizer(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
     params, experts = (count / layout.pipe for count in planner.parameters(layout))
     sharded = (params - experts) / zero.share(1) + experts * layout.expert / max(zero.share(1), layout.expert)
     optimizer = 0 if layout.offload_optimizer else sharded * (state.optimizer - state.saved)
     weights = 0 if layout.offload_parameters else state.width / zero.share(3)
     saved_bytes = 0.0
     if layout.recompute != "full" and layout.schedule == ONE_CHUNK[0]:  # 1f1b
-        units = planner.model(layout).costs.unit_kept(
+        units = planner.model(layout).costs.unit_saved_bytes(
             layout.micro_batch_size, layout.tensor, BYTES[layout.dtype], layout.sequence
         )
         forwards = min((layout.pipe + 1) / 2, layout.num_micro_batches)
@@ -175,27 +175,27 @@ def least_bytes(planner: Planner, layout: Layout) -> float:
     return params * (weights + state.gradient / zero.share(2)) + optimizer + saved_bytes
 
 
-def divisors(number: int) -> list[int]:
+def divisors(value: int) -> list[int]:
     """Return all divisors in ascending order."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    small = [n for n in range(1, int(value**0.5) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})
 
 
-def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
+def _tensor_sizes(planner: Planner, spec: SearchSpec) -> list[int]:
     """Return the sizes of the tensor axis that divide all heads and widths and fit into a node."""
-    split_sizes = _cut_over_tensor(planner)
-    sizes = [
-        t for t in divisors(wanted.world_size // wanted.plain.context) if all(size % t == 0 for size in split_sizes)
+    split_sizes = _tensor_split_sizes(planner)
+    tensor_sizes = [
+        t for t in divisors(spec.world_size // spec.base_layout.context) if all(size % t == 0 for size in split_sizes)
     ]
-    if wanted.plain.optimizer == "adafactor":  # needs unsharded matrices
-        sizes = [1]
-    if "tensor" in wanted.fixed:
-        return _allowed(sizes, wanted.fixed, "tensor")
-    node = min(planner.machine.devices_per_node, wanted.world_size)
-    return [t for t in sizes if t <= node and node % t == 0]
+    if spec.base_layout.optimizer == "adafactor":  # needs unsharded matrices
+        tensor_sizes = [1]
+    if "tensor" in spec.fixed:
+        return _allowed(tensor_sizes, spec.fixed, "tensor")
+    node = min(planner.machine.devices_per_node, spec.world_size)
+    return [t for t in tensor_sizes if t <= node and node % t == 0]
 
 
-def _cut_over_tensor(planner: Planner) -> list[int]:
+def _tensor_split_sizes(planner: Planner) -> list[int]:
     """Return the numbers of heads and the widths that the tensor axis must divide; 0 for features that are not used."""
     model = planner.config.model
     dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
@@ -203,27 +203,27 @@ def _cut_over_tensor(planner: Planner) -> list[int]:
 
 
 def _micro_batches(samples: int) -> list[int]:
-    return [n for n in divisors(samples) if n <= MOST_SAMPLES and (n <= 4 or n & (n - 1) == 0)]
+    return [n for n in divisors(samples) if n <= MAX_MICRO_BATCH_SIZE and (n <= 4 or n & (n - 1) == 0)]
 
 
-def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
+def _variants(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield the layouts of a grid and micro-batch size, by schedule, recomputation, ZeRO and sequence parallelism."""
-    stages = [fixed["zero_stage"]] if "zero_stage" in fixed else _worthwhile_zero_stages(planner, plain)
-    stages = [stage for stage in stages if stage in _zero_stages(planner, plain)]
-    experts = _allowed(expert_sizes(planner, plain), fixed, "expert")
+    stages = [fixed["zero_stage"]] if "zero_stage" in fixed else _worthwhile_zero_stages(planner, base_layout)
+    stages = [stage for stage in stages if stage in _zero_stages(planner, base_layout)]
+    experts = _allowed(expert_sizes(planner, base_layout), fixed, "expert")
     recompute = _allowed(_recomputations(planner), fixed, "recompute")
-    sequence_options = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
+    sequence_options = _allowed(_sequence_parallel_options(planner, base_layout.tensor), fixed, "sequence_parallel")
     orders = [
         (schedule, chunks)
-        for schedule, chunks in _schedules(planner, plain, fixed)
-        if planner.can_cut(replace(plain, schedule=schedule, chunks=chunks))
+        for schedule, chunks in _schedules(planner, base_layout, fixed)
+        if planner.can_split(replace(base_layout, schedule=schedule, chunks=chunks))
     ]
     for (schedule, chunks), recompute_choice, zero, sequence_parallel, ranks in product(
         orders, recompute, stages, sequence_options, experts
     ):
-        if ranks == 1 or zero <= most_zero_stage(plain):
+        if ranks == 1 or zero <= max_zero_stage(base_layout):
             yield replace(
-                plain,
+                base_layout,
                 schedule=schedule,
                 chunks=chunks,
                 recompute=recompute_choice,
@@ -239,37 +239,41 @@ def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
     return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
 
 
-def most_zero_stage(layout: Layout) -> int:
+def max_zero_stage(layout: Layout) -> int:
     """Return the highest ZeRO stage that is supported with expert parallelism."""
     return 0 if layout.optimizer == "muon" else 1
 
 
-def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
-    if plain.zero.replicas == 1 or plain.optimizer == "adafactor":
+def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
+    if base_layout.zero.replicas == 1 or base_layout.optimizer == "adafactor":
         return [0]
-    if plain.pipe > 1 or not plain.overlap_grad_reduce:
+    if base_layout.pipe > 1 or not base_layout.overlap_grad_reduce:
         return [0, 1]
     return [0, 1, 2] if planner.config.parallel.compile else [0, 1, 2, 3]
 
 
-def _worthwhile_zero_stages(planner: Planner, plain: Layout) -> list[int]:
+def _worthwhile_zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
     """Return the ZeRO stages worth trying: 2 and 3 only if weights and states need a large part of the memory."""
-    state = State.of(plain.dtype, plain.optimizer, plain.num_bf16_states)
-    states = planner.parameters(plain)[0] * (state.width + state.gradient + state.optimizer)
+    state = State.for_optimizer(base_layout.dtype, base_layout.optimizer, base_layout.num_bf16_states)
+    states = planner.parameters(base_layout)[0] * (state.width + state.gradient + state.optimizer)
     last = 1 if states < SMALL_STATES * planner.machine.usable_bytes else 3
-    return [stage for stage in _zero_stages(planner, plain) if stage <= last]
+    return [stage for stage in _zero_stages(planner, base_layout) if stage <= last]
 
 
-def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
-    if plain.pipe == 1:
+def _schedules(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+    if base_layout.pipe == 1:
         is_free = fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] and fixed.get("chunks", 1) == 1
         return [(ONE_CHUNK[0], 1)] if is_free else []
-    max_chunks = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
-    unfit = {"gpipe"} - {fixed.get("schedule")} | (set(SPLITTING) if planner.config.parallel.compile else set())
-    options = [(name, 1) for name in ONE_CHUNK if name not in unfit]
-    if plain.num_micro_batches >= plain.pipe:
-        options += [(name, chunks) for name in MANY_CHUNKS if name not in unfit for chunks in range(2, max_chunks + 1)]
-        options += [(name, 2) for name in IN_A_V if name not in unfit and max_chunks >= 2]
+    max_chunks = min(MAX_CHUNKS, planner.config.total_layers // base_layout.pipe)
+    excluded = {"gpipe"} - {fixed.get("schedule")} | (
+        set(SPLIT_SCHEDULES) if planner.config.parallel.compile else set()
+    )
+    options = [(name, 1) for name in ONE_CHUNK if name not in excluded]
+    if base_layout.num_micro_batches >= base_layout.pipe:
+        options += [
+            (name, chunks) for name in MANY_CHUNKS if name not in excluded for chunks in range(2, max_chunks + 1)
+        ]
+        options += [(name, 2) for name in V_SCHEDULES if name not in excluded and max_chunks >= 2]
     return [
         (name, chunks)
         for name, chunks in options
@@ -280,13 +284,13 @@ def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> lis
 
 
 def _recomputations(planner: Planner) -> list[str]:
-    has_core = any(unit.core for unit in planner.costs.unit_kept(1, 1, 2))
+    has_core = any(unit.core for unit in planner.costs.unit_saved_bytes(1, 1, 2))
     return ["none", "selective", "full"] if has_core else ["none", "full"]
 
 
-def _sequences(planner: Planner, tensor: int) -> list[bool]:
+def _sequence_parallel_options(planner: Planner, tensor: int) -> list[bool]:
     is_divisible = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
-    is_needed = tensor > 1 and not planner.config.parallel.cuts_experts
+    is_needed = tensor > 1 and not planner.config.parallel.shards_experts
     return [False] * (not is_needed) + [True] * is_divisible
 
 
@@ -295,10 +299,12 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
-    """Return the layout with the smallest peak memory among the ``NEAR`` layouts with the lowest ``least_bytes``."""
-    rising = sorted(layouts, key=lambda layout: least_bytes(planner, layout))
-    near = islice((layout for layout in rising if not problems(planner.config, layout)), NEAR)
-    return min(map(planner.estimate, near), key=lambda found: found.most_bytes, default=None)
+    """Return the layout with the smallest peak memory among the ``NUM_SMALLEST_CANDIDATES`` of lowest ``min_bytes``."""
+    rising = sorted(layouts, key=lambda layout: min_bytes(planner, layout))
+    candidate_layouts = islice(
+        (layout for layout in rising if not problems(planner.config, layout)), NUM_SMALLEST_CANDIDATES
+    )
+    return min(map(planner.estimate, candidate_layouts), key=lambda estimate: estimate.max_bytes, default=None)
 
 
 # Overflow: the largest part of a layout that does not fit, and the changes that make the layout fit.
@@ -308,10 +314,10 @@ def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
 # samples per step stay the same. Changes that fit and pass the training's checks are sorted by the resulting step time.
 # If no single change is sufficient, pairs of changes are tried.
 
-PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
+DEVICE_PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Fields of ``Memory`` that are on the device during a step."""
-HALF = 2
-WHOLE = 3
+AXIS_FACTOR = 2
+FULL_SHARDING_STAGE = 3
 """ZeRO stage that also shards the weights."""
 
 
@@ -320,7 +326,7 @@ class LayoutChange:
     """One or several changes, and the estimate of the resulting layout."""
 
     changes: tuple[str, ...]
-    found: Estimate
+    estimate: Estimate
 
 
 @dataclass(frozen=True)
@@ -328,25 +334,25 @@ class Overflow:
     """The fullest stage of a layout that does not fit.
 
     Args:
-        part: the largest of its ``PARTS``.
-        over: number of bytes above the limit.
+        largest_part: the largest of its ``DEVICE_PARTS``.
+        excess_bytes: number of bytes above the limit.
     """
 
     stage: int
-    part: str
+    largest_part: str
     part_bytes: int
-    needed: int
-    over: int
+    needed_bytes: int
+    excess_bytes: int
 
 
-def overflow(found: Estimate, usable: int) -> Overflow | None:
+def overflow(estimate: Estimate, usable: int) -> Overflow | None:
     """Return the overflow of an estimate over ``usable`` bytes, or None if it fits."""
-    stage = max(range(len(found.memory)), key=lambda n: found.memory[n].total)
-    memory = found.memory[stage]
+    stage = max(range(len(estimate.memory)), key=lambda n: estimate.memory[n].total)
+    memory = estimate.memory[stage]
     if memory.total <= usable:
         return None
-    part = max(PARTS, key=lambda name: int(getattr(memory, name)))
-    return Overflow(stage, part, int(getattr(memory, part)), memory.total, memory.total - usable)
+    largest_part = max(DEVICE_PARTS, key=lambda name: int(getattr(memory, name)))
+    return Overflow(stage, largest_part, int(getattr(memory, largest_part)), memory.total, memory.total - usable)
 
 
 def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
@@ -355,7 +361,7 @@ def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
     Pairs of changes are only tried if no single change is sufficient.
     """
     singles = list(changes(planner, layout))
-    fitting = list(_fitting(planner, [((flags,), changed) for flags, changed in singles]))
+    fitting = list(_fitting_changes(planner, [((flags,), changed) for flags, changed in singles]))
     if not fitting:
         pairs: list[tuple[tuple[str, ...], Layout]] = [
             ((first, second), changed)
@@ -363,15 +369,15 @@ def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
             for second, changed in changes(planner, changed_once)
             if changed != layout
         ]
-        fitting = list(_fitting(planner, pairs))
-    return sorted(fitting, key=lambda one: one.found.step_s)
+        fitting = list(_fitting_changes(planner, pairs))
+    return sorted(fitting, key=lambda change: change.estimate.step_s)
 
 
 def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     """Yield (command-line flags, resulting layout) for each single change."""
     if layout.recompute != "full":
         yield "--checkpoint-activations", replace(layout, recompute="full")
-    if layout.recompute == "none" and any(unit.core for unit in planner.costs.unit_kept(1, 1, 2)):
+    if layout.recompute == "none" and any(unit.core for unit in planner.costs.unit_saved_bytes(1, 1, 2)):
         yield "--recompute-granularity selective", replace(layout, recompute="selective")
     for micro in divisors(layout.micro_batch_size)[:-1]:
         num_micro_batches = layout.num_micro_batches * layout.micro_batch_size // micro
@@ -379,15 +385,17 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             f"--batch-size {micro} --gas {num_micro_batches}",
             replace(layout, micro_batch_size=micro, num_micro_batches=num_micro_batches),
         )
-    last = most_zero_stage(layout) if layout.expert > 1 else 1 if layout.pipe > 1 else 3
+    last = max_zero_stage(layout) if layout.expert > 1 else 1 if layout.pipe > 1 else 3
     if layout.data > 1 and layout.optimizer != "adafactor":
         for stage in range(layout.zero_stage + 1, last + 1):
             yield f"--zero-stage {stage}", replace(layout, zero_stage=stage)
     for ranks in expert_sizes(planner, layout):
         if ranks > layout.expert:
-            shared_out = replace(_with_stage(layout, min(layout.zero_stage, most_zero_stage(layout))), expert=ranks)
-            yield f"--expert-model-parallel-size {ranks}" + _less(layout, shared_out), shared_out
-    yield from _longer(planner, layout)
+            redistributed = replace(
+                _with_zero_stage(layout, min(layout.zero_stage, max_zero_stage(layout))), expert=ranks
+            )
+            yield f"--expert-model-parallel-size {ranks}" + _lowering_flags(layout, redistributed), redistributed
+    yield from _doubled_axes(planner, layout)
     lengths = planner.config.sequence_lengths
     if layout.tensor > 1 and not layout.sequence_parallel and all(n % layout.tensor == 0 for n in lengths):
         yield "--sequence-parallel", replace(layout, sequence_parallel=True)
@@ -397,48 +405,50 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
         yield "--offload-parameters", replace(layout, offload_parameters=True)
 
 
-def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
+def _doubled_axes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     """Yield the layouts with one axis doubled, half the replicas, and twice the micro-batches per replica."""
-    if layout.data % HALF:
+    if layout.data % AXIS_FACTOR:
         return
-    fewer = replace(layout, data=layout.data // HALF, num_micro_batches=layout.num_micro_batches * HALF)
+    fewer = replace(layout, data=layout.data // AXIS_FACTOR, num_micro_batches=layout.num_micro_batches * AXIS_FACTOR)
     if fewer.data == 1:
-        fewer = _with_stage(fewer, 0)
+        fewer = _with_zero_stage(fewer, 0)
     fewer = replace(fewer, expert=max(n for n in expert_sizes(planner, fewer) if layout.expert % n == 0))
-    split_sizes = [*_cut_over_tensor(planner), planner.machine.devices_per_node]
-    tensor = layout.tensor * HALF
+    split_sizes = [*_tensor_split_sizes(planner), planner.machine.devices_per_node]
+    tensor = layout.tensor * AXIS_FACTOR
     is_divisible = all(size % tensor == 0 for size in split_sizes)
     if is_divisible and layout.optimizer != "adafactor":
         flags = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
-        yield flags + _less(layout, fewer), replace(fewer, tensor=tensor)
-    pipe = layout.pipe * HALF
+        yield flags + _lowering_flags(layout, fewer), replace(fewer, tensor=tensor)
+    pipe = layout.pipe * AXIS_FACTOR
     if pipe * layout.chunks <= planner.config.total_layers:
         schedule = ONE_CHUNK[0] if layout.pipe == 1 and layout.chunks == 1 else layout.schedule
-        piped = _with_stage(fewer, min(fewer.zero_stage, 1))
+        piped = _with_zero_stage(fewer, min(fewer.zero_stage, 1))
         flags = f"--pipe-parallel-size {pipe} --gas {fewer.num_micro_batches}"
-        yield flags + _less(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
+        yield flags + _lowering_flags(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
 
 
-def _with_stage(layout: Layout, stage: int) -> Layout:
+def _with_zero_stage(layout: Layout, stage: int) -> Layout:
     """Return ``layout`` with ZeRO stage ``stage``, and without weights on the host if the stage is below 3."""
-    return replace(layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == WHOLE)
+    return replace(
+        layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == FULL_SHARDING_STAGE
+    )
 
 
-def _less(layout: Layout, changed: Layout) -> str:
+def _lowering_flags(layout: Layout, changed: Layout) -> str:
     """Return the flags, as text, that lower the ZeRO stage or the number of expert ranks as in ``changed``."""
     flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
     flags += f" --expert-model-parallel-size {changed.expert}" if changed.expert < layout.expert else ""
     return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
 
 
-def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> Iterator[LayoutChange]:
+def _fitting_changes(planner: Planner, attempts: list[tuple[tuple[str, ...], Layout]]) -> Iterator[LayoutChange]:
     seen = set()
-    for flags, layout in tried:
+    for flags, layout in attempts:
         is_new = layout not in seen
         seen.add(layout)
         fits = (
             is_new
-            and planner.can_cut(layout)
+            and planner.can_split(layout)
             and overflow_of(planner.memory(layout), planner.machine.usable_bytes) <= 0
         )
         if fits and not problems(planner.config, layout):

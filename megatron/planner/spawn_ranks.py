@@ -34,44 +34,44 @@ class Rank:
     """One process: its number, the number of processes, and its device.
 
     Args:
-        kind, backend: device type, and backend of torch.distributed; "" for no process group.
+        device_type, backend: device type, and backend of torch.distributed; "" for no process group.
         threads: number of torch's threads, on a CPU.
     """
 
-    number: int
+    idx: int
     size: int
-    kind: str
+    device_type: str
     backend: str
     threads: int
     _pipe: Connection | None = field(default=None, compare=False)
 
     @property
-    def place(self) -> torch.device:
-        return device.bind(self.kind, self.number)
+    def device(self) -> torch.device:
+        return device.bind(self.device_type, self.idx)
 
     def report(self, text: str) -> None:
         """Send the progress message ``text`` to the caller. Has no effect on ranks other than 0."""
-        if self.number == 0 and self._pipe is not None:
+        if self.idx == 0 and self._pipe is not None:
             self._pipe.send(("told", text))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self.backend:
             dist.barrier()
 
-    def most(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """Return the maximum over all ranks. Collective."""
-        return self._reduced(value, dist.ReduceOp.MAX)
+        return self._all_reduce(value, dist.ReduceOp.MAX)
 
-    def sum(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         """Return the sum over all ranks. Collective."""
-        return self._reduced(value, dist.ReduceOp.SUM)
+        return self._all_reduce(value, dist.ReduceOp.SUM)
 
-    def _reduced(self, value: float, how: Any) -> float:
+    def _all_reduce(self, value: float, op: Any) -> float:
         if not self.backend:
             return value
-        result = torch.tensor([value], dtype=torch.float64, device=self.place)
-        dist.all_reduce(result, op=how)
+        result = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(result, op=op)
         return result.item()
 
 
@@ -79,7 +79,7 @@ def run_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    kind: str = "cpu",
+    device_type: str = "cpu",
     backend: str = "gloo",
     threads: int | None = None,
     deadline_s: float = 120.0,
@@ -97,20 +97,20 @@ def run_ranks(
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died, or took longer than ``deadline_s``.
     """
-    context = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
+    context = multiprocessing.get_context("fork" if device_type == "cpu" else "spawn")
     threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
     pipes, processes = [], []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
             for idx in range(size):
                 parent_end, child_end = context.Pipe()
-                rank = Rank(idx, size, kind, backend, threads, child_end)
-                process = context.Process(target=_work, args=(rank, folder, function, args), daemon=True)  # type: ignore[attr-defined]
+                rank = Rank(idx, size, device_type, backend, threads, child_end)
+                process = context.Process(target=_run_rank, args=(rank, folder, function, args), daemon=True)  # type: ignore[attr-defined]
                 process.start()
                 child_end.close()
                 pipes.append(parent_end)
                 processes.append(process)
-            return _answers(pipes, deadline_s, report)
+            return _collect_results(pipes, deadline_s, report)
         finally:
             for pipe in pipes:
                 pipe.close()
@@ -120,15 +120,15 @@ def run_ranks(
                 process.join()
 
 
-def _answers(pipes: list[Connection], deadline_s: float, report: Report) -> list[Any]:
+def _collect_results(pipes: list[Connection], deadline_s: float, report: Report) -> list[Any]:
     """Return one result per rank. A failure is raised without waiting for other ranks, since they may be blocked."""
-    answers: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
-    while len(answers) < len(pipes):
-        waiting = [pipe for idx, pipe in enumerate(pipes) if idx not in answers]
+    while len(results) < len(pipes):
+        waiting = [pipe for idx, pipe in enumerate(pipes) if idx not in results]
         ready = wait(waiting, max(0.0, end - time.monotonic()))
         if not ready:
-            missing = [idx for idx in range(len(pipes)) if idx not in answers]
+            missing = [idx for idx in range(len(pipes)) if idx not in results]
             raise RuntimeError(f"all ranks must return within {deadline_s:.0f} s, got no result from ranks {missing}")
         for pipe in ready:
             idx = pipes.index(pipe)  # type: ignore[arg-type]
@@ -141,29 +141,29 @@ def _answers(pipes: list[Connection], deadline_s: float, report: Report) -> list
             if message_type == "told":
                 report(value)
             else:
-                answers[idx] = value
-    return [answers[idx] for idx in range(len(pipes))]
+                results[idx] = value
+    return [results[idx] for idx in range(len(pipes))]
 
 
-def _work(rank: Rank, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_rank(rank: Rank, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     pipe = rank._pipe
     assert pipe is not None
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         die_with_parent()
         os.environ.update(
-            RANK=str(rank.number), LOCAL_RANK=str(rank.number), WORLD_SIZE=str(rank.size),
+            RANK=str(rank.idx), LOCAL_RANK=str(rank.idx), WORLD_SIZE=str(rank.size),
             LOCAL_WORLD_SIZE=str(rank.size), MASTER_ADDR="localhost", MASTER_PORT="0",
         )  # fmt: skip
         torch.set_num_threads(rank.threads)
-        _ = rank.place
+        _ = rank.device
         if rank.backend:
             store = dist.FileStore(str(Path(folder) / "store"), rank.size)
             timeout = timedelta(seconds=60)
-            dist.init_process_group(rank.backend, store=store, rank=rank.number, world_size=rank.size, timeout=timeout)
-        answer = function(rank, *args)
-        rank.meet()
-        pipe.send(("answer", answer))
+            dist.init_process_group(rank.backend, store=store, rank=rank.idx, world_size=rank.size, timeout=timeout)
+        result = function(rank, *args)
+        rank.barrier()
+        pipe.send(("answer", result))
     except BaseException:
         pipe.send(("failed", "\n" + traceback.format_exc()))
     finally:

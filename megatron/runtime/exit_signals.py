@@ -13,31 +13,31 @@ from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
-from megatron.runtime.exit_guard import leave_for_dead_peer
-from megatron.runtime.launcher_files import asked_through_launcher, peer_failure
+from megatron.runtime.exit_guard import exit_for_dead_peer
+from megatron.runtime.launcher_files import forwarded_signal, peer_failure
 
-WARNING = signal.SIGUSR1
+TIME_LIMIT_SIGNAL = signal.SIGUSR1
 """Signal that SLURM sends before the time limit with ``--signal=USR1@120``; the first one is handled like SIGTERM."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
-PRESS_S = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, TIME_LIMIT_SIGNAL)
+KEY_PRESS_S = 0.5
 """Seconds within which repeated terminal signals count as one key press: the terminal signals all foreground processes,
 and a wrapper among them, such as ``timeout --foreground`` or torchrun, forwards its signal again."""
-LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
+PARTIAL_RESTORE_FLAGS = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
 """Flags that restore only part of a checkpoint; resuming a run needs all of it (``RestoreOptions``)."""
 REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
 """Environment variable: path of a file that the launcher of an elastic job creates while a node waits to join."""
-REGROUP = "a node has joined: the launcher restarts the job with it"
+REGROUP_REASON = "a node has joined: the launcher restarts the job with it"
 
 
 class StopRequests:
     """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
 
     The first signal requests a checkpoint and a stop after the current step. The second one ends the process
-    immediately; under our launcher, the launcher does so. SLURM's warning and a Ctrl-C within ``PRESS_S`` are not
+    immediately; under our launcher, the launcher does so. SLURM's warning and a Ctrl-C within ``KEY_PRESS_S`` are not
     counted as a second signal. If the launcher sends SIGTERM because a peer has died, the process exits without saving.
 
     Attributes:
-        is_awaited: function that returns True if a node waits for the next save, after which the job restarts.
+        is_node_waiting: function that returns True if a node waits for the next save, after which the job restarts.
     """
 
     def __init__(self) -> None:
@@ -45,40 +45,40 @@ class StopRequests:
         self.deadline: float | None = None
         self.kill_switch: Path | None = None
         self.signal_name: str | None = None
-        self.requested: str | None = None
+        self.requested_reason: str | None = None
         regroup_file = os.environ.get(REGROUP_VARIABLE)
-        self.is_awaited: Callable[[], bool] = partial(os.path.exists, regroup_file) if regroup_file else bool
-        self._number, self._at = 0, 0.0
-        self._previous: dict[int, object] = {}
+        self.is_node_waiting: Callable[[], bool] = partial(os.path.exists, regroup_file) if regroup_file else bool
+        self._last_signum, self._last_signal_time = 0, 0.0
+        self._previous_handlers: dict[int, object] = {}
 
-    def limit(
-        self, exit_interval: int, exit_minutes: float, started: float, kill_switch: str | Path | None = None
+    def set_limits(
+        self, exit_interval: int, exit_minutes: float, start_time: float, kill_switch: str | Path | None = None
     ) -> None:
-        """Also stop at multiples of ``exit_interval`` steps, and ``exit_minutes`` after ``started``; 0: no limit.
+        """Also stop at multiples of ``exit_interval`` steps, and ``exit_minutes`` after ``start_time``; 0: no limit.
 
         Args:
             kill_switch: path of a file; stop as soon as it exists.
         """
         self.kill_switch = Path(kill_switch) if kill_switch is not None else None
         self.exit_interval = exit_interval
-        self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
+        self.deadline = start_time + 60.0 * exit_minutes if exit_minutes else None
 
     def request(self, reason: str) -> None:
         """Request a stop after this step for the given reason."""
-        self.requested = reason
+        self.requested_reason = reason
 
-    def listen(self) -> None:
-        """Install handlers for ``SIGNALS``."""
-        for signum in SIGNALS:
-            self._previous[signum] = signal.signal(signum, self._note)
+    def install_handlers(self) -> None:
+        """Install handlers for ``STOP_SIGNALS``."""
+        for signum in STOP_SIGNALS:
+            self._previous_handlers[signum] = signal.signal(signum, self._handle_signal)
 
-    def restore(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the previous signal handlers."""
-        for signum, handler in self._previous.items():
+        for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
-        self._previous.clear()
+        self._previous_handlers.clear()
 
-    def reason(self, step: int) -> str | None:
+    def stop_reason(self, step: int) -> str | None:
         """Return the reason to stop this rank after ``step``, or None."""
         if self.signal_name:
             return f"received {self.signal_name}"
@@ -88,66 +88,71 @@ class StopRequests:
             return "--exit-duration-in-mins has passed"
         if self.kill_switch is not None and self.kill_switch.exists():
             return f"--kill-switch-path {self.kill_switch} exists"
-        return self.requested
+        return self.requested_reason
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: record it, or exit after a second signal or the death of a peer."""
-        death = peer_failure()
-        if death:
-            leave_for_dead_peer(death)
+        failure_text = peer_failure()
+        if failure_text:
+            exit_for_dead_peer(failure_text)
             return
         now = time.monotonic()
-        if self.signal_name and (number == WARNING or is_same_press(number, self._number, now - self._at)):
+        if self.signal_name and (
+            signum == TIME_LIMIT_SIGNAL
+            or is_repeated_key_press(signum, self._last_signum, now - self._last_signal_time)
+        ):
             return
         if self.signal_name and "MEGATRON_FAILURE_FILE" not in os.environ:
-            os._exit(128 + number)
-        self._number, self._at = number, now
-        self.signal_name = asked_through_launcher() or signal.Signals(number).name
+            os._exit(128 + signum)
+        self._last_signum, self._last_signal_time = signum, now
+        self.signal_name = forwarded_signal() or signal.Signals(signum).name
 
 
-def is_same_press(number: int, last: int, since_s: float) -> bool:
-    """Return True if a signal repeats the ``last`` one, which arrived ``since_s`` seconds earlier."""
-    return number == last and number in (signal.SIGINT, signal.SIGHUP) and since_s < PRESS_S
+def is_repeated_key_press(signum: int, last_signum: int, elapsed_s: float) -> bool:
+    """Return True if a signal repeats the ``last_signum`` one, which arrived ``elapsed_s`` seconds earlier."""
+    return signum == last_signum and signum in (signal.SIGINT, signal.SIGHUP) and elapsed_s < KEY_PRESS_S
 
 
-def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
+def resume_advice(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
     """Return the sentence on how to resume the run in ``folder``: the flags to change on the current command line.
 
     Args:
         argv: the script's command line; None: this process's.
     """
-    flags = _flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
+    flags = _parse_flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
     target = shlex.quote(str(folder))
-    saves_here = _is_folder(flags.get("--save"), folder)
-    loads_here = _is_folder(flags.get("--load"), folder) or (saves_here and "--resume" in flags)
-    losing = [name for name in LOSING if name in flags]
-    if loads_here:
-        command = "Resume with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
+    is_save_folder = _is_same_folder(flags.get("--save"), folder)
+    is_load_folder = _is_same_folder(flags.get("--load"), folder) or (is_save_folder and "--resume" in flags)
+    partial_flags = [name for name in PARTIAL_RESTORE_FLAGS if name in flags]
+    if is_load_folder:
+        command = "Resume with the same command " + (
+            f"without {' and '.join(partial_flags)}" if partial_flags else "as before"
+        )
     else:
         script = "of the run script " if "MEGATRON_VARIABLES" in env else ""
-        replaced = [name for name in ("--load", "--resume", *LOSING) if name in flags]
+        replaced = [name for name in ("--load", "--resume", *PARTIAL_RESTORE_FLAGS) if name in flags]
         replaced_text = f" in place of {' and '.join(replaced)}" if replaced else ""
         command = f"Resume with the same command {script}and --load {target}{replaced_text}"
-    job = env.get("SLURM_JOB_ID")
-    if job is None:
+    slurm_job = env.get("SLURM_JOB_ID")
+    if slurm_job is None:
         return command
-    if loads_here and not losing:
-        return f"{command}, or `scontrol requeue {job}`; a script like those in examples/slurm requeues itself"
+    if is_load_folder and not partial_flags:
+        return f"{command}, or `scontrol requeue {slurm_job}`; a script like those in examples/slurm requeues itself"
     return (
         f"{command}; with --save {target} --resume --load-if-exists a requeued job resumes by itself (examples/slurm)"
     )
 
 
-def _is_folder(given: str | None, folder: Path) -> bool:
+def _is_same_folder(flag_value: str | None, folder: Path) -> bool:
     """Return True if the value of a flag names ``folder``."""
-    return given is not None and Path(given).resolve() == folder.resolve()
+    return flag_value is not None and Path(flag_value).resolve() == folder.resolve()
 
 
-def _flags(argv: Sequence[str]) -> dict[str, str]:
+def _parse_flags(argv: Sequence[str]) -> dict[str, str]:
     """Return the flags of a command line, each with the word that follows it or its value after "="."""
     flags = {}
-    for argument, following in zip_longest(argv, argv[1:], fillvalue=""):
+    for argument, next_argument in zip_longest(argv, argv[1:], fillvalue=""):
         if argument.startswith("--"):
             name, has_value, value = argument.partition("=")
-            flags[name] = value if has_value else following
+            flags[name] = value if has_value else next_argument
     return flags

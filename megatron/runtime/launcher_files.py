@@ -25,35 +25,35 @@ from pathlib import Path
 def peer_failure() -> str | None:
     """Return the launcher's message about a dead peer, or None if there is none."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
-    return (_read(failure_file).strip() or None) if failure_file else None
+    return (_read_text(failure_file).strip() or None) if failure_file else None
 
 
-def asked_through_launcher() -> str | None:
+def forwarded_signal() -> str | None:
     """Return the name of the signal that the launcher has forwarded as SIGTERM, or None."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
-    return (_read(f"{failure_file}.asked") or None) if failure_file else None
+    return (_read_text(f"{failure_file}.asked") or None) if failure_file else None
 
 
-def note_asked(failure_file: str, signal_name: str) -> None:
+def write_forwarded_signal(failure_file: str, signal_name: str) -> None:
     """Write the name of the signal that the launcher forwards as SIGTERM."""
     with suppress(OSError):  # if the disk is full, the ranks report SIGTERM
         Path(f"{failure_file}.asked").write_text(signal_name)
 
 
-def trace_of(failure_file: str, rank: int) -> str:
+def trace_path(failure_file: str, rank: int) -> str:
     """Return the path of this rank's trace after a crash."""
     return f"{failure_file}.trace-{rank}"
 
 
-def leave_words(words: str, rank: int) -> None:
+def write_common_error(text: str, rank: int) -> None:
     """Write an error that all ranks raise, in case rank 0 is killed before it prints the error."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure_file:
         with suppress(OSError):  # the launcher is gone, or its disk is full
-            Path(f"{failure_file}.words-{rank}").write_text(words)
+            Path(f"{failure_file}.words-{rank}").write_text(text)
 
 
-def note_reported() -> None:
+def mark_reported() -> None:
     """Record that this rank has printed why the job ends, so that the launcher does not report it again."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure_file:
@@ -61,9 +61,9 @@ def note_reported() -> None:
             Path(f"{failure_file}.said").touch()
 
 
-def words_of(failure_file: str, rank: int) -> str:
-    """Return the error that ``rank`` has written with ``leave_words``, or ""."""
-    return _read(f"{failure_file}.words-{rank}")
+def read_common_error(failure_file: str, rank: int) -> str:
+    """Return the error that ``rank`` has written with ``write_common_error``, or ""."""
+    return _read_text(f"{failure_file}.words-{rank}")
 
 
 def is_reported(failure_file: str) -> bool:
@@ -71,7 +71,7 @@ def is_reported(failure_file: str) -> bool:
     return Path(f"{failure_file}.said").exists()
 
 
-def is_first_to_report() -> bool:
+def claim_traceback() -> bool:
     """Return True if this rank is the first of its node to print a traceback; the others are usually the same."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if not failure_file:
@@ -85,9 +85,9 @@ def is_first_to_report() -> bool:
         return True
 
 
-def _read(place: str) -> str:
+def _read_text(path: str) -> str:
     """Return the text of a file, or "" if it cannot be read."""
     try:
-        return Path(place).read_text()
+        return Path(path).read_text()
     except OSError:
         return ""

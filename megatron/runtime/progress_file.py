@@ -13,24 +13,24 @@ from pathlib import Path
 PROGRESS_FILE_VARIABLE = "MEGATRON_PROGRESS_FILE"
 
 
-def note_committed_step(step: int) -> None:
+def report_committed_step(step: int) -> None:
     """Report that the checkpoint of ``step`` is durable. Called on rank 0; no-op without our launcher."""
     progress_file = os.environ.get(PROGRESS_FILE_VARIABLE)
     if progress_file:
         write_committed_step(Path(progress_file), step)
 
 
-def write_committed_step(place: Path, step: int) -> None:
-    """Write ``step`` to the progress file ``place`` atomically."""
-    temporary = Path(f"{place}.{os.getpid()}")
+def write_committed_step(path: Path, step: int) -> None:
+    """Write ``step`` to the progress file ``path`` atomically."""
+    temporary_path = Path(f"{path}.{os.getpid()}")
     with suppress(OSError):  # a full disk here must not end a run whose checkpoint is safe
-        temporary.write_text(f"{step}\n")
-        temporary.replace(place)
+        temporary_path.write_text(f"{step}\n")
+        temporary_path.replace(path)
 
 
-def committed_step(place: Path) -> int | None:
+def read_committed_step(path: Path) -> int | None:
     """Return the last reported step, or None."""
     try:
-        return int(place.read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return None

@@ -22,19 +22,19 @@ import time
 from itertools import pairwise
 from typing import NamedTuple
 
-SIZE = 512
+BUFFER_BYTES = 512
 RUNNING, LATE, IDLE, REGROUP = "running", "late", "idle", "regroup"
-_BOUNDS = (0, 96, 480, 488, SIZE)
-_page: mmap.mmap | bytearray = bytearray(SIZE)
+_BOUNDS = (0, 96, 480, 488, BUFFER_BYTES)
+_buffer: mmap.mmap | bytearray = bytearray(BUFFER_BYTES)
 
 
-class Position(NamedTuple):
+class RankStatus(NamedTuple):
     """The lines of a page; empty if nothing was written."""
 
-    place: str = ""
-    doing: str = ""
+    coordinates: str = ""
+    operation: str = ""
     state: str = ""
-    said_at: float = 0.0
+    reported_at: float = 0.0
 
     @property
     def is_running(self) -> bool:
@@ -42,68 +42,68 @@ class Position(NamedTuple):
         return bool(self.state)
 
 
-def open_page() -> None:
+def open_status_file() -> None:
     """Map the page into the launcher's folder, if there is a launcher."""
-    global _page
-    failure = os.environ.get("MEGATRON_FAILURE_FILE")
-    if not failure:
+    global _buffer
+    failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
+    if not failure_file:
         return
     try:
-        descriptor = os.open(page_of(failure, int(os.environ.get("RANK", "0"))), os.O_CREAT | os.O_RDWR, 0o600)
+        descriptor = os.open(status_path(failure_file, int(os.environ.get("RANK", "0"))), os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            os.ftruncate(descriptor, SIZE)
-            _page = mmap.mmap(descriptor, SIZE)
+            os.ftruncate(descriptor, BUFFER_BYTES)
+            _buffer = mmap.mmap(descriptor, BUFFER_BYTES)
         finally:
             os.close(descriptor)
     except OSError:  # the launcher is gone, or its disk is full: keep the private page
         return
 
 
-def page_of(failure_file: str, rank: int) -> str:
+def status_path(failure_file: str, rank: int) -> str:
     """Return the path of a rank's status page."""
     return f"{failure_file}.at-{rank}"
 
 
-def name_rank(who: str) -> None:
+def write_coordinates(rank_name: str) -> None:
     """Write the rank's coordinates, given as "rank 3 (stage 1, tensor 0, data 0)"."""
-    match = re.search(r"\((.*)\)", who)
-    _write(0, match.group(1) if match else who)
+    match = re.search(r"\((.*)\)", rank_name)
+    _write_line(0, match.group(1) if match else rank_name)
 
 
-def heartbeat_note(text: str) -> None:
+def write_operation(text: str) -> None:
     """Write the current operation of this rank; takes about a microsecond."""
-    _write(1, text)
+    _write_line(1, text)
 
 
-def note_state(state: str) -> None:
+def write_state(state: str) -> None:
     """Write the state: ``RUNNING``, ``LATE``, ``IDLE``, ``REGROUP``, or "" once the run has ended."""
-    _write(2, state)
+    _write_line(2, state)
 
 
-def note_reporting() -> None:
+def write_report_time() -> None:
     """Write the current time as the time of the error report."""
-    _write(3, repr(time.monotonic()))
+    _write_line(3, repr(time.monotonic()))
 
 
-def heartbeat_now() -> str | None:
+def current_operation() -> str | None:
     """Return the last operation that this process has written, or None."""
-    return own().doing or None
+    return current_status().operation or None
 
 
-def own() -> Position:
+def current_status() -> RankStatus:
     """Return the status of this process."""
-    return read_position(bytes(_page))
+    return parse_status(bytes(_buffer))
 
 
-def read_position(page: bytes) -> Position:
+def parse_status(status_bytes: bytes) -> RankStatus:
     """Parse the bytes of a page."""
-    lines = (page[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
-    coordinates, doing, state, said_at = lines
-    return Position(coordinates, doing, state, float(said_at or 0.0))
+    lines = (status_bytes[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
+    coordinates, operation, state, reported_at = lines
+    return RankStatus(coordinates, operation, state, float(reported_at or 0.0))
 
 
-def _write(line: int, text: str) -> None:
+def _write_line(line: int, text: str) -> None:
     """Write ``text`` to a line of the page."""
     start, end = _BOUNDS[line : line + 2]
     length = end - start
-    _page[start:end] = text.encode()[: length - 1].ljust(length, b"\0")
+    _buffer[start:end] = text.encode()[: length - 1].ljust(length, b"\0")

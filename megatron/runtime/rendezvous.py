@@ -18,20 +18,20 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from megatron import files, log
 from megatron.errors import ConfigError, JobError, PeerError, StopRequest, marked
 
-ALL = "all"
+ALL_JOINED = "all"
 _CLAIMS, _HEARTBEATS, _HOLDERS, _SIZE = "claims", "heartbeats", "holders", "size"
-_COME, _BEGIN = "come", "begin"
+_JOIN_BARRIER, _START_BARRIER = "come", "begin"
 _HEARTBEAT_S = 0.5
-_DEAD_S = 4 * _HEARTBEAT_S
+_DEAD_AFTER_S = 4 * _HEARTBEAT_S
 """Seconds without heartbeats after which a process that has claimed a rank is considered gone and may be replaced."""
 _LINGER_S = 2 * _HEARTBEAT_S
 """Seconds for which the process with the store waits after a failed rendezvous, so that others can read the reason."""
-_BEGIN_S = 30.0
+_START_TIMEOUT_S = 30.0
 """Timeout of the second barrier: all ranks have joined and poll the store, so a rank without response is gone."""
 _POLL_S = 0.25
-CONNECTIONS, OWN_FILES = 4, 256
+CONNECTIONS_PER_RANK, OTHER_OPEN_FILES = 4, 256
 """Connections of a rank to the store, including one during a reconnect; other open files of the store's process."""
-_LOOK_S = 10.0
+_SEARCH_TIMEOUT_S = 10.0
 """Seconds to wait for the list of missing ranks: if several ranks time out together, only one of them searches."""
 
 
@@ -52,11 +52,13 @@ def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[
     store = open_store(rank, size, deadline, requirement, signal_name)
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = PrefixStore(f"megatron/rendezvous/{attempt}", store)
+    rendezvous_store = PrefixStore(f"megatron/rendezvous/{attempt}", store)
     try:
-        _claim(keys, rank, size, address)
-        _barrier(keys, _COME, rank, size, deadline, requirement, signal_name)
-        _barrier(keys, _BEGIN, rank, size, time.monotonic() + _BEGIN_S, requirement, signal_name)
+        _claim_rank(rendezvous_store, rank, size, address)
+        _barrier(rendezvous_store, _JOIN_BARRIER, rank, size, deadline, requirement, signal_name)
+        _barrier(
+            rendezvous_store, _START_BARRIER, rank, size, time.monotonic() + _START_TIMEOUT_S, requirement, signal_name
+        )
     except JobError:
         if _is_server(rank):
             time.sleep(_LINGER_S)
@@ -68,7 +70,7 @@ def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[
     return PrefixStore("default_pg", store)
 
 
-def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: Callable[[], str | None]) -> Store:
+def open_store(rank: int, size: int, deadline: float, requirement: str, signal_name: Callable[[], str | None]) -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; without a launcher, rank 0 hosts it.
 
     Raises:
@@ -77,9 +79,9 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = _is_server(rank)
     if is_server:
-        make_room(size)
+        raise_open_files_limit(size)
     else:
-        _await_server(host, port, deadline, wanted, signal_name)
+        _await_server(host, port, deadline, requirement, signal_name)
     try:
         return TCPStore(
             host, port, is_master=is_server, wait_for_workers=False, multi_tenant=is_server,
@@ -87,7 +89,7 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
         )  # fmt: skip
     except RuntimeError as error:
         if not is_server:
-            raise PeerError(f"{wanted}, but the server there does not respond ({_first_line(error)})") from error
+            raise PeerError(f"{requirement}, but the server there does not respond ({_first_line(error)})") from error
         with marked(is_of_this_rank=True):
             raise ConfigError(
                 f"rank 0 cannot listen at {host}:{port}: {_first_line(error)}. Another process may have RANK=0, or "
@@ -96,12 +98,12 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
             ) from error
 
 
-def make_room(size: int) -> None:
+def raise_open_files_limit(size: int) -> None:
     """Raise this process's limit of open files for a store with ``size`` ranks; warn if that is not allowed.
 
     A rank has three connections: of its process groups, and of the watchdogs of its run and of its pipeline.
     """
-    num_needed = CONNECTIONS * size + OWN_FILES
+    num_needed = CONNECTIONS_PER_RANK * size + OTHER_OPEN_FILES
     num_allowed = files.allow_open_files(num_needed)
     if num_allowed < num_needed:
         log.warning(
@@ -115,7 +117,9 @@ def _is_server(rank: int) -> bool:
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _await_server(host: str, port: int, deadline: float, wanted: str, signal_name: Callable[[], str | None]) -> None:
+def _await_server(
+    host: str, port: int, deadline: float, requirement: str, signal_name: Callable[[], str | None]
+) -> None:
     """Wait until the port responds.
 
     Raises:
@@ -127,106 +131,107 @@ def _await_server(host: str, port: int, deadline: float, wanted: str, signal_nam
             return
         except OSError as error:
             if signal_name() is not None:
-                raise _asked_to_stop(signal_name()) from None
+                raise _stop_request(signal_name()) from None
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"{wanted}, but rank 0 did not join: nothing responds there ({error.strerror or error}). Start "
-                    "rank 0 on the host MASTER_ADDR with the same MASTER_PORT"
+                    f"{requirement}, but rank 0 did not join: nothing responds there ({error.strerror or error}). "
+                    "Start rank 0 on the host MASTER_ADDR with the same MASTER_PORT"
                 ) from error
         time.sleep(_POLL_S)
 
 
-def _claim(keys: Store, rank: int, size: int, where: str) -> None:
+def _claim_rank(store: Store, rank: int, size: int, address: str) -> None:
     """Register this process as rank ``rank``, possibly replacing a process that is gone.
 
     Raises:
         ConfigError: a live process has this rank, or other ranks have another WORLD_SIZE.
     """
-    first_size = keys.compare_set(_SIZE, "", str(size)).decode()
+    first_size = store.compare_set(_SIZE, "", str(size)).decode()
     with marked(is_of_this_rank=True):
         if first_size != str(size):
             raise ConfigError(
-                f"all ranks at {where} must have the same WORLD_SIZE, got WORLD_SIZE={size} on RANK={rank} and "
+                f"all ranks at {address} must have the same WORLD_SIZE, got WORLD_SIZE={size} on RANK={rank} and "
                 f"{first_size} on another rank. Set the same WORLD_SIZE on all ranks, or a distinct MASTER_PORT for "
                 "each job"
             )
-        if keys.add(f"{_CLAIMS}/{rank}", 1) > 1 and _is_held(keys, rank):
-            holder = keys.get(f"{_HOLDERS}/{rank}").decode()
+        if store.add(f"{_CLAIMS}/{rank}", 1) > 1 and _is_rank_alive(store, rank):
+            holder = store.get(f"{_HOLDERS}/{rank}").decode()
             problem = (
-                f"each process must have a distinct RANK, got RANK={rank} twice at {where}: {holder}, and {_own()}"
+                f"each process must have a distinct RANK, got RANK={rank} twice at {address}: {holder}, and "
+                f"{_process_name()}"
             )
-            keys.compare_set(_COME, "", problem)
+            store.compare_set(_JOIN_BARRIER, "", problem)
             raise ConfigError(
                 f"{problem}. Number the processes from 0 to {size - 1}, or set a distinct MASTER_PORT for each job"
             )
-    keys.set(f"{_HOLDERS}/{rank}", _own())
+    store.set(f"{_HOLDERS}/{rank}", _process_name())
 
 
-def _own() -> str:
+def _process_name() -> str:
     """Return text that identifies this process: the value of the keys that it claims."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _is_held(keys: Store, rank: int) -> bool:
+def _is_rank_alive(store: Store, rank: int) -> bool:
     """Return True if the process that claimed ``rank`` has completed the rendezvous or still sends heartbeats."""
-    heartbeats = keys.add(f"{_HEARTBEATS}/{rank}", 0)
-    deadline = time.monotonic() + _DEAD_S
+    heartbeats = store.add(f"{_HEARTBEATS}/{rank}", 0)
+    deadline = time.monotonic() + _DEAD_AFTER_S
     while time.monotonic() < deadline:
-        if keys.check([_COME]) or keys.add(f"{_HEARTBEATS}/{rank}", 0) > heartbeats:
+        if store.check([_JOIN_BARRIER]) or store.add(f"{_HEARTBEATS}/{rank}", 0) > heartbeats:
             return True
         time.sleep(_POLL_S)
     return False
 
 
 def _barrier(
-    keys: Store,
+    store: Store,
     name: str,
     rank: int,
     size: int,
     deadline: float,
-    wanted: str,
+    requirement: str,
     signal_name: Callable[[], str | None],
 ) -> None:
     """Wait until all ranks have called this with ``name``. If one rank gives up, all ranks raise."""
     # If this process replaces another one of the same rank, that one has been counted already.
-    is_first = keys.compare_set(f"{name}/{rank}", "", _own()).decode() == _own()
-    if is_first and keys.add(f"{name}/number", 1) == size:
-        keys.compare_set(name, "", ALL)
-    began = heartbeat = time.monotonic()
-    while not keys.check([name]):
+    is_first = store.compare_set(f"{name}/{rank}", "", _process_name()).decode() == _process_name()
+    if is_first and store.add(f"{name}/number", 1) == size:
+        store.compare_set(name, "", ALL_JOINED)
+    start = next_heartbeat = time.monotonic()
+    while not store.check([name]):
         now = time.monotonic()
         if signal_name() is not None:
-            keys.compare_set(name, "", f"{wanted}, but rank {rank} has exited: it received {signal_name()}")
+            store.compare_set(name, "", f"{requirement}, but rank {rank} has exited: it received {signal_name()}")
         elif now > deadline:
-            missing = missing_of(keys, f"{name}/", size)
-            keys.compare_set(name, "", f"{wanted}, but {_format_missing(missing)}")
-        elif now > heartbeat:
-            heartbeat = now + _HEARTBEAT_S
-            keys.add(f"{_HEARTBEATS}/{rank}", 1)
-        time.sleep(min(_POLL_S, max(0.001, (now - began) / 50)))  # polls frequently at first, then rarely
-    result = keys.get(name).decode()
-    if result == ALL:
+            missing = missing_ranks(store, f"{name}/", size)
+            store.compare_set(name, "", f"{requirement}, but {_format_missing(missing)}")
+        elif now > next_heartbeat:
+            next_heartbeat = now + _HEARTBEAT_S
+            store.add(f"{_HEARTBEATS}/{rank}", 1)
+        time.sleep(min(_POLL_S, max(0.001, (now - start) / 50)))  # polls frequently at first, then rarely
+    result = store.get(name).decode()
+    if result == ALL_JOINED:
         return
     if signal_name() is not None:
-        raise _asked_to_stop(signal_name())
+        raise _stop_request(signal_name())
     raise PeerError(result)
 
 
-def missing_of(keys: Store, opening: str, size: int) -> list[int]:
+def missing_ranks(store: Store, prefix: str, size: int) -> list[int]:
     """Return the numbers from 0 to ``size - 1`` for which there is no key ``opening + number``.
 
     The first caller searches for all. All callers time out simultaneously, so separate searches would take ``size``
     squared requests.
     """
-    result_key = f"{opening}missing"
-    if keys.add(f"{opening}looks", 1) > 1:
-        deadline = time.monotonic() + _LOOK_S
+    result_key = f"{prefix}missing"
+    if store.add(f"{prefix}looks", 1) > 1:
+        deadline = time.monotonic() + _SEARCH_TIMEOUT_S
         while time.monotonic() < deadline:
-            if keys.check([result_key]):
-                return [int(rank) for rank in keys.get(result_key).decode().split()]
+            if store.check([result_key]):
+                return [int(rank) for rank in store.get(result_key).decode().split()]
             time.sleep(_POLL_S)
-    missing = [rank for rank in range(size) if not keys.check([f"{opening}{rank}"])]
-    keys.set(result_key, " ".join(map(str, missing)))
+    missing = [rank for rank in range(size) if not store.check([f"{prefix}{rank}"])]
+    store.set(result_key, " ".join(map(str, missing)))
     return missing
 
 
@@ -237,9 +242,11 @@ def _format_missing(missing: list[int]) -> str:
     )
 
 
-def _asked_to_stop(name: str | None) -> StopRequest:
+def _stop_request(signal_name: str | None) -> StopRequest:
     """Return the error for a stop request before all ranks have joined."""
-    error = StopRequest(f"received {name} while waiting for other ranks: no step was taken. Run the same command again")
+    error = StopRequest(
+        f"received {signal_name} while waiting for other ranks: no step was taken. Run the same command again"
+    )
     error.is_of_this_rank = True
     return error
 
@@ -250,10 +257,10 @@ def _first_line(error: BaseException) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return "0, 2-5" for the ranks 0, 2, 3, 4, 5."""
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
         else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            ranges.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -66,56 +66,60 @@ def build(
         DataError: the type is unknown, a file is missing or has another type, or a library is not installed.
     """
     path = tokenizer_path or vocab_file
-    kind = tokenizer_type or _guess(path, merge_file)
-    if kind not in TYPES:
-        raise DataError(f"--tokenizer-type must be one of {', '.join(TYPES)}, got {kind}")
-    tokenizer = _build(kind, vocab_file, merge_file, tokenizer_path, vocab_size)
+    resolved_type = tokenizer_type or _guess_type(path, merge_file)
+    if resolved_type not in TYPES:
+        raise DataError(f"--tokenizer-type must be one of {', '.join(TYPES)}, got {resolved_type}")
+    tokenizer = _build(resolved_type, vocab_file, merge_file, tokenizer_path, vocab_size)
     if eod_token is not None:
         tokenizer.use_eod(eod_token)
     return tokenizer
 
 
 def _build(
-    kind: str,
+    tokenizer_type: str,
     vocab_file: str | Path | None,
     merge_file: str | Path | None,
     tokenizer_path: str | Path | None,
     vocab_size: int | None,
 ) -> Tokenizer:
-    if kind == "NullTokenizer":
+    if tokenizer_type == "NullTokenizer":
         return null_tokenizer(vocab_size, (vocab_file, merge_file, tokenizer_path))
-    module, name = _BUILDERS[kind]
+    module, name = _BUILDERS[tokenizer_type]
     path = tokenizer_path or vocab_file
-    if kind == "GPT2BPETokenizer":
-        files = [_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind)]
+    if tokenizer_type == "GPT2BPETokenizer":
+        files = [
+            _require_file(vocab_file, "--vocab-file", tokenizer_type),
+            _require_file(merge_file, "--merge-file", tokenizer_type),
+        ]
     else:
-        files = [_present(path, "--tokenizer-path", kind)]
+        files = [_require_file(path, "--tokenizer-path", tokenizer_type)]
     try:
         imported = importlib.import_module(f"megatron.tokenizer.{module}")
     except ModuleNotFoundError as error:
         raise DataError(
-            f"--tokenizer-type {kind} needs {error.name}, which is not installed. Run: pip install {error.name}"
+            f"--tokenizer-type {tokenizer_type} needs {error.name}, which is not installed. Run: pip install "
+            f"{error.name}"
         ) from error
     tokenizer: Tokenizer = getattr(imported, name)(*files)
     return tokenizer
 
 
-def _guess(given: str | Path | None, merge_file: str | Path | None) -> str:
+def _guess_type(path: str | Path | None, merge_file: str | Path | None) -> str:
     if merge_file:
         return "GPT2BPETokenizer"
-    if given is None:
+    if path is None:
         raise DataError(
             "a tokenizer is required. Set --tokenizer-path FILE.json or FILE.model, or --vocab-file vocab.json with "
             "--merge-file merges.txt. tools/train_tokenizer.py trains one."
         )
-    if Path(given).name == "vocab.txt":
-        raise DataError(f"{given} may have several formats. Set --tokenizer-type BertWordPiece or CPM2")
-    return "SentencePiece" if str(given).endswith(".model") else "TokenizersJSON"
+    if Path(path).name == "vocab.txt":
+        raise DataError(f"{path} may have several formats. Set --tokenizer-type BertWordPiece or CPM2")
+    return "SentencePiece" if str(path).endswith(".model") else "TokenizersJSON"
 
 
-def _present(path: str | Path | None, flag: str, kind: str) -> Path:
+def _require_file(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:
     if path is None:
-        raise DataError(f"--tokenizer-type {kind} needs {flag}")
+        raise DataError(f"--tokenizer-type {tokenizer_type} needs {flag}")
     if not Path(path).exists():
         raise DataError(f"{flag} {path} does not exist.{hub.advice(path)}")
     return Path(path)
@@ -148,12 +152,12 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
     Raises:
         DataError: ``is_required``, and gigatoken or a dependency is not installed, or the tokenizer is not a BPE.
     """
-    reason = _why_not(tokenizer)
+    reason = _unsupported_reason(tokenizer)
     if reason and is_required:
         raise DataError(reason)
     if not reason:
         try:
-            return _verified(tokenizer, [*_PROBES, *_spellings(tokenizer), *sample])
+            return _verified_gigatoken(tokenizer, [*_PROBES, *_spellings(tokenizer), *sample])
         except ImportError as error:
             reason = f"gigatoken needs {error.name or error}, which cannot be imported: pip install -e '.[gigatoken]'"
             if is_required:
@@ -168,20 +172,22 @@ class _DiffersError(Exception):
     """gigatoken cannot replace the tokenizer; the message has the reason."""
 
 
-def _why_not(tokenizer: Tokenizer) -> str:
+def _unsupported_reason(tokenizer: Tokenizer) -> str:
     """Return the reason why gigatoken cannot encode for ``tokenizer``; "" if it can."""
     if importlib.util.find_spec("gigatoken") is None:
         return "gigatoken must be installed to encode with it: pip install -e '.[gigatoken]'"
     description = getattr(tokenizer, "description", None)
-    kind = json.loads(description)["model"].get("type", "BPE") if description else type(tokenizer).__name__
-    return "" if kind == "BPE" else f"gigatoken only supports byte-pair vocabularies (BPE), this one is {kind}"
+    model_type = json.loads(description)["model"].get("type", "BPE") if description else type(tokenizer).__name__
+    return (
+        "" if model_type == "BPE" else f"gigatoken only supports byte-pair vocabularies (BPE), this one is {model_type}"
+    )
 
 
-def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
+def _verified_gigatoken(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
     """Return the gigatoken version of ``tokenizer``; raise _DiffersError if its ids differ on ``texts``."""
     gigatoken_module = importlib.import_module("megatron.tokenizer.gigatoken")
     try:
-        fast = gigatoken_module.standing_in_for(tokenizer)
+        fast = gigatoken_module.gigatoken_version_of(tokenizer)
         difference = _first_difference(tokenizer, fast, texts)
     except Exception as error:  # the library does not document its exceptions
         raise _DiffersError(f"gigatoken does not support this vocabulary: {error}") from error
@@ -199,7 +205,7 @@ def _first_difference(slow: Tokenizer, fast: Tokenizer, texts: Sequence[str]) ->
     expected, actual = slow.encode_arrays(texts), fast.encode_arrays(texts)
     if all(map(np.array_equal, expected, actual)):
         return ""
-    starts = [np.cumsum(sizes) - sizes for _, sizes in (expected, actual)]
+    starts = [np.cumsum(lengths) - lengths for _, lengths in (expected, actual)]
     for text, *spans in zip(texts, *starts, expected[1], actual[1], strict=True):
         expected_ids = expected[0][spans[0] : spans[0] + spans[2]]
         actual_ids = actual[0][spans[1] : spans[1] + spans[3]]
@@ -222,14 +228,14 @@ def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong:
 # Vocabularies with one token per line, or as a JSON object.
 
 
-def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
+def read_vocabulary(path: Path, required_token: str) -> dict[str, int]:
     """Return token -> id; the id is the line number from 0, or the number in the JSON file.
 
     As in the programs for which these files were written, only ``\\n`` and ``\\r\\n`` end a line, whitespace around a
     token is removed, and the last of several equal lines counts.
 
     Raises:
-        DataError: the file cannot be read, is not a vocabulary, or does not have the token ``needed``.
+        DataError: the file cannot be read, is not a vocabulary, or does not have the token ``required_token``.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -239,9 +245,9 @@ def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must list tokens in UTF-8, one per line; reading it failed: {error}") from error
     if not isinstance(vocabulary, dict) or not all(type(token) is int for token in vocabulary.values()):
-        raise DataError(f"{path} must map each token to an id, such as {{{json.dumps(needed)}: 0}}")
-    if needed not in vocabulary:
+        raise DataError(f"{path} must map each token to an id, such as {{{json.dumps(required_token)}: 0}}")
+    if required_token not in vocabulary:
         raise DataError(
-            f"{path} must contain the token {needed}, got {len(vocabulary)} other tokens. Is it a vocabulary?"
+            f"{path} must contain the token {required_token}, got {len(vocabulary)} other tokens. Is it a vocabulary?"
         )
     return vocabulary

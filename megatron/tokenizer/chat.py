@@ -44,7 +44,7 @@ NAMED = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_SPECIAL_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SPECIAL_NAMES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of the reasoning in a message; templates read the first two."""
 
@@ -109,17 +109,17 @@ _UNUSABLE = re.compile(f"[{_BEGIN}{_END}\ud800-\udfff]")
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
     """Return ``text`` without marks, and the spans of the marked parts."""
-    parts, spans, length, starts = list[str](), list[Span](), 0, list[int]()
+    segments, spans, length, starts = list[str](), list[Span](), 0, list[int]()
     for match in re.finditer(f"[^{_BEGIN}{_END}]+|{_BEGIN}|{_END}", text):
-        part = match.group()
-        if part == _BEGIN:
+        segment = match.group()
+        if segment == _BEGIN:
             starts.append(length)
-        elif part == _END:
+        elif segment == _END:
             spans.append((starts.pop(), length))
         else:
-            parts.append(part)
-            length += len(part)
-    return "".join(parts), sorted(spans)
+            segments.append(segment)
+            length += len(segment)
+    return "".join(segments), sorted(spans)
 
 
 def _raise(message: str) -> None:
@@ -150,10 +150,10 @@ def _compiled(text: str, source: str) -> jinja2.Template:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a conversation; ``is_said`` is True for tokens of the assistant that have a loss."""
+    """The token ids of a conversation; ``has_loss`` is True for tokens of the assistant that have a loss."""
 
     ids: list[int]
-    is_said: list[bool]
+    has_loss: list[bool]
 
 
 class ChatTemplate:
@@ -202,7 +202,7 @@ class ChatTemplate:
         text = self.named.get(TOOL_USE)
         return "" if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def reads(self, name: str) -> bool:
+    def mentions(self, name: str) -> bool:
         """Return True if the text of a template mentions ``name``, a variable or a key of a message."""
         names = _REASONING if name in _REASONING else (name,)
         return any(re.search(rf"\b{re.escape(name)}\b", self._texts) for name in names)
@@ -360,14 +360,14 @@ class ChatTemplate:
                     " Put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
                     "template, and name the copy with --chat-template FILE"
                 )
-            spans.append((len(prompt), len(prompt) + len(self._said(prefix[len(prompt) :]))))
+            spans.append((len(prompt), len(prompt) + len(self._without_trailing_space(prefix[len(prompt) :]))))
         return spans
 
-    def _said(self, turn: str) -> str:
+    def _without_trailing_space(self, turn: str) -> str:
         """Return a turn without the white space after its last control token."""
         stripped = turn.rstrip()
-        ends = any(stripped.endswith(name) for name in self.tokenizer.control_tokens)
-        return stripped if ends else turn
+        ends_with_control = any(stripped.endswith(name) for name in self.tokenizer.control_tokens)
+        return stripped if ends_with_control else turn
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
@@ -395,15 +395,15 @@ def _difference(short: str, long: str) -> str:
 # Locate and read templates.
 
 
-def find_template(tokenizer: Tokenizer, given: str | Path | None = None) -> ChatTemplate:
-    """Return the chat template of ``tokenizer``, or of the file ``given``; see the table at the top of this file.
+def find_template(tokenizer: Tokenizer, template_file: str | Path | None = None) -> ChatTemplate:
+    """Return the chat template of ``tokenizer`` or of ``template_file``; see the table at the top of this file.
 
     Raises:
         DataError: there is no template, or it cannot be read.
     """
     special = special_names(tokenizer)
-    if given is not None:
-        return ChatTemplate(_read(Path(given)), tokenizer, source=str(given), special=special)
+    if template_file is not None:
+        return ChatTemplate(_read(Path(template_file)), tokenizer, source=str(template_file), special=special)
     folder = tokenizer.paths[0].parent if tokenizer.paths else None
     source, texts = _templates_in(folder) if folder else (SETTINGS, {})
     if DEFAULT not in texts:
@@ -424,8 +424,8 @@ def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
     if files:
         return str(next(iter(files.values()))), {name: _read(path) for name, path in files.items()}
     setting = read_object(folder / SETTINGS).get("chat_template")
-    listed = setting if isinstance(setting, list) else [{"name": DEFAULT, "template": setting}]
-    texts = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, dict)}
+    entries = setting if isinstance(setting, list) else [{"name": DEFAULT, "template": setting}]
+    texts = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
     return str(folder / SETTINGS), {
         name: text for name, text in texts.items() if isinstance(name, str) and isinstance(text, str)
     }

@@ -77,7 +77,7 @@ def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np
 
 
 def _step(
-    state: str, score: dict[str, np.ndarray], codes: np.ndarray, places: np.ndarray, took_second: np.ndarray
+    state: str, score: dict[str, np.ndarray], codes: np.ndarray, positions: np.ndarray, took_second: np.ndarray
 ) -> np.ndarray:
     """Return the scores of ``state`` at the characters ``codes``; mark in ``took_second`` each second predecessor."""
     emitted = _EMITTED[state][codes]
@@ -85,7 +85,7 @@ def _step(
         score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted
         for predecessor in _BEFORE[state]
     )
-    took_second[places] = second >= first
+    took_second[positions] = second >= first
     return np.maximum(first, second)
 
 
@@ -115,7 +115,7 @@ _HAN = "\u4e00-\u9fd5"
 _UNIT = f"(?:[{_HAN}]|[a-zA-Z0-9]+|[-+#&._%])"
 _RUN = re.compile(f"{MARK}({_UNIT}(?:{MARK}{_UNIT})+)(?={MARK})")
 _OTHER_HAN = re.compile("([\u3400-\u4dbf\u9fd6-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
-_MOST_KNOWN = 1 << 18
+_MAX_KNOWN_RUNS = 1 << 18
 _known_runs: dict[str, str] = {}
 _dictionary = rjieba.Jieba()
 # No text contains this word. Its count of 3 corrects the sum for a word that jieba's list contains twice.
@@ -125,14 +125,14 @@ _dictionary.add_word("\0", 3, None)
 _SPACE, _LINE_END = "\u2582", "\u2583"
 
 
-def to_pieces(text: str) -> str:
+def replace_spaces(text: str) -> str:
     """Replace spaces and line ends by the characters that represent them in CPM's vocabularies."""
     return text.replace(" ", _SPACE).replace("\n", _LINE_END)
 
 
-def to_text(pieces: str) -> str:
-    """Invert ``to_pieces``."""
-    return pieces.replace(_SPACE, " ").replace(_LINE_END, "\n")
+def restore_spaces(text: str) -> str:
+    """Invert ``replace_spaces``."""
+    return text.replace(_SPACE, " ").replace(_LINE_END, "\n")
 
 
 def mark_words(texts: Sequence[str]) -> list[str]:
@@ -151,15 +151,15 @@ def _route(text: str) -> str:
         return f"{MARK}{MARK.join(_dictionary.cut(text, False))}{MARK}"
     words = (
         word
-        for idx, part in enumerate(_OTHER_HAN.split(text))
-        for word in ([part] if idx % 2 else _dictionary.cut(part, False))
+        for idx, segment in enumerate(_OTHER_HAN.split(text))
+        for word in ([segment] if idx % 2 else _dictionary.cut(segment, False))
     )
     return f"{MARK}{MARK.join(words)}{MARK}"
 
 
 def _learn(runs: Iterable[str]) -> None:
     """Segment the runs that are not in ``_known_runs`` and add them."""
-    if len(_known_runs) > _MOST_KNOWN:
+    if len(_known_runs) > _MAX_KNOWN_RUNS:
         _known_runs.clear()
     plain = {run: run.replace(MARK, "") for run in set(runs).difference(_known_runs)}
     marked = _mark_runs([text for text in plain.values() if not _dictionary.has_word(text)])
@@ -174,11 +174,13 @@ def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
     the dictionary.
     """
     mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
-    chinese = {part for parts in mixed.values() for part in parts[1::2]}.union(run for run in runs if run not in mixed)
+    chinese = {segment for segments in mixed.values() for segment in segments[1::2]}.union(
+        run for run in runs if run not in mixed
+    )
     marked = mark_chinese_words(sorted(chinese, key=len, reverse=True), MARK)
     return {run: MARK.join(_marked_parts(mixed[run], marked)) if run in mixed else marked[run] for run in runs}
 
 
-def _marked_parts(parts: list[str], chinese: dict[str, str]) -> Iterator[str]:
-    for idx, part in enumerate(parts):  # alternating: other, Chinese, other, ...
-        yield from [chinese[part]] if idx % 2 else filter(None, finalseg.re_skip.split(part))
+def _marked_parts(segments: list[str], chinese: dict[str, str]) -> Iterator[str]:
+    for idx, segment in enumerate(segments):  # alternating: other, Chinese, other, ...
+        yield from [chinese[segment]] if idx % 2 else filter(None, finalseg.re_skip.split(segment))

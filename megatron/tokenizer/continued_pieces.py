@@ -13,13 +13,13 @@ from functools import cached_property
 
 import sentencepiece
 
-from megatron.tokenizer.continued_text import with_blanks_in_front
+from megatron.tokenizer.continued_text import move_blanks_forward
 from megatron.tokenizer.sentence_piece_model import with_dummy_prefix
 
 _MAYBE_BLANK = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
-class Continued:
+class ContinuationEncoder:
     """An encoder of pieces that continue an earlier piece of the same text.
 
     Args:
@@ -28,7 +28,7 @@ class Continued:
 
     def __init__(self, model: bytes) -> None:
         self._within_word = sentencepiece.SentencePieceProcessor(model_proto=with_dummy_prefix(model, False))
-        self._behind_blank = sentencepiece.SentencePieceProcessor(model_proto=with_dummy_prefix(model, True))
+        self._after_blank = sentencepiece.SentencePieceProcessor(model_proto=with_dummy_prefix(model, True))
         self._drops_blanks = not self._within_word.encode(" ")
 
     @cached_property
@@ -42,14 +42,14 @@ class Continued:
             if not ids
         )
 
-    def blanks_in_front(self, pieces: Iterable[str]) -> Iterable[str]:
+    def move_blanks_forward(self, chunks: Iterable[str]) -> Iterable[str]:
         """Move blanks at the end of each piece to the next piece if the model would drop them."""
-        return with_blanks_in_front(pieces, self._blanks) if self._drops_blanks else pieces
+        return move_blanks_forward(chunks, self._blanks) if self._drops_blanks else chunks
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Yield the tokens of each of ``texts``."""
         for text in texts:
-            library = self._behind_blank if self._begins_with_blank(text) else self._within_word
+            library = self._after_blank if self._begins_with_blank(text) else self._within_word
             yield library.encode(text)
 
     def _begins_with_blank(self, text: str) -> bool:

@@ -18,19 +18,19 @@ def without_prefix(description: str) -> str:
     """Return the JSON text of the tokenizer with the addition and the removal of spaces disabled."""
     fields = json.loads(description)
     for name in ("normalizer", "pre_tokenizer"):
-        fields[name] = _changed(fields.get(name))
+        fields[name] = _without_space_handling(fields.get(name))
     return json.dumps(fields, ensure_ascii=False)
 
 
-def _changed(part: Any) -> Any:
-    if isinstance(part, list):
-        return [step for step in map(_changed, part) if step is not None]
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") in ("Prepend", "Strip"):
+def _without_space_handling(node: Any) -> Any:
+    if isinstance(node, list):
+        return [step for step in map(_without_space_handling, node) if step is not None]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") in ("Prepend", "Strip"):
         return None
     never = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {name: never[name] if name in never else _changed(value) for name, value in part.items()}
+    return {name: never[name] if name in never else _without_space_handling(value) for name, value in node.items()}
 
 
 def strips_end(description: str) -> bool:
@@ -38,7 +38,7 @@ def strips_end(description: str) -> bool:
     return '"strip_right": true' in json.dumps(json.loads(description).get("normalizer"))
 
 
-def with_blanks_in_front(pieces: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
+def move_blanks_forward(chunks: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
     """Yield the pieces of a text, moving blanks at the end of a piece to the beginning of the next piece.
 
     Blanks at the end of the text are dropped.
@@ -48,8 +48,8 @@ def with_blanks_in_front(pieces: Iterable[str], blanks: Collection[str] | None =
     """
     characters = None if blanks is None else "".join(blanks)
     carried = ""
-    for piece in pieces:
-        joined = carried + piece
+    for chunk in chunks:
+        joined = carried + chunk
         stripped = joined.rstrip(characters)
         carried = joined[len(stripped) :]
         if stripped:
@@ -61,7 +61,7 @@ def splits_words(description: str) -> bool:
     return '"WhitespaceSplit"' in json.dumps(json.loads(description).get("pre_tokenizer"))
 
 
-def behind_first_word(text: str) -> tuple[str, str]:
+def split_first_word(text: str) -> tuple[str, str]:
     """Split a text that continues a word into (the end of this word, the text from the next space on)."""
     match = _FIRST_WORD.match(text)
     stop = match.end() if match else 0

@@ -11,7 +11,7 @@ EOD_NAMES = (
     *("<EOS_TOKEN>", "[EOS]", "[SEP]"),
 )
 """Names of the end-of-document token in order of preference; see ``Tokenizer.eod_name``."""
-NOT_OF_CHATS = ("[SEP]",)
+NOT_CHAT_EOD_NAMES = ("[SEP]",)
 FORMER_EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "[SEP]")
 """Names of the end-of-document token in versions up to 8c23b9e6, which used the first name in the vocabulary, even if
 it was an HTML tag such as Gemma's </s>."""
@@ -38,14 +38,14 @@ OTHER_NAMES = (
     *("<fim_pad>", "<|fim_pad|>", "<EOT>"),
 )
 """Names of other control tokens."""
-_MOST_SENTINELS = 512
+_MAX_SENTINELS = 512
 
 
 def all_names() -> Iterator[str]:
     """Yield all known names of control tokens."""
     yield from (*EOD_NAMES, *PAD_NAMES, *UNK_NAMES, *OTHER_NAMES)
     yield from (name for spelling in FIM_NAMES for name in spelling)
-    yield from (name.format(number) for name in SENTINEL_NAMES for number in range(_MOST_SENTINELS))
+    yield from (name.format(idx) for name in SENTINEL_NAMES for idx in range(_MAX_SENTINELS))
 
 
 class Spellings:
@@ -59,19 +59,19 @@ class Spellings:
         self.names = tuple(sorted(names, key=lambda name: (-len(name), name)))
         any_name = "|".join(map(re.escape, self.names))
         self._common_start = os.path.commonprefix(self.names)
-        self._any = re.compile(any_name)
-        self._each_start = re.compile(f"(?={any_name})")
+        self._any_pattern = re.compile(any_name)
+        self._start_pattern = re.compile(f"(?={any_name})")
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
     def is_in(self, text: str) -> bool:
         """Return True if ``text`` spells a control token."""
-        return bool(self.names) and self._common_start in text and self._any.search(text) is not None
+        return bool(self.names) and self._common_start in text and self._any_pattern.search(text) is not None
 
-    def cut(self, text: str) -> list[str]:
+    def split(self, text: str) -> list[str]:
         """Split ``text`` after the first character of each spelling, including overlapping spellings."""
         if not self.is_in(text):
             return [text]
-        cuts = [0, *(match.start() + 1 for match in self._each_start.finditer(text)), len(text)]
-        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        bounds = [0, *(match.start() + 1 for match in self._start_pattern.finditer(text)), len(text)]
+        return [text[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.tokenizer.build import read_vocabulary
-from megatron.tokenizer.chinese_words import MARK, NO_PIECE, mark_words, to_pieces, to_text
+from megatron.tokenizer.chinese_words import MARK, NO_PIECE, mark_words, replace_spaces, restore_spaces
 from megatron.tokenizer.known_words import ENTRY_CHARACTERS
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
@@ -21,42 +21,42 @@ from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 # Spaces and line ends are replaced by U+2582 and U+2583, and words are separated by spaces. SentencePiece applies NFKC
 # (full-width marks become ASCII), so decoding returns the normalized text. Spaces in the text are preserved.
 
-MODEL, NUMBERS = "chinese_vocab.model", "vocab.json"
+MODEL_FILE, IDS_FILE = "chinese_vocab.model", "vocab.json"
 
 
 class CPM1Tokenizer(SentencePieceTokenizer):
     """CPM-1's pieces with the ids of the model or of a vocab.json; pieces that are not in vocab.json have id 0."""
 
-    def __init__(self, model: Path, numbers: Path | None = None) -> None:
-        self._numbers = numbers
-        self._own_ids = read_vocabulary(numbers, "<unk>") if numbers else None
-        super().__init__(model, [numbers] if numbers else [], "CPM1")
+    def __init__(self, model: Path, ids_file: Path | None = None) -> None:
+        self._ids_file = ids_file
+        self._custom_ids = read_vocabulary(ids_file, "<unk>") if ids_file else None
+        super().__init__(model, [ids_file] if ids_file else [], "CPM1")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._path, self._numbers), self.eod_name
+        return type(self), (self._path, self._ids_file), self.eod_name
 
-    def _facts(self) -> Iterable[Any]:
-        return [*super()._facts(), sorted((self._own_ids or {}).items())]
+    def _identity_values(self) -> Iterable[Any]:
+        return [*super()._identity_values(), sorted((self._custom_ids or {}).items())]
 
     @cached_property
     def _id_of_piece(self) -> np.ndarray | None:
-        if self._own_ids is None:
+        if self._custom_ids is None:
             return None
         pieces = map(self._library.id_to_piece, range(self._library.get_piece_size()))
-        return np.array([self._own_ids.get(piece, 0) for piece in pieces], np.int32)
+        return np.array([self._custom_ids.get(piece, 0) for piece in pieces], np.int32)
 
     @cached_property
     def _piece_of_id(self) -> dict[int, str]:
-        if self._own_ids is None:
+        if self._custom_ids is None:
             return dict(enumerate(map(self._library.id_to_piece, range(self._library.get_piece_size()))))
-        return {token: piece for piece, token in self._own_ids.items()}
+        return {token: piece for piece, token in self._custom_ids.items()}
 
     @property
     def vocab_size(self) -> int:
-        return super().vocab_size if self._own_ids is None else max(self._own_ids.values()) + 1
+        return super().vocab_size if self._custom_ids is None else max(self._custom_ids.values()) + 1
 
     def token_to_id(self, token: str) -> int | None:
-        return super().token_to_id(token) if self._own_ids is None else self._own_ids.get(token)
+        return super().token_to_id(token) if self._custom_ids is None else self._custom_ids.get(token)
 
     @property
     def spelling(self) -> str:
@@ -66,18 +66,20 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         return self._piece_of_id.get(token)
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        tokens, sizes = super()._encode_arrays([to_pieces(words).replace(MARK, " ") for words in mark_words(texts)])
-        return (tokens if self._id_of_piece is None else self._id_of_piece[tokens]), sizes
+        tokens, lengths = super()._encode_arrays(
+            [replace_spaces(words).replace(MARK, " ") for words in mark_words(texts)]
+        )
+        return (tokens if self._id_of_piece is None else self._id_of_piece[tokens]), lengths
 
-    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
-        return Tokenizer.encode_pieces(self, pieces)
+    def encode_chunks(self, chunks: Iterable[str]) -> np.ndarray:
+        return Tokenizer.encode_chunks(self, chunks)
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         return self._encode_arrays(texts)  # decode() removes the space before each word
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces = (self._piece_of_id.get(token, NO_PIECE) for token in ids)
-        return to_text(self._library.decode_pieces(list(pieces)).replace(" ", ""))
+        return restore_spaces(self._library.decode_pieces(list(pieces)).replace(" ", ""))
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:
@@ -88,12 +90,12 @@ def from_cpm1_files(path: Path) -> CPM1Tokenizer:
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.suffix != ".json":
         return CPM1Tokenizer(path)
-    if not (folder / MODEL).exists():
+    if not (folder / MODEL_FILE).exists():
         raise DataError(
-            f"--tokenizer-type CPM1 needs a SentencePiece .model file, or a folder with {MODEL} (and {NUMBERS} if "
-            f"the ids differ from the model's), got {path}"
+            f"--tokenizer-type CPM1 needs a SentencePiece .model file, or a folder with {MODEL_FILE} (and {IDS_FILE} "
+            f"if the ids differ from the model's), got {path}"
         )
-    return CPM1Tokenizer(folder / MODEL, folder / NUMBERS if (folder / NUMBERS).exists() else None)
+    return CPM1Tokenizer(folder / MODEL_FILE, folder / IDS_FILE if (folder / IDS_FILE).exists() else None)
 
 
 # Greedy longest match over a list of words, like CPM-Pretrain and the first vocabularies of CPM-2.
@@ -103,11 +105,11 @@ def from_cpm1_files(path: Path) -> CPM1Tokenizer:
 # word of more than 200 characters is a single ``<unk>``.
 
 _UNK = "<unk>"
-_LONGEST_WORD = 200
-_MOST_CHARACTERS = 1 << 21
+_MAX_WORD_CHARS = 200
+_MAX_CHARACTERS = 1 << 21
 
 
-class _Words(dict[str, tuple[int, ...]]):
+class _WordCache(dict[str, tuple[int, ...]]):
     """A bounded cache of word -> ids."""
 
     def __init__(self, vocabulary: dict[str, int]) -> None:
@@ -117,9 +119,9 @@ class _Words(dict[str, tuple[int, ...]]):
         self._num_characters = 0
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = (self._ids[_UNK],) if len(word) > _LONGEST_WORD else tuple(self._longest_matches(word))
+        ids = (self._ids[_UNK],) if len(word) > _MAX_WORD_CHARS else tuple(self._longest_matches(word))
         self._num_characters += len(word) + ENTRY_CHARACTERS
-        if self._num_characters > _MOST_CHARACTERS:
+        if self._num_characters > _MAX_CHARACTERS:
             self.clear()
             self._num_characters = len(word) + ENTRY_CHARACTERS
         self[word] = ids
@@ -150,13 +152,13 @@ class CPM2Tokenizer(Tokenizer):
                 "--tokenizer-type BertWordPiece."
             )
         self._pieces = {token: piece for piece, token in self._ids.items()}
-        self._words = _Words(self._ids)
+        self._words = _WordCache(self._ids)
         super().__init__([path], "CPM2")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._path,), self.eod_name
 
-    def _facts(self) -> Iterable[Any]:
+    def _identity_values(self) -> Iterable[Any]:
         return [self.settings, sorted(self._ids.items())]
 
     @property
@@ -167,7 +169,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._ids.get(token)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return to_text("".join(self._pieces.get(token, NO_PIECE) for token in ids))
+        return restore_spaces("".join(self._pieces.get(token, NO_PIECE) for token in ids))
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return as_arrays([self._ids_of(words) for words in mark_words(texts)])
@@ -175,7 +177,7 @@ class CPM2Tokenizer(Tokenizer):
     def _ids_of(self, words: str) -> list[int]:
         if not words:
             return []
-        return [token for ids in map(self._words.__getitem__, to_pieces(words).split(MARK)) for token in ids]
+        return [token for ids in map(self._words.__getitem__, replace_spaces(words).split(MARK)) for token in ids]
 
 
 def from_cpm2_files(path: Path) -> CPM2Tokenizer:

@@ -26,9 +26,9 @@ _LETTERS = {
     "Cyrillic": re.compile("[\u0400-\u052f]"),
     "Latin": re.compile("[A-Za-z\u00c0-\u024f\u1e00-\u1eff]"),
 }
-_MOST_SIGNS = 0.04
-_LEAST_LETTERS = 0.5
-_LEAST_KANA = 0.1
+_MAX_SIGN_SHARE = 0.04
+_MIN_LETTER_SHARE = 0.5
+_MIN_KANA_SHARE = 0.1
 _BATCH = 64
 
 
@@ -69,11 +69,11 @@ def language_of(text: str) -> str:
     """Return the language of a document by the rules at the top of this file."""
     characters = _BLANKS.sub("", text)
     counts = {name: len(letters.findall(characters)) for name, letters in _LETTERS.items()}
-    if len(_SIGNS.findall(characters)) > _MOST_SIGNS * len(characters) or sum(counts.values()) < _LEAST_LETTERS * len(
-        characters
-    ):
+    if len(_SIGNS.findall(characters)) > _MAX_SIGN_SHARE * len(characters) or sum(
+        counts.values()
+    ) < _MIN_LETTER_SHARE * len(characters):
         return OTHER
-    if counts["Kana"] and counts["Kana"] >= _LEAST_KANA * (counts["Han"] + counts["Kana"]):
+    if counts["Kana"] and counts["Kana"] >= _MIN_KANA_SHARE * (counts["Han"] + counts["Kana"]):
         counts["Kana"] += counts["Han"]
     return max(counts, key=lambda name: counts[name]) if characters else OTHER
 

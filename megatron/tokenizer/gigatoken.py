@@ -18,7 +18,7 @@ from megatron.tokenizer.control_tokens import Spellings
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.tokenizer import Arrays
 
-_MOST_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20
 """Bytes of text after which the encoder is recreated; its cache then has at most 120 MB, even if all words differ."""
 
 
@@ -36,8 +36,8 @@ class GigatokenTokenizer(LibraryTokenizer):
         self, description: str, paths: Sequence[Path], settings: str, identity: str, names: Sequence[str]
     ) -> None:
         self._escaped = Spellings(names)
-        self._fast = _Bounded(description)
-        self._fast_continued: _Bounded | None = None
+        self._fast = _BoundedEncoder(description)
+        self._fast_continued: _BoundedEncoder | None = None
         super().__init__(description, paths, settings)
         self.identity = identity
 
@@ -47,18 +47,18 @@ class GigatokenTokenizer(LibraryTokenizer):
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
         spelled = {idx: text for idx, text in enumerate(texts) if self._spellings.is_in(text)}
-        tokens, sizes = self._encode_arrays(["" if idx in spelled else text for idx, text in enumerate(texts)])
+        tokens, lengths = self._encode_arrays(["" if idx in spelled else text for idx, text in enumerate(texts)])
         if not spelled:
-            return tokens, sizes
+            return tokens, lengths
         indices, spelled_tokens = list(spelled), [self._encode_spelled(text, True) for text in spelled.values()]
         added = np.array(list(map(len, spelled_tokens)))
-        insert_at = np.cumsum(sizes)[indices]
-        sizes[indices] += added
-        return np.insert(tokens, np.repeat(insert_at, added), np.concatenate(spelled_tokens)), sizes
+        insert_at = np.cumsum(lengths)[indices]
+        lengths[indices] += added
+        return np.insert(tokens, np.repeat(insert_at, added), np.concatenate(spelled_tokens)), lengths
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
         """Encode a text that spells control tokens with the library instead of gigatoken."""
-        first, *others = self._escaped.cut(text)
+        first, *others = self._escaped.split(text)
         encode = super()._encode_arrays if is_first else super()._encode_continued
         return np.concatenate([encode([first])[0], super()._encode_continued(others)[0]])
 
@@ -69,11 +69,11 @@ class GigatokenTokenizer(LibraryTokenizer):
         if self._splits_words:
             return super()._encode_continued(texts)
         if self._fast_continued is None:
-            self._fast_continued = _Bounded(without_prefix(self.description))
+            self._fast_continued = _BoundedEncoder(without_prefix(self.description))
         return self._without_hidden(self._library, texts, self._fast_continued.encode(texts))
 
 
-def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
+def gigatoken_version_of(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
     """Return a tokenizer that is equal to ``tokenizer`` but encodes with gigatoken."""
     fast = GigatokenTokenizer(
         tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity, tokenizer.spelled_names
@@ -83,7 +83,7 @@ def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
     return fast
 
 
-class _Bounded:
+class _BoundedEncoder:
     """gigatoken's tokenizer of a JSON text, recreated periodically because its cache of words is unbounded."""
 
     def __init__(self, description: str) -> None:
@@ -94,7 +94,7 @@ class _Bounded:
     def encode(self, texts: list[str]) -> Arrays:
         data = [text.encode() for text in texts]
         self._num_bytes += sum(map(len, data))
-        if self._num_bytes > _MOST_BYTES:
+        if self._num_bytes > _MAX_BYTES:
             self._fast = gigatoken.Tokenizer.from_json(self._description)
             self._num_bytes = 0
         return _encode(self._fast, data)

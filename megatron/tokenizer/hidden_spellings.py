@@ -31,17 +31,17 @@ class HiddenSpellings:
         ids -= {token for name, token in control.items() if name in unknown}
         self._ids = np.array(sorted(ids) if fields.get("normalizer") is not None else [], np.int32)
 
-    def texts_with(self, tokens: np.ndarray, sizes: np.ndarray) -> list[int]:
+    def texts_with(self, tokens: np.ndarray, lengths: np.ndarray) -> list[int]:
         """Return the indices of the texts whose tokens include a control token."""
         if not len(self._ids):
             return []
         positions = np.flatnonzero(np.isin(tokens, self._ids))
-        return np.unique(np.searchsorted(np.cumsum(sizes), positions, side="right")).tolist()
+        return np.unique(np.searchsorted(np.cumsum(lengths), positions, side="right")).tolist()
 
-    def cut(self, text: str, encoding: tokenizers.Encoding) -> list[str]:
+    def split(self, text: str, encoding: tokenizers.Encoding) -> list[str]:
         """Split ``text`` after the first character of each part that became a control token."""
         control_ids = set(self._ids.tolist())
         spans = zip(encoding.ids, encoding.offsets, strict=True)
         starts = sorted({start for token, (start, stop) in spans if token in control_ids and stop - start > 1})
-        cuts = [0, *(start + 1 for start in starts), len(text)]
-        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        bounds = [0, *(start + 1 for start in starts), len(text)]
+        return [text[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]

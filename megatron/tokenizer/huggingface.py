@@ -16,10 +16,10 @@ from megatron import log
 from megatron.errors import DataError
 from megatron.tokenizer import identity as tokenizer_identity
 from megatron.tokenizer.continued_text import (
-    behind_first_word,
+    move_blanks_forward,
+    split_first_word,
     splits_words,
     strips_end,
-    with_blanks_in_front,
     without_prefix,
 )
 from megatron.tokenizer.control_tokens import EOD_NAMES
@@ -87,11 +87,14 @@ class LibraryTokenizer(Tokenizer):
     def text_vocab_size(self) -> int:
         added = self._library.get_added_tokens_decoder().items()
         ids = [*self._library.get_vocab(with_added_tokens=False).values()]
-        return max([*ids, *(token for token, facts in added if not facts.special), self._largest_used_id()]) + 1
+        return (
+            max([*ids, *(token for token, added_token in added if not added_token.special), self._largest_used_id()])
+            + 1
+        )
 
-    def _facts(self) -> Iterable[Any]:
+    def _identity_values(self) -> Iterable[Any]:
         steps = (self._library.normalizer, self._library.pre_tokenizer)
-        return tokenizer_identity.library_facts(
+        return tokenizer_identity.library_identity_values(
             self.description, *(None if step is None else json.loads(step.__getstate__()) for step in steps)
         )
 
@@ -143,18 +146,18 @@ class LibraryTokenizer(Tokenizer):
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return self._ids_of(self._library, texts) if self._words is None else self._words.encode_arrays(texts)
 
-    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
-        return super().encode_pieces(with_blanks_in_front(pieces) if self._drops_blanks else pieces)
+    def encode_chunks(self, chunks: Iterable[str]) -> np.ndarray:
+        return super().encode_chunks(move_blanks_forward(chunks) if self._drops_blanks else chunks)
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if self._continued is None:
             self._continued = _with_model_of(self._library, without_prefix(self._outline))
         if not self._splits_words:
             return self._ids_of(self._continued, texts)
-        split_texts = [behind_first_word(text) for text in texts]
+        split_texts = [split_first_word(text) for text in texts]
         words = as_lists(self._ids_of(self._continued, [word for word, _ in split_texts]))
-        rests = as_lists(self._ids_of(self._library, [rest for _, rest in split_texts]))
-        return as_arrays([word + rest for word, rest in zip(words, rests, strict=True)])
+        tails = as_lists(self._ids_of(self._library, [tail for _, tail in split_texts]))
+        return as_arrays([word + tail for word, tail in zip(words, tails, strict=True)])
 
     def _ids_of(self, library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
         return self._without_hidden(library, texts, ids_of(library, texts))
@@ -166,7 +169,7 @@ class LibraryTokenizer(Tokenizer):
             return arrays
         lists = as_lists(arrays)
         for idx in indices:
-            first, *others = self._hidden.cut(texts[idx], library.encode(texts[idx], add_special_tokens=False))
+            first, *others = self._hidden.split(texts[idx], library.encode(texts[idx], add_special_tokens=False))
             if others:  # otherwise, the control token comes from a single character, which cannot be split
                 parts = self._ids_of(library, [first])[0], self._encode_continued(others)[0]
                 lists[idx] = np.concatenate(parts).tolist()

@@ -42,16 +42,16 @@ def is_same(first: str, second: str) -> bool:
     )
 
 
-def digest(facts: Iterable[Any]) -> str:
+def digest(values: Iterable[Any]) -> str:
     """Return the SHA-256 of JSON values in hexadecimal."""
     result = hashlib.sha256()
-    for fact in facts:
-        text = json.dumps(fact, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    for value in values:
+        text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
         result.update(f"{len(text)}:{text}".encode())
     return result.hexdigest()
 
 
-def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list[Any]:
+def library_identity_values(description: str, normalizer: Any, pre_tokenizer: Any) -> list[Any]:
     """Return the values that determine the ids of a tokenizer of the ``tokenizers`` library.
 
     Args:
@@ -61,7 +61,7 @@ def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list
     """
     with without_collection():
         fields = json.loads(description)
-        return _facts(fields, normalizer, pre_tokenizer)
+        return _identity_values(fields, normalizer, pre_tokenizer)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _facts(fields: Mapping[str, Any], normalizer: Any, pre_tokenizer: Any) -> list[Any]:
+def _identity_values(fields: Mapping[str, Any], normalizer: Any, pre_tokenizer: Any) -> list[Any]:
     return [
         *_model(fields["model"]),
         _steps(normalizer),
@@ -88,38 +88,38 @@ def _facts(fields: Mapping[str, Any], normalizer: Any, pre_tokenizer: Any) -> li
 def _model(model: Mapping[str, Any]) -> list[Any]:
     """Return [settings, pieces, merges] of a model, without settings that do not affect the ids."""
     vocab = model.get("vocab") or []
-    pieces = sorted(vocab.items(), key=lambda item: (item[1], item[0])) if isinstance(vocab, Mapping) else vocab
+    vocab_items = sorted(vocab.items(), key=lambda item: (item[1], item[0])) if isinstance(vocab, Mapping) else vocab
     merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in model.get("merges") or ()]
     settings = _without_defaults({key: value for key, value in model.items() if key not in ("vocab", "merges")})
     if isinstance(vocab, Mapping) and model.get("byte_fallback") and _has_all_bytes(vocab):
         settings.pop("unk_token", None)  # every character has bytes, so the unknown token never occurs
     elif settings.get("unk_token") is not None and model.get("fuse_unk"):
         settings["fuse_unk"] = True
-    return [settings, list(map(list, pieces)), merges]
+    return [settings, list(map(list, vocab_items)), merges]
 
 
 def _has_all_bytes(vocab: Mapping[str, int]) -> bool:
     return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
 
 
-def _steps(part: Any) -> list[Any]:
+def _steps(component: Any) -> list[Any]:
     """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
-    if part is None:
+    if component is None:
         return []
-    if part.get("type") == "Sequence":
-        steps = part.get("normalizers") or part.get("pretokenizers") or ()
+    if component.get("type") == "Sequence":
+        steps = component.get("normalizers") or component.get("pretokenizers") or ()
         return [flat_step for step in steps for flat_step in _steps(step)]
-    return [_without_defaults(part)]
+    return [_without_defaults(component)]
 
 
-def _without_defaults(part: Any) -> Any:
-    """Return ``part`` without keys that have no effect, and without values that are defaults (None, False, "")."""
-    if isinstance(part, Mapping):
-        effective = {key: _without_defaults(value) for key, value in part.items() if key not in _WITHOUT_EFFECT}
+def _without_defaults(node: Any) -> Any:
+    """Return ``node`` without keys that have no effect, and without values that are defaults (None, False, "")."""
+    if isinstance(node, Mapping):
+        effective = {key: _without_defaults(value) for key, value in node.items() if key not in _WITHOUT_EFFECT}
         return {
             key: value for key, value in effective.items() if value is not None and value is not False and value != ""
         }
-    return [_without_defaults(value) for value in part] if isinstance(part, list) else part
+    return [_without_defaults(value) for value in node] if isinstance(node, list) else node
 
 
 def _added(tokens: Iterable[Mapping[str, Any]]) -> list[Any]:

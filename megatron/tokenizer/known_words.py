@@ -19,7 +19,7 @@ from megatron.tokenizer.tokenizer import Arrays
 
 SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 _WORD = re.compile(f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
-_LONGEST_MEAN = 12
+_MAX_MEAN_WORD_CHARS = 12
 _CACHE_CHARACTERS = 1 << 22
 ENTRY_CHARACTERS = 16
 """Size of a cache entry in addition to its word, in characters; accounts for about 200 bytes of overhead."""
@@ -57,15 +57,15 @@ class KnownWords:
         split_texts = [_WORD.findall(text) if _has_words(text) else [text] for text in texts]
         self._learn(set(chain.from_iterable(split_texts)).difference(self._tokens))
         encoded = [b"".join(map(self._tokens.__getitem__, words)) for words in split_texts]
-        sizes = np.fromiter(map(len, encoded), np.int64, len(encoded)) // 4
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) // 4
         self._forget({words[0] for words in split_texts if len(words) == 1})
-        return np.frombuffer(bytearray().join(encoded), np.int32), sizes
+        return np.frombuffer(bytearray().join(encoded), np.int32), lengths
 
-    def _learn(self, new: set[str]) -> None:
-        """Encode the words ``new`` and add their tokens to the cache."""
-        words = list(new)
-        tokens, sizes = self._encode(words)
-        stops = np.cumsum(sizes) * 4
+    def _learn(self, new_words: set[str]) -> None:
+        """Encode the words ``new_words`` and add their tokens to the cache."""
+        words = list(new_words)
+        tokens, lengths = self._encode(words)
+        stops = np.cumsum(lengths) * 4
         data = tokens.tobytes()
         for word, start, stop in zip(words, [0, *stops.tolist()], stops.tolist(), strict=False):
             self._tokens[word] = data[start:stop]
@@ -86,4 +86,4 @@ def _size(words: Collection[str]) -> int:
 
 
 def _has_words(text: str) -> bool:
-    return text.count(" ") * _LONGEST_MEAN >= len(text)
+    return text.count(" ") * _MAX_MEAN_WORD_CHARS >= len(text)

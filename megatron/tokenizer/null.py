@@ -42,18 +42,18 @@ class NullTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         words = text.split()
-        bad = [word for word in words if not word.isdecimal() or int(word) >= self._vocab_size]
-        if bad:
+        invalid_words = [word for word in words if not word.isdecimal() or int(word) >= self._vocab_size]
+        if invalid_words:
             raise DataError(
-                f"a text of NullTokenizer must be ids below {self._vocab_size} separated by spaces, got {bad[0]!r}. "
-                "Use a tokenizer with a vocabulary"
+                f"a text of NullTokenizer must be ids below {self._vocab_size} separated by spaces, got "
+                f"{invalid_words[0]!r}. Use a tokenizer with a vocabulary"
             )
         return [int(word) for word in words]
 
-    def _facts(self) -> Iterable[Any]:
+    def _identity_values(self) -> Iterable[Any]:
         return [self.settings]
 
-    def _found_in_text(self, control: Mapping[str, int]) -> list[str]:
+    def _names_to_escape(self, control: Mapping[str, int]) -> list[str]:
         return []
 
 

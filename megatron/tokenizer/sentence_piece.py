@@ -11,9 +11,9 @@ import numpy as np
 import sentencepiece
 
 from megatron.errors import DataError
-from megatron.tokenizer.continued_pieces import Continued
+from megatron.tokenizer.continued_pieces import ContinuationEncoder
 from megatron.tokenizer.control_tokens import Spellings, all_names
-from megatron.tokenizer.sentence_piece_model import model_facts, with_control_pieces
+from megatron.tokenizer.sentence_piece_model import model_identity_values, with_control_pieces
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 
 
@@ -50,7 +50,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Convert the end-of-document token to a control piece if it is an ordinary symbol."""
         if self.eod_name in self.plain_names:
             self._use_control_pieces({*self._spelled, self.eod_name})
-            self._spellings = Spellings(self._found_in_text(self.control_tokens))
+            self._spellings = Spellings(self._names_to_escape(self.control_tokens))
 
     def _use_control_pieces(self, names: Collection[str]) -> None:
         self._model = with_control_pieces(self._raw_model, names) if names else self._raw_model
@@ -99,8 +99,8 @@ class SentencePieceTokenizer(Tokenizer):
     def piece(self, token: int) -> str | None:
         return str(self._library.id_to_piece(token)) if token < self._library.get_piece_size() else None
 
-    def _facts(self) -> Iterable[Any]:
-        return [self._settings, *model_facts(self._raw_model)]
+    def _identity_values(self) -> Iterable[Any]:
+        return [self._settings, *model_identity_values(self._raw_model)]
 
     def _former_control_names(self) -> list[str]:
         names = super()._former_control_names()
@@ -115,11 +115,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._library.decode(list(ids))
 
     @cached_property
-    def _continued(self) -> Continued:
-        return Continued(self._model)
+    def _continued(self) -> ContinuationEncoder:
+        return ContinuationEncoder(self._model)
 
-    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
-        return super().encode_pieces(self._continued.blanks_in_front(pieces))
+    def encode_chunks(self, chunks: Iterable[str]) -> np.ndarray:
+        return super().encode_chunks(self._continued.move_blanks_forward(chunks))
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return as_arrays(self._library.encode(texts))

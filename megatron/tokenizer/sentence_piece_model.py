@@ -43,7 +43,7 @@ def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
     return model + bytes([_NORMALIZER << 3 | _BYTES, 2, _DUMMY_PREFIX << 3 | _VARINT, is_added])
 
 
-def model_facts(model: bytes) -> Iterator[Any]:
+def model_identity_values(model: bytes) -> Iterator[Any]:
     """Yield the fields that determine the ids (pieces, algorithm, normalization), excluding the training settings."""
     pieces, settings = list[list[Any]](), dict[str, str]()
     for field, start, stop in _fields(model, 0, len(model)):

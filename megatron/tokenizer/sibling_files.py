@@ -41,8 +41,10 @@ def read_siblings(paths: Sequence[Path]) -> SiblingFiles:
         return SiblingFiles({}, frozenset(), False, None)
     folder = paths[0].parent
     settings, special = read_object(folder / SETTINGS), read_object(folder / SPECIAL)
-    parts = (special, settings) if "added_tokens_decoder" in settings else (settings, special)  # later files override
-    roles = [(role, _content(token)) for part in parts for role, token in part.items()]
+    contents = (
+        (special, settings) if "added_tokens_decoder" in settings else (settings, special)
+    )  # later files override
+    roles = [(role, _content(token)) for content in contents for role, token in content.items()]
     token_by_role = {role: token for role, token in roles if role.endswith("_token") and token is not None}
     names = {*token_by_role.values(), *_listed(special), *_listed(settings)}
     has_template = bool(settings.get("chat_template")) or any((folder / name).exists() for name in _TEMPLATES)
@@ -55,14 +57,14 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _listed(part: Mapping[str, Any]) -> set[str]:
+def _listed(settings: Mapping[str, Any]) -> set[str]:
     """Return the special tokens that a file lists without a role."""
     names: set[str] = set()
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        tokens = part.get(key) or ()
+        tokens = settings.get(key) or ()
         tokens = tokens.values() if isinstance(tokens, Mapping) else tokens
         names |= {name for name in map(_content, tokens) if name is not None}
-    added = part.get("added_tokens_decoder")
+    added = settings.get("added_tokens_decoder")
     for token in added.values() if isinstance(added, Mapping) else ():
         if isinstance(token, Mapping) and token.get("special") and (name := _content(token)) is not None:
             names.add(name)

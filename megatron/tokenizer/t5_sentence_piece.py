@@ -50,8 +50,8 @@ def from_t5_files(path: Path) -> T5SentencePieceTokenizer:
     """Return the tokenizer of a ``.model`` file, or of a folder with ``spiece.model``."""
     model = path / "spiece.model" if path.is_dir() else path
     if not model.exists():
-        other = " Its tokenizer.json is read with --tokenizer-type TokenizersJSON." * (path / "tokenizer.json").exists()
+        hint = " Its tokenizer.json is read with --tokenizer-type TokenizersJSON." * (path / "tokenizer.json").exists()
         raise DataError(
-            f"--tokenizer-type T5SentencePiece needs a .model file or a folder with spiece.model, got {path}.{other}"
+            f"--tokenizer-type T5SentencePiece needs a .model file or a folder with spiece.model, got {path}.{hint}"
         )
     return T5SentencePieceTokenizer(model)

@@ -19,7 +19,7 @@ from megatron.tokenizer.control_tokens import (
     EOD_NAMES,
     FORMER_EOD_NAMES,
     NEW_NAMES,
-    NOT_OF_CHATS,
+    NOT_CHAT_EOD_NAMES,
     PAD_NAMES,
     SENTINEL_NAMES,
     UNK_NAMES,
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
         self.settings = settings
         self.num_rows: int | None = None
         self._eod_token: str | None = None
-        self._spellings = Spellings(self._found_in_text(self.control_tokens))
+        self._spellings = Spellings(self._names_to_escape(self.control_tokens))
 
     def __setstate__(self, eod_token: str) -> None:
         """Restore the end-of-document token of a pickled tokenizer, as its sibling files may be on another machine."""
@@ -78,7 +78,7 @@ class Tokenizer(ABC):
             return
         for property_name in ("eod_name", "eod_id", "control_tokens"):
             self.__dict__.pop(property_name, None)
-        self._spellings = Spellings(self._found_in_text(self.control_tokens))
+        self._spellings = Spellings(self._names_to_escape(self.control_tokens))
 
     @property
     @abstractmethod
@@ -133,18 +133,20 @@ class Tokenizer(ABC):
         spelled = [idx for idx, text in enumerate(texts) if self._spellings.is_in(text)] if self._spellings else []
         if not spelled:
             return self._encode_arrays(texts)
-        split_texts = [self._spellings.cut(texts[idx]) for idx in spelled]
-        for idx, parts in zip(spelled, split_texts, strict=True):
-            texts[idx] = parts[0]
-        tokens, sizes = self._encode_arrays(texts)
-        added_tokens, added_sizes = self._encode_continued([part for parts in split_texts for part in parts[1:]])
-        first_parts = np.cumsum([0, *(len(parts) - 1 for parts in split_texts[:-1])])
-        added = np.add.reduceat(added_sizes, first_parts)
-        insert_at = np.cumsum(sizes)[spelled]
-        sizes[spelled] += added
-        return np.insert(tokens, np.repeat(insert_at, added), added_tokens), sizes
+        split_texts = [self._spellings.split(texts[idx]) for idx in spelled]
+        for idx, segments in zip(spelled, split_texts, strict=True):
+            texts[idx] = segments[0]
+        tokens, lengths = self._encode_arrays(texts)
+        added_tokens, added_lengths = self._encode_continued(
+            [segment for segments in split_texts for segment in segments[1:]]
+        )
+        segment_starts = np.cumsum([0, *(len(segments) - 1 for segments in split_texts[:-1])])
+        added = np.add.reduceat(added_lengths, segment_starts)
+        insert_at = np.cumsum(lengths)[spelled]
+        lengths[spelled] += added
+        return np.insert(tokens, np.repeat(insert_at, added), added_tokens), lengths
 
-    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
+    def encode_chunks(self, chunks: Iterable[str]) -> np.ndarray:
         """Return the tokens (int32) of one text that is given in consecutive pieces.
 
         If the tokenizer adds a space before a text, only the first piece gets it. Spelled control tokens are escaped in
@@ -152,21 +154,21 @@ class Tokenizer(ABC):
         pieces separately. Memory is needed only for one piece and for the tokens.
         """
         encoded = [np.zeros(0, np.int32)]
-        for piece in filter(None, pieces):
+        for chunk in filter(None, chunks):
             is_first = len(encoded) == 1
-            if self._spellings.is_in(piece):
-                encoded.append(self._encode_spelled(piece, is_first))
+            if self._spellings.is_in(chunk):
+                encoded.append(self._encode_spelled(chunk, is_first))
             else:
-                encoded.append((self._encode_arrays if is_first else self._encode_continued)([piece])[0])
+                encoded.append((self._encode_arrays if is_first else self._encode_continued)([chunk])[0])
         return np.concatenate(encoded)
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
         """Encode a text, or a piece that continues a text, in which control tokens are spelled."""
-        first, *others = self._spellings.cut(text)
+        first, *others = self._spellings.split(text)
         tokens = (self._encode_arrays if is_first else self._encode_continued)([first])[0]
         return np.concatenate([tokens, self._encode_continued(others)[0]])
 
-    def _found_in_text(self, control: Mapping[str, int]) -> list[str]:
+    def _names_to_escape(self, control: Mapping[str, int]) -> list[str]:
         """Return the names in ``control`` that the library would encode as control tokens if a text spells them."""
         names = [name for name in control if len(name) > 1]
         if not names:
@@ -227,7 +229,7 @@ class Tokenizer(ABC):
         eos = self.siblings.named.get("eos_token")
         if self.siblings.has_chat_template:
             special = {*self.siblings.special, *self._declared_control_names()}
-            end_of_text_names = [name for name in EOD_NAMES if name in special and name not in NOT_OF_CHATS]
+            end_of_text_names = [name for name in EOD_NAMES if name in special and name not in NOT_CHAT_EOD_NAMES]
             yield from sorted(end_of_text_names, key=lambda name: name != eos)
         elif eos is not None:
             yield eos
@@ -310,10 +312,10 @@ class Tokenizer(ABC):
     @cached_property
     def identity(self) -> str:
         """The identity of the tokenizer in token files and checkpoints; see ``megatron/tokenizer/identity.py``."""
-        return tokenizer_identity.join(tokenizer_identity.digest(self._facts()), self._files_digest())
+        return tokenizer_identity.join(tokenizer_identity.digest(self._identity_values()), self._files_digest())
 
     @abstractmethod
-    def _facts(self) -> Iterable[Any]:
+    def _identity_values(self) -> Iterable[Any]:
         """Return the JSON values that determine the ids of a text, and no others."""
 
     def _former_control_names(self) -> list[str]:
@@ -325,22 +327,22 @@ class Tokenizer(ABC):
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-        escaped = Spellings(self._found_in_text(self._ids_by_name(self._former_control_names()))).names
+        escaped = Spellings(self._names_to_escape(self._ids_by_name(self._former_control_names()))).names
         beyond_eod = [name for name in escaped if name != self.former_eod_name]
-        for part in (self.settings, *beyond_eod):
-            digest.update(part.encode())
+        for text in (self.settings, *beyond_eod):
+            digest.update(text.encode())
         return digest.hexdigest()
 
 
 def as_arrays(encoded: Sequence[Sequence[int]]) -> Arrays:
     """Convert lists of token ids to arrays."""
-    sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    return np.fromiter(chain.from_iterable(encoded), np.int32, int(sizes.sum())), sizes
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
 
 
 def as_lists(arrays: Arrays) -> list[list[int]]:
     """Convert arrays to one list of token ids per text."""
-    tokens, sizes = arrays
-    stops = np.cumsum(sizes).tolist()
+    tokens, lengths = arrays
+    stops = np.cumsum(lengths).tolist()
     ids = tokens.tolist()
     return [ids[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]

@@ -41,7 +41,7 @@ WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _NUM_BYTES = 256
 _MAX_SENTENCE_BYTES = 1 << 14
 _MAX_WORD_CHARS = 100
-_MOST_UNKNOWN = 1 / 4000
+_MAX_UNKNOWN_SHARE = 1 / 4000
 """Share of a text's characters that may be missing in a WordPiece vocabulary that has room for them."""
 _HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"
 BYTE_WORD = re.compile(f"'(?:[sdmt]|ll|ve|re)| ?[^\\W_]+| ?(?:[^{SPACE}\\w]|_)+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
@@ -50,7 +50,7 @@ _BERT_WORD = re.compile(f"[{_HAN}]|[^{_HAN}\\t\\n\\r \\xa0\\u1680\\u2000-\\u200a
 _BYTES_FOR_A_BYTE = 80
 _BYTES_FOR_A_WORD = 150
 _BYTES_FOR_A_TOKEN = 10_000
-_LEAST_MEMORY = 80e6
+_MIN_MEMORY_BYTES = 80e6
 _MEMORY_FOR_A_BYTE = 2.7
 _UNIGRAM_MEMORY_FOR_A_BYTE = 20
 _UNIGRAM_TOKEN_LENGTH = 16
@@ -64,8 +64,8 @@ _CONTROL_GROUPS = (
     ),
 )
 """The memory limit, the used memory and the reclaimable part of it, for control groups of version 2 and 1."""
-_KEPT = 0.9
-_MOST_REPEATED = 1000
+_KEEP_PROBABILITY = 0.9
+_MAX_REPEATED = 1000
 
 
 def special_names(special_tokens: Sequence[str] = (), num_sentinels: int = 0) -> list[str]:
@@ -75,7 +75,7 @@ def special_names(special_tokens: Sequence[str] = (), num_sentinels: int = 0) ->
         DataError: a name is empty, contains white space, or occurs twice.
     """
     names = [EOD, *(name for name in special_tokens if name != EOD)]
-    names += [f"<extra_id_{number}>" for number in range(num_sentinels)]
+    names += [f"<extra_id_{idx}>" for idx in range(num_sentinels)]
     for name in names:
         if not name or name.split() != [name]:
             raise DataError(f"--special-tokens must be names without blanks, got {name!r}")
@@ -132,20 +132,20 @@ class WordCounts:
                 counts[word] = count + 1
             elif self.rate == 1 or draw() < self.rate:
                 counts[word] = 1
-                self.held_bytes += _bytes_held(word)
+                self.held_bytes += _estimated_bytes(word)
                 while self.held_bytes > bound:
                     self._thin()
                     counts = self._counts
 
     def _thin(self) -> None:
         """Lower the rate, and remove the occurrences that would not have been added at the new rate."""
-        self.rate *= _KEPT
+        self.rate *= _KEEP_PROBABILITY
         counts = np.fromiter(self._counts.values(), np.int64, len(self._counts))
-        is_removed = self._draws.random(len(counts)) >= _KEPT
+        is_removed = self._draws.random(len(counts)) >= _KEEP_PROBABILITY
         counts -= is_removed * self._draws.geometric(self.rate, len(counts))
         remaining = zip(self._counts, counts.tolist(), strict=True)
         self._counts = {word: count for word, count in remaining if count > 0}
-        self.held_bytes = sum(map(_bytes_held, self._counts))
+        self.held_bytes = sum(map(_estimated_bytes, self._counts))
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Yield each word with the number of occurrences that it represents."""
@@ -177,9 +177,9 @@ def train_bpe(
     Raises:
         DataError: ``vocab_size`` is too small for the 256 bytes and the control tokens.
     """
-    _check_room(vocab_size, _NUM_BYTES, "bytes", special)
+    _check_vocab_size(vocab_size, _NUM_BYTES, "bytes", special)
     with TrainingProgress(f"a vocabulary of {vocab_size} tokens (bpe)") as progress:
-        counts = _counted(progress.reading(texts), BYTE_WORD, vocab_size, memory_bytes)
+        counts = _count_words(progress.reading(texts), BYTE_WORD, vocab_size, memory_bytes)
         return _bpe_of(counts, vocab_size, special, max_token_length)
 
 
@@ -195,7 +195,7 @@ def _bpe_of(counts: WordCounts, vocab_size: int, special: Sequence[str], max_tok
         # the limit of the library is exclusive
         max_token_length=None if max_token_length is None else max_token_length + 1,
     )
-    library.train_from_iterator(_last(counts), trainer)
+    library.train_from_iterator(_repeated_then_cleared(counts), trainer)
     return library.to_str(pretty=True).encode() + b"\n"
 
 
@@ -226,9 +226,9 @@ def train_wordpiece(
             "character is a token. Remove it, or use --model bpe or unigram"
         )
     names = [*WORDPIECE_TOKENS, *(name for name in special if name not in WORDPIECE_TOKENS)]
-    _check_room(vocab_size, 2, "characters", names)
+    _check_vocab_size(vocab_size, 2, "characters", names)
     with TrainingProgress(f"a vocabulary of {vocab_size} tokens (wordpiece)") as progress:
-        counts = _counted(progress.reading(texts), _BERT_WORD, vocab_size, memory_bytes)
+        counts = _count_words(progress.reading(texts), _BERT_WORD, vocab_size, memory_bytes)
         return _wordpiece_of(counts, vocab_size, names)
 
 
@@ -280,7 +280,9 @@ def train_unigram(
     try:
         with TrainingProgress(f"a vocabulary of {vocab_size} tokens (unigram)") as progress:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sentences(_weighed(_kept(progress.reading(texts), errors), memory_bytes)),
+                sentence_iterator=_sentences(
+                    _warn_if_too_large(_record_errors(progress.reading(texts), errors), memory_bytes)
+                ),
                 model_writer=model,
                 model_type="unigram",
                 vocab_size=vocab_size,
@@ -311,14 +313,16 @@ MODELS: dict[str, Callable[..., bytes]] = {
 }
 
 
-def _bytes_held(word: str) -> int:
+def _estimated_bytes(word: str) -> int:
     return _BYTES_FOR_A_WORD + _BYTES_FOR_A_BYTE * len(word.encode())
 
 
-def _counted(texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, memory_bytes: int | None) -> WordCounts:
+def _count_words(
+    texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, memory_bytes: int | None
+) -> WordCounts:
     """Count the words of ``texts``; log a message if they had to be sampled."""
     if memory_bytes is None:
-        least_bytes = max(_LEAST_MEMORY, _BYTES_FOR_A_TOKEN * vocab_size)
+        least_bytes = max(_MIN_MEMORY_BYTES, _BYTES_FOR_A_TOKEN * vocab_size)
         counts = WordCounts(pattern, free_memory_bytes() / 2, least_bytes, _MEMORY_FOR_A_BYTE)
     else:
         counts = WordCounts(pattern, memory_bytes, memory_bytes, 0)
@@ -336,12 +340,12 @@ def _counted(texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, me
 def _repeated(counts: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
     """Yield lists that contain each word as often as its count."""
     for word, count in counts:
-        num_full_lists, remainder = divmod(count, _MOST_REPEATED)
-        yield from repeat([word] * _MOST_REPEATED, num_full_lists)
+        num_full_lists, remainder = divmod(count, _MAX_REPEATED)
+        yield from repeat([word] * _MAX_REPEATED, num_full_lists)
         yield [word] * remainder
 
 
-def _last(counts: WordCounts) -> Iterator[list[str]]:
+def _repeated_then_cleared(counts: WordCounts) -> Iterator[list[str]]:
     """Yield each word as often as its count, then free ``counts`` before the trainer's peak memory use."""
     yield from _repeated(counts.items())
     counts.clear()
@@ -371,7 +375,7 @@ def _alphabet(counts: WordCounts, room: int) -> tuple[list[str], set[str], int]:
         if size <= remaining_room:
             characters.append(character)
             remaining_room -= size
-    num_known = (1 - _MOST_UNKNOWN) * totals.total()
+    num_known = (1 - _MAX_UNKNOWN_SHARE) * totals.total()
     num_needed = 1 + sum(total < num_known for total in accumulate(count for _, count in ordered))
     return characters, within, min(max(room // 2, num_needed), len(characters))
 
@@ -391,7 +395,7 @@ def free_memory_bytes() -> int:
     return free
 
 
-def _weighed(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
+def _warn_if_too_large(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
     """Yield ``texts``, and warn once when unigram will need more memory for them than is available."""
     bound = free_memory_bytes() if memory_bytes is None else memory_bytes
     num_bytes = 0
@@ -407,14 +411,16 @@ def _weighed(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
         yield text
 
 
-def _check_room(vocab_size: int, num_needed: int, what: str, special: Sequence[str]) -> None:
+def _check_vocab_size(vocab_size: int, num_needed: int, required_name: str, special: Sequence[str]) -> None:
     smallest = num_needed + len(special)
     if vocab_size < smallest:
         names = ", ".join(special[:6]) + (", ..." if len(special) > 6 else "")
-        raise DataError(f"--vocab-size must be at least {smallest} ({num_needed} {what} and {names}), got {vocab_size}")
+        raise DataError(
+            f"--vocab-size must be at least {smallest} ({num_needed} {required_name} and {names}), got {vocab_size}"
+        )
 
 
-def _kept(texts: Iterable[str], errors: list[BaseException]) -> Iterator[str]:
+def _record_errors(texts: Iterable[str], errors: list[BaseException]) -> Iterator[str]:
     """Yield ``texts``, and append an exception that they raise to ``errors``."""
     try:
         yield from texts

@@ -19,11 +19,11 @@ class TrainingProgress:
     A background thread writes the lines, because the libraries train in a single call, which releases the GIL.
 
     Args:
-        what: description of the training, such as "a vocabulary of 8192 tokens (bpe)".
+        description: description of the training, such as "a vocabulary of 8192 tokens (bpe)".
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, description: str) -> None:
+        self._description = description
         self._num_documents = self._num_bytes = 0
         self._is_read = False
         self._started = time.monotonic()
@@ -35,7 +35,7 @@ class TrainingProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
         self._thread.join()
@@ -53,4 +53,6 @@ class TrainingProgress:
             elapsed = log.human_time(time.monotonic() - self._started)
             documents = f"{self._num_documents} document{'' if self._num_documents == 1 else 's'}"
             read = f"{documents}, {self._num_bytes / 1e6:.1f} MB"
-            log.info(f"{elapsed}: training {self._what} on {read}" if self._is_read else f"{elapsed}: read {read}")
+            log.info(
+                f"{elapsed}: training {self._description} on {read}" if self._is_read else f"{elapsed}: read {read}"
+            )

@@ -26,7 +26,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 
 _MARK = "\u2581"
 _CHINESE = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
-_GOES_ON = re.compile(r"[^\W_]|'")
+_CONTINUES_WORD = re.compile(r"[^\W_]|'")
 _CHINESE_BYTES = range(0xE3, 0xEA)
 """First UTF-8 bytes of U+3000 ... U+9FFF."""
 
@@ -38,17 +38,17 @@ def word_starts(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([piece is None or begins(piece) for piece in pieces], bool)
 
 
-def _of_text(text: str) -> bool:
+def _text_begins_word(text: str) -> bool:
     """Return True if a piece with this text begins a word."""
-    return text.startswith(_MARK) or bool(_CHINESE.match(text)) or not _GOES_ON.match(text)
+    return text.startswith(_MARK) or bool(_CHINESE.match(text)) or not _CONTINUES_WORD.match(text)
 
 
-def _of_bytes(piece: str) -> bool:
+def _bytes_begin_word(piece: str) -> bool:
     """Return True if a piece of a byte-level BPE begins a word."""
     raw = bytes(_BYTES.get(character, 0x20) for character in piece)
     text = raw.decode("utf-8", "ignore")
     if text and raw.startswith(text[0].encode()):
-        return _of_text(text)
+        return _text_begins_word(text)
     return raw[:1] == b"" or raw[0] in _CHINESE_BYTES  # an incomplete character: check its first byte
 
 
@@ -64,8 +64,8 @@ def _byte_characters() -> dict[int, str]:
 
 _BYTES = {character: byte for byte, character in _byte_characters().items()}
 _RULES: dict[str, Callable[[str], bool]] = {
-    "bytes": _of_bytes,
-    "text": _of_text,
+    "bytes": _bytes_begin_word,
+    "text": _text_begins_word,
     "words": lambda piece: piece.startswith(_MARK),
     "continued": lambda piece: not piece.startswith("##") or len(piece) == 2,
     "": lambda piece: True,

@@ -50,7 +50,7 @@ class TimedBatches:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None and hasattr(self._batches, "close"):
             self._batches.close()
@@ -64,26 +64,26 @@ class TimedBatches:
 
 
 class UploadedBatches(TimedBatches):
-    """Copies the micro-batches to ``place`` and, on request, prefetches one micro-batch.
+    """Copies the micro-batches to ``torch_device`` and, on request, prefetches one micro-batch.
 
     A prefetched micro-batch that is never used does not count as consumed, since consumed samples are counted by steps.
     Likewise, an error in it is never raised.
 
     Args:
-        place: the device.
+        torch_device: the device.
     """
 
-    def __init__(self, source: Iterable[Mapping[str, torch.Tensor]], place: torch.device) -> None:
+    def __init__(self, source: Iterable[Mapping[str, torch.Tensor]], torch_device: torch.device) -> None:
         super().__init__(source)
-        self._place = place
-        self._ahead: Upload | None = None
-        self._error: Exception | None = None
+        self._device = torch_device
+        self._prefetched: Upload | None = None
+        self._prefetch_error: Exception | None = None
 
     def __next__(self) -> Upload:
-        error, self._error = self._error, None
+        error, self._prefetch_error = self._prefetch_error, None
         if error is not None:
             raise error
-        prefetched, self._ahead = self._ahead, None
+        prefetched, self._prefetched = self._prefetched, None
         return self._upload() if prefetched is None else prefetched
 
     def read_ahead(self) -> None:
@@ -92,18 +92,18 @@ class UploadedBatches(TimedBatches):
         The time does not count as waiting if the device is still busy afterwards. An error is raised when the
         micro-batch is requested.
         """
-        if self._ahead is not None or self._error is not None:
+        if self._prefetched is not None or self._prefetch_error is not None:
             return
-        waited_s, operation = self._waited_s, rank_status.heartbeat_now() or ""
-        rank_status.heartbeat_note(f"{operation}, reading ahead" if operation else "reading ahead")
+        waited_s, operation = self._waited_s, rank_status.current_operation() or ""
+        rank_status.write_operation(f"{operation}, reading ahead" if operation else "reading ahead")
         try:
-            self._ahead = self._upload()
+            self._prefetched = self._upload()
         except Exception as error:
-            self._error = error
-        rank_status.heartbeat_note(operation)
-        if device.is_busy(self._place):
+            self._prefetch_error = error
+        rank_status.write_operation(operation)
+        if device.is_busy(self._device):
             self._waited_s = waited_s
 
     def _upload(self) -> Upload:
         """Read the next micro-batch and start its copies to the device."""
-        return Upload(super().__next__(), self._place)
+        return Upload(super().__next__(), self._device)

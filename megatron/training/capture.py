@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint import CapturedState
 from megatron.config import Config
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training.compatibility import machine
+from megatron.training.compatibility import machine_properties
 from megatron.training.state_records import (
     optimizer_records,
     optimizer_steps,
@@ -76,11 +76,11 @@ def capture_metadata(
         "optimizer_steps": optimizer_steps(optimizer),
         "model": config.identity(),
         "config": config.to_dict(),
-        "layout": world.grid.topology.sizes(),
+        "layout": world.grid.topology.axis_sizes(),
         "data_fingerprint": fingerprint,
         "data_order": order,
         "torch": torch.__version__,
-        "machine": machine(world.kind),
+        "machine": machine_properties(world.device_type),
         **(extra or {}),
     }
 

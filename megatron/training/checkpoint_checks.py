@@ -11,8 +11,8 @@ from megatron.config import Config
 from megatron.data.blend_resume import TOKENIZER
 from megatron.errors import CheckpointError
 from megatron.tokenizer.identity import is_same
-from megatron.training.compatibility import data_settings_changed
-from megatron.training.deepspeed_folders import is_of_this_format
+from megatron.training.compatibility import changed_data_settings
+from megatron.training.deepspeed_folders import is_deepspeed_checkpoint
 from megatron.training.restore_options import RestoreOptions
 
 
@@ -34,7 +34,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
             f"--optimizer must match the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
             "Use the same optimizer, or add --no-load-optim to continue with new optimizer state."
         )
-    if options.optimizer and not is_of_this_format(checkpoint):
+    if options.optimizer and not is_deepspeed_checkpoint(checkpoint):
         check_moments(checkpoint)
 
 
@@ -50,10 +50,10 @@ def check_moments(checkpoint: Checkpoint) -> None:
         CheckpointError: it was saved with --no-save-optim.
     """
     metadata = checkpoint.metadata
-    settings = former.settings(metadata.get("config", {})).get("optimizer", {})
+    settings = former.convert_settings(metadata.get("config", {})).get("optimizer", {})
     has_momentum = settings.get("optimizer") == "sgd" and settings.get("sgd_momentum")
     # SGD does not count its steps.
-    updates = former.progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]
+    updates = former.convert_progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]
     if updates and not has_moments(checkpoint):
         raise CheckpointError(
             f"{checkpoint.path} contains no optimizer state (it was saved with --no-save-optim). "
@@ -67,7 +67,7 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config)
     if not saved or not fingerprint or saved == fingerprint:
         return
     log.debug(f"data: fingerprint {saved} in {checkpoint.path}; now: {fingerprint}")
-    changed = data_settings_changed(checkpoint.metadata.get("config", {}), config)
+    changed = changed_data_settings(checkpoint.metadata.get("config", {}), config)
     differences = "; ".join(text for texts in changed.values() for text in texts)
     differences = differences or "the documents or another setting of the samples changed"
     if not config.checkpoint.allow_data_change:
@@ -96,7 +96,7 @@ def check_tokenizer(
     if saved is None or identity is None or is_same(saved, identity):
         return
     log.debug(f"tokenizer identity in the checkpoint: {saved}; now: {identity}")
-    changed = [] if config is None else data_settings_changed(metadata.get("config", {}), config)[TOKENIZER]
+    changed = [] if config is None else changed_data_settings(metadata.get("config", {}), config)[TOKENIZER]
     differences = "; ".join(changed) or "its files have changed"
     if not allow_change:
         raise CheckpointError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_NAME = "branch"  # key in the metadata of a checkpoint
+_METADATA_KEY = "branch"  # key in the metadata of a checkpoint
 
 
 @dataclass
@@ -22,19 +22,19 @@ class CheckpointLineage:
     left: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> CheckpointLineage:
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> CheckpointLineage:
         """Return the lineage stored in a checkpoint's metadata."""
-        return cls(**metadata.get(_NAME, {}))
+        return cls(**metadata.get(_METADATA_KEY, {}))
 
     def continue_from(self, sequence: int, last: int) -> None:
         """Resume from checkpoint ``sequence`` and mark the later ones, up to ``last``, as abandoned."""
         if last > sequence:
             self.left.append([sequence + 1, last])
 
-    def has(self, sequence: int) -> bool:
+    def contains(self, sequence: int) -> bool:
         """Return True if the checkpoint belongs to the current history of the run."""
         return sequence > self.earlier and not any(first <= sequence <= last for first, last in self.left)
 
     def to_metadata(self) -> dict[str, Any]:
         """Return the metadata entry; empty if all checkpoints of the folder belong to the run."""
-        return {_NAME: asdict(self)} if self.earlier or self.left else {}
+        return {_METADATA_KEY: asdict(self)} if self.earlier or self.left else {}

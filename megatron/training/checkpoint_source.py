@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron import hub
-from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in
+from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_folder
 from megatron.checkpoint.huggingface import weights
 from megatron.checkpoint.metadata import MANIFEST_NAME
 from megatron.config import CheckpointConfig
@@ -16,7 +16,7 @@ from megatron.training import deepspeed_folders
 
 RUNS = Path("runs")
 NATIVE = "native"
-LOADED = "loaded"
+DOWNLOADS = "loaded"
 """Folder within a run folder for checkpoints downloaded from the store of another run."""
 
 
@@ -29,9 +29,9 @@ def newest_run(name: str, family: str = "") -> Path:
     Raises:
         CheckpointError: no such run has a checkpoint.
     """
-    newest = _newest_of(RUNS.glob(f"{name}-*"))
+    newest = _run_with_newest_checkpoint(RUNS.glob(f"{name}-*"))
     if newest is None:
-        other = _newest_of(run for run in RUNS.glob("*") if _family_of(run) == family)
+        other = _run_with_newest_checkpoint(run for run in RUNS.glob("*") if _family_of(run) == family)
         advice = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
         raise CheckpointError(
             f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
@@ -48,45 +48,45 @@ def _family_of(run: Path) -> str | None:
         return None
 
 
-def _newest_of(runs: Iterable[Path]) -> Path | None:
+def _run_with_newest_checkpoint(runs: Iterable[Path]) -> Path | None:
     """Return the run folder with the newest checkpoint, or None if no run has one."""
-    saved = {run: newest for run in runs if (newest := _newest_save(run))}
-    return max(saved, key=lambda run: saved[run], default=None)
+    save_times = {run: newest for run in runs if (newest := _newest_save_time(run))}
+    return max(save_times, key=lambda run: save_times[run], default=None)
 
 
-def saves_in(folder: Path, flags: CheckpointConfig) -> Path:
+def checkpoint_folder(folder: Path, flags: CheckpointConfig) -> Path:
     """Return the folder of a run's checkpoints; DeepSpeed checkpoints are stored in the run folder itself."""
     return folder if flags.is_deepspeed else folder / CHECKPOINTS
 
 
-def saved_in(folder: Path) -> list[Path]:
+def saved_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a run folder, in both formats, including incomplete ones."""
-    return [path for paths in _formats_in(folder).values() for path in paths]
+    return [path for paths in _checkpoints_by_format(folder).values() for path in paths]
 
 
 def is_deepspeed_folder(source: Path) -> bool:
     """Return True if ``source`` is or contains DeepSpeed checkpoints, and contains no native ones."""
-    return not any(checkpoints_in(source).glob("step-*")) and bool(deepspeed_folders.tags_in(source))
+    return not any(checkpoints_folder(source).glob("step-*")) and bool(deepspeed_folders.tags_in(source))
 
 
-def format_of(folder: Path, flags: CheckpointConfig) -> str:
+def choose_format(folder: Path, flags: CheckpointConfig) -> str:
     """Return the format in which a run saves into ``folder``: from the flags, or else from its existing checkpoints.
 
     Raises:
         ConfigError: the folder contains checkpoints of the other format, so that the newest one would be ambiguous.
     """
-    existing = [name for name, paths in _formats_in(folder).items() if paths]
-    chosen = flags.checkpoint_format or (existing[0] if existing else NATIVE)
-    if existing not in ([], [chosen]) and not flags.eval_only:
+    existing_formats = [name for name, paths in _checkpoints_by_format(folder).items() if paths]
+    checkpoint_format = flags.checkpoint_format or (existing_formats[0] if existing_formats else NATIVE)
+    if existing_formats not in ([], [checkpoint_format]) and not flags.eval_only:
         raise ConfigError(
-            f"a run folder may contain checkpoints of one format only, got {' and '.join(existing)} ones in {folder} "
-            f"and --checkpoint-format {chosen}. Set --save to another folder (--load may name this one), or use the "
-            "same format"
+            f"a run folder may contain checkpoints of one format only, got {' and '.join(existing_formats)} ones in "
+            f"{folder} and --checkpoint-format {checkpoint_format}. Set --save to another folder (--load may name this "
+            "one), or use the same format"
         )
-    return chosen
+    return checkpoint_format
 
 
-def _formats_in(folder: Path) -> dict[str, list[Path]]:
+def _checkpoints_by_format(folder: Path) -> dict[str, list[Path]]:
     """Return the checkpoints in a run folder by format."""
     native = [*(folder / CHECKPOINTS).glob("step-*")]
     return {NATIVE: native, deepspeed_folders.FORMAT: deepspeed_folders.tags_in(folder)}
@@ -101,9 +101,9 @@ def require_checkpoint(source: Path) -> None:
     Raises:
         CheckpointError: the folder does not exist or contains no checkpoint.
     """
-    if is_deepspeed_folder(source) or weights.is_folder(source):
+    if is_deepspeed_folder(source) or weights.is_huggingface_folder(source):
         return
-    folder = checkpoints_in(source)
+    folder = checkpoints_folder(source)
     if not folder.is_dir():
         found_instead = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(
@@ -126,6 +126,6 @@ def is_run_folder(source: Path) -> bool:
     return is_deepspeed_folder(source) and deepspeed_folders.tags_in(source) != [source]
 
 
-def _newest_save(run: Path) -> float | None:
+def _newest_save_time(run: Path) -> float | None:
     """Return the modification time of the newest checkpoint of a run folder, or None if it has none."""
-    return max((path.stat().st_mtime for path in saved_in(run)), default=None)
+    return max((path.stat().st_mtime for path in saved_checkpoints(run)), default=None)

@@ -15,56 +15,56 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron import device, log
-from megatron.arguments.flag_values import options_in
+from megatron.arguments.flag_values import family_options
 from megatron.checkpoint import former
 from megatron.config import Config, elastic
 from megatron.config.decoder import REFITTED
 from megatron.data.blend_resume import CONTENT, SAMPLES, TOKENIZER
 from megatron.mpu.topology import Topology
 
-MUST, WARNED, MAY = "must match", "warned", "may change"
+MUST_MATCH, WARNED, MAY_CHANGE = "must match", "warned", "may change"
 
 
 class Rule(NamedTuple):
     """A row of the table.
 
     Args:
-        what: description of the settings.
+        description: description of the settings.
         fields: the settings as "section.field".
         verdict: MUST, WARNED or MAY.
         meaning: effect of a change, and the flags that accept it.
-        is_of_weights: also applies if only the weights are loaded.
+        applies_to_weights: also applies if only the weights are loaded.
     """
 
-    what: str
+    description: str
     fields: tuple[str, ...]
     verdict: str
     meaning: str
-    is_of_weights: bool = False
+    applies_to_weights: bool = False
 
 
 RULES = (
     Rule(
-        "the model's sizes, biases, vocabulary, tied head and activation", (), MUST,
+        "the model's sizes, biases, vocabulary, tied head and activation", (), MUST_MATCH,
         "the weights would not fit; every difference is listed (check_model)",
     ),
     Rule(
         "--rotary-base and all other rotary flags, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
         "--scale-embeddings, --clip-qkv, muP and MiniCPM's scalings (decoders), --relative-attention-max-distance (T5)",
-        (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST,
+        (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST_MATCH,
         "the same weights produce other outputs; --finetune uses the current values and warns (check_model)",
-        is_of_weights=True,
+        applies_to_weights=True,
     ),
     Rule(
-        "tokenizer", (), MUST,
+        "tokenizer", (), MUST_MATCH,
         "token ids would change their meaning; --allow-vocab-change accepts one of the same size (check_tokenizer)",
     ),
     Rule(
-        "corpora, --split, lengths and --seed (compared by fingerprint)", (), MUST,
+        "corpora, --split, lengths and --seed (compared by fingerprint)", (), MUST_MATCH,
         "samples would be repeated or lost; --allow-data-change, --finetune (resume_order)",
     ),
     Rule(
-        "--optimizer", (), MUST,
+        "--optimizer", (), MUST_MATCH,
         "its moments would have another meaning; --no-load-optim, --load-weights-only, --finetune (check_fits)",
     ),
     Rule(
@@ -118,7 +118,7 @@ RULES = (
     Rule(
         "--layernorm-epsilon, --apply-residual-connection-post-layernorm",
         ("model.layernorm_epsilon", "model.apply_residual_connection_post_layernorm"), WARNED,
-        "the same weights produce other outputs", is_of_weights=True,
+        "the same weights produce other outputs", applies_to_weights=True,
     ),
     Rule(
         "--compile, --fused-kernels, --cpu-adam, --loss-chunk-tokens",
@@ -130,25 +130,25 @@ RULES = (
         "bitwise identity with an uninterrupted run is not guaranteed (machine_properties)",
     ),
     Rule(
-        "layout, schedule, recomputation, ZeRO stage, number of processes", (), MAY,
+        "layout, schedule, recomputation, ZeRO stage, number of processes", (), MAY_CHANGE,
         "each rank reads the slices it needs; other reductions round differently; both layouts are logged",
     ),
-    Rule("everything else: intervals, folders, logging, evaluation, guards", (), MAY, "applies from now on"),
+    Rule("everything else: intervals, folders, logging, evaluation, guards", (), MAY_CHANGE, "applies from now on"),
 )  # fmt: skip
 
 
-DECIDED_BY = {"train_iters": ("train_samples", "train_tokens"), "lr_decay_iters": ("lr_decay_samples",)}
+DERIVED_FROM = {"train_iters": ("train_samples", "train_tokens"), "lr_decay_iters": ("lr_decay_samples",)}
 """Step count -> settings that determine it. If both runs set one of them, a changed step count is not reported."""
 
 
-def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
+def changed_settings(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
     """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; unsaved settings are ignored."""
-    saved, current = former.settings(saved), now.to_dict()
+    saved, current = former.convert_settings(saved), now.to_dict()
     for rule in rules:
         for name in rule.fields:
             section, field = name.split(".")
             old, new = saved.get(section, {}), current.get(section, {})
-            if any(key in old and None not in (old[key], new[key]) for key in DECIDED_BY.get(field, ())):
+            if any(key in old and None not in (old[key], new[key]) for key in DERIVED_FROM.get(field, ())):
                 continue
             if field in old and field in new and old[field] != new[field]:
                 yield f"{field}: saved {old[field]}, now {new[field]}"
@@ -166,25 +166,25 @@ DATA_SETTINGS = {
 """Part of a corpus's fingerprint -> the data settings that it depends on."""
 
 
-def data_settings_changed(saved: Mapping[str, Any], now: Config) -> dict[str, list[str]]:
+def changed_data_settings(saved: Mapping[str, Any], now: Config) -> dict[str, list[str]]:
     """Return the changed data settings of a checkpoint as "--split was 900,50,50, now 949,50,1", by fingerprint part.
 
     Args:
         saved: the settings in the checkpoint, of any version; settings that are missing there are ignored.
     """
-    old, new = _flat(former.settings(saved)), _flat(now.to_dict())
-    flags = {option.name: option.flag for option in options_in(now.family)}
+    old, new = _flatten(former.convert_settings(saved)), _flatten(now.to_dict())
+    flags = {option.name: option.flag for option in family_options(now.family)}
     return {
-        part: [
-            f"{flags[name]} was {_shown(old[name])}, now {_shown(new[name])}"
+        fingerprint_part: [
+            f"{flags[name]} was {_format_value(old[name])}, now {_format_value(new[name])}"
             for name in names
             if flags.get(name) and name in old and name in new and old[name] != new[name]
         ]
-        for part, names in DATA_SETTINGS.items()
+        for fingerprint_part, names in DATA_SETTINGS.items()
     }
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return field -> value of all sections."""
     sections = {name: values for name, values in settings.items() if name not in ("deepspeed", "extra")}
     return {
@@ -192,28 +192,30 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
+def warn_of_changes(metadata: Mapping[str, Any], now: Config, device_type: str) -> None:
     """Warn about settings and machine properties that differ from the checkpoint's. Called on rank 0."""
-    changed = list(settings_changed(state.get("config", {}), now))
+    changed_texts = list(changed_settings(metadata.get("config", {}), now))
     # In an elastic job, the number of micro-batches is derived from the number of replicas.
-    if elastic.span_of(os.environ):
-        changed = [text for text in changed if not text.startswith(("gas:", "requested_global_batch_size:"))]
-    if changed:
-        log.warning(f"settings differ from the checkpoint: {'; '.join(changed)}")
-    current = machine(kind)
-    old = {"torch": state.get("torch"), **state.get("machine", {})}
-    changes = [
-        f"{name}: saved {old[name]}, now {current[name]}"
-        for name in current
-        if old.get(name) not in (None, current[name])
+    if elastic.parse_rank_range(os.environ):
+        changed_texts = [
+            text for text in changed_texts if not text.startswith(("gas:", "requested_global_batch_size:"))
+        ]
+    if changed_texts:
+        log.warning(f"settings differ from the checkpoint: {'; '.join(changed_texts)}")
+    current_machine = machine_properties(device_type)
+    saved_machine = {"torch": metadata.get("torch"), **metadata.get("machine", {})}
+    machine_changes = [
+        f"{name}: saved {saved_machine[name]}, now {current_machine[name]}"
+        for name in current_machine
+        if saved_machine.get(name) not in (None, current_machine[name])
     ]
-    if changes:
+    if machine_changes:
         log.warning(
-            f"the machine differs from the checkpoint's ({'; '.join(changes)}): bitwise identity with an "
+            f"the machine differs from the checkpoint's ({'; '.join(machine_changes)}): bitwise identity with an "
             "uninterrupted run is not guaranteed"
         )
 
@@ -223,32 +225,32 @@ def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice:
 
     Called on rank 0 if a start loads only weights; ``saved`` are the settings of the run that saved them.
     """
-    changed = list(settings_changed(saved, now, [rule for rule in RULES if rule.is_of_weights]))
+    changed = list(changed_settings(saved, now, [rule for rule in RULES if rule.applies_to_weights]))
     if changed:
         log.warning(
             f"the weights of {source} produce other outputs with the current settings: {'; '.join(changed)}{advice}"
         )
 
 
-def machine(kind: str) -> dict[str, Any]:
+def machine_properties(device_type: str) -> dict[str, Any]:
     """Return the properties of the machine and torch that affect the last bits of a loss."""
-    properties: dict[str, Any] = {"torch": torch.__version__, "cpu": _cpu(), "threads": torch.get_num_threads()}
-    return properties | ({"gpu": device.name(kind)} if kind != "cpu" else {})
+    properties: dict[str, Any] = {"torch": torch.__version__, "cpu": _cpu_model(), "threads": torch.get_num_threads()}
+    return properties | ({"gpu": device.name(device_type)} if device_type != "cpu" else {})
 
 
 def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
     """Return "saved tp2 pp2 dp1, now tp1 pp4 dp1", or None if the layouts are the same."""
     context = saved.get("context", 1)  # older checkpoints do not have it
     old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"], context=context)
-    return None if old == now else f"saved {_layout(old)}, now {_layout(now)}"
+    return None if old == now else f"saved {_format_layout(old)}, now {_format_layout(now)}"
 
 
-def _layout(topology: Topology) -> str:
+def _format_layout(topology: Topology) -> str:
     context = f" cp{topology.context}" if topology.context > 1 else ""
     return f"tp{topology.tensor} pp{topology.pipe} dp{topology.data}{context}"
 
 
-def _cpu() -> str:
+def _cpu_model() -> str:
     """Return the CPU model of this machine and the instruction set that torch uses on it."""
     name = platform.machine()
     if os.path.exists("/proc/cpuinfo"):

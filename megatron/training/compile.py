@@ -24,10 +24,10 @@ from megatron.mpu.random import DropoutStreams
 # The layer index is part of all dropout keys. It is converted to a tensor, because torch.compile would specialise the
 # graph on a Python int and compile one graph per layer.
 
-OUTSIDE = ("attend", "recomputed")
+GRAPH_BREAK_METHODS = ("attend", "recompute")
 """Methods of ``DropoutStreams`` at which graphs break."""
 COMPILERS = ("g++", "clang++")
-GRAPHS_OF_A_LENGTH = 8
+GRAPHS_PER_LENGTH = 8
 """Number of graphs per sequence length (torch's default limit), beyond which a layer would run uncompiled."""
 
 
@@ -36,7 +36,7 @@ def compile_layers(
     streams: DropoutStreams,
     device: torch.device,
     *,
-    has_all: bool = True,
+    is_full_model: bool = True,
     num_lengths: int = 1,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
@@ -45,25 +45,25 @@ def compile_layers(
     A transformer layer is a module with a feed-forward block ``mlp``.
 
     Args:
-        has_all: the module is the full model; a pipeline stage may have no transformer layer.
+        is_full_model: the module is the full model; a pipeline stage may have no transformer layer.
         num_lengths: number of sequence lengths in the run; each needs its own graph.
 
     Raises:
         ConfigError: there is no layer to compile, or no compiler.
     """
     layers = [child for child in module.modules() if isinstance(getattr(child, "mlp", None), MLP)]
-    if not layers and has_all:
+    if not layers and is_full_model:
         raise ConfigError(
             "--compile needs layers with a child `mlp` of type megatron.models.common.transformer.MLP, found none in "
             f"{type(module).__name__}. Leave it out, or compile your layers in model_provider"
         )
     if backend == "inductor":
         check_compiler(device)
-    streams.enter_graphs()
-    for name in OUTSIDE:
+    streams.enable_graph_dropout()
+    for name in GRAPH_BREAK_METHODS:
         setattr(streams, name, torch.compiler.disable(getattr(streams, name)))
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_OF_A_LENGTH * num_lengths)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_LENGTH * num_lengths)
     for layer in layers:
         for submodule in layer.modules():
             if isinstance(getattr(submodule, "layer", None), int):

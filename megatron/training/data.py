@@ -15,7 +15,7 @@ from megatron.data.collate import Samples
 from megatron.data.sample_order import as_ordered
 from megatron.errors import DataError
 from megatron.training.batch_iterators import TimedBatches, UploadedBatches
-from megatron.training.data_agreement import KINDS, RankData, disagreement
+from megatron.training.data_agreement import SPLITS, RankData, find_disagreement
 from megatron.training.world import World
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -40,7 +40,7 @@ class RunData:
     has_training: bool = True
 
     def batches(
-        self, kind: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
+        self, split: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
         length: int | None = None,
     ) -> TimedBatches | None:  # fmt: skip
         """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read data.
@@ -48,17 +48,17 @@ class RunData:
         If the device is not a CPU, the micro-batches are copied to it asynchronously.
 
         Args:
-            kind: the split: train, valid or test.
+            split: the split: train, valid or test.
             corpus: read only the samples of this corpus.
             length: split each sample into sequences of this many tokens; None: follow --seq-length-schedule for
                 training, and read samples of other splits at full length.
         """
-        dataset = self.datasets.get(kind)
+        dataset = self.datasets.get(split)
         if dataset is None:
             return None
-        is_training = kind == "train"
+        is_training = split == "train"
         ordered, replicas = as_ordered(dataset), world.grid.data.size
-        lengths = config.batch.lengths if is_training else SeqLengths(config.batch.seq_length)
+        lengths = config.batch.seq_lengths if is_training else SeqLengths(config.batch.seq_length)
         if length is not None:
             lengths = SeqLengths(lengths.full, ((0, length),))
         batches = DataLoader(
@@ -68,13 +68,15 @@ class RunData:
             data_rank=world.grid.data.rank,
             data_size=replicas,
             samples_consumed=samples_consumed,
-            sizes=config.batch.sizes(replicas) if is_training else BatchSizes(config.batch.global_batch_size(replicas)),
+            batch_sizes=config.batch.batch_sizes(replicas)
+            if is_training
+            else BatchSizes(config.batch.global_batch_size(replicas)),
             lengths=lengths,
-            num_workers=config.data.reading_processes if is_training else 0,
+            num_workers=config.data.num_reading_processes if is_training else 0,
             prefetch_factor=config.data.prefetch_factor,
-            pin_memory=device.can_pin(world.kind),
+            pin_memory=device.can_pin(world.device_type),
         )
-        return TimedBatches(batches) if world.kind == "cpu" else UploadedBatches(batches, world.device)
+        return TimedBatches(batches) if world.device_type == "cpu" else UploadedBatches(batches, world.device)
 
     def use_order(self, order: BlendSchedule) -> None:
         """Continue the training data in ``order``."""
@@ -99,22 +101,22 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
     }
 
 
-def samples_wanted(config: Config, world: World) -> list[int]:
+def num_samples_of_splits(config: Config, world: World) -> list[int]:
     """Return the numbers of samples for training, all validations and the test.
 
     The number of training samples is --train-samples, as in Megatron, so that it does not change if a run is resumed
     with another batch size. Without that flag, it is the number of samples of a new run.
     """
     batch, replicas = config.batch, world.grid.data.size
-    training = batch.sizes(replicas).consumed_after(batch.train_iters)
+    training = batch.batch_sizes(replicas).consumed_after(batch.train_iters)
     if batch.train_samples is not None and batch.train_tokens is None and batch.train_iters:
         training = batch.train_samples
-    per_step = batch.global_batch_size(replicas)
+    samples_per_step = batch.global_batch_size(replicas)
     evaluated = evaluated_splits(config)
     return [
         0 if config.checkpoint.eval_only else training,
-        batch.eval_iters * per_step if evaluated["valid"] else 0,
-        batch.eval_iters * per_step if evaluated["test"] else 0,
+        batch.eval_iters * samples_per_step if evaluated["valid"] else 0,
+        batch.eval_iters * samples_per_step if evaluated["test"] else 0,
     ]
 
 
@@ -128,26 +130,29 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
     failure: Exception | None = None
     if world.reads_data:
         try:
-            num_samples = samples_wanted(config, world)
+            num_samples = num_samples_of_splits(config, world)
             provided = _mock_data(config, num_samples) if config.data.is_mock else provider(num_samples)
-            opened = dict(zip(KINDS, provided, strict=True))
+            opened = dict(zip(SPLITS, provided, strict=True))
             datasets = {split: dataset for split, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
-    ranks = world.grid.host.gather_objects(RankData.of(datasets, world.reads_data, failure))
-    problem = next((rank_data.problem for rank_data in ranks if rank_data.problem), None) or disagreement(ranks)
+    all_rank_data = world.grid.host.gather_objects(RankData.from_datasets(datasets, world.reads_data, failure))
+    problem = next((rank_data.problem for rank_data in all_rank_data if rank_data.problem), None) or find_disagreement(
+        all_rank_data
+    )
     if problem:
         raise DataError(problem)
-    reader = next((rank_data for rank_data in ranks if rank_data.reads), ranks[0])
-    return RunData(datasets, reader.fingerprint, reader.order, reader.corpora, "train" in reader.prints)
+    reader = next((rank_data for rank_data in all_rank_data if rank_data.reads_data), all_rank_data[0])
+    return RunData(datasets, reader.fingerprint, reader.order, reader.corpora, "train" in reader.identities)
 
 
-def _mock_data(config: Config, wanted: Sequence[int]) -> tuple[Any, ...]:
+def _mock_data(config: Config, num_samples: Sequence[int]) -> tuple[Any, ...]:
     """Return random data sets for --data-path mock with a seed per split; None for a split without samples."""
     from megatron.training.global_vars import get_tokenizer
     from megatron.training.mock_data import random_data
 
     seed, tokenizer = config.run.seed, get_tokenizer()
     return tuple(
-        random_data(config, seed + split_idx, tokenizer) if count else None for split_idx, count in enumerate(wanted)
+        random_data(config, seed + split_idx, tokenizer) if count else None
+        for split_idx, count in enumerate(num_samples)
     )

@@ -10,7 +10,7 @@ from megatron.data import BlendSchedule
 from megatron.data.collate import Samples
 from megatron.data.sample_order import as_ordered
 
-KINDS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -19,30 +19,30 @@ class RankData:
 
     Args:
         problem: error message if the data could not be opened.
-        reads: True if this rank reads data.
-        prints: split -> text that identifies the data set.
+        reads_data: True if this rank reads data.
+        identities: split -> text that identifies the data set.
     """
 
     problem: str | None
-    reads: bool
+    reads_data: bool
     fingerprint: str | None = None
     order: BlendSchedule | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    prints: Mapping[str, str] = field(default_factory=dict)
+    identities: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, datasets: Mapping[str, Samples], reads: bool, failure: Exception | None) -> RankData:
+    def from_datasets(cls, datasets: Mapping[str, Samples], reads_data: bool, failure: Exception | None) -> RankData:
         """Return the description of the data sets of this rank, or of the failure to open them."""
-        if failure or not reads:
+        if failure or not reads_data:
             return cls(str(failure) if failure else None, False)
         ordered = as_ordered(datasets.get("train"))
         return cls(
             problem=None,
-            reads=True,
+            reads_data=True,
             fingerprint=_fingerprint(datasets.get("train")),
             order=None if ordered is None else ordered.order,
             corpora={split: weights for split, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
-            prints={split: _print(dataset) for split, dataset in datasets.items()},
+            identities={split: _identity_text(dataset) for split, dataset in datasets.items()},
         )
 
 
@@ -57,7 +57,7 @@ def _weights(dataset: object) -> dict[str, float]:
     return {} if ordered is None else ordered.order.weights(0)
 
 
-def _print(dataset: object) -> str:
+def _identity_text(dataset: object) -> str:
     """Return a text that is equal on all ranks whose data sets return the same samples in the same order."""
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"
@@ -67,16 +67,17 @@ def _print(dataset: object) -> str:
     return f"{text} and order {hashlib.sha256(order).hexdigest()[:8]}"
 
 
-def disagreement(ranks_data: Sequence[RankData]) -> str | None:
+def find_disagreement(ranks_data: Sequence[RankData]) -> str | None:
     """Return a message that names the ranks with different data, or None if all readers agree."""
-    for split in KINDS:
-        ranks: dict[str, list[int]] = {}
+    for split in SPLITS:
+        ranks_by_identity: dict[str, list[int]] = {}
         for rank, rank_data in enumerate(ranks_data):
-            if rank_data.reads:
-                ranks.setdefault(rank_data.prints.get(split, "none"), []).append(rank)
-        if len(ranks) > 1:
+            if rank_data.reads_data:
+                ranks_by_identity.setdefault(rank_data.identities.get(split, "none"), []).append(rank)
+        if len(ranks_by_identity) > 1:
             listed = "; ".join(
-                f"{text} on rank{'s' * (len(readers) > 1)} {_ranges(readers)}" for text, readers in ranks.items()
+                f"{identity} on rank{'s' * (len(readers) > 1)} {_format_ranges(readers)}"
+                for identity, readers in ranks_by_identity.items()
             )
             return (
                 f"all ranks must read the same data, got different {split} data: {listed}. Use the same files under "
@@ -85,12 +86,12 @@ def disagreement(ranks_data: Sequence[RankData]) -> str | None:
     return None
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(ranks: Sequence[int]) -> str:
     """Return "0-3, 6" for the ascending numbers 0, 1, 2, 3, 6."""
-    runs: list[list[int]] = []
-    for rank in numbers:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1][1:] = [rank]
         else:
-            runs.append([rank])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+            ranges.append([rank])
+    return ", ".join("-".join(map(str, rank_range)) for rank_range in ranges)

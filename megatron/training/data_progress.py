@@ -9,21 +9,21 @@ from typing import Any
 from megatron.data.sample_order import as_ordered
 from megatron.training.data import RunData
 
-_NAMED_AT_MOST, _NAMED_OF_MORE = 6, 4
+_MAX_LISTED, _NUM_LISTED_OF_MORE = 6, 4
 
 
-def numbers_text(numbers: Mapping[str, float], form: str) -> str:
+def format_by_corpus(values_by_corpus: Mapping[str, float], format_spec: str) -> str:
     """Return "a 0.12, b 0.30", or only the number for a single corpus.
 
     If there are too many corpora for a line, only the largest numbers are listed, followed by "and 9 more".
     """
-    if len(numbers) == 1:
-        return format(next(iter(numbers.values())), form)
-    items = list(numbers.items())
-    if len(items) > _NAMED_AT_MOST:
-        items = sorted(items, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NAMED_OF_MORE]
-    text = ", ".join(f"{name} {value:{form}}" for name, value in items)
-    return text if len(items) == len(numbers) else f"{text} and {len(numbers) - len(items)} more"
+    if len(values_by_corpus) == 1:
+        return format(next(iter(values_by_corpus.values())), format_spec)
+    items = list(values_by_corpus.items())
+    if len(items) > _MAX_LISTED:
+        items = sorted(items, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NUM_LISTED_OF_MORE]
+    text = ", ".join(f"{name} {value:{format_spec}}" for name, value in items)
+    return text if len(items) == len(values_by_corpus) else f"{text} and {len(values_by_corpus) - len(items)} more"
 
 
 def epochs_text(data: RunData, samples_consumed: int) -> str:
@@ -31,10 +31,10 @@ def epochs_text(data: RunData, samples_consumed: int) -> str:
     if data.order is None:
         return ""
     epochs = data.order.epochs(samples_consumed)
-    return f"epoch{'s' if len(epochs) > 1 else ''} {numbers_text(epochs, '.3g')}"
+    return f"epoch{'s' if len(epochs) > 1 else ''} {format_by_corpus(epochs, '.3g')}"
 
 
-def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
+def epoch_metrics(data: RunData, samples_consumed: int) -> dict[str, Any]:
     """Return the number of epochs as a metric: ``epoch`` for a single corpus, or ``epochs`` by corpus name."""
     if data.order is None:
         return {}
@@ -42,7 +42,7 @@ def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
     return {"epochs": epochs} if len(epochs) > 1 else {"epoch": next(iter(epochs.values()))}
 
 
-def tokens_values(data: RunData, samples_consumed: int, tokens_per_sample: int) -> dict[str, Any]:
+def token_metrics(data: RunData, samples_consumed: int, tokens_per_sample: int) -> dict[str, Any]:
     """Return the number of tokens read from each corpus as a metric."""
     if data.order is None:
         return {}
@@ -50,15 +50,15 @@ def tokens_values(data: RunData, samples_consumed: int, tokens_per_sample: int) 
     return {"corpus_tokens": {name: tokens_per_sample * samples for name, samples in cursors.items()}}
 
 
-def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
+def corpus_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
     """Yield rows of the start table: samples per epoch, and epochs in ``num_samples`` samples."""
     train = data.datasets.get("train")
     ordered = as_ordered(train)
-    parts: Mapping[str, object] = {"": train} if ordered is None else ordered.parts
-    sizes = {name: getattr(part, "samples_per_epoch", None) for name, part in parts.items()}
-    known = {name: size for name, size in sizes.items() if isinstance(size, int) and size}
-    if known and len(known) == len(sizes):
-        yield "samples", f"{numbers_text(known, ',')} per epoch"
+    corpora: Mapping[str, object] = {"": train} if ordered is None else ordered.parts
+    samples_per_epoch = {name: getattr(corpus, "samples_per_epoch", None) for name, corpus in corpora.items()}
+    known = {name: samples for name, samples in samples_per_epoch.items() if isinstance(samples, int) and samples}
+    if known and len(known) == len(samples_per_epoch):
+        yield "samples", f"{format_by_corpus(known, ',')} per epoch"
     if data.order is not None:
-        epochs = numbers_text(data.order.epochs(num_samples), ".3g")
+        epochs = format_by_corpus(data.order.epochs(num_samples), ".3g")
         yield "epochs", f"{epochs} in the {num_samples:,} samples of the run"

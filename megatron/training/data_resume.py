@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.data import BlendSchedule, resumed_order
 from megatron.data.blend_resume import SAME_LENGTH
 from megatron.errors import CheckpointError
-from megatron.training.compatibility import data_settings_changed
+from megatron.training.compatibility import changed_data_settings
 from megatron.training.data import RunData
 
 
@@ -26,7 +26,7 @@ class SavedData(NamedTuple):
     order: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> SavedData:
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> SavedData:
         """Return the saved data from a checkpoint's metadata."""
         return cls(metadata.get("data_fingerprint"), metadata.get("data_order"))
 
@@ -54,7 +54,7 @@ def resume_order(
         if consumed:
             _check_unknown_data(consumed, allow_change)
         return data.order
-    settings = {} if config is None else data_settings_changed(metadata.get("config", {}), config)
+    settings = {} if config is None else changed_data_settings(metadata.get("config", {}), config)
     order, lines = resumed_order(data.order, saved, consumed, allow_change=allow_change, ratio=ratio, settings=settings)
     for line in lines:
         log.info(line)
@@ -63,7 +63,7 @@ def resume_order(
 
 def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) -> Fraction:
     """Return the ratio of the checkpoint's tokens per sample to the run's; if they differ, log the next sample."""
-    progress = former.progress(metadata) if metadata["progress"] else {}
+    progress = former.convert_progress(metadata) if metadata["progress"] else {}
     samples, tokens = progress.get("samples_consumed", 0), progress.get("tokens_consumed")
     if not samples or tokens is None or tokens_per_sample is None or tokens == samples * tokens_per_sample:
         return SAME_LENGTH

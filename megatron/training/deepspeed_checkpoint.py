@@ -22,31 +22,31 @@ import torch
 
 from megatron import device, files
 from megatron.checkpoint import Checkpoint
-from megatron.checkpoint.metadata import FileFacts
+from megatron.checkpoint.metadata import FileInfo
 from megatron.checkpoint.rank_errors import gather_verdict
-from megatron.checkpoint.retention import ALL, RetentionPolicy
+from megatron.checkpoint.retention import KEEP_ALL, RetentionPolicy
 from megatron.config import Config
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.topology import Topology
 from megatron.training.compatibility import layout_text
-from megatron.training.deepspeed_folders import FORMAT, clean_up, commit, prepare
+from megatron.training.deepspeed_folders import FORMAT, clean_up, commit, make_temporary_folder
 from megatron.training.loss_scale_resume import restore_scaler
 from megatron.training.restore_options import RestoreOptions
 from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 
-CLIENT = "megatron"
-_CUTS = ("pipeline_chunks", "partition_method")
+CLIENT_KEY = "megatron"
+_PARTITION_FIELDS = ("pipeline_chunks", "partition_method")
 
 
-class Files:
+class RecordingCheckpointEngine:
     """Replaces an engine's checkpoint engine during a save: syncs every file to disk and records its checksum.
 
     If a file cannot be written, the error is raised only after the engine's barriers, which every rank must reach.
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._written = engine, dict[str, FileFacts]()
+        self._engine, self._written = engine, dict[str, FileInfo]()
         self._error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -60,12 +60,12 @@ class Files:
         if self._error is not None:
             return
         try:
-            facts = files.write_by(Path(path), lambda stream: torch.save(state_dict, stream))  # type: ignore[arg-type]
-            self._written[Path(path).name] = FileFacts(*facts)
-        except Exception as error:  # raised by ``facts``
+            file_facts = files.write_with(Path(path), lambda stream: torch.save(state_dict, stream))  # type: ignore[arg-type]
+            self._written[Path(path).name] = FileInfo(*file_facts)
+        except Exception as error:  # raised by ``file_facts``
             self._error = error
 
-    def facts(self) -> dict[str, FileFacts]:
+    def file_facts(self) -> dict[str, FileInfo]:
         """Return sizes and checksums of the files that were written, by file name.
 
         Raises:
@@ -78,7 +78,13 @@ class Files:
 
 @marked(is_of_this_rank=False)
 def save(
-    root: Path, step: int, metadata: Mapping[str, Any], engine: Any, world: World, *, retention: RetentionPolicy = ALL
+    root: Path,
+    step: int,
+    metadata: Mapping[str, Any],
+    engine: Any,
+    world: World,
+    *,
+    retention: RetentionPolicy = KEEP_ALL,
 ) -> Path:
     """Write the checkpoint ``root/global_step20`` with DeepSpeed's ``engine`` and return its path. Collective.
 
@@ -89,18 +95,19 @@ def save(
     Raises:
         CheckpointError: the save failed on any rank; raised on all ranks. Older checkpoints in ``root`` are unchanged.
     """
-    host, plain = (
+    host, json_metadata = (
         world.grid.host,
         json.loads(json.dumps({**metadata, "format": FORMAT})),
     )  # converts to the types of JSON
-    client = {CLIENT: {"state": plain, "rng": _rng_of_replicas(world)}}
+    client_state = {CLIENT_KEY: {"state": json_metadata, "rng": _gather_rng_states(world)}}
     temporary: Path | None = None
     try:
-        temporary = gather_verdict(host, lambda: None, lambda _: prepare(root, step))
-        with _writing_to(engine) as written:
-            engine.save_checkpoint(str(root), tag=temporary.name, client_state=client, save_latest=False)
+        temporary = gather_verdict(host, lambda: None, lambda _: make_temporary_folder(root, step))
+        with _recording_files(engine) as recording_engine:
+            engine.save_checkpoint(str(root), tag=temporary.name, client_state=client_state, save_latest=False)
         path: Path = gather_verdict(
-            host, written.facts, lambda shares: commit(temporary, step, plain, _joined(shares))
+            host, recording_engine.file_facts,
+            lambda facts_of_ranks: commit(temporary, step, json_metadata, _merge_file_facts(facts_of_ranks)),
         )  # fmt: skip
     except CheckpointError as error:
         if world.rank == 0 and temporary is not None:
@@ -125,19 +132,19 @@ def restore(
     """
     metadata, topology = checkpoint.metadata, world.grid.topology
     with marked(is_of_this_rank=False):
-        check_layout(checkpoint, config, topology, takes_optimizer=options.optimizer)
-    client: dict[str, Any] = {}
+        check_layout(checkpoint, config, topology, loads_optimizer=options.optimizer)
+    client_state: dict[str, Any] = {}
     gather_verdict(
-        world.grid.host, lambda: client.update(_read(engine, checkpoint.path, options.optimizer)), lambda _: None
+        world.grid.host, lambda: client_state.update(_read(engine, checkpoint.path, options.optimizer)), lambda _: None
     )
     if options.optimizer:  # files of earlier versions lack the scaler type; their manifest has it
         restore_scaler(engine.optimizer.scaler, metadata, config)
     if options.generators and layout_text(metadata["layout"], topology) is None:
-        device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
+        device.set_rng_states({**device.rng_states(world.device_type), **client_state[CLIENT_KEY]["rng"][world.rank]})
     return TrainProgress.from_metadata(metadata, config.tokens_per_sample) if options.counters else TrainProgress()
 
 
-def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes_optimizer: bool) -> None:
+def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, loads_optimizer: bool) -> None:
     """Check that the files, which contain the slices of one layout, can be loaded in the layout ``now``.
 
     Raises:
@@ -151,57 +158,61 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
             f"saved with, and with a pipeline only if it was saved with one: {difference}. Start with the saved "
             "layout, and save with --checkpoint-format native, which loads in every layout"
         )
-    if takes_optimizer and (stated_cut := _other_cut(checkpoint, config, now)):
+    if loads_optimizer and (partition_change := _partition_change(checkpoint, config, now)):
         raise CheckpointError(
             f"{checkpoint.path} is in DeepSpeed's format, whose optimizer states load only if every stage has the "
-            f"same layers as when it was saved: {stated_cut}. Start with the saved layout and save with "
+            f"same layers as when it was saved: {partition_change}. Start with the saved layout and save with "
             "--checkpoint-format native, which loads in every layout, or load only the weights with "
             "--load-weights-only or --finetune"
         )
 
 
-def _other_cut(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
+def _partition_change(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
     """Return text on the difference to the checkpoint's split of layers into stages, or None if there is none."""
     if checkpoint.metadata["layout"]["pipe"] != now.pipe:
         return layout_text(checkpoint.metadata["layout"], now)
     saved, current = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)
     if now.pipe == 1:
         return None
-    changed = [f"{name}: saved {saved[name]}, now {current[name]}" for name in _CUTS if saved[name] != current[name]]
+    changed = [
+        f"{name}: saved {saved[name]}, now {current[name]}"
+        for name in _PARTITION_FIELDS
+        if saved[name] != current[name]
+    ]
     return "; ".join(changed) or None
 
 
-def _read(engine: Any, path: Path, takes_optimizer: bool) -> dict[str, Any]:
+def _read(engine: Any, path: Path, loads_optimizer: bool) -> dict[str, Any]:
     """Load the files with the engine, in a mode in which they cannot run code, and return the client state."""
     from tds.deepspeed.safe_load import make_safe  # imports DeepSpeed
 
     make_safe(engine.checkpoint_engine)
-    _, client = engine.load_checkpoint(
-        str(path.parent), tag=path.name, load_optimizer_states=takes_optimizer, load_lr_scheduler_states=False,
-        load_module_only=not takes_optimizer,
+    _, client_state = engine.load_checkpoint(
+        str(path.parent), tag=path.name, load_optimizer_states=loads_optimizer, load_lr_scheduler_states=False,
+        load_module_only=not loads_optimizer,
     )  # fmt: skip
-    if client is None:
+    if client_state is None:
         raise CheckpointError(f"{path} contains no file for this rank")
-    return dict(client)
+    return dict(client_state)
 
 
 @contextmanager
-def _writing_to(engine: Any) -> Iterator[Files]:
-    """Replace the engine's checkpoint engine by ``Files`` within the context."""
+def _recording_files(engine: Any) -> Iterator[RecordingCheckpointEngine]:
+    """Replace the engine's checkpoint engine by ``RecordingCheckpointEngine`` within the context."""
     original = engine.checkpoint_engine
-    engine.checkpoint_engine = written = Files(original)
+    engine.checkpoint_engine = recording_engine = RecordingCheckpointEngine(original)
     try:
-        yield written
+        yield recording_engine
     finally:
         engine.checkpoint_engine = original
 
 
-def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
+def _merge_file_facts(facts_of_ranks: list[dict[str, FileInfo]]) -> dict[str, FileInfo]:
     """Merge the dictionaries of all ranks."""
-    return {name: facts for share in shares for name, facts in sorted(share.items())}
+    return {name: file_facts for rank_facts in facts_of_ranks for name, file_facts in sorted(rank_facts.items())}
 
 
-def _rng_of_replicas(world: World) -> dict[int, dict[str, torch.Tensor]]:
+def _gather_rng_states(world: World) -> dict[int, dict[str, torch.Tensor]]:
     """Return the generator states of the ranks that store the same weights as this rank, by rank. Collective."""
-    states = world.grid.host.gather_objects(device.rng_states(world.kind))
+    states = world.grid.host.gather_objects(device.rng_states(world.device_type))
     return {rank: states[rank] for rank in world.grid.data_context.ranks}

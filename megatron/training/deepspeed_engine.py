@@ -16,10 +16,10 @@ from megatron.config import Config
 from megatron.mpu.groups import Grid, groups_by_ranks
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
-from megatron.training.device_setup import check_agreement
+from megatron.training.device_setup import check_deepspeed_device
 from megatron.training.world import World
-from megatron.training.zero3_init import is_asked_for, not_sent
-from tds.deepspeed.alias import theirs
+from megatron.training.zero3_init import is_weight_sharded, without_deepspeed_broadcast
+from tds.deepspeed.alias import import_deepspeed
 
 
 def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
@@ -34,21 +34,21 @@ def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def initialize_loaded_deepspeed(kind: str) -> None:
+def initialize_loaded_deepspeed(device_type: str) -> None:
     """Initialize DeepSpeed's communication if the script has imported DeepSpeed. Collective.
 
     A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, regardless of the engine.
 
     Args:
-        kind: device type of the run.
+        device_type: device type of the run.
 
     Raises:
         ConfigError: DeepSpeed uses another device type.
     """
     if "deepspeed" not in sys.modules:
         return
-    check_agreement(kind)
-    deepspeed = theirs()
+    check_deepspeed_device(device_type)
+    deepspeed = import_deepspeed()
     tds.quiet()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -82,9 +82,12 @@ def _initialize(
     optimizer: MixedPrecisionOptimizer,
     mpu: DeepSpeedMpu | None,
 ) -> Any:
-    check_agreement(world.kind)
+    check_deepspeed_device(world.device_type)
     tds.quiet(not config.run.verbose_deepspeed)
     settings = engine_dict(config, world.grid.topology.world_size)
-    with not_sent(module, arrives=is_asked_for(config, world)), sharing_groups_of(world.grid):
+    with (
+        without_deepspeed_broadcast(module, is_deferred=is_weight_sharded(config, world)),
+        sharing_groups_of(world.grid),
+    ):
         engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     return engine

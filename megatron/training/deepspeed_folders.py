@@ -22,7 +22,7 @@ from typing import Any
 from megatron import files, log
 from megatron.checkpoint import Checkpoint, folders
 from megatron.checkpoint.loading import open_first
-from megatron.checkpoint.metadata import MANIFEST_NAME, FileFacts, Manifest, manifest_to_bytes
+from megatron.checkpoint.metadata import MANIFEST_NAME, FileInfo, Manifest, manifest_to_bytes
 from megatron.checkpoint.one_process import DEEPSPEED
 from megatron.checkpoint.rank_errors import gather_verdict
 from megatron.checkpoint.retention import RetentionPolicy, remove_old
@@ -34,19 +34,19 @@ _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 
 def tags_in(source: Path) -> list[Path]:
-    """Return the checkpoints of this layout in ``source``, ordered by ``folders.in_turn``, or ``source`` itself."""
+    """Return the checkpoints of this layout in ``source`` (see ``folders.order_candidates``), or ``source`` itself."""
     if _TAG.fullmatch(source.resolve().name) and (source / MANIFEST_NAME).exists():
         return [source]
-    tags = _named(source) if source.is_dir() else []
-    return folders.in_turn(path for path in tags if (path / MANIFEST_NAME).exists())
+    tags = _tag_folders(source) if source.is_dir() else []
+    return folders.order_candidates(path for path in tags if (path / MANIFEST_NAME).exists())
 
 
 def foreign_tags_in(source: Path) -> list[Path]:
     """Return folders written by DeepSpeed without our manifest; a run cannot resume from them."""
-    return [path for path in _named(source) if not (path / MANIFEST_NAME).exists()] if source.is_dir() else []
+    return [path for path in _tag_folders(source) if not (path / MANIFEST_NAME).exists()] if source.is_dir() else []
 
 
-def is_of_this_format(checkpoint: Checkpoint) -> bool:
+def is_deepspeed_checkpoint(checkpoint: Checkpoint) -> bool:
     """Return True if ``checkpoint`` is in DeepSpeed's format."""
     return checkpoint.metadata.get("format") == FORMAT
 
@@ -63,7 +63,7 @@ def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoi
     return open_first(gather_verdict(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
 
 
-def prepare(root: Path, step: int) -> Path:
+def make_temporary_folder(root: Path, step: int) -> Path:
     """Create the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
     files.make_folder(root)
     folders.remove_stale(root, _STALE)
@@ -72,33 +72,33 @@ def prepare(root: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, step: int, metadata: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
+def commit(temporary: Path, step: int, metadata: dict[str, Any], file_facts: dict[str, FileInfo]) -> Path:
     """Write the manifest, rename ``temporary`` to the checkpoint, and return its path. Rank 0 only."""
     root = temporary.parent
-    content = Manifest(folders.last_sequence(_named(root)) + 1, step, metadata, facts, {})
-    files.write_bytes(temporary / MANIFEST_NAME, manifest_to_bytes(content))
+    manifest = Manifest(folders.last_sequence(_tag_folders(root)) + 1, step, metadata, file_facts, {})
+    files.write_bytes(temporary / MANIFEST_NAME, manifest_to_bytes(manifest))
     files.sync_folder(temporary)
-    target = _free_name(root, step)
+    target = _unused_path(root, step)
     folders.commit_checkpoint(temporary, target)
     return target
 
 
-def clean_up(path: Path, keep: RetentionPolicy) -> None:
+def clean_up(path: Path, retention: RetentionPolicy) -> None:
     """Point ``latest`` at ``path`` and delete old checkpoints; errors are only logged. Rank 0 only."""
     root = path.parent
     try:
         files.replace_bytes(root / folders.LATEST, path.name.encode())
-        remove_old(tags_in(root), keep)
+        remove_old(tags_in(root), retention)
     except OSError as error:
         log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints were not updated")
 
 
-def _named(root: Path) -> list[Path]:
+def _tag_folders(root: Path) -> list[Path]:
     """Return the folders in ``root`` that are named as checkpoints."""
     return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
 
 
-def _free_name(root: Path, step: int) -> Path:
+def _unused_path(root: Path, step: int) -> Path:
     """Return a path for a checkpoint of ``step`` that does not exist yet."""
     path, suffix = root / f"global_step{step}", 0
     while path.exists():

@@ -18,8 +18,8 @@ class DeepSpeedMpu:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._data = _handle(grid, grid.data_context)
-        self._tensor = _handle(grid, grid.tensor)
+        self._data = _process_group(grid, grid.data_context)
+        self._tensor = _process_group(grid, grid.tensor)
 
     def get_data_parallel_group(self) -> Any:
         return self._data
@@ -44,7 +44,7 @@ class DeepSpeedMpu:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
-def _handle(grid: Grid, group: Group) -> Any:
+def _process_group(grid: Grid, group: Group) -> Any:
     """Return the group's process group; for a group of one rank, create one. Collective."""
     if group.handle is not None:
         return group.handle

@@ -33,7 +33,7 @@ def configure_device(config: Config) -> str:
         device_type = device.choose(config.parallel.device)
         plugin = accelerators.find(device_type)
         if plugin is not None and accelerators.applied(device_type) is None:
-            _open(plugin)
+            _activate_plugin(plugin)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     os.environ["DS_ACCELERATOR"] = device_type
@@ -44,7 +44,7 @@ def configure_device(config: Config) -> str:
     return device_type
 
 
-def _open(plugin: Accelerator) -> None:
+def _activate_plugin(plugin: Accelerator) -> None:
     """Prepare a plug-in's device, first for torch and then for DeepSpeed, and apply its adaptors."""
     device.prepare(plugin.name)
     # DeepSpeed selects an accelerator when an adaptor imports it, and may not know the plug-in's name.
@@ -56,20 +56,22 @@ def _open(plugin: Accelerator) -> None:
     accelerators.adapt(plugin.name)
 
 
-def check_device_fits(config: Config, kind: str) -> None:
+def check_device_fits(config: Config, device_type: str) -> None:
     """Check that the device supports the requested precision and fused kernels.
 
     Raises:
         ConfigError: it does not support them.
     """
-    if kind in accelerators.BUILT_IN:
-        check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
-    elif problem := device.missing_dtype(kind, config.precision.dtype):
+    if device_type in accelerators.BUILT_IN:
+        check_device(
+            config, device_type == "cuda", device_type != "cuda" or device.default_precision(device_type) == "bf16"
+        )
+    elif problem := device.missing_dtype(device_type, config.precision.dtype):
         raise ConfigError(problem)
-    check_fused_kernels(config, kind)
+    check_fused_kernels(config, device_type)
 
 
-def check_agreement(kind: str) -> None:
+def check_deepspeed_device(device_type: str) -> None:
     """Check that DeepSpeed, which has been imported, uses this device type, too.
 
     Raises:
@@ -78,16 +80,16 @@ def check_agreement(kind: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     deepspeed_device = get_accelerator().device_name().partition(":")[0]
-    if deepspeed_device != kind:
+    if deepspeed_device != device_type:
         raise ConfigError(
-            f"DeepSpeed must use the device of --device, got {deepspeed_device} and {kind}: it was imported before the "
-            f"device was selected. Set DS_ACCELERATOR={kind} in the environment"
+            f"DeepSpeed must use the device of --device, got {deepspeed_device} and {device_type}: it was imported "
+            f"before the device was selected. Set DS_ACCELERATOR={device_type} in the environment"
         )
 
 
-def backend_of(kind: str) -> str:
+def default_backend(device_type: str) -> str:
     """Return the torch.distributed backend of a device type; by default, DeepSpeed's accelerator selects it."""
-    backend = device.backend(kind)
+    backend = device.backend(device_type)
     if backend:
         return backend
     from deepspeed.accelerator import get_accelerator
@@ -95,10 +97,13 @@ def backend_of(kind: str) -> str:
     return get_accelerator().communication_backend_name()
 
 
-def device_rows(kind: str) -> Iterator[tuple[str, str]]:
+def device_rows(device_type: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that lists the active adaptors of a plug-in."""
-    plugin = accelerators.find(kind)
+    plugin = accelerators.find(device_type)
     if plugin is None or not plugin.adaptors:
         return
-    adaptors = [f"{a.part}: {a.name} ({len(a.patches)}){'' if is_on(a) else ', off'}" for a in plugin.adaptors]
+    adaptors = [
+        f"{adaptor.part}: {adaptor.name} ({len(adaptor.patches)}){'' if is_on(adaptor) else ', off'}"
+        for adaptor in plugin.adaptors
+    ]
     yield "adaptors", "; ".join(adaptors)

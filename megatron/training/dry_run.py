@@ -9,7 +9,7 @@ from typing import Any
 from megatron import log
 from megatron.arguments.messages import with_variables
 from megatron.config import Config
-from megatron.config.data import EACH
+from megatron.config.data import SPLIT_PATH_FIELDS
 from megatron.config.experts import expert_layers
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.data.mock_dataset import MockTokenizer
@@ -20,12 +20,12 @@ from megatron.models.t5.config import t5_units
 from megatron.mpu.topology import Topology
 from megatron.training import auto_placement, plan_checks
 from megatron.training.console import TrainingConsole
-from megatron.training.estimates import is_known, is_on_cpu, schedule_of, stage_memory
+from megatron.training.estimates import is_config_model, is_on_cpu, schedule_args, stage_memory
 from megatron.training.schedule_rows import epoch_rows, schedule_rows
-from megatron.training.vocabulary import tokens_of, with_tokenizer, with_vocabulary
+from megatron.training.vocabulary import family_vocabulary, with_tokenizer, with_vocabulary
 from tds.partition import chunks_on
 from tds.schedule import V
-from tds.schedule.simulate import AUTO, bubble, candidates, file_of, in_flight, is_auto
+from tds.schedule.simulate import AUTO, bubble, candidate_schedules, in_flight, is_auto, schedule_path
 
 # Rows of the start table on the data and on the construction of samples.
 
@@ -33,7 +33,7 @@ from tds.schedule.simulate import AUTO, bubble, candidates, file_of, in_flight, 
 def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the rows on the construction of samples; none for GPT-2 with documents simply concatenated."""
     data = config.data
-    if config.own.is_encoder_decoder and data.cuts_spans:
+    if config.family_config.is_encoder_decoder and data.has_dynamic_spans:
         yield "spans", _spans_text(config)
     if data.sft is not None:
         yield "packing", "best-fit: full conversations, separated in attention; loss only on the assistant's messages"
@@ -52,26 +52,30 @@ def data_text(config: Config) -> str:
     if data.sft is not None and data.valid_sft is not None:
         paths = f"conversations train {data.sft}, valid {data.valid_sft}"
     elif data.sft is not None:
-        by = " by hash" if data.split_by == "hash" else ""
-        paths = f"conversations {data.sft}, split {data.split}{by}"
+        by_hash_text = " by hash" if data.split_by == "hash" else ""
+        paths = f"conversations {data.sft}, split {data.split}{by_hash_text}"
     elif data.data_path is not None:
-        by = " by hash" if data.split_by == "hash" else ""
-        paths = f"{data.data_path}, split {data.split}{by}"
+        by_hash_text = " by hash" if data.split_by == "hash" else ""
+        paths = f"{data.data_path}, split {data.split}{by_hash_text}"
     else:
-        flags = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
-        paths = ", ".join(flags) or "the script's data sets"
+        split_texts = [
+            f"{name.split('_')[0]} {getattr(data, name)}"
+            for name in SPLIT_PATH_FIELDS
+            if getattr(data, name) is not None
+        ]
+        paths = ", ".join(split_texts) or "the script's data sets"
     return paths + (f", mixture schedule {data.mixture_schedule}" if data.mixture_schedule else "")
 
 
 def _spans_text(config: Config) -> str:
     """Return text on T5's samples: tokens of inputs and targets, and the noise."""
-    t5 = config.own
+    t5 = config.family_config
     noise = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
         noise = f"denoisers {t5.denoisers}"
-    prefix = "up to " if len(t5.kinds) > 1 else ""
+    prefix = "up to " if len(t5.parsed_denoisers) > 1 else ""
     text = f"{t5.raw_length} text tokens become {prefix}{t5.enc_seq_length} input tokens"
-    return f"{text} and {prefix}{t5.longest_target} target tokens; {noise}"
+    return f"{text} and {prefix}{t5.max_target_length} target tokens; {noise}"
 
 
 # Rows of the start table for a configuration on a grid of ranks; they need no model.
@@ -79,7 +83,7 @@ def _spans_text(config: Config) -> str:
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
 """Environment variable: vocabulary size of the sample data that the run script creates before the run."""
 
-Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
+BubbleForecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
 def dry_run(config: Config, world_size: int, program: str = "", run_name: str = "") -> None:
@@ -102,35 +106,37 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
         raise_all(with_variables(list(plan_checks.tokenizer_problems(config, program)), os.environ))
         problem = "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Add one of them"
         raise ConfigError(with_variables([problem], os.environ)[0])
-    if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
-        flag = f"--enc-seq-length {config.own.enc_seq_length}"
-        tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, flag)
+    if config.family_config.is_encoder_decoder and tokenizer is not None and config.data.has_dynamic_spans:
+        flag = f"--enc-seq-length {config.family_config.enc_seq_length}"
+        family_vocabulary(tokenizer, config).require_sentinels(config.family_config.max_num_spans, flag)
     raise_all(list(plan_checks.combination_problems(config, tokenizer, program)))
     parallel = config.parallel
-    sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
-    experts = parallel.expert_model_parallel_size if config.model.num_experts else 1
-    topology = Topology.of_world(world_size, *sizes, experts)
+    parallel_sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
+    expert_parallel_size = parallel.expert_model_parallel_size if config.model.num_experts else 1
+    topology = Topology.from_world_size(world_size, *parallel_sizes, expert_parallel_size)
     dtype = config.precision.dtype or "the device's default"
-    if auto_placement.is_free(config):
-        config = auto_placement.with_placement(config, topology, dtype, _memory_here(config, world_size))
+    if auto_placement.should_choose_placement(config):
+        config = auto_placement.with_placement(config, topology, dtype, _local_memory_bytes(config, world_size))
     bounds = registry.bounds_of(config, topology.pipe)
     memory = stage_memory(config, topology, bounds, dtype)
     makes_data = TEXT_VOCABULARY in os.environ
-    missing = list(plan_checks.machine_problems(config, world_size, memory, run_name=run_name, makes_data=makes_data))
+    missing_resources = list(
+        plan_checks.machine_problems(config, world_size, memory, run_name=run_name, makes_data=makes_data)
+    )
     if config.run.check_paths:
-        raise_all(missing)
-    screen = TrainingConsole("plain", config.batch.train_iters)
+        raise_all(missing_resources)
+    console = TrainingConsole("plain", config.batch.train_iters)
     for note in config.notes:
         log.info(note)
     for warning in config.dropped.values():
         log.warning(warning)
     rows = [*plan_rows(config, topology, bounds, dtype), *epoch_rows(config, topology.data)]
-    screen.table("Plan (nothing was started)", rows)
-    for problem in missing:
+    console.table("Plan (nothing was started)", rows)
+    for problem in missing_resources:
         log.warning(f"{problem} (--check-paths makes this an error)")
 
 
-def _memory_here(config: Config, world_size: int) -> int | None:
+def _local_memory_bytes(config: Config, world_size: int) -> int | None:
     """Return the memory in bytes that a rank could use on this machine; None if the planned devices are not present."""
     device_type = "cpu"
     if not is_on_cpu(config):
@@ -147,49 +153,50 @@ def plan_rows(
     topology: Topology,
     bounds: Sequence[int],
     dtype: str,
-    counted: Sequence[int] | None = None,
-    forecast: Forecast | None = None,
+    parameter_counts: Sequence[int] | None = None,
+    forecast: BubbleForecast | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield name and text of each row.
 
     Args:
-        bounds: bounds of the pieces in pipeline layers; with chunks, a stage has several pieces.
-        counted: number of parameters of the full model, then of one rank of each stage. None before the model is
-            built; it is then assumed to be the model that ``config`` describes.
+        bounds: bounds of the virtual stages in pipeline layers; with chunks, a stage has several virtual stages.
+        parameter_counts: number of parameters of the full model, then of one rank of each stage. None before the model
+            is built; it is then assumed to be the model that ``config`` describes.
         forecast: function that returns the bubble, with the signature of ``tds.schedule.simulate.bubble``. None: use
             the closed forms of that function.
     """
-    batch, d = config.batch, topology.data
-    size = topology.world_size
-    ranks = f"{size} rank{'' if size == 1 else 's'}"
-    context = f" x context {topology.context}" if topology.context > 1 else ""
-    yield "layout", f"{ranks} = pipe {topology.pipe} x data {d}{context} x tensor {topology.tensor}"
-    known = counted is None or is_known(config, counted)
-    if counted is None or known:
+    batch, num_replicas = config.batch, topology.data
+    world_size = topology.world_size
+    ranks = f"{world_size} rank{'' if world_size == 1 else 's'}"
+    context_text = f" x context {topology.context}" if topology.context > 1 else ""
+    yield "layout", f"{ranks} = pipe {topology.pipe} x data {num_replicas}{context_text} x tensor {topology.tensor}"
+    is_known_model = parameter_counts is None or is_config_model(config, parameter_counts)
+    if parameter_counts is None or is_known_model:
         yield "model", model_text(config)
         yield from _stage_rows(config, topology, bounds, dtype)
     else:
-        yield from _own_model_rows(config, counted, bounds)
+        yield from _custom_model_rows(config, parameter_counts, bounds)
     lengths = config.sequence_lengths
     sample = f"sequence {lengths[0]}" if len(lengths) == 1 else f"(encoder {lengths[0]} + decoder {lengths[-1]})"
     yield (
         "tokens per step",
-        f"{batch.global_batch_size(d) * config.tokens_per_sample:,} = {sample} x micro-batch {batch.batch_size} x "
-        f"{batch.gas_text(d)} micro-batches x {d} replicas",
+        f"{batch.global_batch_size(num_replicas) * config.tokens_per_sample:,} = {sample} x micro-batch "
+        f"{batch.batch_size} x {batch.describe_gas(num_replicas)} micro-batches x {num_replicas} replicas",
     )
     if batch.rampup_batch_size is not None:
-        sizes = batch.sizes(d)
+        batch_sizes = batch.batch_sizes(num_replicas)
         yield (
             "batch ramp-up",
-            f"from {sizes.start} samples per step by {sizes.increment} over {sizes.samples:,} samples",
+            f"from {batch_sizes.start} samples per step by {batch_sizes.increment} over {batch_sizes.samples:,} "
+            "samples",
         )
-    yield from schedule_rows(config, d)
-    yield from _length_rows(config, d)
+    yield from schedule_rows(config, num_replicas)
+    yield from _length_rows(config, num_replicas)
     yield from sample_rows(config)
     yield from _context_rows(config)
     yield from _expert_rows(config)
     if topology.pipe > 1:
-        yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
+        yield from _pipeline_rows(config, topology.pipe, bounds, forecast, is_known_model)
     yield from _zero_rows(config, topology.data_context)
     if config.ignored:
         yield "ignored", ignored_text(config)
@@ -209,31 +216,32 @@ def plan_rows(
 
 def _muon_text(config: Config, topology: Topology) -> str:
     """Return a description of the parameters that Muon updates, and of the ranks that own its matrices."""
-    settings, owners = config.optimizer, topology.tensor * topology.data_context // topology.expert
-    costs = registry.costs_of(config).shared_out(1)
-    products = costs.stage_matrices([0, costs.num_units])[0]
+    settings, num_owners = config.optimizer, topology.tensor * topology.data_context // topology.expert
+    costs = registry.costs_of(config).with_expert_ranks(1)
+    matrix_groups = costs.stage_matrices([0, costs.num_units])[0]
     flops = sum(
-        group.number * newton_schulz_flops(group.inner, group.columns, settings.muon_num_ns_steps) for group in products
+        group.count * newton_schulz_flops(group.inner, group.columns, settings.muon_num_ns_steps)
+        for group in matrix_groups
     )
     text = (
-        f"Muon for {human_count(sum(group.weights for group in products))} parameters in matrices of layers (momentum "
-        f"{settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW for all others; Newton-Schulz takes "
+        f"Muon for {human_count(sum(group.weights for group in matrix_groups))} parameters in matrices of layers "
+        f"(momentum {settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW for all others; Newton-Schulz takes "
         f"{flops / 1e12:,.3g} TFLOP per step"
     )
-    return text if owners == 1 else f"{text}, by {owners} owners of full matrices on each stage"
+    return text if num_owners == 1 else f"{text}, by {num_owners} owners of full matrices on each stage"
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     """Yield the row on the sequence lengths and the tokens from which they apply."""
-    sizes, lengths = config.batch.sizes(replicas), config.batch.lengths
-    if not lengths.do_change:
+    batch_sizes, lengths = config.batch.batch_sizes(replicas), config.batch.seq_lengths
+    if not lengths.is_changing:
         return
-    first, *later = lengths.starts()
+    first_phase, *later_phases = lengths.starts()
     changes = [
-        f"{length} from {tokens:,} tokens on (about step {sizes.steps_until(sample) + 1:,})"
-        for tokens, sample, length in later
+        f"{length} from {tokens:,} tokens on (about step {batch_sizes.steps_until(sample) + 1:,})"
+        for tokens, sample, length in later_phases
     ]
-    yield "sequence length", f"{first[2]}, {', '.join(changes)}; chunks of the same samples"
+    yield "sequence length", f"{first_phase[2]}, {', '.join(changes)}; chunks of the same samples"
 
 
 def ignored_text(config: Config) -> str:
@@ -247,26 +255,30 @@ def ignored_text(config: Config) -> str:
     return f"{' and '.join(counts)} {verb} no effect: {', '.join([*flags, *keys])}"
 
 
-def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a user's model, of which only the parameter count and the bounds of the pieces are known."""
-    yield "model", f"{human_count(counted[0])} parameters"
-    stages = len(counted) - 1
-    for stage, num_parameters in enumerate(counted[1:]):
-        layers = f"layers {layers_text(bounds, stages, stage, config.parallel.placement)}, " if stages > 1 else ""
-        activations_text = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+def _custom_model_rows(
+    config: Config, parameter_counts: Sequence[int], bounds: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a user's model, of which only the parameter count and the bounds are known."""
+    yield "model", f"{human_count(parameter_counts[0])} parameters"
+    num_stages = len(parameter_counts) - 1
+    for stage, num_parameters in enumerate(parameter_counts[1:]):
+        layers = (
+            f"layers {layers_text(bounds, num_stages, stage, config.parallel.placement)}, " if num_stages > 1 else ""
+        )
+        activations_text = f"; {_activations_text(config, bounds, num_stages, stage)}" if num_stages > 1 else ""
         yield f"stage {stage}", f"{layers}{human_count(num_parameters)} parameters on each rank{activations_text}"
 
 
 def model_text(config: Config) -> str:
     """Return text with the sizes of the model that ``config`` describes."""
-    model, family_config = config.model, config.own
+    model, family_config = config.model, config.family_config
     layers, family_text = f"{model.num_layers} layers", family_config.summary(model)
     if family_config.is_encoder_decoder:
         layers = f"{family_config.enc_layers} encoder and {family_config.dec_layers} decoder layers"
     costs = registry.costs_of(config)
-    active = f" in total, {human_count(costs.num_active_parameters)} active" if model.num_experts else ""
+    active_text = f" in total, {human_count(costs.num_active_parameters)} active" if model.num_experts else ""
     return (
-        f"{human_count(costs.num_parameters)} parameters{active}: {layers}, hidden {model.hidden_size}, "
+        f"{human_count(costs.num_parameters)} parameters{active_text}: {layers}, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
         f"{', ' + family_text if family_text else ''}"
     )
@@ -274,47 +286,53 @@ def model_text(config: Config) -> str:
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
     """Yield one row for each stage: its layers, memory and activations."""
-    stages = topology.pipe
+    num_stages = topology.pipe
     memory = stage_memory(config, topology, bounds, dtype)
     num_parameters = registry.costs_of(config).stage_parameters(
-        bounds, topology.tensor, stages, config.parallel.placement
+        bounds, topology.tensor, num_stages, config.parallel.placement
     )
-    for stage in range(stages):
-        activations_text = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+    for stage in range(num_stages):
+        activations_text = f"; {_activations_text(config, bounds, num_stages, stage)}" if num_stages > 1 else ""
         yield (
             f"stage {stage}",
-            f"{place_text(config, bounds, stages, stage)}, {human_count(num_parameters[stage])} parameters and about "
-            f"{human_bytes(memory[stage].total)} on each rank"
+            f"{stage_layers_text(config, bounds, num_stages, stage)}, {human_count(num_parameters[stage])} parameters "
+            f"and about {human_bytes(memory[stage].total)} on each rank"
             f"{_host_text(memory[stage].host)}{activations_text}",
         )
 
 
 def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the row on the number of experts and their placement."""
-    model, ranks = config.model, config.parallel.expert_model_parallel_size
+    model, num_ranks = config.model, config.parallel.expert_model_parallel_size
     if not model.num_experts:
         return
     layers = sum(expert_layers(model.moe_layer_freq, model.num_layers))
-    placement = f"; {model.num_experts // ranks} per layer on each of {ranks} ranks" if ranks > 1 else ""
+    placement_text = (
+        f"; {model.num_experts // num_ranks} per layer on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    )
     yield (
         "experts",
-        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} per token{placement}; memory assumes "
-        "an even load",
+        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} per token{placement_text}; memory "
+        "assumes an even load",
     )
 
 
 def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the row on the split of sequences over ranks, and the communication of attention."""
     parallel, length = config.parallel, config.sequence_lengths[0]
-    c = parallel.context_parallel_size
-    if c == 1:
+    context_size = parallel.context_parallel_size
+    if context_size == 1:
         return
     communication = "keys and values are gathered, and their gradients are summed"
     if parallel.cp_comm_type == "a2a":
         communication = "an all-to-all moves each head to one rank and back"
     elif parallel.cp_comm_type == "p2p":
         communication = f"{communication}, also with --cp-comm-type p2p"
-    yield "context", f"2 chunks of {length // (2 * c)} tokens on each of {c} ranks; in attention, {communication}"
+    yield (
+        "context",
+        f"2 chunks of {length // (2 * context_size)} tokens on each of {context_size} ranks; in attention, "
+        f"{communication}",
+    )
 
 
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
@@ -323,8 +341,8 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     sharded = ["main params and optimizer states", "gradients", "weights (gathered per layer)"][: settings.zero_stage]
     if sharded and replicas > 1:
         names = ", ".join(sharded[:-1]) + (" and " if len(sharded) > 1 else "") + sharded[-1]
-        ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
-        experts_text = f"; {replicas // ranks} replicas share those of an expert" if ranks > 1 else ""
+        num_ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
+        experts_text = f"; {replicas // num_ranks} replicas share those of an expert" if num_ranks > 1 else ""
         yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{experts_text}"
     states = f"main params and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.optimizer == "muon":
@@ -343,50 +361,55 @@ def _host_text(num_bytes: int) -> str:
 
 
 def _pipeline_rows(
-    config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
+    config: Config, num_stages: int, bounds: Sequence[int], forecast: BubbleForecast | None, is_known_model: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows on the schedule and on the expected pipeline bubble."""
-    schedule, chunks, placement, _ = schedule_of(config, bounds, stages).values()
-    m, method = config.batch.gas, config.parallel.partition_method
-    in_a_v = " in a V" if placement == V else ""
-    chunks_text = f", {chunks} chunks on each stage{in_a_v}" if chunks > 1 else ""
-    candidates_text = f" of {', '.join(candidates(schedule, chunks, placement))}" if is_auto(schedule) else ""
-    schedule_text = AUTO if candidates_text else file_of(schedule) or schedule
+    schedule, chunks, placement, _ = schedule_args(config, bounds, num_stages).values()
+    num_micro_batches, method = config.batch.gas, config.parallel.partition_method
+    v_text = " in a V" if placement == V else ""
+    chunks_text = f", {chunks} chunks on each stage{v_text}" if chunks > 1 else ""
+    candidates_text = f" of {', '.join(candidate_schedules(schedule, chunks, placement))}" if is_auto(schedule) else ""
+    schedule_text = AUTO if candidates_text else schedule_path(schedule) or schedule
     yield "pipeline", f"schedule {schedule_text}{candidates_text}{chunks_text}"
     if forecast is None and method != "balanced":
         yield (
             "partition",
             f"--partition-method {method} splits the model at the start; the stages above are the balanced ones",
         )
-    costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
-    idle_share, about = forecast or bubble, "" if forecast else "about "
+    costs = registry.costs_of(config).chunk_costs(bounds) if is_known_model else None
+    idle_share, qualifier = forecast or bubble, "" if forecast else "about "
     bubbles = []
-    for name in candidates(schedule, chunks, placement):
-        idle, at_best = (100 * idle_share(stages, m, name, chunks, assumed_costs) for assumed_costs in (costs, None))
+    for name in candidate_schedules(schedule, chunks, placement):
+        idle_percent, balanced_idle_percent = (
+            100 * idle_share(num_stages, num_micro_batches, name, chunks, assumed_costs)
+            for assumed_costs in (costs, None)
+        )
         bubble_text = (
-            f"{about}{idle:.1f} % expected, {at_best:.1f} % with equal stages"
-            if is_known
-            else (f"{at_best:.1f} % with equal stages")
+            f"{qualifier}{idle_percent:.1f} % expected, {balanced_idle_percent:.1f} % with equal stages"
+            if is_known_model
+            else (f"{balanced_idle_percent:.1f} % with equal stages")
         )
         bubbles.append(f"{name}: {bubble_text}" if is_auto(schedule) else bubble_text)
-    note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
+    note = " (fewer micro-batches than stages: raise --gas)" if num_micro_batches < num_stages else ""
     yield "pipeline bubble", "; ".join(bubbles) + note
 
 
-def layers_text(bounds: Sequence[int], stages: int, stage: int, placement: str) -> str:
-    """Return the layers of a stage as text, with the pieces of its chunks in order: "0-2 and 6-8"."""
-    return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, stages, stage, placement))
+def layers_text(bounds: Sequence[int], num_stages: int, stage: int, placement: str) -> str:
+    """Return the layers of a stage as text, chunk by chunk: "0-2 and 6-8"."""
+    return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, num_stages, stage, placement))
 
 
-def sides_text(bounds: Sequence[int], stages: int, stage: int, placement: str, own: Any) -> str:
+def encoder_decoder_layers_text(
+    bounds: Sequence[int], num_stages: int, stage: int, placement: str, t5_config: Any
+) -> str:
     """Return the encoder and decoder layers on a stage of T5, by chunk: "encoder 0-3 and decoder 0".
 
     Args:
         bounds: bounds in units: embedding, layers and norm of each side, and the head.
-        own: T5's configuration section with the number of layers of each side.
+        t5_config: T5's configuration section with the number of layers of each side.
     """
-    units, texts = t5_units(own.enc_layers, own.dec_layers), []
-    for start, stop in chunks_on(bounds, stages, stage, placement):
+    units, texts = t5_units(t5_config.enc_layers, t5_config.dec_layers), []
+    for start, stop in chunks_on(bounds, num_stages, stage, placement):
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
             if begin < end:
@@ -394,11 +417,11 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, placement: str, o
     return " and ".join(texts)
 
 
-def place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+def stage_layers_text(config: Config, bounds: Sequence[int], num_stages: int, stage: int) -> str:
     """Return the layers on a stage as text."""
-    if config.own.is_encoder_decoder:
-        return sides_text(bounds, stages, stage, config.parallel.placement, config.own)
-    layers = layers_text(bounds, stages, stage, config.parallel.placement)
+    if config.family_config.is_encoder_decoder:
+        return encoder_decoder_layers_text(bounds, num_stages, stage, config.parallel.placement, config.family_config)
+    layers = layers_text(bounds, num_stages, stage, config.parallel.placement)
     return f"layers {layers} of {config.total_layers + 3}"
 
 
@@ -406,9 +429,9 @@ def _range_text(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+def _activations_text(config: Config, bounds: Sequence[int], num_stages: int, stage: int) -> str:
     """Return text on the number of micro-batches whose activations a stage stores at the same time."""
-    schedule, chunks, *placement_args = schedule_of(config, bounds, stages).values()
-    num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *placement_args)
+    schedule, chunks, *placement_args = schedule_args(config, bounds, num_stages).values()
+    num_in_flight = in_flight(num_stages, config.batch.gas, schedule, chunks, stage, *placement_args)
     total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
-    return f"stores the activations of {num_kept} of {total}"
+    return f"stores the activations of {num_in_flight} of {total}"

@@ -32,33 +32,33 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None)
         DataError: the documents of a token file end with another token (the message names both), or the sidecar of a
             token file cannot be read; raised on all ranks.
     """
-    default_name, chosen = tokenizer.eod_name, config.data.eod_token
-    file_tokens = _read_by_first_rank(tokenizer, config, world)
-    is_given = "eod_token" in config.given
-    if chosen is not None and not is_given and chosen != BY_NAME and tokenizer.token_to_id(chosen) is None:
-        log.info(f"the tokenizer has no {chosen}, this run's end-of-document token so far: another token is selected")
-        chosen = None
-    if chosen is None and file_tokens:
-        chosen = tokenizer.name_of(file_tokens[0][1])
-    if chosen is not None:
-        tokenizer.use_eod(chosen)
-    if tokenizer.eod_name != default_name and not is_given:
+    default_name, eod_name = tokenizer.eod_name, config.data.eod_token
+    file_tokens = _broadcast_file_tokens(tokenizer, config, world)
+    is_set_by_flag = "eod_token" in config.explicit_fields
+    if eod_name is not None and not is_set_by_flag and eod_name != BY_NAME and tokenizer.token_to_id(eod_name) is None:
+        log.info(f"the tokenizer has no {eod_name}, this run's end-of-document token so far: another token is selected")
+        eod_name = None
+    if eod_name is None and file_tokens:
+        eod_name = tokenizer.name_of(file_tokens[0][1])
+    if eod_name is not None:
+        tokenizer.use_eod(eod_name)
+    if tokenizer.eod_name != default_name and not is_set_by_flag:
         reason = "as in the token files" if config.data.eod_token is None else "as at the start of the run"
         log.info(
-            f"documents end with {_named(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's default is "
+            f"documents end with {_format_token(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's default is "
             f"{default_name}"
         )
     for prefix, eod_id in file_tokens:
         if eod_id != tokenizer.eod_id:
             raise DataError(
-                f"the documents of {prefix} end with {_named(tokenizer, eod_id)}, but the end-of-document token of the "
-                f"run is {_named(tokenizer, tokenizer.eod_id)}. Set --eod-token '{tokenizer.name_of(eod_id)}', or "
-                "rebuild the token file"
+                f"the documents of {prefix} end with {_format_token(tokenizer, eod_id)}, but the end-of-document token "
+                f"of the run is {_format_token(tokenizer, tokenizer.eod_id)}. Set --eod-token "
+                f"'{tokenizer.name_of(eod_id)}', or rebuild the token file"
             )
 
 
-def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
-    """Return ``_of_files`` of the first rank on every rank. Collective.
+def _broadcast_file_tokens(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
+    """Return ``_read_file_tokens`` of the first rank on every rank. Collective.
 
     The first rank always reads the data. The hosts of other ranks, for example of the middle stages of a pipeline, may
     not have the files.
@@ -70,7 +70,7 @@ def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | Non
     problem: str | None = None
     if world is None or world.rank == 0:
         try:
-            file_tokens = list(_of_files(tokenizer, config))
+            file_tokens = list(_read_file_tokens(tokenizer, config))
         except DataError as error:
             problem = str(error)
     if world is not None:
@@ -80,21 +80,21 @@ def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | Non
     return file_tokens
 
 
-def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]:
+def _read_file_tokens(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]:
     """Yield (prefix, id of the end-of-document token) of each token file that was written with this tokenizer."""
-    if config.data.is_own or config.data.is_mock:
+    if config.data.is_script_data or config.data.is_mock:
         return
     for prefix in config.data.flag_of_prefix:
-        sidecar = _sidecar(prefix)
+        sidecar = _read_sidecar(prefix)
         if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None:
             continue
-        is_other = bool(sidecar.tokenizer) and not is_same(sidecar.tokenizer, tokenizer.identity)
+        has_other_tokenizer = bool(sidecar.tokenizer) and not is_same(sidecar.tokenizer, tokenizer.identity)
         # A token file of another tokenizer is reported when the data is opened.
-        if not is_other and tokenizer.name_of(sidecar.eod_id) is not None:
+        if not has_other_tokenizer and tokenizer.name_of(sidecar.eod_id) is not None:
             yield prefix, sidecar.eod_id
 
 
-def _sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
+def _read_sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
     """Return the metadata file of a token file, or None if there is none."""
     name = prefix + ".meta.json"
     if not object_store.is_remote(prefix):
@@ -103,5 +103,5 @@ def _sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
     return None if size is None else dataset_metadata.parse(object_store.read_range(name, 0, size), name)
 
 
-def _named(tokenizer: Tokenizer, token: int) -> str:
+def _format_token(tokenizer: Tokenizer, token: int) -> str:
     return f"{tokenizer.name_of(token)} (id {token})"

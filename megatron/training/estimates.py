@@ -9,19 +9,19 @@ from typing import Any
 
 from megatron import accelerators
 from megatron.config import Config
-from megatron.costs.memory import BYTES, Memory, Zero, waiting_of
+from megatron.costs.memory import BYTES, Memory, Zero, saved_activations_of
 from megatron.models import registry
 from megatron.mpu.topology import Topology
 from tds.schedule import Costs, simulate
-from tds.schedule.simulate import by_default, candidates, order_named, placement_for
+from tds.schedule.simulate import candidate_schedules, default_schedule, order_named, placement_for
 
 DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files in /dev of NVIDIA's driver, of AMD's, and of both under WSL."""
 
 
-def is_known(config: Config, counted: Sequence[int]) -> bool:
-    """Return True if ``config`` describes the model of ``counted[0]`` parameters, so that its costs are known."""
-    return config.model.vocab_size is not None and counted[0] == registry.costs_of(config).num_parameters
+def is_config_model(config: Config, parameter_counts: Sequence[int]) -> bool:
+    """Return True if ``config`` describes the model of ``parameter_counts[0]`` parameters: its costs are known."""
+    return config.model.vocab_size is not None and parameter_counts[0] == registry.costs_of(config).num_parameters
 
 
 def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[Memory]:
@@ -35,17 +35,17 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         dtype=dtype if dtype in BYTES else "fp32",
         optimizer=config.optimizer.state_type,
         num_bf16_states=len(config.optimizer.bf16_states),
-        zero=zero_of(config, topology.data_context),
+        zero=zero_settings(config, topology.data_context),
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_selective=config.parallel.recompute_granularity == "selective",
         sequence=topology.tensor if config.parallel.sequence_parallel else 1,
-        waiting=waiting_of(config),
+        waiting=saved_activations_of(config),
         is_compiled=config.parallel.compile,
-        **schedule_of(config, bounds, topology.pipe),
+        **schedule_args(config, bounds, topology.pipe),
     )
 
 
-def zero_of(config: Config, replicas: int) -> Zero:
+def zero_settings(config: Config, replicas: int) -> Zero:
     """Return the ZeRO settings of ``config`` for this number of replicas."""
     settings, prefetches = config.optimizer, config.parallel.stage3_prefetch_bucket_size > 0
     return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters, prefetches)
@@ -66,16 +66,16 @@ def _may_have_device() -> bool:
     return set(accelerators.names()) != {"cpu", "cuda"} or next(files, None) is not None
 
 
-def schedule_of(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
+def schedule_args(config: Config, bounds: Sequence[int], num_stages: int) -> dict[str, Any]:
     """Return schedule, number of chunks and placement as the model was built; a script may choose its own chunks."""
-    chunks, placement = (len(bounds) - 1) // stages, config.parallel.placement
+    chunks, placement = (len(bounds) - 1) // num_stages, config.parallel.placement
     parallel = config.parallel
-    is_given = parallel.pipeline_schedule or parallel.pipeline_schedule_file
-    schedule = parallel.schedule if is_given else by_default(chunks, placement)
+    is_set_by_flag = parallel.pipeline_schedule or parallel.pipeline_schedule_file
+    schedule = parallel.schedule if is_set_by_flag else default_schedule(chunks, placement)
     return {"schedule": schedule, "chunks": chunks, "placement": placement, "group_size": parallel.group_size}
 
 
-# Expected pipeline bubble: the run's schedule, simulated with the estimated costs of its pieces.
+# Expected pipeline bubble: the run's schedule, simulated with the estimated costs of its virtual stages.
 
 
 def simulated_bubble(
@@ -83,41 +83,44 @@ def simulated_bubble(
     num_micro_batches: int,
     schedule: str,
     num_chunks: int,
-    piece_costs: Sequence[float] | None,
+    chunk_costs: Sequence[float] | None,
     *,
     recomputes: bool = False,
 ) -> float:
     """Return the bubble of a step, assuming that a backward takes twice as long as a forward and messages are free.
 
     Args:
-        piece_costs: forward cost of each piece, in any unit; None: equal costs.
+        chunk_costs: forward cost of each virtual stage, in any unit; None: equal costs.
         recomputes: each backward first recomputes the forward.
     """
-    forward = [1.0] * (num_stages * num_chunks) if piece_costs is None else piece_costs
-    to_input = tuple(2 * cost if recomputes else cost for cost in forward)
+    forward = [1.0] * (num_stages * num_chunks) if chunk_costs is None else chunk_costs
+    backward_costs = tuple(2 * cost if recomputes else cost for cost in forward)
     layout = num_chunks, placement_for(schedule)
     order = order_named(schedule, *layout)
     actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), *layout).bubble
+    return simulate(actions, Costs(tuple(forward), backward_costs, tuple(forward)), *layout).bubble
 
 
-def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int]) -> Callable[[int], float]:
+def make_bubble_estimator(
+    config: Config, bounds: Sequence[int], parameter_counts: Sequence[int]
+) -> Callable[[int], float]:
     """Return a function that maps the number of micro-batches to the expected bubble of the best candidate schedule.
 
     Args:
-        bounds: bounds of the pieces, as in ``megatron.training.dry_run.plan_rows``.
-        counted: numbers of parameters, from ``megatron.training.start_table.count_parameters``.
+        bounds: bounds of the virtual stages, as in ``megatron.training.dry_run.plan_rows``.
+        parameter_counts: numbers of parameters, from ``megatron.training.start_table.count_parameters``.
     """
-    stages = config.parallel.num_stages
-    schedule, chunks, placement, _ = schedule_of(config, bounds, stages).values()
-    names = candidates(schedule, chunks, placement)
-    costs = registry.costs_of(config).piece_costs(bounds) if is_known(config, counted) else None
+    num_stages = config.parallel.num_stages
+    schedule, chunks, placement, _ = schedule_args(config, bounds, num_stages).values()
+    schedules = candidate_schedules(schedule, chunks, placement)
+    costs = registry.costs_of(config).chunk_costs(bounds) if is_config_model(config, parameter_counts) else None
     recomputes = config.parallel.checkpoint_activations
 
     @functools.cache
-    def predicted(num_micro_batches: int) -> float:
+    def expected_bubble(num_micro_batches: int) -> float:
         return min(
-            simulated_bubble(stages, num_micro_batches, name, chunks, costs, recomputes=recomputes) for name in names
+            simulated_bubble(num_stages, num_micro_batches, name, chunks, costs, recomputes=recomputes)
+            for name in schedules
         )
 
-    return predicted
+    return expected_bubble

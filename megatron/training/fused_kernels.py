@@ -20,11 +20,11 @@ import torch
 from megatron.config import Config
 from megatron.errors import ConfigError
 
-MODULES = ("apex.normalization.fused_layer_norm", "apex.optimizers", "fused_layer_norm_cuda", "amp_C")
+APEX_MODULES = ("apex.normalization.fused_layer_norm", "apex.optimizers", "fused_layer_norm_cuda", "amp_C")
 """Modules of apex: its Python files, and the extensions without which they fail at the first call."""
 
 
-def check_fused_kernels(config: Config, kind: str) -> None:
+def check_fused_kernels(config: Config, device_type: str) -> None:
     """Check that apex can be used if ``--fused-kernels apex`` is given.
 
     Raises:
@@ -32,22 +32,22 @@ def check_fused_kernels(config: Config, kind: str) -> None:
     """
     if config.parallel.fused_kernels != "apex":
         return
-    if kind != "cuda":
+    if device_type != "cuda":
         raise ConfigError(
-            f"--fused-kernels apex needs a GPU, got --device {kind}: apex has only CUDA kernels. Leave it out"
+            f"--fused-kernels apex needs a GPU, got --device {device_type}: apex has only CUDA kernels. Leave it out"
         )
     if config.precision.dtype == "fp64":
         raise ConfigError("--fused-kernels apex needs fp32, bf16 or fp16, got --fp64. Use --fused-kernels torch")
-    if missing := _missing():
+    if import_problem := _import_problem():
         raise ConfigError(
-            f"--fused-kernels apex needs NVIDIA's apex with its CUDA extensions, got {missing}. Build apex with "
+            f"--fused-kernels apex needs NVIDIA's apex with its CUDA extensions, got {import_problem}. Build apex with "
             "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or use --fused-kernels torch, which has no requirements"
         )
 
 
-def _missing() -> str | None:
+def _import_problem() -> str | None:
     """Return the reason why apex cannot be imported, or None."""
-    for name in MODULES:
+    for name in APEX_MODULES:
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -55,7 +55,7 @@ def _missing() -> str | None:
     return None
 
 
-def use_norms(config: Config, module: torch.nn.Module) -> int:
+def set_norm_kernels(config: Config, module: torch.nn.Module) -> int:
     """Set the norms of ``module`` to apex's kernels, if selected; return the number of changed norms."""
     if config.parallel.fused_kernels != "apex":
         return 0
@@ -85,7 +85,7 @@ def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     return fused_rms_norm_affine(x, weight, (x.shape[-1],), epsilon)
 
 
-def uses_adam(config: Config) -> bool:
+def uses_apex_adam(config: Config) -> bool:
     """Return True if the optimizer is apex's: AdamW with fp32 states on the GPU."""
     settings = config.optimizer
     is_on_gpu = not settings.offload_optimizer
@@ -120,12 +120,12 @@ def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Opti
     return CountedAdam(groups, adam_w_mode=True, **settings)
 
 
-def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+def fused_kernel_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that names the library of the fused kernels."""
     if config.parallel.fused_kernels == "apex":
-        others = "" if uses_adam(config) else "; the optimizer is not apex's, which has only AdamW on the GPU"
-        yield "fused kernels", f"apex's norms{' and AdamW' if uses_adam(config) else ''}{others}"
-    elif kind == "cuda" and config.parallel.fused_kernels == "auto" and _missing() is None:
+        adam_text = "" if uses_apex_adam(config) else "; the optimizer is not apex's, which has only AdamW on the GPU"
+        yield "fused kernels", f"apex's norms{' and AdamW' if uses_apex_adam(config) else ''}{adam_text}"
+    elif device_type == "cuda" and config.parallel.fused_kernels == "auto" and _import_problem() is None:
         yield "fused kernels", "torch's (apex is installed, too: --fused-kernels apex uses its norms and AdamW)"
     else:
         yield "fused kernels", "torch's"

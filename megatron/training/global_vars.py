@@ -38,12 +38,12 @@ def set_current(config: Config, tokenizer: Any, streams: Any) -> None:
 
 def get_args() -> argparse.Namespace:
     """Return all flags as a flat namespace with the names that Megatron and CPM scripts use."""
-    return _needed(_current.args, "namespace of arguments")
+    return _require(_current.args, "namespace of arguments")
 
 
 def get_config() -> Config:
     """Return the configuration, structured by concern."""
-    return _needed(_current.config, "configuration")
+    return _require(_current.config, "configuration")
 
 
 def get_data_paths() -> BlendPaths:
@@ -71,7 +71,7 @@ def get_tokenizer() -> Any:
     """
     if _current.tokenizer is None and _current.config is not None:
         raise DataError(missing_tokenizer(_current.config))
-    return _needed(_current.tokenizer, "tokenizer")
+    return _require(_current.tokenizer, "tokenizer")
 
 
 def missing_tokenizer(config: Config) -> str:
@@ -102,10 +102,10 @@ def get_chat_template() -> Any:
 
 def get_streams() -> Any:
     """Return this rank's source of dropout masks."""
-    return _needed(_current.streams, "source of dropout masks")
+    return _require(_current.streams, "source of dropout masks")
 
 
-def _needed(value: Any, what: str) -> Any:
+def _require(value: Any, description: str) -> Any:
     if value is None:
-        raise RuntimeError(f"there is no {what} yet: it exists only while pretrain() runs")
+        raise RuntimeError(f"there is no {description} yet: it exists only while pretrain() runs")
     return value

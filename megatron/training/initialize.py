@@ -14,18 +14,18 @@ from megatron.config import Config
 from megatron.errors import ConfigError, PeerError, marked
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
-from megatron.runtime.exit_guard import fault_of_this_rank
+from megatron.runtime.exit_guard import local_nccl_error
 from megatron.runtime.rendezvous import rendezvous
-from megatron.training.device_setup import backend_of, check_device_fits, configure_device
+from megatron.training.device_setup import check_device_fits, configure_device, default_backend
 from megatron.training.rank_consistency import check_ranks_identical, compare_devices
 from megatron.training.world import World
 
 MAX_MESH_RANKS = 128
 """Largest number of ranks for which gloo connects all pairs of ranks when a group is created."""
 
-PIPELINE_QUEUES = "32"
+PIPELINE_MAX_CONNECTIONS = "32"
 """CUDA_DEVICE_MAX_CONNECTIONS with a pipeline."""
-ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+ALLOCATOR_OPTIONS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """PYTORCH_ALLOC_CONF."""
 
 
@@ -51,14 +51,14 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     check_device_fits(config, device_type)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     requested_backend = config.parallel.distributed_backend
-    is_through_host = requested_backend == "gloo" and device_type != "cpu"  # gloo does not send device memory
-    torch_device = _bind(device_type, _shared_device(device_type, local_rank) if is_through_host else local_rank)
+    is_via_host = requested_backend == "gloo" and device_type != "cpu"  # gloo does not send device memory
+    torch_device = _bind_device(device_type, _shared_device(device_type, local_rank) if is_via_host else local_rank)
     if device_type == "cpu":
         device.keep_freed_memory()
 
     # Process groups.
     timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # the phases of timeouts.py change it later
-    backend = _backend(requested_backend, device_type, is_through_host=is_through_host)
+    backend = _backend(requested_backend, device_type, is_via_host=is_via_host)
     _init_process_group(backend, device_type, timeout, signal_name)
     parallel = config.parallel
     grid = initialize_model_parallel(
@@ -70,12 +70,12 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
         parallel.expert_model_parallel_size if config.model.num_experts else 1,
     )
     world = World(
-        kind=device_type, device=torch_device, grid=grid, local_rank=local_rank, loss_stage=parallel.loss_stage
+        device_type=device_type, device=torch_device, grid=grid, local_rank=local_rank, loss_stage=parallel.loss_stage
     )
 
     # Checks over all ranks.
     compare_devices(torch_device, grid)
-    _touch_every_group(grid, torch_device)
+    _test_groups(grid, torch_device)
     check_ranks_identical(config, grid)
     device.seed(config.run.seed)
     return world
@@ -89,7 +89,7 @@ def set_stream_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
     calls, so that an all-reduce starts before the matrix product that it overlaps with.
     """
     if has_pipeline:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", PIPELINE_QUEUES)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", PIPELINE_MAX_CONNECTIONS)
     elif tensor_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -101,8 +101,10 @@ def set_allocator_options() -> None:
     otherwise main params on the host would take up to twice their size.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        is_known = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATOR if is_known else ALLOCATOR.partition(",")[0]
+        has_pinned_threshold = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+        os.environ["PYTORCH_ALLOC_CONF"] = (
+            ALLOCATOR_OPTIONS if has_pinned_threshold else ALLOCATOR_OPTIONS.partition(",")[0]
+        )
 
 
 def set_lazy_connections() -> None:
@@ -122,38 +124,40 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _backend(asked: str | None, kind: str, *, is_through_host: bool) -> str:
+def _backend(requested_backend: str | None, device_type: str, *, is_via_host: bool) -> str:
     """Return the torch.distributed backend."""
-    if not is_through_host:
-        return asked or backend_of(kind)
+    if not is_via_host:
+        return requested_backend or default_backend(device_type)
     from tds.p2p import host_copies
 
     host_copies.register()
     return host_copies.NAME
 
 
-def _shared_device(kind: str, local_rank: int) -> int:
+def _shared_device(device_type: str, local_rank: int) -> int:
     """Return this rank's device index; if a host has more ranks than devices, the ranks share them round-robin."""
-    num_devices, num_ranks = device.count(kind), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_devices, num_ranks = device.num_devices(device_type), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not 0 < num_devices < num_ranks:
         return local_rank
     if os.environ.get("RANK") == "0":
-        log.info(f"{num_ranks} ranks share {num_devices} {kind} device{'' if num_devices == 1 else 's'} on this host")
+        log.info(
+            f"{num_ranks} ranks share {num_devices} {device_type} device{'' if num_devices == 1 else 's'} on this host"
+        )
     os.environ["LOCAL_RANK"] = str(local_rank % num_devices)  # DeepSpeed reads it
     return local_rank % num_devices
 
 
-def _bind(kind: str, local_rank: int) -> torch.device:
+def _bind_device(device_type: str, local_rank: int) -> torch.device:
     """Select and return the device with index ``local_rank``."""
     try:
-        return device.bind(kind, local_rank)
+        return device.bind(device_type, local_rank)
     except ValueError as error:
         with marked(is_of_this_rank=True):  # other ranks wait for this one
             raise ConfigError(str(error)) from None
 
 
 def _init_process_group(
-    backend: str, kind: str, timeout: timedelta, signal_name: Callable[[], str | None] = lambda: None
+    backend: str, device_type: str, timeout: timedelta, signal_name: Callable[[], str | None] = lambda: None
 ) -> None:
     """Create the world group, after a rendezvous of all ranks. No-op if it exists. Collective.
 
@@ -162,7 +166,7 @@ def _init_process_group(
     """
     if dist.is_initialized():
         return
-    if backend == "nccl" and kind != "cuda":
+    if backend == "nccl" and device_type != "cuda":
         raise ConfigError("--distributed-backend nccl needs CUDA devices, found none. Use gloo.")
     if "RANK" not in os.environ:  # started by hand, without a launcher
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -179,19 +183,19 @@ def _init_process_group(
         ) from error
 
 
-def _touch_every_group(grid: Grid, torch_device: torch.device) -> None:
+def _test_groups(grid: Grid, torch_device: torch.device) -> None:
     """All-reduce a value over each group, so that a broken connection fails here and not in the first step."""
-    touched: set[tuple[int, ...]] = set()
+    tested: set[tuple[int, ...]] = set()
     for name in ("tensor", "pipe", "context", "data", "data_context", "expert", "expert_data", "model", "world"):
         group: Group = getattr(grid, name)
-        if group.size == 1 or group.ranks in touched:
+        if group.size == 1 or group.ranks in tested:
             continue
-        touched.add(group.ranks)
+        tested.add(group.ranks)
         value = torch.ones(1, device=torch_device)
         try:
             dist.all_reduce(value, group=group.handle)
         except dist.DistError as error:
-            local_error = fault_of_this_rank(error, is_set_up=True)
+            local_error = local_nccl_error(error, is_during_setup=True)
             if local_error is None:
                 raise
             raise local_error from None

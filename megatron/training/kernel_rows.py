@@ -16,33 +16,33 @@ from megatron.mpu import fused_dropout
 from megatron.ops.attention import attention_kernels
 
 
-def drops_by_kernel(config: Config, kind: str) -> bool:
+def uses_dropout_kernel(config: Config, device_type: str) -> bool:
     """Return True if a Triton kernel generates the dropout masks."""
-    model, is_wide = config.model, config.precision.dtype == "fp64"
-    is_enabled = kind == "cuda" and config.parallel.fused_kernels != "torch" and not is_wide
-    return is_enabled and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_there()
+    model, is_fp64 = config.model, config.precision.dtype == "fp64"
+    is_enabled = device_type == "cuda" and config.parallel.fused_kernels != "torch" and not is_fp64
+    return is_enabled and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_available()
 
 
-def dropout_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+def dropout_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table on the dropout kernel on CUDA."""
-    if drops_by_kernel(config, kind):
+    if uses_dropout_kernel(config, device_type):
         yield "dropout", "by a Triton kernel that has not been run on a GPU yet (--fused-kernels torch uses torch's)"
 
 
-def dropout_warning(config: Config, kind: str) -> str | None:
+def dropout_warning(config: Config, device_type: str) -> str | None:
     """Return the warning about ``--layout-independent-dropout`` on CUDA, or None if it does not apply."""
     model = config.model
-    if kind != "cuda" or not model.layout_independent_dropout:
+    if device_type != "cuda" or not model.layout_independent_dropout:
         return None
-    attention = "; attention dropout stores all probabilities in memory" if model.attention_dropout else ""
-    if drops_by_kernel(config, kind):
+    attention_text = "; attention dropout stores all probabilities in memory" if model.attention_dropout else ""
+    if uses_dropout_kernel(config, device_type):
         return (
             "--layout-independent-dropout generates its masks with a Triton kernel that was compared with torch's "
-            f"operators on a CPU, but has not been run on a GPU{attention}"
+            f"operators on a CPU, but has not been run on a GPU{attention_text}"
         )
     return (
         "--layout-independent-dropout generates each mask with about 100 torch operators. A step is estimated to take "
-        f"6 to 7 times as long{attention}. Install Triton and leave --fused-kernels torch out"
+        f"6 to 7 times as long{attention_text}. Install Triton and leave --fused-kernels torch out"
     )
 
 
@@ -56,63 +56,72 @@ KERNEL_NAMES = {
 }
 
 
-def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
+def attention_rows(config: Config, torch_device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that names the attention kernels; none on a CPU."""
-    if place.type == "cpu":
+    if torch_device.type == "cpu":
         return
     model = config.model
     if model.layout_independent_dropout and model.attention_dropout:
         yield "attention", "unfused torch operators, for the masks of --layout-independent-dropout"
         return
-    plain, masked = (attention_kernel(config, place, has_mask=has_mask) for has_mask in (False, True))
-    yield "attention", f"causal by {plain}" + (f", with a mask by {masked}" if masked != plain else "")
+    causal_kernel, masked_kernel = (
+        attention_kernel(config, torch_device, has_mask=has_mask) for has_mask in (False, True)
+    )
+    yield (
+        "attention",
+        f"causal by {causal_kernel}" + (f", with a mask by {masked_kernel}" if masked_kernel != causal_kernel else ""),
+    )
 
 
-def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
+def document_rows(config: Config, torch_device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield the row on the method that keeps documents or padding apart in attention; none if neither is needed."""
-    pads = config.own.pads_samples
-    if not config.data.keeps_documents_apart and not pads:
+    pads_samples = config.family_config.pads_samples
+    if not config.data.separates_documents and not pads_samples:
         return
-    if config.own.is_encoder_decoder:
+    if config.family_config.is_encoder_decoder:
         yield "documents", "separated by masks of [b, 1, s, s], one per stage: scores have biases"
         return
-    kernel_text, reason = _way_of_documents(
-        config, place, is_causal=registry.family_of(config.family).kind == "decoder"
+    kernel_text, reason = _document_kernel(
+        config, torch_device, is_causal=registry.family_of(config.family).model_type == "decoder"
     )
-    subject = "padding separated" if pads else "separated"
+    subject = "padding separated" if pads_samples else "separated"
     if reason is not None:
         yield "documents", f"{subject} by a mask of [b, 1, s, s], one per stage: {reason}"
         return
     yield "documents", f"{subject} by start positions, without a mask{kernel_text}"
 
 
-def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
-    """Return the text on the kernel that separates documents on ``place``, or the reason to use a mask."""
-    from megatron.ops.document_attention import BLOCKS, TILES, way_of  # imports torch's compiler
+def _document_kernel(config: Config, torch_device: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
+    """Return the text on the kernel that separates documents on ``torch_device``, or the reason to use a mask."""
+    from megatron.ops.document_attention import FLEX, TILES, select_implementation  # imports torch's compiler
 
     model = config.model
-    reason = mask_reason(config, place.type, is_causal=is_causal)
+    reason = mask_reason(config, torch_device.type, is_causal=is_causal)
     if reason is not None:
         return "", reason
-    x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
+    x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=torch_device)
     has_score_changes = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
-    way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_score_changes)
-    if way is None:
+    kernel = select_implementation(
+        x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_score_changes
+    )
+    if kernel is None:
         return "", "flex_attention needs Triton, which is not installed"
-    return {TILES: "", BLOCKS: ", by flex_attention, which has not been run on a GPU yet"}.get(way, f", by {way}"), None
+    return {TILES: "", FLEX: ", by flex_attention, which has not been run on a GPU yet"}.get(
+        kernel, f", by {kernel}"
+    ), None
 
 
-def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:
-    """Return the name of the kernel with which torch computes the attention of one sample on the device ``place``.
+def attention_kernel(config: Config, torch_device: torch.device, *, has_mask: bool) -> str:
+    """Return the name of torch's kernel for the attention of one sample on the device ``torch_device``.
 
     Args:
         has_mask: attention has a mask, for separate documents, padding or position biases; otherwise it is causal.
     """
     model, length = config.model, config.batch.seq_length
-    heads = max(1, model.num_attention_heads // config.parallel.model_parallel_size)
-    shape, dtype = (1, heads, length, model.kv_hidden_size), device.DTYPES[config.precision.dtype or "fp32"]
-    query, key, value = (torch.empty(shape, dtype=dtype, device=place, requires_grad=True) for _ in range(3))
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=place) if has_mask else None
+    num_heads = max(1, model.num_attention_heads // config.parallel.model_parallel_size)
+    shape, dtype = (1, num_heads, length, model.kv_hidden_size), device.DTYPES[config.precision.dtype or "fp32"]
+    query, key, value = (torch.empty(shape, dtype=dtype, device=torch_device, requires_grad=True) for _ in range(3))
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=torch_device) if has_mask else None
     with attention_kernels(mask):
-        chosen = torch._fused_sdp_choice(query, key, value, mask, model.attention_dropout, is_causal=not has_mask)
-    return KERNEL_NAMES.get(SDPBackend(chosen), str(chosen))
+        backend = torch._fused_sdp_choice(query, key, value, mask, model.attention_dropout, is_causal=not has_mask)
+    return KERNEL_NAMES.get(SDPBackend(backend), str(backend))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from megatron.errors import ConfigError
-from megatron.models.common.parallel_context import context_of
+from megatron.models.common.parallel_context import get_parallel_context
 
 
-def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
+def check_sequence_parallel(module: torch.nn.Module, is_enabled: bool) -> None:
     """Check that the layers of ``module``, a model or a stage, shard the sequence if and only if the flag is set.
 
     Raises:
         ConfigError: layers and --sequence-parallel disagree.
     """
-    if any(map(_cuts, module.modules())) == is_asked_for:
+    if any(map(_is_sequence_parallel, module.modules())) == is_enabled:
         return
-    if is_asked_for:
+    if is_enabled:
         raise ConfigError(
             f"--sequence-parallel needs layers that are built for it, got none in {type(module).__name__}. Build them "
             "with megatron.models.ParallelContext(group, streams, sequence_parallel=True), or leave the flag out"
@@ -27,24 +27,26 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
     )
 
 
-def _cuts(module: torch.nn.Module) -> bool:
+def _is_sequence_parallel(module: torch.nn.Module) -> bool:
     """Return True if ``module`` is built for sequence parallelism."""
-    context = context_of(module)
-    has_context = context is not None and context.sequence_parallel
-    return has_context or bool(getattr(module, "sequence_parallel", False))  # attribute of megatron.mpu's layers
+    ctx = get_parallel_context(module)
+    is_context_sequence_parallel = ctx is not None and ctx.sequence_parallel
+    return is_context_sequence_parallel or bool(
+        getattr(module, "sequence_parallel", False)
+    )  # attribute of megatron.mpu's layers
 
 
-def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
+def check_context_parallel(module: torch.nn.Module, size: int) -> None:
     """Check that the attention of ``module``, a model or a stage, is built for a context group of ``size`` ranks.
 
     Raises:
         ConfigError: it is not, so that tokens of other ranks would be ignored.
     """
-    contexts = map(context_of, module.modules())
-    built = {context.context.size for context in contexts if context is not None}
-    if size > 1 and built != {size}:
+    contexts = map(get_parallel_context, module.modules())
+    built_sizes = {ctx.context.size for ctx in contexts if ctx is not None}
+    if size > 1 and built_sizes != {size}:
         raise ConfigError(
             f"--context-parallel-size {size} needs layers that are built for this size, got "
-            f"{', '.join(map(str, sorted(built))) or 'none'} in {type(module).__name__}. Build them with "
+            f"{', '.join(map(str, sorted(built_sizes))) or 'none'} in {type(module).__name__}. Build them with "
             "megatron.models.ParallelContext(..., context=mpu.get_grid().context), or leave the flag out"
         )

@@ -27,13 +27,13 @@ def as_weighted(loss: Any) -> Any:
     return Weighted(*loss) if is_pair else loss
 
 
-def reading_pairs(loss_fn: LossFn | None) -> WrappedLoss:
+def with_weighted_pairs(loss_fn: LossFn | None) -> WrappedLoss:
     """Return ``loss_fn`` (None: the output is the loss) with plain pairs converted to ``Weighted``."""
 
-    def read(output: Any, labels: Any) -> Any:
+    def weighted_loss(output: Any, labels: Any) -> Any:
         return as_weighted(output if loss_fn is None else loss_fn(output, labels))
 
-    return WrappedLoss(read, loss_fn)
+    return WrappedLoss(weighted_loss, loss_fn)
 
 
 def mean_of_micro_batch(loss: Any) -> Any:
@@ -53,8 +53,8 @@ def mean_of_micro_batch(loss: Any) -> Any:
     if isinstance(loss, torch.Tensor):
         return loss
     losses = named_losses(loss, 0)
-    trained = next(iter(losses))
-    return {**losses, trained: mean_of_micro_batch(losses[trained])}
+    trained_name = next(iter(losses))
+    return {**losses, trained_name: mean_of_micro_batch(losses[trained_name])}
 
 
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
@@ -88,6 +88,6 @@ def with_router_losses(
     result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
 ) -> StepResult:
     """Finish the step of the routers; return ``result`` with the router losses and the expert load. Collective."""
-    losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
+    losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_step_applied=not result.is_skipped)
     result.losses |= losses
     return result

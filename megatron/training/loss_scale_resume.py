@@ -22,7 +22,7 @@ def restore_scaler(scaler: GradScaler, metadata: Mapping[str, Any], config: Conf
     # Missing in averaged and imported checkpoints.
     saved = dict(metadata.get("scaler") or {"scale": 1.0, "is_dynamic": False})
     if "is_dynamic" not in saved:  # written by an earlier version
-        precision = former.settings(metadata.get("config", {})).get("precision", {})
+        precision = former.convert_settings(metadata.get("config", {})).get("precision", {})
         saved["is_dynamic"] = precision.get("dtype") == "fp16" and not precision.get("loss_scale")
         saved["hysteresis"] = precision.get("hysteresis", scaler.hysteresis)
     scaler.load(saved)

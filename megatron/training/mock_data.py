@@ -7,13 +7,13 @@ from typing import Any
 from megatron.config import Config
 from megatron.data.mock_dataset import MockTokenizer, MockTokens, RandomDocuments
 from megatron.models.registry import data_parts
-from megatron.training.vocabulary import tokens_of
+from megatron.training.vocabulary import family_vocabulary
 
 
 def mock_tokenizer(config: Config) -> MockTokenizer:
     """Return a tokenizer whose ids, together with the family's special tokens, fill the model's vocabulary."""
     probe = MockTokenizer(1)
-    num_special_tokens = tokens_of(probe, config).vocab_size - probe.vocab_size
+    num_special_tokens = family_vocabulary(probe, config).vocab_size - probe.vocab_size
     return MockTokenizer((config.model.vocab_size or 0) - num_special_tokens)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.mpu.groups import Group
 from megatron.optim import MixedPrecisionOptimizer
-from tds.gradients import is_reduced_apart
+from tds.gradients import is_reduced_by_optimizer
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """Attributes of an engine that count steps and samples, named as in DeepSpeed."""
@@ -102,8 +102,8 @@ class ModelEngine(torch.nn.Module):
         Raises:
             ValueError: ``train_batch_size`` is not a multiple of the samples of one micro-batch on all replicas.
         """
-        gas, rest = divmod(train_batch_size, self._micro_batch_size * self._num_replicas)
-        if rest:
+        gas, remainder = divmod(train_batch_size, self._micro_batch_size * self._num_replicas)
+        if remainder:
             raise ValueError(
                 f"train_batch_size must be a multiple of {self._micro_batch_size * self._num_replicas} (samples of a "
                 f"micro-batch on all replicas), got {train_batch_size}"
@@ -136,7 +136,7 @@ def broadcast_from_first_replica(module: torch.nn.Module, replicas: Group, *, ar
     if replicas.size == 1:
         return
     for parameter in module.parameters():
-        if is_reduced_apart(parameter) or (are_sharded and parameter.requires_grad):
+        if is_reduced_by_optimizer(parameter) or (are_sharded and parameter.requires_grad):
             continue
         values = parameter.data.view(-1).view(torch.uint8)  # as bytes, since not every backend supports every dtype
         dist.broadcast(values, replicas.ranks[0], group=replicas.handle)

@@ -58,7 +58,7 @@ def make_optimizer(
         betas=(settings.adam_beta1, settings.adam_beta2),
         epsilon=settings.adam_eps,
         momentum=settings.sgd_momentum,
-        dtype=device.DTYPES[_known(precision.dtype)],
+        dtype=device.DTYPES[_require_dtype(precision.dtype)],
         clip_grad=settings.clip_grad,
         scaler=make_scaler(config),
         model=world.grid.model,
@@ -69,19 +69,19 @@ def make_optimizer(
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         has_pipeline=config.parallel.has_pipeline,
         offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
-        adam=_adam(config),
+        adam=_adam_constructor(config),
         param_init=param_init,
         reduce_bucket_size=config.parallel.reduce_bucket_size,
         allgather_bucket_size=config.parallel.allgather_bucket_size,
         prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
         fuses_accumulation=config.parallel.gradient_accumulation_fusion,
-        muon=_muon(settings),
+        muon=_muon_args(settings),
         bf16_states=settings.bf16_states,
         rates={parameter: rate for _, parameter, rate in named_rates if rate is not None},
     )
 
 
-def check_rates(config: Config, module: torch.nn.Module, world: World) -> None:
+def check_rate_patterns(config: Config, module: torch.nn.Module, world: World) -> None:
     """Check that every pattern of a learning rate or weight decay matches a parameter of some stage. Collective.
 
     Raises:
@@ -93,15 +93,15 @@ def check_rates(config: Config, module: torch.nn.Module, world: World) -> None:
         table.check_names(name for names in names_of_ranks for name in names)
 
 
-def _muon(settings: OptimizerConfig) -> MuonArgs:
+def _muon_args(settings: OptimizerConfig) -> MuonArgs:
     return MuonArgs(**{field.name: getattr(settings, f"muon_{field.name}") for field in fields(MuonArgs)})
 
 
-def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
+def _adam_constructor(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
     """Return the constructor of AdamW, or None for torch's."""
     if config.optimizer.cpu_adam == "deepspeed":
         return deepspeed_adam
-    return fused_kernels.apex_adam if fused_kernels.uses_adam(config) else None
+    return fused_kernels.apex_adam if fused_kernels.uses_apex_adam(config) else None
 
 
 def make_scaler(config: Config) -> GradScaler:
@@ -120,7 +120,7 @@ def make_scaler(config: Config) -> GradScaler:
     )
 
 
-def make_learning_rate(config: Config) -> LRScheduler:
+def make_lr_scheduler(config: Config) -> LRScheduler:
     """Return the learning-rate schedule, in samples if ``config.optimizer.lr_follows_samples``, else in updates."""
     settings = config.optimizer
     return LRScheduler(
@@ -135,7 +135,7 @@ def make_learning_rate(config: Config) -> LRScheduler:
     )
 
 
-def _known(dtype: str | None) -> str:
+def _require_dtype(dtype: str | None) -> str:
     """Return ``dtype``; raise RuntimeError if it has not been resolved yet."""
     if dtype is None:
         raise RuntimeError("the precision is not resolved yet: call megatron.arguments.resolve_dtype first")

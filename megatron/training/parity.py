@@ -24,7 +24,7 @@ from megatron.training.step_engine import ForwardStep, StepEngine
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 
-SMALLEST_SHARE = 1.0e-6  # fraction of the global norm; smaller gradients are zero by symmetry
+MIN_NORM_FRACTION = 1.0e-6  # fraction of the global norm; smaller gradients are zero by symmetry
 
 
 @dataclass
@@ -33,16 +33,16 @@ class Trace:
 
     Args:
         losses: training loss of each step.
-        others: all other losses of all steps in order, such as the load-balance losses of experts.
-        choices: tokens of each step by layer and expert, with the dropped tokens in the last column; int64.
+        other_losses: all other losses of all steps in order, such as the load-balance losses of experts.
+        expert_tokens: tokens of each step by layer and expert, with the dropped tokens in the last column; int64.
         gradients: gradients of the first step, reduced and before clipping; shards of global tensors by name.
         weights: weights after the last step; shards of global tensors by name.
         eval_losses: losses of the evaluations.
     """
 
     losses: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
-    choices: list[torch.Tensor] = field(default_factory=list)
+    other_losses: list[float] = field(default_factory=list)
+    expert_tokens: list[torch.Tensor] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
     weights: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Difference:
     """The largest differences over all steps, tensors and ranks.
 
     Args:
-        worst: name of the gradient with the largest difference.
-        choices: number of token counts that differ, per expert and of dropped tokens.
+        worst_gradient: name of the gradient with the largest difference.
+        expert_tokens: number of token counts that differ, per expert and of dropped tokens.
     """
 
     first_loss: float
@@ -64,55 +64,55 @@ class Difference:
     norm: float
     gradient: float
     weight: float
-    worst: str
-    choices: int = 0
+    worst_gradient: str
+    expert_tokens: int = 0
 
 
 def trace_steps(
     config: Config,
-    here: World,
+    world: World,
     dataset: Any,
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
     *,
-    steps: int,
+    num_steps: int,
     eval_every: int = 0,
     tokenizer: Any = None,
 ) -> Trace:
-    """Train ``steps`` steps on ``dataset`` and return this rank's trace. Collective.
+    """Train ``num_steps`` steps on ``dataset`` and return this rank's trace. Collective.
 
     Args:
-        here: the world.
+        world: the world.
         eval_every: also evaluate one global batch every N steps, which must not affect training; 0: never.
         tokenizer: tokenizer for scripts; None: a mock tokenizer for random tokens.
     """
-    streams = make_streams(config, here)
+    streams = make_streams(config, world)
     global_vars.set_current(config, tokenizer or mock_tokenizer(config), streams)
-    engine = build_engine(config, here, streams, model_provider, forward_step)
-    debuggers = make_callbacks(debugging_callbacks(config, here, engine, streams))
-    data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
+    engine = build_engine(config, world, streams, model_provider, forward_step)
+    debuggers = make_callbacks(debugging_callbacks(config, world, engine, streams))
+    data = RunData({"train": dataset, "valid": dataset} if world.reads_data else {}, None)
     trace = Trace()
     _capture_first_gradients(engine, trace)
-    trainer = Trainer(config, here, engine, data, Path(), debuggers)
+    trainer = Trainer(config, world, engine, data, Path(), debuggers)
     with trainer.open_batches():
-        for step in range(steps):
+        for step in range(num_steps):
             result = trainer.train_step()
             trace.losses.append(result.loss)
-            trace.others += result.losses.values()
-            if (load := result.expert_load) is not None:
-                trace.choices.append(torch.cat([load.tokens, load.dropped.unsqueeze(1)], dim=1))
+            trace.other_losses += result.losses.values()
+            if (expert_load := result.expert_load) is not None:
+                trace.expert_tokens.append(torch.cat([expert_load.tokens, expert_load.dropped.unsqueeze(1)], dim=1))
             trace.grad_norms.append(result.grad_norm)
             if eval_every and (step + 1) % eval_every == 0:
-                valid = data.batches("valid", config, here, length=trainer.next_seq_length)
-                trace.eval_losses.append(engine.evaluate_batch(valid))
+                valid_batches = data.batches("valid", config, world, length=trainer.next_seq_length)
+                trace.eval_losses.append(engine.evaluate_batch(valid_batches))
     for name, parameter in named_parameters(engine.module):
         main_param = engine.optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         shard = shard_of(main_param)
-        trace.weights[name] = (shard, _kept(shard.unpadded(main_param)))
+        trace.weights[name] = (shard, _copy_to_host(shard.unpadded(main_param)))
     return trace
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in host memory, where it can be compared across processes and devices."""
     return tensor.detach().to("cpu", copy=True)
 
@@ -128,18 +128,27 @@ def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
     names = {name for trace in ranks for name in trace.gradients}
     if names != set(reference.gradients):
         raise ValueError(f"the layouts have different parameters: {sorted(names ^ set(reference.gradients))}")
-    floor = SMALLEST_SHARE * reference.grad_norms[0]
-    gradient, worst = max(_differences(reference.gradients, [t.gradients for t in ranks], floor), default=(0.0, ""))
-    weight, _ = max(_differences(reference.weights, [t.weights for t in ranks], 1e-12), default=(0.0, ""))
+    min_norm = MIN_NORM_FRACTION * reference.grad_norms[0]
+    gradient, worst_gradient = max(
+        _differences(reference.gradients, [rank_trace.gradients for rank_trace in ranks], min_norm), default=(0.0, "")
+    )
+    weight, _ = max(
+        _differences(reference.weights, [rank_trace.weights for rank_trace in ranks], 1e-12), default=(0.0, "")
+    )
     return Difference(
-        first_loss=max(abs(t.losses[0] - reference.losses[0]) for t in ranks),
-        loss=max(_largest(reference.losses + reference.others, t.losses + t.others) for t in ranks),
-        first_norm=max(_relative(reference.grad_norms[:1], t.grad_norms[:1]) for t in ranks),
-        norm=max(_relative(reference.grad_norms, t.grad_norms) for t in ranks),
+        first_loss=max(abs(rank_trace.losses[0] - reference.losses[0]) for rank_trace in ranks),
+        loss=max(
+            _max_difference(reference.losses + reference.other_losses, rank_trace.losses + rank_trace.other_losses)
+            for rank_trace in ranks
+        ),
+        first_norm=max(
+            _max_relative_difference(reference.grad_norms[:1], rank_trace.grad_norms[:1]) for rank_trace in ranks
+        ),
+        norm=max(_max_relative_difference(reference.grad_norms, rank_trace.grad_norms) for rank_trace in ranks),
         gradient=gradient,
         weight=weight,
-        worst=worst,
-        choices=sum(_unequal(reference.choices, t.choices) for t in ranks),
+        worst_gradient=worst_gradient,
+        expert_tokens=sum(_num_unequal(reference.expert_tokens, rank_trace.expert_tokens) for rank_trace in ranks),
     )
 
 
@@ -155,37 +164,37 @@ def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
                 gradient, shard = optimizer.gradient_of(parameter), optimizer.gradient_shard(parameter)
                 if gradient is not None:
                     values = shard.unpadded(gradient) * optimizer.gradient_factor / optimizer.loss_scale
-                    trace.gradients[name] = (shard, _kept(values))
+                    trace.gradients[name] = (shard, _copy_to_host(values))
         step()
 
     optimizer.step = capturing_step  # type: ignore[method-assign]
 
 
 def _differences(
-    whole: Mapping[str, tuple[Shard, torch.Tensor]],
+    reference: Mapping[str, tuple[Shard, torch.Tensor]],
     ranks: Sequence[Mapping[str, tuple[Shard, torch.Tensor]]],
-    floor: float,
+    min_norm: float,
 ) -> list[tuple[float, str]]:
     """Return (relative Frobenius difference, name) of every shard of every rank."""
     differences = []
     for shards in ranks:
         for name, (shard, values) in shards.items():
-            expected = shard.cut(whole[name][1])
-            scale = max(whole[name][1].norm().item(), floor)
+            expected = shard.narrow(reference[name][1])
+            scale = max(reference[name][1].norm().item(), min_norm)
             differences.append(((values - expected).norm().item() / scale, name))
     return differences
 
 
-def _largest(a: Sequence[float], b: Sequence[float]) -> float:
+def _max_difference(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the largest absolute difference."""
     return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-def _unequal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int:
+def _num_unequal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int:
     """Return the number of elements that differ."""
     return sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
 
 
-def _relative(a: Sequence[float], b: Sequence[float]) -> float:
+def _max_relative_difference(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the largest difference relative to ``a``."""
     return max((abs(x - y) / max(abs(x), 1e-300) for x, y in zip(a, b, strict=True)), default=0.0)

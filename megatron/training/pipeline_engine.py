@@ -13,9 +13,9 @@ from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.loss_forms import (
     mean_of_micro_batch,
     nominal_weight,
-    reading_pairs,
     token_weight,
     with_router_losses,
+    with_weighted_pairs,
 )
 from megatron.training.step_engine import (
     DataIterator,
@@ -25,7 +25,7 @@ from megatron.training.step_engine import (
     loss_values,
     set_micro_batches,
 )
-from megatron.training.step_result import FiniteLossCheck, StepResult, result_of
+from megatron.training.step_result import FiniteLossCheck, StepResult, make_step_result
 from tds.loss import (
     WrappedLoss,
     is_weighted,
@@ -47,22 +47,22 @@ class PipelineStepEngine:
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.averages_micro_batches = settings.averages_micro_batches
         self.routers, self.device = settings.routers, torch.device(engine.device)
-        self._step, self._first, self._micro_batch = 0, share.first, 0
+        self._step, self._first_micro_batch, self._micro_batch = 0, share.first, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
-        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
+        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).record_loss
         self.on_activity: Callable[[str], None] = lambda text: None
         engine.agrees_on_data = False  # training data loaders never end
         engine.nominal_weight = nominal_weight(micro_batch_tokens * share.mean_num_micro_batches)
         engine.mean_num_micro_batches = share.mean_num_micro_batches
-        engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
+        engine.module.loss_fn = self._recording_losses(with_weighted_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
         engine.on_loss = lambda _: self.on_loss(loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
         """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
-        self._step, (self._first, num_micro_batches, mean_num_micro_batches) = step, share or self.share
+        self._step, (self._first_micro_batch, num_micro_batches, mean_num_micro_batches) = step, share or self.share
         set_micro_batches(self.engine, num_micro_batches)
         self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean_num_micro_batches)
         self.engine.mean_num_micro_batches = mean_num_micro_batches
@@ -73,7 +73,7 @@ class PipelineStepEngine:
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
         with as_data_error():
             self.engine.train_batch(data)
-        result = result_of(*loss_values(self.engine.means), scale, self.optimizer)
+        result = make_step_result(*loss_values(self.engine.means), scale, self.optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
     @torch.no_grad()
@@ -96,28 +96,30 @@ class PipelineStepEngine:
 
     def busy(self) -> tuple[float, int]:
         """Return (seconds of compute since the last call, without waits for other stages; number of steps)."""
-        return busy_seconds(self.engine.rows_of_steps("busy"))
+        return busy_seconds(self.engine.step_times("busy"))
 
     def _start_micro_batch(self, micro_batch: int) -> None:
         """Set the position of the dropout masks; called by the engine before each micro-batch."""
         self._micro_batch = micro_batch
-        self.streams.position = DropoutKey(self._step, micro_batch, self._first)
+        self.streams.position = DropoutKey(self._step, micro_batch, self._first_micro_batch)
 
     def _recording_losses(self, loss_fn: LossFn) -> WrappedLoss:
         """Return a wrapper of ``loss_fn`` that records the loss of each micro-batch of a step."""
 
-        def noted(output: Any, labels: Any) -> Any:
+        def recorded_loss(output: Any, labels: Any) -> Any:
             loss = loss_fn(output, labels)
             if torch.is_grad_enabled():
                 loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
-                trained = next(iter(named_losses(loss, self._micro_batch).values()))
-                self.has_weighted_loss = is_weighted(trained)
+                trained_loss = next(iter(named_losses(loss, self._micro_batch).values()))
+                self.has_weighted_loss = is_weighted(trained_loss)
                 if self.routers is not None and self.has_weighted_loss == self._trains_on_means:
-                    raise ValueError(self._other_loss_text())
-                self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
+                    raise ValueError(self._loss_weighting_error())
+                self.micro_losses[self._micro_batch] = torch.as_tensor(
+                    getattr(trained_loss, "total", trained_loss)
+                ).detach()
             return loss
 
-        return WrappedLoss(noted, loss_fn)
+        return WrappedLoss(recorded_loss, loss_fn)
 
     @property
     def _trains_on_means(self) -> bool:
@@ -127,12 +129,12 @@ class PipelineStepEngine:
         """
         return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
 
-    def _other_loss_text(self) -> str:
+    def _loss_weighting_error(self) -> str:
         """Return the error message for a loss that contradicts ``loss_weighting``."""
-        actual = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
+        loss_type = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
         return (
-            f"the loss function of {type(self.module).__name__} returns {actual}, but its attribute loss_weighting is "
-            f"{getattr(self.module, 'loss_weighting', None)!r}. Every stage of a pipeline with experts weights the "
+            f"the loss function of {type(self.module).__name__} returns {loss_type}, but its attribute loss_weighting "
+            f"is {getattr(self.module, 'loss_weighting', None)!r}. Every stage of a pipeline with experts weights the "
             "losses of its routers by this attribute. Set loss_weighting = "
             f'"{"tokens" if self.has_weighted_loss else "micro-batches"}" on the model.'
         )

@@ -17,7 +17,7 @@ from megatron.training.trainer import Trainer
 
 def is_pretrained(source: Path) -> bool:
     """Return True if ``source`` is a Hugging Face folder rather than a checkpoint of this project."""
-    return weights.is_folder(source)
+    return weights.is_huggingface_folder(source)
 
 
 def load_pretrained(trainer: Trainer, source: Path) -> None:

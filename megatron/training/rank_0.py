@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.world import World
 
-Given = TypeVar("Given")
+ResultT = TypeVar("ResultT")
 
 
-def run_on_rank_0(world: World, do: Callable[[], Given]) -> Given:
-    """Call ``do()`` on rank 0 and return its result on every rank. Collective.
+def run_on_rank_0(world: World, fn: Callable[[], ResultT]) -> ResultT:
+    """Call ``fn()`` on rank 0 and return its result on every rank. Collective.
 
     Raises:
-        CheckpointError, ConfigError: raised by ``do`` on rank 0; raised on all ranks.
+        CheckpointError, ConfigError: raised by ``fn`` on rank 0; raised on all ranks.
     """
     result: Any = None
     if world.rank == 0:
         try:
-            result = do()
+            result = fn()
         except (CheckpointError, ConfigError) as error:
             error.is_of_this_rank = False
             result = error

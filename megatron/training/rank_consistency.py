@@ -37,8 +37,8 @@ VARIABLES = (
 """Environment variables that affect results or communication. Names of network devices may differ between nodes."""
 DEVICE_VARIABLES = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
 """Environment variables that determine the GPU of a rank."""
-MOST_ROWS = 20
-_OWN = ("run.local_rank",)
+MAX_ROWS = 20
+_PER_RANK_ARGUMENTS = ("run.local_rank",)
 
 
 def check_ranks_identical(config: Config, grid: Grid) -> None:
@@ -51,7 +51,7 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
     """
     if grid.world.size == 1:
         return
-    local_facts = facts(config)
+    local_facts = collect_facts(config)
     common = sorted((name, value) for name, value in local_facts.items() if not name.startswith("code"))
     digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
     # 100 bytes per rank; details are sent only after a mismatch.
@@ -59,15 +59,15 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
     if len({digest for digest, _ in digests}) == 1 and len({code for _, code in digests if code is not None}) == 1:
         return
     rows = list(differences(grid.host.gather_objects(local_facts)))
-    shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
+    listed_rows = rows[:MAX_ROWS] + ([f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else [])
     raise ConfigError(
         "all ranks must run the same code with the same versions, arguments and environment; they differ in\n  "
-        + "\n  ".join(shown)
+        + "\n  ".join(listed_rows)
         + "\nStart every node with the same command, files and versions."
     )
 
 
-def compare_devices(place: torch.device, grid: Grid) -> None:
+def compare_devices(torch_device: torch.device, grid: Grid) -> None:
     """Check that each rank has its own GPU, and that the GPU models are compatible. Collective.
 
     NCCL also rejects two ranks on one GPU, but late and only on some ranks. Different GPU models round differently:
@@ -77,74 +77,80 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
         ConfigError: two ranks share a GPU, or a replica has different GPU models; the same on every rank. The message
             names the ranks and, for a shared GPU, the variables that select it.
     """
-    if place.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
+    if torch_device.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
         return
-    chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
-    ranks_of: dict[tuple[str, str], dict[int, str]] = {}
-    devices = grid.host.gather_objects((gethostname(), identity(place), chosen, device.model_name(place)))
-    _compare_kinds([gpu_model for *_, gpu_model in devices], grid)
-    for rank, (host, device_id, device_name, _) in enumerate(devices):
+    device_variables = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
+    ranks_by_gpu: dict[tuple[str, str], dict[int, str]] = {}
+    devices = grid.host.gather_objects(
+        (gethostname(), identity(torch_device), device_variables, device.model_name(torch_device))
+    )
+    _compare_gpu_models([gpu_model for *_, gpu_model in devices], grid)
+    for rank, (host, device_id, variables_text, _) in enumerate(devices):
         if device_id:
-            ranks_of.setdefault((host, device_id), {})[rank] = device_name
-    shared = {gpu: ranks for gpu, ranks in ranks_of.items() if len(ranks) > 1}
-    if not shared:
+            ranks_by_gpu.setdefault((host, device_id), {})[rank] = variables_text
+    shared_gpus = {gpu: ranks for gpu, ranks in ranks_by_gpu.items() if len(ranks) > 1}
+    if not shared_gpus:
         return
     rows = [
-        f"{gpu} of {host}: " + "; ".join(f"rank {rank} ({device_name})" for rank, device_name in ranks.items())
-        for (host, gpu), ranks in shared.items()
+        f"{gpu} of {host}: " + "; ".join(f"rank {rank} ({variables_text})" for rank, variables_text in ranks.items())
+        for (host, gpu), ranks in shared_gpus.items()
     ]
     raise ConfigError(
         "each rank must have a separate GPU, got several ranks on one:\n  "
-        + "\n  ".join(rows[:MOST_ROWS])
+        + "\n  ".join(rows[:MAX_ROWS])
         + "\nStart as many ranks on each host as it has GPUs, each with a distinct LOCAL_RANK. LOCAL_RANK=0 for all is "
         "correct only if CUDA_VISIBLE_DEVICES selects a different GPU for each. If speed does not matter, ranks may "
         "share a GPU with --distributed-backend gloo."
     )
 
 
-def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
+def _compare_gpu_models(gpu_models: Sequence[str], grid: Grid) -> None:
     """Raise if the ranks of a replica have different GPU models; warn if replicas differ."""
-    if len(set(kinds)) == 1:
+    if len(set(gpu_models)) == 1:
         return
-    ranks_of = {
-        gpu_model: format_ranks([rank for rank, model in enumerate(kinds) if model == gpu_model])
-        for gpu_model in set(kinds)
+    ranks_by_model = {
+        gpu_model: format_ranks([rank for rank, model in enumerate(gpu_models) if model == gpu_model])
+        for gpu_model in set(gpu_models)
     }
-    models = "; ".join(f"{gpu_model} on rank {ranks}" for gpu_model, ranks in sorted(ranks_of.items()))
+    models_text = "; ".join(f"{gpu_model} on rank {ranks}" for gpu_model, ranks in sorted(ranks_by_model.items()))
     for ranks in grid.topology.groups("pipe", "context", "tensor"):
-        if len({kinds[rank] for rank in ranks}) > 1:
+        if len({gpu_models[rank] for rank in ranks}) > 1:
             raise ConfigError(
-                f"the ranks of a replica must have the same GPU model, got {models}: other kernels would round "
+                f"the ranks of a replica must have the same GPU model, got {models_text}: other kernels would round "
                 f"differently, and copies of a weight would diverge (ranks {format_ranks(ranks)}). Start them on hosts "
                 "with the same GPU model"
             )
     if grid.world.rank == 0:
-        log.warning(f"replicas have different GPU models, and the slowest limits the speed: {models}")
+        log.warning(f"replicas have different GPU models, and the slowest limits the speed: {models_text}")
 
 
-def facts(config: Config) -> dict[str, str]:
+def collect_facts(config: Config) -> dict[str, str]:
     """Return name -> value of the facts that must be equal on all ranks. Only local rank 0 reads the code."""
-    values = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
-    values |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
+    values = {
+        f"arguments: {name}": value for name, value in _flatten(config.to_dict()) if name not in _PER_RANK_ARGUMENTS
+    }
+    values |= {f"version: {name}": _package_version(name) for name in VERSIONS} | {
+        "version: python": platform.python_version()
+    }
     values |= {f"version: {name}": value for name, value in device.versions().items()}
     values |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
     json_file = config.run.deepspeed_config
     if json_file:
         values["file: --deepspeed_config"] = f"crc {zlib.crc32(Path(json_file).read_bytes()):08x}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        values |= {"code": f"crc {code_checksum():08x}", "code: git commit": commit(ROOT)}
+        values |= {"code": f"crc {code_checksum():08x}", "code: git commit": git_commit(ROOT)}
     return values
 
 
-def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
+def differences(facts_by_rank: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield a row with the values and their ranks for each fact that differs between the ranks that have it."""
-    for name in sorted({name for facts_of_rank in everyone for name in facts_of_rank}):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, facts_of_rank in enumerate(everyone):
+    for name in sorted({name for facts_of_rank in facts_by_rank for name in facts_of_rank}):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, facts_of_rank in enumerate(facts_by_rank):
             if name in facts_of_rank or not name.startswith("code"):
-                ranks_of.setdefault(facts_of_rank.get(name, "none"), []).append(rank)
-        if len(ranks_of) > 1:
-            values = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
+                ranks_by_value.setdefault(facts_of_rank.get(name, "none"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_by_value.items())
             yield f"{name}: {'; '.join(values)}"
 
 
@@ -158,7 +164,7 @@ def code_checksum(root: Path = ROOT) -> int:
     return zlib.crc32(script.read_bytes(), checksum) if script.is_file() else checksum
 
 
-def commit(root: Path) -> str:
+def git_commit(root: Path) -> str:
     """Return the commit that is checked out in ``root``, read from git's files, or "unknown"."""
     try:
         head = (root / ".git" / "HEAD").read_text().strip()
@@ -174,15 +180,15 @@ def commit(root: Path) -> str:
         return "unknown"
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+            yield from _flatten(inner, f"{name}.{key}" if name else str(key))
     else:
         yield name, str(value)
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -24,13 +24,13 @@ class RestoreOptions:
     generators: bool = True
 
     @classmethod
-    def of(cls, flags: CheckpointConfig) -> RestoreOptions:
+    def from_flags(cls, flags: CheckpointConfig) -> RestoreOptions:
         """Return the options selected by --finetune, --eval-only, --load-weights-only and --no-load-*."""
-        is_whole = not flags.finetune and not flags.eval_only
-        has_state = is_whole and not flags.load_weights_only
+        continues_run = not flags.finetune and not flags.eval_only
+        has_state = continues_run and not flags.load_weights_only
         return cls(
             counters=not flags.finetune,
-            data=is_whole,
+            data=continues_run,
             optimizer=has_state and not flags.no_load_optim,
             generators=has_state and not flags.no_load_rng,
         )

@@ -24,10 +24,10 @@ import torch
 from megatron import log
 from megatron.checkpoint import Checkpoint, TensorRecord, open_latest
 from megatron.checkpoint.downloading import fetch_newest
-from megatron.checkpoint.folders import checkpoints_in
-from megatron.checkpoint.huggingface.origin import CARRIED, STATE
+from megatron.checkpoint.folders import checkpoints_folder
+from megatron.checkpoint.huggingface.origin import COPIED_ENTRIES, STATE
 from megatron.checkpoint.huggingface.tokenizer import origin_in
-from megatron.checkpoint.resized_vocab import fill, is_resized
+from megatron.checkpoint.resized_vocab import fill_resized, is_resized
 from megatron.config import Config
 from megatron.errors import marked
 from megatron.optim import MixedPrecisionOptimizer
@@ -58,7 +58,7 @@ from megatron.training.world import World
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedCheckpoint:
     """The checkpoint that a run has resumed from.
 
     Args:
@@ -78,7 +78,7 @@ class Resumed:
     lineage: CheckpointLineage = field(default_factory=CheckpointLineage)
 
 
-def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed | None:
+def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> ResumedCheckpoint | None:
     """Restore the run from the checkpoint that the flags name; return None if they name none. Collective.
 
     The flags also select which state is restored. A restart by the launcher always restores everything.
@@ -94,18 +94,18 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed 
     # Checkpoint: chosen by run_folder.choose; all ranks together download it from an object store.
     source = paths.source
     if paths.remote is not None and paths.downloads is not None:
-        with trainer.phases.over(LOADING), marked(is_of_this_rank=False):
+        with trainer.phases.during(LOADING), marked(is_of_this_rank=False):
             source = fetch_newest(paths.remote, paths.downloads, world.grid.host, strict=flags.strict_load)
     if source is None:
         return None
-    with trainer.phases.over(LOADING):
+    with trainer.phases.during(LOADING):
         if is_pretrained(source):
             load_pretrained(trainer, source)
             export_metadata = {STATE: origin_in(source).state()} if world.rank == 0 else {}
-            return Resumed(source, export_metadata=export_metadata)
+            return ResumedCheckpoint(source, export_metadata=export_metadata)
         checkpoint = open_source(source, world, strict=flags.strict_load)
         metadata = checkpoint.metadata
-        options = EVERYTHING if paths.is_restart else RestoreOptions.of(flags)
+        options = EVERYTHING if paths.is_restart else RestoreOptions.from_flags(flags)
 
         # Compatibility: tokenizer, data, model, optimizer.
         order = None
@@ -123,25 +123,25 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed 
             check_fits(checkpoint, config, fingerprint, options)
 
         # Weights, optimizer, loss scale, random states, counters.
-        if deepspeed_folders.is_of_this_format(checkpoint):
+        if deepspeed_folders.is_deepspeed_checkpoint(checkpoint):
             trainer.engine.use_deepspeed()
             trainer.progress = deepspeed_checkpoint.restore(checkpoint, trainer.engine.engine, config, world, options)
         else:
-            trainer.progress = restore_run(trainer, checkpoint, options)
+            trainer.progress = restore_trainer(trainer, checkpoint, options)
 
         # Position in the data, states of the callbacks.
         if order is not None:
             trainer.data.use_order(order)
         if options.optimizer:
             trainer.load_state_dict(callback_states_in(metadata))
-        _report(trainer, checkpoint, options)
-    return Resumed(
+        _log_resume(trainer, checkpoint, options)
+    return ResumedCheckpoint(
         checkpoint.path,
         checkpoint.sequence,
         is_complete=options == EVERYTHING,
-        data=SavedData.of(metadata) if options.data else SavedData(),
-        export_metadata={name: metadata[name] for name in CARRIED if name in metadata},
-        lineage=CheckpointLineage.of(metadata),
+        data=SavedData.from_metadata(metadata) if options.data else SavedData(),
+        export_metadata={name: metadata[name] for name in COPIED_ENTRIES if name in metadata},
+        lineage=CheckpointLineage.from_metadata(metadata),
     )
 
 
@@ -149,7 +149,7 @@ def roll_back_to(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Restore everything except the data position from an earlier checkpoint of this run. Collective."""
     with marked(is_of_this_rank=False):
         check_fits(checkpoint, trainer.config, None, EVERYTHING)
-    trainer.progress = restore_run(trainer, checkpoint, EVERYTHING)
+    trainer.progress = restore_trainer(trainer, checkpoint, EVERYTHING)
     trainer.load_state_dict(callback_states_in(checkpoint.metadata))
 
 
@@ -165,10 +165,10 @@ def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoi
     """
     if is_deepspeed_folder(source):
         return deepspeed_folders.open_newest(source, world.grid.host, strict=strict)
-    return open_latest(checkpoints_in(source), world.grid.host, strict=strict)
+    return open_latest(checkpoints_folder(source), world.grid.host, strict=strict)
 
 
-def restore_run(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> TrainProgress:
+def restore_trainer(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> TrainProgress:
     """Restore the trainer's model and optimizer with ``restore``. Collective."""
     engine = trainer.engine
     return restore(
@@ -208,7 +208,7 @@ def restore(
         else:
             optimizer.inner.state.clear()  # no moments: fp16 skipped every step, or SGD without momentum
         records += router_records(module, world)
-    _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
+    _load_records(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
     optimizer.copy_main_params_to_parameters()
 
     # Loss scale, and the step counts for Adam's bias correction.
@@ -224,8 +224,8 @@ def restore(
     return TrainProgress.from_metadata(metadata, config.tokens_per_sample) if options.counters else TrainProgress()
 
 
-def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
-    """Fill the records; ``resized_vocab.fill`` handles the tables of a resized vocabulary. Collective."""
+def _load_records(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
+    """Fill the records; ``resized_vocab.fill_resized`` handles the tables of a resized vocabulary. Collective."""
     saved_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()} if resizes_vocab else {}
     resized = [
         record
@@ -235,11 +235,11 @@ def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab:
     resized_names = {record.name for record in resized}
     checkpoint.load([record for record in records if record.name not in resized_names])
     for record in resized:
-        read = functools.partial(checkpoint.read, record.name)
-        fill(record.shard.unpadded(record.tensor), record.shard, saved_shapes[record.name], read)
+        read_shard = functools.partial(checkpoint.read, record.name)
+        fill_resized(record.shard.unpadded(record.tensor), record.shard, saved_shapes[record.name], read_shard)
 
 
-def _report(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> None:
+def _log_resume(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> None:
     """Log what was loaded and how this run differs from the one that saved the checkpoint."""
     config, world, metadata = trainer.config, trainer.world, checkpoint.metadata
     log.info(f"loaded {checkpoint.path}: resuming after step {trainer.progress.step}")
@@ -248,7 +248,7 @@ def _report(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -
         log.info(f"{layout_change}: each rank reads the slices that it needs{rng_note}")
     if world.rank == 0:
         if options.data:
-            warn_of_changes(metadata, config, world.kind)
+            warn_of_changes(metadata, config, world.device_type)
         else:
             warn_of_weights(metadata.get("config", {}), config, checkpoint.path)
     if not trainer.steps_left and not config.checkpoint.eval_only:

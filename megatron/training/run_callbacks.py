@@ -46,65 +46,65 @@ def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
 
 def debugging_callbacks(config: Config, world: World, engine: StepEngine, streams: DropoutStreams) -> list[CallbackRow]:
     """Return the callbacks that attach to the engine before its first step."""
-    profile = config.seeing.profile
+    profile = config.logging.profile
     return [
-        CallbackRow(config.debug.is_on, "debugger:Debugger", lambda: (engine, config, world, streams)),
-        CallbackRow(profile is not None, "profiler:Profiler", lambda: (config.seeing.profiled(),)),
+        CallbackRow(config.debug.is_enabled, "debugger:Debugger", lambda: (engine, config, world, streams)),
+        CallbackRow(profile is not None, "profiler:Profiler", lambda: (config.logging.profiled_steps(),)),
     ]
 
 
-def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) -> list[CallbackRow]:
+def step_callbacks(config: Config, parameter_counts: Sequence[int], bytes_before: int) -> list[CallbackRow]:
     """Return the callbacks that check, measure or save training steps.
 
     Args:
-        counted: numbers of parameters, from ``start_table.count_parameters``.
+        parameter_counts: numbers of parameters, from ``start_table.count_parameters``.
         bytes_before: bytes allocated on this rank before the model was built.
     """
-    training = not config.checkpoint.eval_only
-    batch, checkpoint, logging = config.batch, config.checkpoint, config.seeing
+    is_training = not config.checkpoint.eval_only
+    batch, checkpoint, logging = config.batch, config.checkpoint, config.logging
     stability, parallel = config.stability, config.parallel
     splits = evaluated_splits(config)
     evaluation_interval = batch.eval_interval if splits["valid"] else 0
     return [
         CallbackRow(True, "stability_guard:StabilityGuard", lambda: (stability,)),
         CallbackRow(
-            training and bool(config.model.num_experts),
+            is_training and bool(config.model.num_experts),
             "expert_monitor:ExpertMonitor",
             lambda: (config.model, stability),
         ),
         CallbackRow(logging.log_layer_norms, "layer_norms:LayerNorms"),
         CallbackRow(any(splits.values()), "evaluator:Evaluator", lambda: (evaluation_interval, splits["test"])),
         CallbackRow(
-            training and bool(logging.eval_tasks),
+            is_training and bool(logging.eval_tasks),
             "task_evaluator:TaskEvaluator",
             lambda: (logging.eval_tasks, logging.eval_tasks_interval),
         ),
         CallbackRow(bool(stability.drift_interval), "replica_check:ReplicaCheck", lambda: (stability.drift_interval,)),
         CallbackRow(True, "precision_speed:PrecisionSpeedWarning"),
-        CallbackRow(True, "speed_monitor:SpeedMonitor", lambda: (counted,)),
-        CallbackRow(training, "run_description:RunDescription", lambda: (counted, bytes_before)),
+        CallbackRow(True, "speed_monitor:SpeedMonitor", lambda: (parameter_counts,)),
+        CallbackRow(is_training, "run_description:RunDescription", lambda: (parameter_counts, bytes_before)),
         CallbackRow(bool(parallel.pipeline_trace) and parallel.has_pipeline, "pipeline_picture:PipelinePicture"),
         CallbackRow(
-            training and bool(checkpoint.export_hf_interval),
+            is_training and bool(checkpoint.export_hf_interval),
             "hf_exporter:HuggingFaceExporter",
             lambda: (checkpoint.export_hf_interval, config.precision.dtype),
         ),
         CallbackRow(
-            training and bool(checkpoint.save_remote),
+            is_training and bool(checkpoint.save_remote),
             "checkpoint_uploader:CheckpointUploader",
             lambda: (checkpoint.save_remote,),
         ),
     ]
 
 
-def reporting_callbacks(config: Config, counted: Sequence[int]) -> list[CallbackRow]:
-    """Return the callbacks that display and record the values of a run; ``counted`` as in ``step_callbacks``."""
+def reporting_callbacks(config: Config, parameter_counts: Sequence[int]) -> list[CallbackRow]:
+    """Return the callbacks that display and record values of a run; ``parameter_counts``: see ``step_callbacks``."""
     return [
         CallbackRow(True, "heartbeat:Heartbeat"),
-        CallbackRow(bool(config.seeing.sample_prompts), "text_samples:TextSamples", lambda: (config,)),
-        CallbackRow(True, "console:Console", lambda: (config.run.progress, config.batch.train_iters, counted)),
+        CallbackRow(bool(config.logging.sample_prompts), "text_samples:TextSamples", lambda: (config,)),
+        CallbackRow(True, "console:Console", lambda: (config.run.progress, config.batch.train_iters, parameter_counts)),
         CallbackRow(config.parallel.compile, "compile_meter:CompileMeter"),
         CallbackRow(True, "straggler:StragglerWarning"),
         CallbackRow(True, "metrics_writer:Metrics"),
-        CallbackRow(bool(config.seeing.wandb_project), "wandb:Wandb"),
+        CallbackRow(bool(config.logging.wandb_project), "wandb:Wandb"),
     ]

@@ -14,16 +14,16 @@ from megatron.checkpoint.folders import CHECKPOINTS, last_sequence
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, ConfigError, DataError, raise_all
 from megatron.training.checkpoint_source import (
-    LOADED,
+    DOWNLOADS,
     NATIVE,
     RUNS,
-    format_of,
+    choose_format,
     is_run_folder,
     newest_run,
     require_checkpoint,
-    saved_in,
+    saved_checkpoints,
 )
-from megatron.training.job_starts import has_saved, note_choice, noted_choice
+from megatron.training.job_starts import has_checkpoint_of_job, read_choice, write_choice
 from megatron.training.rank_0 import run_on_rank_0
 from megatron.training.shared_folder import check_shared
 from megatron.training.world import World
@@ -38,7 +38,7 @@ class RunPaths:
         source: the run folder or checkpoint to resume from; None: start from scratch, or from ``remote``.
         is_restart: True if this job has already saved into the folder; everything is restored, regardless of the flags.
         checkpoint_format: format of the checkpoints that the run saves.
-        begins_again: True if an earlier start of the run may have ended before its first checkpoint.
+        may_start_from_scratch: True if an earlier start of the run may have ended before its first checkpoint.
         remote: checkpoint or run in an object store; it is downloaded into ``downloads`` and becomes the source.
     """
 
@@ -46,7 +46,7 @@ class RunPaths:
     source: Path | None = None
     is_restart: bool = False
     checkpoint_format: str = NATIVE
-    begins_again: bool = False
+    may_start_from_scratch: bool = False
     remote: str | None = None
     downloads: Path | None = None
 
@@ -62,10 +62,10 @@ def choose(config: Config, name: str, world: World) -> RunPaths:
         ConfigError: the folder is not writable, or not visible on all nodes.
     """
 
-    def chosen() -> RunPaths:
-        paths = _chosen(config, name)
+    def choose_and_check() -> RunPaths:
+        paths = _choose_paths(config, name)
         source = None if paths.source is None else paths.source.absolute()
-        checkpoint_format = format_of(paths.folder, config.checkpoint)
+        checkpoint_format = choose_format(paths.folder, config.checkpoint)
         paths = replace(paths, folder=paths.folder.absolute(), source=source, checkpoint_format=checkpoint_format)
         if paths.downloads is not None:
             paths = replace(paths, downloads=paths.downloads.absolute())
@@ -77,7 +77,7 @@ def choose(config: Config, name: str, world: World) -> RunPaths:
             check_writable(Path(config.run.tensorboard_dir))
         return paths
 
-    paths = run_on_rank_0(world, chosen)
+    paths = run_on_rank_0(world, choose_and_check)
     if not config.checkpoint.eval_only:
         check_shared(paths.folder, world)
     return paths
@@ -104,10 +104,10 @@ def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
         return
     try:
         object_store.check_writable(flags.save_remote)
-        uploaded = remote.find(flags.save_remote)
+        uploaded = remote.find_checkpoints(flags.save_remote)
     except DataError as error:
         raise ConfigError(f"--save-remote must name a writable location in an object store: {error}") from error
-    if uploaded and not _is_own_store(flags) and last_sequence(saved_in(paths.folder)) < uploaded[0].sequence:
+    if uploaded and not _is_own_store(flags) and last_sequence(saved_checkpoints(paths.folder)) < uploaded[0].sequence:
         raise ConfigError(
             f"--save-remote must be empty or contain this run, got {flags.save_remote} with {uploaded[0].name} and "
             f"{len(uploaded) - 1} more checkpoints that are not in {paths.folder}. Resume from them (--load "
@@ -117,59 +117,61 @@ def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
 
 def _is_own_store(flags: CheckpointConfig) -> bool:
     """Return True if the run resumes from the same store that it uploads to."""
-    is_same = flags.load is not None and flags.load.rstrip("/") == (flags.save_remote or "").rstrip("/")
-    return is_same and not (flags.finetune or flags.eval_only)
+    is_same_store = flags.load is not None and flags.load.rstrip("/") == (flags.save_remote or "").rstrip("/")
+    return is_same_store and not (flags.finetune or flags.eval_only)
 
 
-def _chosen(config: Config, name: str) -> RunPaths:
+def _choose_paths(config: Config, name: str) -> RunPaths:
     """Return the folder and the source of the run; called on rank 0."""
     flags = config.checkpoint
-    earlier = None if flags.save else noted_choice()
-    folder, source = earlier or _by_flags(config, name)
-    if not flags.save and not earlier:
-        note_choice(folder, source)
+    earlier_choice = None if flags.save else read_choice()
+    folder, source = earlier_choice or _paths_from_flags(config, name)
+    if not flags.save and not earlier_choice:
+        write_choice(folder, source)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if is_restart and has_saved(folder):
+    if is_restart and has_checkpoint_of_job(folder):
         return RunPaths(folder, folder, is_restart=True)
-    goes_on = is_restart or flags.load_if_exists
+    is_continuation = is_restart or flags.load_if_exists
     if flags.load and object_store.is_remote(flags.load):
-        return _of_store(flags, folder, goes_on=goes_on)
-    return RunPaths(folder, source, begins_again=goes_on and not saved_in(folder))
+        return _paths_from_store(flags, folder, is_continuation=is_continuation)
+    return RunPaths(folder, source, may_start_from_scratch=is_continuation and not saved_checkpoints(folder))
 
 
-def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> RunPaths:
+def _paths_from_store(flags: CheckpointConfig, folder: Path, *, is_continuation: bool) -> RunPaths:
     """Return the paths of a run that resumes from an object store.
 
     If the run uploads to the same store and its folder has a checkpoint that is at least as new, it resumes from there.
     """
     assert flags.load is not None
-    is_own, saved = _is_own_store(flags), saved_in(folder)
+    is_own_store, saved_paths = _is_own_store(flags), saved_checkpoints(folder)
     try:
-        newest = remote.require(flags.load)[0].sequence
+        newest_sequence = remote.require_checkpoints(flags.load)[0].sequence
     except CheckpointError as error:
         if not flags.load_if_exists:
             raise
-        if not (is_own and saved):
+        if not (is_own_store and saved_paths):
             log.info(f"--load-if-exists: starting from scratch, since {error}")
-            return RunPaths(folder, begins_again=goes_on and not saved)
-        newest = 0
-    if is_own and last_sequence(saved) >= newest:
+            return RunPaths(folder, may_start_from_scratch=is_continuation and not saved_paths)
+        newest_sequence = 0
+    if is_own_store and last_sequence(saved_paths) >= newest_sequence:
         return RunPaths(folder, folder)
-    downloads = folder / (CHECKPOINTS if is_own else LOADED)
-    return RunPaths(folder, remote=flags.load, downloads=downloads, begins_again=goes_on and not saved)
+    downloads = folder / (CHECKPOINTS if is_own_store else DOWNLOADS)
+    return RunPaths(
+        folder, remote=flags.load, downloads=downloads, may_start_from_scratch=is_continuation and not saved_paths
+    )
 
 
-def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
+def _paths_from_flags(config: Config, name: str) -> tuple[Path, Path | None]:
     """Return the folder and the source selected by the flags; create a new folder if they name none."""
-    flags, source = config.checkpoint, _source(config, name)
+    flags, source = config.checkpoint, _source_from_flags(config, name)
     if flags.save:
         return Path(flags.save), source
     if source is not None and is_run_folder(source) and not flags.finetune:
         return source, source  # the same run continues in the same folder
-    return _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), source
+    return _create_free_folder(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), source
 
 
-def _source(config: Config, name: str) -> Path | None:
+def _source_from_flags(config: Config, name: str) -> Path | None:
     """Return the path that --load or --resume names; with --load-if-exists, None if there is no checkpoint."""
     flags = config.checkpoint
     if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
@@ -185,7 +187,7 @@ def _source(config: Config, name: str) -> Path | None:
     return source
 
 
-def _free(folder: Path) -> Path:
+def _create_free_folder(folder: Path) -> Path:
     """Create ``folder``, or a numbered variant if another job created it in the same second."""
     RUNS.mkdir(exist_ok=True)
     for suffix in range(1000):

@@ -20,20 +20,20 @@ from typing import Any
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.file_lock import FileLock
-from megatron.training.job_starts import job
+from megatron.training.job_starts import job_id
 from megatron.training.rank_0 import run_on_rank_0
 from megatron.training.world import World
 
-NAME = "run.lock"
+LOCK_NAME = "run.lock"
 RESTART_WAIT_S = 150.0
 """Seconds for which a restart of the same job waits for the previous rank 0, which may still be exiting. The lock of a
 host that lost power is released when its lease with the NFS server expires, after 90 seconds by default."""
-_SILENCE_S = 1.0  # longest time between taking the lock and writing the holder's name
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_UNNAMED_WAIT_S = 1.0  # longest time between taking the lock and writing the holder's name
+_NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
-def held(folder: Path, world: World) -> Iterator[None]:
+def hold_run_lock(folder: Path, world: World) -> Iterator[None]:
     """Hold the lock of the run folder ``folder`` within the context, for all ranks. Collective.
 
     Raises:
@@ -56,26 +56,31 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, wait_s: float = RESTART_WAIT_S) -> None:
-        path = folder / NAME
+        path = folder / LOCK_NAME
 
-        def patience(text: bytes) -> float:
+        def holder_wait_s(text: bytes) -> float:
             """Return the seconds to wait: for an earlier start of this job, or a holder without a name yet."""
-            holder = _parsed(text)
-            return (wait_s if _is_same_job(holder) else 0.0) if holder else _SILENCE_S
+            holder = _parse_holder(text)
+            return (wait_s if _is_same_job(holder) else 0.0) if holder else _UNNAMED_WAIT_S
 
-        def refusal(text: bytes) -> str:
+        def locked_message(text: bytes) -> str:
             return (
-                f"only one job at a time may write to {folder}, got {_format_holder(_parsed(text))}, which holds "
+                f"only one job at a time may write to {folder}, got {_format_holder(_parse_holder(text))}, which holds "
                 f"{path}. Set --save to another folder, or end that job. If it no longer exists, delete the file"
             )
 
         try:
             self._lock = FileLock(
-                path, "lockf", wait_s=patience, describe=refusal, error=ConfigError, without_lock=_is_left
+                path,
+                "lockf",
+                wait_s=holder_wait_s,
+                describe=locked_message,
+                error=ConfigError,
+                without_lock=_is_abandoned,
             )
-            if holder := _parsed(self._lock.left):
+            if holder := _parse_holder(self._lock.previous_text):
                 log.info(f"{path} is stale: {_format_holder(holder)} has exited; taking over the lock")
-            self._lock.write(json.dumps(_own()).encode() + b"\n")
+            self._lock.write(json.dumps(_describe_process()).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
                 f"{path} must be a file that can be written and locked, got: {error}. Set --save to another folder, or "
@@ -87,42 +92,42 @@ class RunLock:
         self._lock.release()
 
 
-def _own() -> dict[str, Any]:
+def _describe_process() -> dict[str, Any]:
     """Return the description of this process that is written to ``run.lock``."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),
-        "started": _start_of(os.getpid()),
+        "started": _process_start_time(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "job": _job(),
+        "job": _shared_job_id(),
     }
 
 
-def _job() -> str | None:
+def _shared_job_id() -> str | None:
     """Return the id that all starts of one job share: the launcher's, or else SLURM's."""
-    return job() or os.environ.get("SLURM_JOB_ID")
+    return job_id() or os.environ.get("SLURM_JOB_ID")
 
 
-def _is_same_job(found: dict[str, Any]) -> bool:
-    return found.get("job") is not None and found["job"] == _job()
+def _is_same_job(holder: dict[str, Any]) -> bool:
+    return holder.get("job") is not None and holder["job"] == _shared_job_id()
 
 
-def _is_left(error: OSError, text: bytes) -> bool:
+def _is_abandoned(error: OSError, text: bytes) -> bool:
     """Return True if the file system has no locks, and the holder named in the file is not alive."""
-    holder = _parsed(text)
-    return error.errno in _NO_LOCKS and not (holder and _may_live(holder))
+    holder = _parse_holder(text)
+    return error.errno in _NO_LOCK_ERRORS and not (holder and _may_live(holder))
 
 
-def _may_live(found: dict[str, Any]) -> bool:
-    """Return True if the process in ``found`` may still run; used without locks."""
-    if found.get("host") == platform.node():
-        pid = found.get("pid")
-        started = _start_of(pid) if isinstance(pid, int) and pid != os.getpid() else None
-        return started is not None and started == found.get("started")
-    return not _is_same_job(found)
+def _may_live(holder: dict[str, Any]) -> bool:
+    """Return True if the process in ``holder`` may still run; used without locks."""
+    if holder.get("host") == platform.node():
+        pid = holder.get("pid")
+        started = _process_start_time(pid) if isinstance(pid, int) and pid != os.getpid() else None
+        return started is not None and started == holder.get("started")
+    return not _is_same_job(holder)
 
 
-def _start_of(pid: int) -> str | None:
+def _process_start_time(pid: int) -> str | None:
     """Return the start time of process ``pid`` in clock ticks since boot; None if it has exited or is a zombie."""
     try:
         stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -131,13 +136,13 @@ def _start_of(pid: int) -> str | None:
     return None if stat_fields[0] in "ZX" else stat_fields[19]
 
 
-def _format_holder(found: dict[str, Any]) -> str:
-    if not found:
+def _format_holder(holder: dict[str, Any]) -> str:
+    if not holder:
         return "a process that has not written its name yet"
-    return f"host {found.get('host')}, pid {found.get('pid')}, since {found.get('since')}"
+    return f"host {holder.get('host')}, pid {holder.get('pid')}, since {holder.get('since')}"
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_holder(text: bytes) -> dict[str, Any]:
     try:
         holder = json.loads(text or b"{}")
     except ValueError:

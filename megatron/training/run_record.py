@@ -18,7 +18,7 @@ from megatron.config import Config
 from megatron.training.world import World
 
 
-def describe(folder: Path, config: Config, world: World, step: int) -> None:
+def write_run_record(folder: Path, config: Config, world: World, step: int) -> None:
     """Write config.json, command.txt, versions.json and starts.jsonl. Called on rank 0, which holds the folder's lock.
 
     Args:
@@ -28,13 +28,13 @@ def describe(folder: Path, config: Config, world: World, step: int) -> None:
     _remove_stale(folder)
     files.replace_bytes(folder / "config.json", _json(config.to_dict()))
     with open(folder / "command.txt", "a", encoding="utf-8") as file:
-        recipe = os.environ.get("MEGATRON_DEFAULTS", "")
-        shown = f"MEGATRON_DEFAULTS={shlex.quote(recipe)} " if recipe else ""
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}{shlex.join([sys.executable, *sys.argv])}\n")
+        defaults = os.environ.get("MEGATRON_DEFAULTS", "")
+        defaults_text = f"MEGATRON_DEFAULTS={shlex.quote(defaults)} " if defaults else ""
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {defaults_text}{shlex.join([sys.executable, *sys.argv])}\n")
     files.replace_bytes(folder / "versions.json", _json(versions(world)))
     with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
-        started = {"step": step, "time": time.time(), "ranks": world.grid.topology.world_size}
-        file.write(json.dumps(started) + "\n")
+        start_entry = {"step": step, "time": time.time(), "ranks": world.grid.topology.world_size}
+        file.write(json.dumps(start_entry) + "\n")
 
 
 def _remove_stale(folder: Path) -> None:
@@ -46,18 +46,18 @@ def _remove_stale(folder: Path) -> None:
 
 def versions(world: World) -> dict[str, Any]:
     """Return the versions of packages that affect results, the code's commit, and the machine."""
-    packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _has(name)}
+    packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _is_installed(name)}
     return {
         **packages,
         "python": platform.python_version(),
-        "commit": commit(),
+        "commit": git_commit(),
         "host": platform.node(),
-        "device": world.kind,
+        "device": world.device_type,
         "world_size": world.grid.topology.world_size,
     }
 
 
-def commit() -> str:
+def git_commit() -> str:
     """Return the code's git commit, with "+changes" if there are uncommitted changes, or "unknown" without git."""
     root = Path(__file__).resolve().parents[2]
     try:
@@ -67,12 +67,12 @@ def commit() -> str:
         return "unknown"
 
 
-def _git(root: Path, *words: str) -> str:
-    result = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=5, check=True)
+def _git(root: Path, *arguments: str) -> str:
+    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=5, check=True)
     return result.stdout.strip()
 
 
-def _has(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         metadata.version(name)
         return True

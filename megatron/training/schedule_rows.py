@@ -21,47 +21,47 @@ def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     if config.checkpoint.eval_only or not steps:
         return
     yield "learning rate", schedule_text(config, replicas)
-    samples = config.batch.sizes(replicas).consumed_after(steps)
+    samples = config.batch.batch_sizes(replicas).consumed_after(steps)
     yield "tokens", f"{samples * config.tokens_per_sample:,} in {steps:,} steps ({samples:,} samples)"
 
 
 def schedule_text(config: Config, replicas: int) -> str:
     """Return text such as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
     settings, steps = config.optimizer, config.batch.train_iters
-    sizes, style = config.batch.sizes(replicas), settings.lr_decay_style
-    in_samples = settings.lr_decay_samples is not None
+    batch_sizes, style = config.batch.batch_sizes(replicas), settings.lr_decay_style
+    is_in_samples = settings.lr_decay_samples is not None
 
     def to_steps(length: float) -> float:
-        return sizes.steps_until(length) if in_samples else length
+        return batch_sizes.steps_until(length) if is_in_samples else length
 
     total_length = settings.lr_decay_samples if settings.lr_decay_samples is not None else settings.lr_decay_iters
     warmup = settings.warmup_length
-    begin, end = to_steps(warmup), to_steps(total_length)
-    phases: list[tuple[str, float, float]] = [("warm-up", 0, begin)]
+    warmup_end, decay_end = to_steps(warmup), to_steps(total_length)
+    phases: list[tuple[str, float, float]] = [("warm-up", 0, warmup_end)]
     if style == "wsd":
-        decay = settings.lr_wsd_decay_samples if in_samples else settings.lr_wsd_decay_iters
+        decay = settings.lr_wsd_decay_samples if is_in_samples else settings.lr_wsd_decay_iters
         decay = settings.wsd_decay_fraction * (total_length - warmup) if decay is None else decay
-        start = to_steps(max(total_length - decay, warmup))
-        phases += [("stable", begin, start), ("decay", start, end)]
+        decay_start = to_steps(max(total_length - decay, warmup))
+        phases += [("stable", warmup_end, decay_start), ("decay", decay_start, decay_end)]
     elif style == "constant":
-        phases.append(("constant", begin, steps))
+        phases.append(("constant", warmup_end, steps))
     elif style == "inverse-square-root":
-        phases.append(("decay", begin, steps))
+        phases.append(("decay", warmup_end, steps))
     else:
-        phases.append(("decay", begin, end))
+        phases.append(("decay", warmup_end, decay_end))
     if style not in ("constant", "inverse-square-root"):
-        phases.append((f"at {settings.min_lr:g}", end, steps))
-    shown = []
+        phases.append((f"at {settings.min_lr:g}", decay_end, steps))
+    phase_texts = []
     for name, first, last in phases:
         length = min(last, steps) - first
         truncation = f" of {last - first:g}" if last > steps and length > 0 else ""
         if length > 0:
-            shown.append(f"{name} {length:g}{truncation}")
-    floor = "" if style == "constant" else f" to {settings.min_lr:g}"
-    return f"{style}, {settings.lr:g}{floor}, in steps: {', '.join(shown)}"
+            phase_texts.append(f"{name} {length:g}{truncation}")
+    floor_text = "" if style == "constant" else f" to {settings.min_lr:g}"
+    return f"{style}, {settings.lr:g}{floor_text}, in steps: {', '.join(phase_texts)}"
 
 
-def token_count(prefix: str) -> int | None:
+def count_tokens(prefix: str) -> int | None:
     """Return the number of tokens in a token file from its ``.idx`` header and ``.bin`` size; None if unknown."""
     if object_store.is_remote(prefix):
         return None
@@ -76,20 +76,28 @@ def token_count(prefix: str) -> int | None:
 def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     """Yield the row on the epochs of each corpus, if they follow from the sizes of the token files."""
     data, steps = config.data, config.batch.train_iters
-    is_known = data.sft is None and data.mixture_schedule is None and not data.flag_of_set
-    if not is_known or data.is_mock or data.is_own or data.training_path is None or config.checkpoint.eval_only:
+    has_known_epochs = data.sft is None and data.mixture_schedule is None and not data.flag_of_cpm_set
+    if (
+        not has_known_epochs
+        or data.is_mock
+        or data.is_script_data
+        or data.training_path is None
+        or config.checkpoint.eval_only
+    ):
         return
-    share = data.split_shares[0]
+    train_share = data.split_shares[0]
     corpora = parse_paths(data.training_path)
-    weights = sum(weight for weight, _ in corpora)
-    tokens = config.batch.sizes(replicas).consumed_after(steps) * config.own.text_length(config.batch)
+    total_weight = sum(weight for weight, _ in corpora)
+    tokens_read = config.batch.batch_sizes(replicas).consumed_after(steps) * config.family_config.text_length(
+        config.batch
+    )
     texts = []
     for weight, prefix in corpora:
-        size = token_count(prefix)
-        if not size or not weights or not share:
+        num_tokens = count_tokens(prefix)
+        if not num_tokens or not total_weight or not train_share:
             return
         name = f"{prefix} " if len(corpora) > 1 else ""
-        epochs = tokens * weight / weights / float(size * share)
+        epochs = tokens_read * weight / total_weight / float(num_tokens * train_share)
         texts.append(f"{name}{epochs:{',.0f' if epochs >= 1000 else '.3g'}}")
     if steps:
         yield "epochs", f"about {', '.join(texts)}"

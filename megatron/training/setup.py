@@ -28,16 +28,16 @@ from megatron.training.deepspeed_engine import (
     reasons_for_deepspeed,
     sharing_groups_of,
 )
-from megatron.training.device_setup import check_agreement
+from megatron.training.device_setup import check_deepspeed_device
 from megatron.training.kernel_rows import dropout_warning
-from megatron.training.layout_checks import check_context_is_cut, check_sequence_is_cut
+from megatron.training.layout_checks import check_context_parallel, check_sequence_parallel
 from megatron.training.model_engine import ModelEngine, broadcast_from_first_replica
-from megatron.training.optimizer_setup import check_rates, make_optimizer
+from megatron.training.optimizer_setup import check_rate_patterns, make_optimizer
 from megatron.training.pipeline_engine import PipelineStepEngine
 from megatron.training.single_stage_engine import SingleStageEngine
 from megatron.training.step_engine import ForwardStep, StepEngine, StepSettings
 from megatron.training.world import World
-from megatron.training.zero3_init import build, is_asked_for, param_init_of
+from megatron.training.zero3_init import build_module, is_weight_sharded, make_param_init
 from tds.device import move
 from tds.partition import PartitionError
 from tds.schedule import LOOP
@@ -51,8 +51,8 @@ def make_streams(config: Config, world: World) -> DropoutStreams:
     else:
         streams = DropoutStreams(seed, grid.data_context, grid.tensor)
     streams.has_kernels = config.parallel.fused_kernels != "torch"
-    if world.rank == 0 and (text := dropout_warning(config, world.kind)):
-        log.warning(text)
+    if world.rank == 0 and (warning := dropout_warning(config, world.device_type)):
+        log.warning(warning)
     return streams
 
 
@@ -66,18 +66,18 @@ def build_engine(
     """Build the model, initialise its weights, and wrap it in the engine with or without a pipeline. Collective."""
     has_pipeline = config.parallel.has_pipeline
     if has_pipeline:
-        check_agreement(world.kind)
+        check_deepspeed_device(world.device_type)
     with sharing_groups_of(world.grid) if has_pipeline else nullcontext():
         module, optimizer = build_weights(config, world, streams, model_provider)
-    to_deepspeed = partial(build_deepspeed_engine, config, world, module, optimizer)
+    make_deepspeed_engine = partial(build_deepspeed_engine, config, world, module, optimizer)
     batch, replicas = config.batch, world.grid.data_context
     if has_pipeline:
         engine = build_pipeline_engine(config, world, module, optimizer)
     elif reasons_for_deepspeed(config, module):
-        engine = to_deepspeed()
+        engine = make_deepspeed_engine()
     else:
-        initialize_loaded_deepspeed(world.kind)
-        broadcast_from_first_replica(module, replicas, are_sharded=is_asked_for(config, world))
+        initialize_loaded_deepspeed(world.device_type)
+        broadcast_from_first_replica(module, replicas, are_sharded=is_weight_sharded(config, world))
         engine = ModelEngine(
             module,
             optimizer,
@@ -100,7 +100,7 @@ def build_engine(
     )
     if has_pipeline:
         return PipelineStepEngine(engine, settings)
-    return SingleStageEngine(engine, forward_step, settings, to_deepspeed)
+    return SingleStageEngine(engine, forward_step, settings, make_deepspeed_engine)
 
 
 def build_weights(
@@ -109,19 +109,21 @@ def build_weights(
     """Return the model, with initialised weights on the training device, and its optimizer. Collective."""
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks, config.parallel.placement)
-    check_sequence_is_cut(module, config.parallel.sequence_parallel)
-    check_context_is_cut(module, config.parallel.context_parallel_size)
-    check_rates(config, module, world)
-    fused_kernels.use_norms(config, module)
-    param_init = param_init_of(config, module, world, weight_rule(config))
+    check_sequence_parallel(module, config.parallel.sequence_parallel)
+    check_context_parallel(module, config.parallel.context_parallel_size)
+    check_rate_patterns(config, module, world)
+    fused_kernels.set_norm_kernels(config, module)
+    param_init = make_param_init(config, module, world, init_rule(config))
     if param_init is None:
-        put_in_place(config, module, world)
+        initialize_and_move(config, module, world)
     if config.parallel.compile:
-        num_lengths = len(config.batch.lengths.all())
-        compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline, num_lengths=num_lengths)
+        num_lengths = len(config.batch.seq_lengths.all())
+        compile_layers(
+            module, streams, world.device, is_full_model=not config.parallel.has_pipeline, num_lengths=num_lengths
+        )
     optimizer = make_optimizer(config, module, world, param_init)
     if param_init is not None:
-        put_in_place(config, module, world)  # the remaining tensors: frozen weights and buffers
+        initialize_and_move(config, module, world)  # the remaining tensors: frozen weights and buffers
     return module, optimizer
 
 
@@ -133,7 +135,7 @@ def build_model(config: Config, world: World, model_provider: Callable[[], torch
             provider writes to a weight that has no memory yet.
     """
     try:
-        return build(model_provider, arrives=is_asked_for(config, world))
+        return build_module(model_provider, is_deferred=is_weight_sharded(config, world))
     except PartitionError as error:
         if world.grid.topology.world_size > 1:
             # If another rank exited first, rank 0 would be ended before it reports the error.
@@ -154,20 +156,20 @@ def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) ->
             f"--pipeline-chunks must match the chunks of the model, got {chunks} and {num_built}. "
             f"Build it with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
         )
-    actual = getattr(module, "placement", LOOP)
-    if actual != placement:
+    built_placement = getattr(module, "placement", LOOP)
+    if built_placement != placement:
         raise ConfigError(
-            f"--pipeline-placement must match the model, got {placement} and {actual}. Build it with "
-            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for {actual}'
+            f"--pipeline-placement must match the model, got {placement} and {built_placement}. Build it with "
+            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for {built_placement}'
         )
 
 
-def put_in_place(config: Config, module: torch.nn.Module, world: World) -> None:
+def initialize_and_move(config: Config, module: torch.nn.Module, world: World) -> None:
     """Initialise the weights that have no values yet, and move ``module`` to the training device."""
-    initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
+    initialize(named_parameters(module), seed=config.run.seed, rule=init_rule(config))
     move(module, world.device)
 
 
-def weight_rule(config: Config) -> Rule:
+def init_rule(config: Config) -> Rule:
     """Return the model family's rule, which maps the name of a parameter to the scale of its initial values."""
     return model_parts(config.family).weight_init(config)

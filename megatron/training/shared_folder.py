@@ -24,15 +24,15 @@ def check_shared(folder: Path, world: World) -> None:
     host = world.grid.host
     if host.size == 1:
         return
-    probe = run_on_rank_0(world, lambda: _leave_probe(folder))
+    probe = run_on_rank_0(world, lambda: _create_probe(folder))
     if world.local_rank == 0:
         FileVisibility().wait_for(probe)
-    is_blind = world.local_rank == 0 and not probe.exists()
-    hosts = host.gather_objects(platform.node() if is_blind else None)
-    run_on_rank_0(world, lambda: _judge(probe, sorted({name for name in hosts if name is not None})))
+    is_probe_missing = world.local_rank == 0 and not probe.exists()
+    hosts = host.gather_objects(platform.node() if is_probe_missing else None)
+    run_on_rank_0(world, lambda: _check_probe(probe, sorted({name for name in hosts if name is not None})))
 
 
-def _leave_probe(folder: Path) -> Path:
+def _create_probe(folder: Path) -> Path:
     """Create an empty file in ``folder`` and return its path."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
@@ -42,14 +42,15 @@ def _leave_probe(folder: Path) -> Path:
     return Path(name)
 
 
-def _judge(probe: Path, blind: list[str]) -> None:
+def _check_probe(probe: Path, blind_hosts: list[str]) -> None:
     """Delete the probe; raise if nodes did not see it, unless another start may have deleted it before."""
     try:
         probe.unlink()
     except OSError:
         return
-    if blind:
+    if blind_hosts:
         raise ConfigError(
-            f"--save must name a folder that all nodes share, but node {', '.join(blind)} does not see the files that "
-            f"rank 0 writes to {probe.parent} on {platform.node()}. Use a file system that all nodes mount at this path"
+            f"--save must name a folder that all nodes share, but node {', '.join(blind_hosts)} does not see the files "
+            f"that rank 0 writes to {probe.parent} on {platform.node()}. Use a file system that all nodes mount at "
+            "this path"
         )

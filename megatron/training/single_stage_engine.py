@@ -32,10 +32,10 @@ from megatron.training.step_engine import (
     loss_values,
     set_micro_batches,
 )
-from megatron.training.step_result import FiniteLossCheck, StepResult, result_of
+from megatron.training.step_result import FiniteLossCheck, StepResult, make_step_result
 from tds.bubble_timer import BubbleTimer
 from tds.clocks import clock_for
-from tds.device import random_numbers_kept
+from tds.device import preserve_rng_states
 from tds.engine.micro_batches import read_ahead
 from tds.loss import LossMeter
 from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
@@ -49,28 +49,29 @@ class SingleStageEngine:
     """
 
     def __init__(
-        self, engine: Any, forward_step: ForwardStep, settings: StepSettings, to_deepspeed: Callable[[], Any]
+        self, engine: Any, forward_step: ForwardStep, settings: StepSettings, make_deepspeed_engine: Callable[[], Any]
     ) -> None:
         """Set up the engine for training.
 
         Args:
             engine: a ``ModelEngine``, or DeepSpeed's engine.
             forward_step: the user's function, which takes (data iterator, engine) and returns (loss, values to report).
-            to_deepspeed: function that returns DeepSpeed's engine for the same model and optimizer. Collective.
+            make_deepspeed_engine: function that returns DeepSpeed's engine for the same model and optimizer.
+                Collective.
         """
         self.forward_step = forward_step
         self.grid, self.streams = settings.grid, settings.streams
         self.share, self.micro_batch_tokens = settings.share, settings.micro_batch_tokens
         self.averages_micro_batches, self.routers = settings.averages_micro_batches, settings.routers
-        self._to_deepspeed = to_deepspeed
+        self._make_deepspeed_engine = make_deepspeed_engine
         self._set_engine(engine)
         self.device = torch.device(engine.device)
-        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
+        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).record_loss
         self.on_activity: Callable[[str], None] = lambda text: None
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
         self._clock = clock_for(self.device)
-        self._busy = BubbleTimer(self._clock)
+        self._busy_timer = BubbleTimer(self._clock)
 
     def _set_engine(self, engine: Any) -> None:
         self.engine = engine
@@ -82,7 +83,7 @@ class SingleStageEngine:
         """Switch to DeepSpeed's engine, which reads and writes DeepSpeed checkpoints. Collective."""
         if isinstance(self.engine, ModelEngine):
             counters = {name: getattr(self.engine, name) for name in COUNTERS}
-            self._set_engine(self._to_deepspeed())
+            self._set_engine(self._make_deepspeed_engine())
             for name, value in counters.items():
                 setattr(self.engine, name, value)
 
@@ -94,12 +95,16 @@ class SingleStageEngine:
             step: index of the step, from 0.
             share: this replica's micro-batches; None uses ``self.share``.
         """
-        first, num_micro_batches, mean_num_micro_batches = share or self.share
+        first_micro_batch, num_micro_batches, mean_num_micro_batches = share or self.share
         tokens_per_step = self.micro_batch_tokens * mean_num_micro_batches
         optimizer = self.optimizer
-        reported: dict[str, torch.Tensor] = {}
+        reported_values: dict[str, torch.Tensor] = {}
         meter = LossMeter(
-            num_micro_batches, nominal_weight(tokens_per_step), self.device, lambda: reported, mean_num_micro_batches
+            num_micro_batches,
+            nominal_weight(tokens_per_step),
+            self.device,
+            lambda: reported_values,
+            mean_num_micro_batches,
         )
         set_micro_batches(self.engine, num_micro_batches)
         self.engine.train()
@@ -107,27 +112,27 @@ class SingleStageEngine:
         self.micro_losses.clear()
 
         # 1. Forward and backward of each micro-batch; gradients accumulate.
-        began = self._clock.mark()
+        start_mark = self._clock.mark()
         for micro_batch in range(num_micro_batches):
-            self.streams.position = DropoutKey(step, micro_batch, first)
+            self.streams.position = DropoutKey(step, micro_batch, first_micro_batch)
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
-            reported = scalars(report, loss)
+            reported_values = scalars(report, loss)
             loss = as_weighted(loss)
             if self.averages_micro_batches:
                 loss = mean_of_micro_batch(loss)
-            trained = meter.add(loss, micro_batch)
-            self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
-            self.micro_losses[micro_batch] = trained.detach()
+            trained_loss = meter.add(loss, micro_batch)
+            self.has_weighted_loss = next(iter(meter.loss_sums.values())).is_weighted
+            self.micro_losses[micro_batch] = trained_loss.detach()
             if self.routers is not None:  # router losses are weighted like the cross-entropy
                 weight = token_weight(tokens_per_step, self.grid, is_mean=not self.has_weighted_loss)
                 self.routers.set_scale(optimizer.loss_scale / weight)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if micro_batch == num_micro_batches - 1:
                 optimizer.begin_last_backward()
-            self.engine.backward(trained * optimizer.loss_scale, scale_wrt_gas=False)
+            self.engine.backward(trained_loss * optimizer.loss_scale, scale_wrt_gas=False)
             optimizer.end_micro_batch()
-        self._busy.note(began, self._clock.mark(), [])
+        self._busy_timer.record(start_mark, self._clock.mark(), [])
 
         # 2. All-reduce of the losses over the replicas.
         self.on_activity(f"step {step + 1}, reduction and update")
@@ -144,7 +149,7 @@ class SingleStageEngine:
         self.on_loss(mean_loss)
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        result = result_of(mean_loss, other_losses, loss_scale, optimizer)
+        result = make_step_result(mean_loss, other_losses, loss_scale, optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, optimizer, self.device)
 
     @torch.no_grad()
@@ -155,7 +160,7 @@ class SingleStageEngine:
         meter = LossMeter(
             self.share.num_micro_batches, nominal, self.device, mean_num_micro_batches=self.share.mean_num_micro_batches
         )
-        with random_numbers_kept(self.device):  # the user's layers and data sets may draw random numbers
+        with preserve_rng_states(self.device):  # the user's layers and data sets may draw random numbers
             for micro_batch in range(self.share.num_micro_batches):
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
@@ -172,4 +177,4 @@ class SingleStageEngine:
 
     def busy(self) -> tuple[float, int]:
         """Return (seconds of forward and backward since the last call; number of steps)."""
-        return busy_seconds(self._busy.drain())
+        return busy_seconds(self._busy_timer.drain())

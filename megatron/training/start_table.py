@@ -10,7 +10,7 @@ import torch
 
 from megatron import device
 from megatron.config import CheckpointConfig, Config
-from megatron.config.checkpoint import DEFAULT_KEPT
+from megatron.config.checkpoint import DEFAULT_NUM_CHECKPOINTS
 from megatron.log import human_count
 from megatron.models import registry
 from megatron.mpu.mappings import all_reduce
@@ -21,8 +21,8 @@ from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import simulated_bubble
 from megatron.training.world import World
 from tds.grad_norm import is_counted_in_norm
-from tds.gradients import is_reduced_apart
-from tds.linear_function import share_of
+from tds.gradients import is_reduced_by_optimizer
+from tds.linear_function import percentage_of
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
@@ -35,13 +35,15 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
     for parameter in module.parameters():
         size = shard_of(parameter).unpadded(parameter).numel()
         counts[1 + grid.pipe.rank] += size / grid.tensor.size
-        copies = grid.expert.size if is_reduced_apart(parameter) else 1  # other ranks have the same number of experts
-        counts[0] += copies * size * is_counted_in_norm(parameter, grid.tensor.rank)
+        num_copies = (
+            grid.expert.size if is_reduced_by_optimizer(parameter) else 1
+        )  # other ranks have the same number of experts
+        counts[0] += num_copies * size * is_counted_in_norm(parameter, grid.tensor.rank)
     return [round(count) for count in all_reduce(counts, grid.model).tolist()]
 
 
 def bounds_of(config: Config, module: torch.nn.Module) -> Sequence[int]:
-    """Return the bounds of the pieces of ``module`` in pipeline layers."""
+    """Return the bounds of the virtual stages of ``module`` in pipeline layers."""
     bounds: Sequence[int] = getattr(module, "parts", [0, registry.costs_of(config).num_units])
     return bounds
 
@@ -50,25 +52,28 @@ def start_rows(
     config: Config,
     world: World,
     module: torch.nn.Module,
-    counted: Sequence[int],
+    parameter_counts: Sequence[int],
     folder: Path,
     data_rows: Iterable[tuple[str, str]],
-    peak: float | None,
+    peak_flops: float | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows of the start table."""
     bounds = bounds_of(config, module)
-    yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in total" if peak else "")
-    yield from device_setup.device_rows(world.kind)
+    yield (
+        "device",
+        device.name(world.device_type) + (f", {human_count(peak_flops)}FLOP/s in total" if peak_flops else ""),
+    )
+    yield from device_setup.device_rows(world.device_type)
     if not config.parallel.has_pipeline and (reasons := reasons_for_deepspeed(config, module)):
         yield "engine", f"DeepSpeed's, for {', '.join(reasons)}"
-    yield from fused_kernels.fused_kernel_rows(config, world.kind)
-    yield from kernel_rows.dropout_rows(config, world.kind)
+    yield from fused_kernels.fused_kernel_rows(config, world.device_type)
+    yield from kernel_rows.dropout_rows(config, world.device_type)
     yield from kernel_rows.attention_rows(config, world.device)
     yield from kernel_rows.document_rows(config, world.device)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
-    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
+    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", parameter_counts, forecast)
     yield "loss", _loss_row(module, config.model.loss_average)
-    yield from determinism.determinism_rows(config, world.kind)
+    yield from determinism.determinism_rows(config, world.device_type)
     yield from data_rows
     yield "run folder", str(folder)
     if not config.checkpoint.eval_only:
@@ -77,12 +82,14 @@ def start_rows(
 
 def _saves_row(flags: CheckpointConfig) -> str:
     """Return text that states when the run saves."""
-    steps = f"every {flags.save_interval} steps" if flags.save_interval else ""
-    minutes = f"every {flags.minutes:g} minutes" if flags.minutes else ""
-    retention = f" (the last {DEFAULT_KEPT} of these are retained)" if flags.is_default_interval else ""
-    when = " and ".join(part for part in (steps, minutes) if part)
-    background = ", in the background" if flags.async_save else ""
-    return f"{when + retention + ', ' if when else ''}at the end, and when stopped{background}"
+    steps_text = f"every {flags.save_interval} steps" if flags.save_interval else ""
+    minutes_text = f"every {flags.minutes:g} minutes" if flags.minutes else ""
+    retention_text = f" (the last {DEFAULT_NUM_CHECKPOINTS} of these are retained)" if flags.is_default_interval else ""
+    interval_text = " and ".join(text for text in (steps_text, minutes_text) if text)
+    background_text = ", in the background" if flags.async_save else ""
+    return (
+        f"{interval_text + retention_text + ', ' if interval_text else ''}at the end, and when stopped{background_text}"
+    )
 
 
 def _loss_row(module: torch.nn.Module, average: str) -> str:
@@ -100,9 +107,9 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
 
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
     """Return text on the share of weights with fused gradient accumulation, and on the weights without it."""
-    share, others = share_of(fused, dict(module.named_parameters()))
-    others_text = f"; autograd accumulates those of {others}" if others else ""
+    percent, unfused = percentage_of(fused, dict(module.named_parameters()))
+    others_text = f"; autograd accumulates those of {unfused}" if unfused else ""
     return (
-        f"--gradient-accumulation-fusion: matrix products accumulate the gradients of {share} % of the weights on this "
-        f"rank{others_text}"
+        f"--gradient-accumulation-fusion: matrix products accumulate the gradients of {percent} % of the weights on "
+        f"this rank{others_text}"
     )

@@ -24,9 +24,9 @@ from megatron.arguments.scan import Scan
 from megatron.config import Config, elastic
 from megatron.errors import JobError
 from megatron.runtime import rank_status
-from megatron.runtime.exit_guard import guard, trace_crashes
+from megatron.runtime.exit_guard import enable_crash_traces, guard
 from megatron.runtime.exit_signals import StopRequests
-from megatron.runtime.rank_env import has_world, name_of, raise_own, set_rank_environment
+from megatron.runtime.rank_env import has_valid_world_size, process_name, raise_on_this_rank, set_rank_environment
 
 if TYPE_CHECKING:
     import torch
@@ -69,9 +69,9 @@ def pretrain(
         accepts_model: ``--model`` may select a decoder of another family; for providers that can build all of them.
         callbacks: the script's ``megatron.training.Callback`` objects, constructed identically on every rank.
     """
-    rank_problem = set_rank_environment(os.environ)  # must precede every read of RANK
+    rank_problems = set_rank_environment(os.environ)  # must precede every read of RANK
     start_time = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # first start of the job on this host
-    rank_name = name_of(os.environ)
+    rank_name = process_name(os.environ)
     stop = StopRequests()
 
     def run_name(trained_family: str) -> str:
@@ -83,14 +83,14 @@ def pretrain(
         nonlocal rank_name
 
         # Command line: merge all sources of flags into one configuration. --dry-run ends here.
-        if not has_world(os.environ):
-            raise_own(rank_problem)
+        if not has_valid_world_size(os.environ):
+            raise_on_this_rank(rank_problems)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        span = elastic.span_of(os.environ)
+        span = elastic.parse_rank_range(os.environ)
         try:
             config = parse(
                 sys.argv[1:],
-                world_size=span.most if span else world_size,
+                world_size=span.max_ranks if span else world_size,
                 extra_args_provider=extra_args_provider,
                 defaults=dict(args_defaults or {}),
                 family=family,
@@ -99,23 +99,23 @@ def pretrain(
             )
         except JobError:
             if "--dry-run" not in sys.argv:  # a dry run starts no ranks
-                raise_own(rank_problem)
+                raise_on_this_rank(rank_problems)
             raise
         if config.run.dry_run:
             from megatron.training.dry_run import dry_run  # imports numpy and rich, which --help does not need
 
             dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
-        raise_own(rank_problem)
+        raise_on_this_rank(rank_problems)
 
         # Ranks: an elastic job may have fewer ranks than the configuration was validated for.
         if span is not None:
             config, world_size = fit_to_ranks(config, span, world_size)
             if int(os.environ["RANK"]) >= world_size:
-                rank_status.note_state(rank_status.IDLE)
+                rank_status.write_state(rank_status.IDLE)
                 return
             os.environ["WORLD_SIZE"] = str(world_size)
-        rank_status.note_state(rank_status.RUNNING)
+        rank_status.write_state(rank_status.RUNNING)
 
         # Device and process groups.
         from megatron.training.device_setup import configure_device
@@ -127,21 +127,21 @@ def pretrain(
 
         world = initialize.start(config, lambda: stop.signal_name)
         rank_name = world.name
-        rank_status.name_rank(rank_name)
+        rank_status.write_coordinates(rank_name)
         log.configure(world.rank)
         limits = config.run
-        stop.limit(limits.exit_interval, limits.exit_duration_in_mins, start_time, limits.kill_switch_path)
-        config = resolve_dtype(config, device.default_precision(world.kind))
+        stop.set_limits(limits.exit_interval, limits.exit_duration_in_mins, start_time, limits.kill_switch_path)
+        config = resolve_dtype(config, device.default_precision(world.device_type))
 
         # Data, model, engine, trainer.
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         run(config, world, *providers, run_name(config.family), stop, callbacks)
         initialize.stop()
-        rank_status.note_state("")
+        rank_status.write_state("")
 
-    stop.listen()
-    trace_crashes()
-    rank_status.open_page()
+    stop.install_handlers()
+    enable_crash_traces()
+    rank_status.open_status_file()
     guard(main, lambda: rank_name)
 
 
@@ -169,21 +169,21 @@ def run(
     from megatron.training.callbacks.checkpointer import Checkpointer
     from megatron.training.data import open_data
     from megatron.training.setup import build_engine, make_streams
-    from megatron.training.timeouts import OPENING_DATA, Sections
+    from megatron.training.timeouts import OPENING_DATA, RunPhases
     from megatron.training.trainer import Trainer
     from megatron.training.vocabulary import with_tokenizer
 
-    with closing(Sections(world, config)) as phases:
+    with closing(RunPhases(world, config)) as phases:
         # Tokenizer, layout of the chunks, dropout streams: scripts read them through get_args and similar functions.
         tokenizer, config = with_tokenizer(config, world.grid.host)
-        if auto_placement.is_free(config):
-            limit, dtype = auto_placement.smallest_usable_bytes(world), config.precision.dtype or ""
+        if auto_placement.should_choose_placement(config):
+            limit, dtype = auto_placement.min_usable_bytes(world), config.precision.dtype or ""
             config = auto_placement.with_placement(config, world.grid.topology, dtype, limit)
         streams = make_streams(config, world)
         global_vars.set_current(config, tokenizer, streams)
 
         # Data.
-        with phases.over(OPENING_DATA):
+        with phases.during(OPENING_DATA):
             data = open_data(datasets_provider, config, world)
 
         # Model and engine.
@@ -191,10 +191,10 @@ def run(
         if config.parallel.pipeline_trace == TRACE_IN_RUN:  # the engine needs the folder of its trace
             paths = run_folder.choose(config, name, world)
             config = replace(config, parallel=replace(config.parallel, pipeline_trace=str(paths.folder / "trace")))
-        bytes_before_model = device.peak_memory_bytes(world.kind)
+        bytes_before_model = device.peak_memory_bytes(world.device_type)
         engine = build_engine(config, world, streams, model_provider, forward_step)
         debuggers = run_callbacks.make_callbacks(run_callbacks.debugging_callbacks(config, world, engine, streams))
-        phases.follow(engine)
+        phases.attach_engine(engine)
         # So far, the random generators had the same state on all ranks, because a model may initialise weights with
         # them. From now on they differ between replicas and stages, because a user's model may use them for dropout.
         rank = world.grid.topology.coordinate(world.rank)
@@ -207,7 +207,7 @@ def run(
             engine.use_deepspeed()
 
         # Trainer. The checkpointer resumes in on_train_start (training/resume.py).
-        with run_lock.held(paths.folder, world):
+        with run_lock.hold_run_lock(paths.folder, world):
             num_parameters = start_table.count_parameters(engine.module, world)
             step_callbacks = run_callbacks.step_callbacks(config, num_parameters, bytes_before_model)
             reporting_callbacks = run_callbacks.reporting_callbacks(config, num_parameters)
@@ -221,7 +221,7 @@ def run(
             Trainer(config, world, engine, data, paths.folder, all_callbacks, stop=stop, phases=phases).fit()
 
 
-def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callable[[str], str]) -> dict[str, Any]:
+def _checkpoint_args(scan: Scan, defaults: Mapping[str, Any], run_name: Callable[[str], str]) -> dict[str, Any]:
     """Return the model and data settings of the run or checkpoint that --load or --resume names.
 
     Args:
@@ -229,5 +229,8 @@ def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callabl
     """
     from megatron.checkpoint import checkpoint_args, run_data  # takes 10 ms, which --help does not wait for
 
-    name = run_name(found.family)
-    return {**checkpoint_args.bring(found, defaults, name), **run_data.bring_data(found, defaults, name)}
+    name = run_name(scan.family)
+    return {
+        **checkpoint_args.load_checkpoint_args(scan, defaults, name),
+        **run_data.load_data_args(scan, defaults, name),
+    }

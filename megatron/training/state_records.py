@@ -49,13 +49,13 @@ def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorReco
 
 def rng_records(world: World) -> Iterator[TensorRecord]:
     """Yield the states of torch's generators on this rank; every rank saves its own."""
-    for device_type, state in device.rng_states(world.kind).items():
+    for device_type, state in device.rng_states(world.device_type).items():
         yield TensorRecord(_rng_name(device_type, world), state, Shard(tuple(state.shape)), True)
 
 
 def restore_rng(checkpoint: Checkpoint, world: World) -> None:
     """Restore this rank's generator states from ``checkpoint``; generators that it lacks keep their states."""
-    states = device.rng_states(world.kind)
+    states = device.rng_states(world.device_type)
     for device_type, state in states.items():
         name = _rng_name(device_type, world)
         if name in checkpoint.names():
@@ -75,8 +75,8 @@ def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
     """Set the number of updates of the inner optimizer."""
     for state in optimizer.inner.state.values():
         if "step" in state:
-            is_number = not isinstance(state["step"], torch.Tensor)  # in DeepSpeed's CPU Adam it is an int
-            state["step"] = steps if is_number else torch.full_like(state["step"], float(steps))
+            is_python_number = not isinstance(state["step"], torch.Tensor)  # in DeepSpeed's CPU Adam it is an int
+            state["step"] = steps if is_python_number else torch.full_like(state["step"], float(steps))
 
 
 def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
@@ -100,20 +100,20 @@ def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> 
     columns). A mean over the partition dimension is unsharded. It never covers only a shard of that dimension, because
     ``build_optimizer`` rejects Adafactor on sharded weights.
     """
-    shard, local = shard_of(main_param), tuple(main_param.shape)
-    if len(value.shape) != len(local) or any(
-        state_size not in (1, size) for state_size, size in zip(value.shape, local, strict=True)
+    shard, local_shape = shard_of(main_param), tuple(main_param.shape)
+    if len(value.shape) != len(local_shape) or any(
+        state_size not in (1, size) for state_size, size in zip(value.shape, local_shape, strict=True)
     ):
         raise RuntimeError(
             f"an optimizer state must have the shape of its main param, or 1 in some dimensions, got {key} of shape "
-            f"{tuple(value.shape)} for {local}: it cannot be saved"
+            f"{tuple(value.shape)} for {local_shape}: it cannot be saved"
         )
-    is_mean = [state_size != size for state_size, size in zip(value.shape, local, strict=True)]
+    is_mean = [state_size != size for state_size, size in zip(value.shape, local_shape, strict=True)]
     global_shape = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
     if shard.partition_dim is None or is_mean[shard.partition_dim]:
         return Shard(global_shape)
     return Shard(global_shape, shard.partition_dim, shard.start, shard.length)
 
 
-def _rng_name(kind: str, world: World) -> str:
-    return f"rng/{kind}/{world.rank:05d}"
+def _rng_name(device_type: str, world: World) -> str:
+    return f"rng/{device_type}/{world.rank:05d}"

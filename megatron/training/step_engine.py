@@ -84,11 +84,11 @@ class StepEngine(Protocol):
         ...
 
 
-def set_micro_batches(engine: Any, number: int) -> None:
+def set_micro_batches(engine: Any, num_requested: int) -> None:
     """Set the number of micro-batches of the next step on an engine with DeepSpeed's interface."""
     num_micro_batches = engine.gradient_accumulation_steps()
-    if number != num_micro_batches:
-        engine.set_train_batch_size(engine.train_batch_size() // num_micro_batches * number)
+    if num_requested != num_micro_batches:
+        engine.set_train_batch_size(engine.train_batch_size() // num_micro_batches * num_requested)
 
 
 @contextmanager
@@ -102,8 +102,8 @@ def as_data_error() -> Iterator[None]:
 
 def loss_values(means: MeanLosses) -> tuple[float, dict[str, float]]:
     """Return the mean loss and the other losses by name, as floats."""
-    (_, loss), *others = means.numbers.items()
-    return loss, dict(others)
+    (_, loss), *other_losses = means.values.items()
+    return loss, dict(other_losses)
 
 
 def busy_seconds(rows: list[Row]) -> tuple[float, int]:

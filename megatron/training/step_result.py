@@ -17,7 +17,7 @@ class StepResult:
     Args:
         is_skipped: the weights were not updated.
         losses: all losses by name.
-        is_refused: the stability guard rejected the step (as opposed to an overflow of fp16 gradients).
+        is_rejected: the stability guard rejected the step (as opposed to an overflow of fp16 gradients).
         problem: description of the anomaly that the guard has found, or None.
         expert_load: tokens per expert; None for a dense model.
     """
@@ -27,19 +27,19 @@ class StepResult:
     loss_scale: float
     is_skipped: bool
     losses: dict[str, float] = field(default_factory=dict)
-    is_refused: bool = False
+    is_rejected: bool = False
     problem: str | None = None
     expert_load: ExpertLoad | None = None
 
     @property
-    def is_bad(self) -> bool:
+    def is_anomalous(self) -> bool:
         """True if the guard has found an anomaly in the step."""
         return self.problem is not None
 
     @property
     def is_overflow(self) -> bool:
         """True if fp16 gradients overflowed, which a smaller loss scale may avoid."""
-        return self.is_skipped and not self.is_refused
+        return self.is_skipped and not self.is_rejected
 
 
 class LossError(NumericsError):
@@ -50,12 +50,12 @@ class ModuleError(NumericsError):
     """A value is not finite, and the module that produced it is known.
 
     Args:
-        found: description of the module; "" on ranks that do not hold it.
+        location: description of the module; "" on ranks that do not hold it.
     """
 
-    def __init__(self, text: str, found: str) -> None:
+    def __init__(self, text: str, location: str) -> None:
         super().__init__(text)
-        self.found = found
+        self.location = location
 
 
 class FiniteLossCheck:
@@ -68,18 +68,18 @@ class FiniteLossCheck:
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
         self._optimizer = optimizer
         self._loss = 0.0
-        optimizer.policy.accepts_step = self._allows
+        optimizer.policy.accepts_step = self._accepts_step
 
-    def take_loss(self, loss: float) -> None:
+    def record_loss(self, loss: float) -> None:
         """Store the mean loss of the step before its update."""
         self._loss = loss
 
-    def _allows(self, norm: float) -> bool:
+    def _accepts_step(self, norm: float) -> bool:
         """Return True if loss and gradient norm are finite, otherwise raise."""
         if not math.isfinite(self._loss):
             raise LossError(self._not_finite_text())
         if not math.isfinite(norm):
-            raise NumericsError(self._optimizer.policy.not_finite_text(norm))
+            raise NumericsError(self._optimizer.policy.nonfinite_message(norm))
         return True
 
     def _not_finite_text(self) -> str:
@@ -92,15 +92,17 @@ class FiniteLossCheck:
         )
 
 
-def result_of(loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer) -> StepResult:
+def make_step_result(
+    loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer
+) -> StepResult:
     """Return the result of the step that ``optimizer`` has just taken or skipped with loss scale ``scale``."""
     # If a step is rejected for its loss, the gradients have been discarded before their norm was computed.
-    has_gradients = math.isfinite(loss) or not optimizer.was_refused
+    has_gradients = math.isfinite(loss) or not optimizer.was_rejected
     return StepResult(
         loss=loss,
         grad_norm=optimizer.grad_norm if has_gradients else math.nan,
         loss_scale=scale,
-        is_skipped=optimizer.overflow or optimizer.was_refused,
+        is_skipped=optimizer.overflow or optimizer.was_rejected,
         losses=losses,
-        is_refused=optimizer.was_refused,
+        is_rejected=optimizer.was_rejected,
     )

@@ -9,7 +9,7 @@ from megatron.config.batch import Share, share_of
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of one step over all replicas: ``count`` samples from ``first`` on, split contiguously by replica.
+    """The ``num_samples`` samples of one step over all replicas, from ``first`` on, split contiguously by replica.
 
     Args:
         step: number of the step, counted from 1 as in progress lines.
@@ -19,7 +19,7 @@ class StepSamples:
 
     step: int
     first: int
-    count: int
+    num_samples: int
     micro_batch_size: int
     replicas: int
 
@@ -30,19 +30,19 @@ class StepSamples:
 
     def share(self, replica: int) -> Share:
         """Return the micro-batches of a replica."""
-        return share_of(self.count // self.micro_batch_size, self.replicas, replica)
+        return share_of(self.num_samples // self.micro_batch_size, self.replicas, replica)
 
     @property
     def last(self) -> int:
         """Last sample of the step."""
-        return self.first + self.count - 1
+        return self.first + self.num_samples - 1
 
     @property
     def text(self) -> str:
         """The samples of the step as text."""
         return range_text(self.first, self.last)
 
-    def of_micro_batch(self, replica: int, micro_batch: int) -> str:
+    def micro_batch_text(self, replica: int, micro_batch: int) -> str:
         """Return the samples of micro-batch ``micro_batch`` of a replica as text."""
         first = self.first + (self.share(replica).first + micro_batch) * self.micro_batch_size
         return range_text(first, first + self.micro_batch_size - 1)

@@ -31,8 +31,8 @@ from megatron.mpu.groups import Grid
 from megatron.runtime import exit_guard, rank_status
 from megatron.training.world import World
 from tds.p2p.collective_scope import collective_scope
-from tds.p2p.process_groups import limit_groups
-from tds.watchdog.alarm import Alarms, own_store
+from tds.p2p.process_groups import set_group_timeouts
+from tds.watchdog.alarm import Alarms, open_store
 from tds.watchdog.diagnosis import Report
 from tds.watchdog.watchdog import RunWatchdog
 
@@ -45,7 +45,7 @@ EVALUATING = "evaluating"
 SAVING = "saving"
 ENDING = "ending"
 
-NET_S = 10.0
+GROUP_TIMEOUT_MARGIN_S = 10.0
 """Seconds after the watchdog's limit at which process groups time out."""
 AXES = (
     "host", "world", "model", "expert", "expert_data", "data_context", "data", "context", "pipe", "tensor_host",
@@ -54,139 +54,154 @@ AXES = (
 """Axes of the grid; a process group that serves several axes is reported under the last one."""
 
 
-class Sections:
-    """The phases of a run on this rank, and the watchdog for their limits. Construction and ``over`` are collective.
+class RunPhases:
+    """The phases of a run on this rank, and the watchdog for their limits. Construction and ``during`` are collective.
 
     There are no limits without a world, or for a single rank that a user has started directly, which may be stopped in
     a debugger. A single rank started by the launcher is watched.
     """
 
     def __init__(self, world: World | None = None, config: Config | None = None) -> None:
-        self.name = STARTING
+        self.phase = STARTING
         self._has_stepped = False
-        self._step_s = self._long_s = inf
-        self._watch: RunWatchdog | None = None
-        self._limit_waits: Callable[[float], None] | None = None
-        if world is None or config is None or (world.grid.world.size == 1 and _is_attended()):
+        self._step_timeout_s = self._phase_timeout_s = inf
+        self._watchdog: RunWatchdog | None = None
+        self._set_wait_limit: Callable[[float], None] | None = None
+        if world is None or config is None or (world.grid.world.size == 1 and _is_interactive()):
             return
         self._world, self._grid = world, world.grid
-        self._step_s, self._long_s = float(config.parallel.step_timeout_s), config.parallel.phase_timeout_s
-        is_alone = world.grid.world.size == 1
-        if not is_alone:
-            limit_groups([world.grid.host.handle], timedelta(seconds=self._long_s + NET_S))
-        store = dist.HashStore() if is_alone else own_store(_agreed_name(world.grid), "megatron/watch")
-        names = [world.name_of(rank) for rank in range(world.grid.world.size)]
-        titles = {handle.group_name: axis for axis, handle in _handles(world.grid)}
-        alarms = Alarms(store, world.rank, names)
-        self._watch = RunWatchdog(
-            alarms, world.name, self._where, self._long_s, titles,
+        self._step_timeout_s, self._phase_timeout_s = (
+            float(config.parallel.step_timeout_s),
+            config.parallel.phase_timeout_s,
+        )
+        is_single_rank = world.grid.world.size == 1
+        if not is_single_rank:
+            set_group_timeouts(
+                [world.grid.host.handle], timedelta(seconds=self._phase_timeout_s + GROUP_TIMEOUT_MARGIN_S)
+            )
+        store = dist.HashStore() if is_single_rank else open_store(_unique_run_name(world.grid), "megatron/watch")
+        rank_names = [world.rank_name(rank) for rank in range(world.grid.world.size)]
+        group_axes = {handle.group_name: axis for axis, handle in _handles(world.grid)}
+        alarms = Alarms(store, world.rank, rank_names)
+        self._watchdog = RunWatchdog(
+            alarms, world.name, self._describe_operation, self._phase_timeout_s, group_axes,
             is_busy=lambda: device.is_busy(world.device),
-            on_stuck=self._leave,
+            on_stuck=self._exit_stuck,
             warn=log.warning,
         )  # fmt: skip
-        self._limit(self._long_s)
+        self._set_limit(self._phase_timeout_s)
 
-    def follow(self, engine: Any) -> None:
+    def attach_engine(self, engine: Any) -> None:
         """Connect the watchdog to ``engine``, a ``StepEngine``, and bound its waits by the limits of the phases."""
-        if self._watch is None:
+        if self._watchdog is None:
             return
         if self._grid.pipe.size > 1:
-            self._watch.exchange = engine.engine.let_watch()
-            self._limit_waits = engine.engine.set_wait_limit
-        self._limit(self._limit_of(self.name))
+            self._watchdog.communicator = engine.engine.stop_watchdog()
+            self._set_wait_limit = engine.engine.set_wait_limit
+        self._set_limit(self._phase_limit_s(self.phase))
 
     @contextmanager
-    def over(self, name: str) -> Iterator[None]:
-        """Run the block in phase ``name``. Collective: all ranks enter and exit the phase together.
+    def during(self, name: str) -> Iterator[None]:
+        """Run the block in phase ``phase``. Collective: all ranks enter and exit the phase together.
 
         After an error, this rank exits the phase without a barrier: other ranks fail by themselves or raise the same
         error.
         """
-        outer = self.name
+        outer_phase = self.phase
         if name == STEP and not self._has_stepped:
             name = FIRST_STEP
-        self._meet(f"waiting for all ranks before {name}")
-        self._enter(name)
+        self._wait_for_ranks(f"waiting for all ranks before {name}")
+        self._set_phase(name)
         try:
             yield
         except BaseException:
-            self._enter(outer, is_noted=False)  # the status keeps the operation that failed
+            self._set_phase(outer_phase, is_noted=False)  # the status keeps the operation that failed
             raise
-        self._meet(f"waiting for all ranks at the end of {name}")
-        self._enter(ENDING if self.name == STEP and outer == STARTING else outer)
+        self._wait_for_ranks(f"waiting for all ranks at the end of {name}")
+        self._set_phase(ENDING if self.phase == STEP and outer_phase == STARTING else outer_phase)
 
     def step_done(self) -> None:
         """Count a step; called on all ranks after they have agreed on stopping and saving."""
         self._has_stepped = True
-        if self._watch is not None:
-            self._watch.progress += 1
-        if self.name == FIRST_STEP:
-            self._enter(STEP)
+        if self._watchdog is not None:
+            self._watchdog.progress += 1
+        if self.phase == FIRST_STEP:
+            self._set_phase(STEP)
 
     def close(self) -> None:
         """Stop the watchdog."""
-        if self._watch is not None:
-            self._watch.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
-    def _enter(self, name: str, *, is_noted: bool = True) -> None:
+    def _set_phase(self, name: str, *, is_noted: bool = True) -> None:
         """Set the current phase and its limit; with ``is_noted``, also report it as the current operation."""
-        before, self.name = self._limit_of(self.name), name
+        previous_limit_s, self.phase = self._phase_limit_s(self.phase), name
         if is_noted:
-            rank_status.heartbeat_note(name)
-        if self._watch is None:
+            rank_status.write_operation(name)
+        if self._watchdog is None:
             return
-        self._watch.progress += 1
-        if self._limit_of(name) != before:
-            self._limit(self._limit_of(name))
+        self._watchdog.progress += 1
+        if self._phase_limit_s(name) != previous_limit_s:
+            self._set_limit(self._phase_limit_s(name))
 
-    def _meet(self, doing: str) -> None:
-        """Wait for all ranks; ``doing`` is reported as the current operation. No-op for a single rank. Collective."""
-        if self._watch is not None and self._grid.world.size > 1:
-            with collective_scope(self._grid.pipe.rank, doing):
+    def _wait_for_ranks(self, operation: str) -> None:
+        """Wait for all ranks and report ``operation`` as the current operation. No-op for one rank. Collective."""
+        if self._watchdog is not None and self._grid.world.size > 1:
+            with collective_scope(self._grid.pipe.rank, operation):
                 dist.barrier(group=self._grid.host.handle)
 
-    def _where(self) -> str:
+    def _describe_operation(self) -> str:
         """Return a description of this rank's current operation; called by the watchdog's threads."""
-        operation = rank_status.heartbeat_now()
-        if self.name in (FIRST_STEP, STEP):
-            return f"in {operation or self.name}"
-        return self.name if operation in (None, self.name) else f"{self.name}, {operation}"
+        operation = rank_status.current_operation()
+        if self.phase in (FIRST_STEP, STEP):
+            return f"in {operation or self.phase}"
+        return self.phase if operation in (None, self.phase) else f"{self.phase}, {operation}"
 
-    def _limit_of(self, name: str) -> float:
+    def _phase_limit_s(self, name: str) -> float:
         """Return the limit of a phase in seconds."""
-        return self._step_s if name == STEP else self._long_s
+        return self._step_timeout_s if name == STEP else self._phase_timeout_s
 
-    def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
+    def _exit_stuck(self, missing_text: str, local_report: Report, before_exit: Callable[[], None] | None) -> None:
         """Exit this process with the current limit in the message; called by the watchdog."""
-        leave_stuck(found, own, linger, self._world.name, self._watch.limit_s if self._watch else self._long_s)
+        exit_stuck(
+            missing_text,
+            local_report,
+            before_exit,
+            self._world.name,
+            self._watchdog.limit_s if self._watchdog else self._phase_timeout_s,
+        )
 
-    def _limit(self, limit_s: float) -> None:
+    def _set_limit(self, limit_s: float) -> None:
         """Set the limit of the watchdog, and a slightly longer timeout for operations that start from now on."""
-        if self._watch is None:
+        if self._watchdog is None:
             return
-        self._watch.limit_s = limit_s
+        self._watchdog.limit_s = limit_s
         handles = {handle for axis, handle in _handles(self._grid) if axis != "host"}
-        limit_groups(handles, timedelta(seconds=limit_s + NET_S))
-        if self._limit_waits is not None:
-            self._limit_waits(limit_s + NET_S)
+        set_group_timeouts(handles, timedelta(seconds=limit_s + GROUP_TIMEOUT_MARGIN_S))
+        if self._set_wait_limit is not None:
+            self._set_wait_limit(limit_s + GROUP_TIMEOUT_MARGIN_S)
 
 
-def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name: str, limit_s: float) -> None:
+def exit_stuck(
+    missing_text: str, local_report: Report, before_exit: Callable[[], None] | None, rank_name: str, limit_s: float
+) -> None:
     """Exit this process, because a rank has made no progress within the limit.
 
     Args:
-        found: description of the rank that is missing.
-        own: report of this rank's current operation.
-        name: name of this rank.
-        linger: function that waits after the error has been reported, before the exit.
+        missing_text: description of the rank that is missing.
+        local_report: report of this rank's current operation.
+        rank_name: name of this rank.
+        before_exit: function that waits after the error has been reported, before the exit.
         limit_s: the limit in seconds.
     """
-    is_named = found.startswith(name)
-    if is_named:
-        rank_status.note_state(rank_status.LATE)  # so that the launcher also names this rank
-    message = found if is_named else f"{found}. This rank {own.words}"
-    limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
-    exit_guard.leave(PeerError(f"{message}. The limit without progress is {limit}"), name, linger)
+    is_this_rank = missing_text.startswith(rank_name)
+    if is_this_rank:
+        rank_status.write_state(rank_status.LATE)  # so that the launcher also names this rank
+    message = missing_text if is_this_rank else f"{missing_text}. This rank {local_report.words}"
+    limit_text = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
+    exit_guard.exit_with_error(
+        PeerError(f"{message}. The limit without progress is {limit_text}"), rank_name, before_exit
+    )
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
@@ -195,12 +210,12 @@ def _handles(grid: Grid) -> list[tuple[str, Any]]:
     return [(axis, handle) for axis, handle in groups if handle is not None]
 
 
-def _is_attended() -> bool:
+def _is_interactive() -> bool:
     """Return True if a user may be at this process: it is not the launcher's, or it has a terminal as input."""
     return "MEGATRON_FAILURE_FILE" not in os.environ or os.isatty(0)
 
 
-def _agreed_name(grid: Grid) -> str:
+def _unique_run_name(grid: Grid) -> str:
     """Return a name that is unique among the runs that share the store, and the same on every rank. Collective."""
     now = torch.tensor([time.time_ns()], dtype=torch.int64)
     dist.broadcast(now, src=0, group=grid.host.handle)

@@ -40,7 +40,7 @@ class TrainProgress:
         If --seq-length has changed, the run resumes at the first sample that begins at or after the number of tokens
         consumed.
         """
-        saved = former.progress(metadata)
+        saved = former.convert_progress(metadata)
         progress = cls(**{field.name: saved[field.name] for field in fields(cls)})
         if "tokens_consumed" in saved:
             progress.samples_consumed = -(-saved["tokens_consumed"] // tokens_per_sample)
@@ -58,6 +58,6 @@ class TrainProgress:
         return self.samples_consumed - self.samples_skipped
 
     @property
-    def skipped(self) -> int:
+    def num_skipped_steps(self) -> int:
         """Number of skipped steps."""
         return self.step - self.updates

@@ -15,20 +15,20 @@ from megatron.config import Config
 from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import RateTable
-from megatron.runtime.exit_signals import REGROUP, StopRequests
-from megatron.runtime.launcher_files import asked_through_launcher
+from megatron.runtime.exit_signals import REGROUP_REASON, StopRequests
+from megatron.runtime.launcher_files import forwarded_signal
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.data import RunData
-from megatron.training.data_progress import epochs_values, tokens_values
-from megatron.training.optimizer_setup import make_learning_rate
+from megatron.training.data_progress import epoch_metrics, token_metrics
+from megatron.training.optimizer_setup import make_lr_scheduler
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
-from megatron.training.timeouts import OPENING_DATA, STEP, Sections
+from megatron.training.timeouts import OPENING_DATA, STEP, RunPhases
 from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 
-ANOTHER = "another rank was asked to stop"
+OTHER_RANK_REASON = "another rank was asked to stop"
 
 
 class Callback:
@@ -113,17 +113,17 @@ class Callback:
 
 STEP_HOOKS = ("on_step_start", "on_before_update", "on_after_update", "on_step_end")
 HOOKS = ("find_nonfinite", *(name for name in vars(Callback) if name.startswith("on_") and name != "on_all_ranks"))
-Kind = TypeVar("Kind", bound=Callback)
+CallbackT = TypeVar("CallbackT", bound=Callback)
 
 
 class Trainer:
     """The training loop: runs training steps and calls the callbacks. Runs on every rank; its methods are collective.
 
     Attributes:
-        sizes: schedule of the global batch size in samples, as a function of the samples consumed.
-        lengths: schedule of the sequence length in tokens, as a function of the tokens consumed.
+        batch_sizes: schedule of the global batch size in samples, as a function of the samples consumed.
+        seq_lengths: schedule of the sequence length in tokens, as a function of the tokens consumed.
         progress: counters of steps, updates and samples.
-        length: the limits of the run.
+        run_length: the limits of the run.
         samples, seq_length: samples and sequence length of the current or last step.
         learning_rate, last_loss: learning rate and loss of that step; None before the first one.
         stop_text: reason why the run ends early, once all ranks have agreed to stop; otherwise "".
@@ -144,17 +144,17 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         *,
         stop: StopRequests | None = None,
-        phases: Sections | None = None,
+        phases: RunPhases | None = None,
     ) -> None:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
-        self.stop, self.phases = stop or StopRequests(), phases or Sections()
-        self.lr_scheduler = make_learning_rate(config)
-        self.length = config.run_length(world.grid.data.size)
-        self.sizes, self.lengths = config.batch.sizes(world.grid.data.size), config.batch.lengths
+        self.stop, self.phases = stop or StopRequests(), phases or RunPhases()
+        self.lr_scheduler = make_lr_scheduler(config)
+        self.run_length = config.run_length(world.grid.data.size)
+        self.batch_sizes, self.seq_lengths = config.batch.batch_sizes(world.grid.data.size), config.batch.seq_lengths
         self.progress = TrainProgress()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
-        self.seq_length = self.lengths.full
+        self.seq_length = self.seq_lengths.full
         self.rates = RateTable.of(config).rates
         self.learning_rate: float | None = None
         self._lr_position = 0
@@ -163,12 +163,12 @@ class Trainer:
         self.print_line: Callable[[str], None] = lambda line: None
         self.resumed_step: int | None = None
         self.steps_taken, self.samples_taken, self.pause_s = 0, Counter[int](), 0.0
-        self._save_is_wanted = False
+        self._is_save_requested = False
         self.callbacks = [cb for cb in callbacks if cb.on_all_ranks or world.rank == 0]
         for callback in self.callbacks:
             callback.trainer = self
-        self._having = {hook: [cb for cb in self.callbacks if _overrides(cb, hook)] for hook in HOOKS}
-        if self._having["on_before_update"]:
+        self._callbacks_by_hook = {hook: [cb for cb in self.callbacks if _overrides(cb, hook)] for hook in HOOKS}
+        if self._callbacks_by_hook["on_before_update"]:
             self._check_loss = engine.on_loss  # ``_before_update`` calls the engine's check after the hooks
             engine.on_loss = self._before_update
 
@@ -186,7 +186,7 @@ class Trainer:
                 self.train()
             self.call("on_train_end")
         except BaseException as error:
-            self._call_for_error(error)
+            self._call_on_exception(error)
             raise
         self.world.barrier()  # keeps all ranks alive while rank 0 uploads metrics and draws plots
         if self.stop_text:
@@ -194,7 +194,7 @@ class Trainer:
 
     def train(self) -> None:
         """Take steps until a limit of the run is reached, or until any rank is asked to stop."""
-        with self.phases.over(STEP):
+        with self.phases.during(STEP):
             while self.has_steps_left:
                 with self.open_batches():  # reopened after each rollback
                     while self.has_steps_left and self.end_step(self.train_step()):
@@ -208,7 +208,7 @@ class Trainer:
     @property
     def steps_left(self) -> int:
         """Number of steps until the run reaches a limit."""
-        return self.length.steps_left(self.progress.step, self.progress.samples_consumed)
+        return self.run_length.steps_left(self.progress.step, self.progress.samples_consumed)
 
     @property
     def last_step(self) -> int:
@@ -217,31 +217,31 @@ class Trainer:
 
     def open_batches(self) -> AbstractContextManager[Any]:
         """Open this rank's training data at the next sample; leaving the context closes the readers."""
-        with self.phases.over(OPENING_DATA):
+        with self.phases.during(OPENING_DATA):
             self.batches = self.data.batches("train", self.config, self.world, self.progress.samples_consumed)
         return self.batches or nullcontext()
 
     def train_step(self) -> StepResult:
         """Take one step: forward and backward of all micro-batches, gradient reduction, update; log if due."""
-        progress, start = self.progress, self.progress.samples_consumed
-        count = self.sizes.at(start)
-        self.seq_length = self.lengths.of_step(start)
+        progress, first_sample = self.progress, self.progress.samples_consumed
+        num_samples = self.batch_sizes.at(first_sample)
+        self.seq_length = self.seq_lengths.length_of_step(first_sample)
         batch_dims = self.config.batch.batch_size, self.world.grid.data.size
-        self.samples = StepSamples(progress.step + 1, start, count, *batch_dims)
-        by_samples = self.config.optimizer.lr_follows_samples
-        self._lr_position = progress.samples_updated + count if by_samples else progress.updates + 1
+        self.samples = StepSamples(progress.step + 1, first_sample, num_samples, *batch_dims)
+        follows_samples = self.config.optimizer.lr_follows_samples
+        self._lr_position = progress.samples_updated + num_samples if follows_samples else progress.updates + 1
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
         self.call("on_step_start")
         try:
             result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
         except NumericsError as error:
-            raise self._placed(error) from error
+            raise self._with_location(error) from error
         progress.step += 1
         progress.updates += 0 if result.is_skipped else 1
-        progress.samples_consumed += count
-        progress.samples_skipped += count if result.is_skipped else 0
+        progress.samples_consumed += num_samples
+        progress.samples_skipped += num_samples if result.is_skipped else 0
         self.steps_taken += 1
-        self.samples_taken[self.seq_length] += count
+        self.samples_taken[self.seq_length] += num_samples
         self.call("on_after_update", result)
         self.last_loss = result.loss
         if self.is_log_step:
@@ -249,14 +249,14 @@ class Trainer:
         return result
 
     @property
-    def num_pieces(self) -> int:
+    def num_sequences_per_sample(self) -> int:
         """Number of sequences of ``seq_length`` tokens into which each sample of the step is split."""
-        return self.lengths.full // self.seq_length
+        return self.seq_lengths.full // self.seq_length
 
     @property
     def next_seq_length(self) -> int:
         """Sequence length of the next step, which is also used for evaluation."""
-        return self.lengths.of_step(self.progress.samples_consumed)
+        return self.seq_lengths.length_of_step(self.progress.samples_consumed)
 
     @property
     def is_log_step(self) -> bool:
@@ -266,7 +266,7 @@ class Trainer:
         return is_multiple or step in (1, self.last_step)
 
     def log(self, result: StepResult) -> None:
-        """Collect the metrics of a step and call ``on_log``. docs/seeing.md has the units and formulas."""
+        """Collect the metrics of a step and call ``on_log``. docs/monitoring.md has the units and formulas."""
         consumed, per_sample = self.progress.samples_consumed, self.config.tokens_per_sample
         self.call(
             "on_log",
@@ -280,34 +280,34 @@ class Trainer:
                 "loss_scale": result.loss_scale,
                 "samples": consumed,
                 "tokens": consumed * per_sample,
-                **({"seq_length": self.seq_length} if self.lengths.do_change else {}),
-                **tokens_values(self.data, consumed, per_sample),
-                **epochs_values(self.data, consumed),
-                "skipped": self.progress.skipped,
+                **({"seq_length": self.seq_length} if self.seq_lengths.is_changing else {}),
+                **token_metrics(self.data, consumed, per_sample),
+                **epoch_metrics(self.data, consumed),
+                "skipped": self.progress.num_skipped_steps,
             },
         )
 
     def _rates_by_label(self) -> dict[str, float]:
         """Return the learning rates other than --lr, by label; the same in every layout."""
         schedule = self.lr_scheduler
-        return {rate.label: schedule.between(rate.lr, rate.min_lr).after(self._lr_position) for rate in self.rates}
+        return {rate.label: schedule.with_rates(rate.lr, rate.min_lr).after(self._lr_position) for rate in self.rates}
 
     def end_step(self, result: StepResult) -> bool:
         """Finish a step: call ``on_step_end`` and save if needed; return False if the run has rolled back."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         for callback in self.due("on_step_end"):
             callback.on_step_end(result)
             if self.progress.step < self.samples.step:
                 return False  # rolled back: the step will be repeated
-        self.pause_s += time.perf_counter() - began
-        reason, saves = self.agree()
+        self.pause_s += time.perf_counter() - start
+        reason, should_save = self.agree()
         self.phases.step_done()
         if reason and self.has_steps_left:
             self.stop_text = reason
-        if saves:
-            began = time.perf_counter()
+        if should_save:
+            start = time.perf_counter()
             self.call("on_save")
-            self.pause_s += time.perf_counter() - began
+            self.pause_s += time.perf_counter() - start
         return True
 
     def agree(self) -> tuple[str, bool]:
@@ -316,34 +316,40 @@ class Trainer:
         Returns:
             The reason to stop or to regroup ("" to continue), and True if any rank has requested a checkpoint.
         """
-        reason = self.stop.reason(self.progress.step)
-        stops, saves, regroups = self.world.any([reason is not None, self._save_is_wanted, self.stop.is_awaited()])
-        self._save_is_wanted = False
-        if not stops:
-            return (REGROUP if saves and regroups else ""), saves
+        reason = self.stop.stop_reason(self.progress.step)
+        should_stop, should_save, should_regroup = self.world.any_rank(
+            [reason is not None, self._is_save_requested, self.stop.is_node_waiting()]
+        )
+        self._is_save_requested = False
+        if not should_stop:
+            return (REGROUP_REASON if should_save and should_regroup else ""), should_save
         # Another rank may have received the launcher's signal before this rank.
-        forwarded = asked_through_launcher() if reason is None else None
-        return reason or (f"received {forwarded}" if forwarded else ANOTHER), saves
+        forwarded = forwarded_signal() if reason is None else None
+        return reason or (f"received {forwarded}" if forwarded else OTHER_RANK_REASON), should_save
 
     def request_save(self) -> None:
         """Request a checkpoint at the end of this step. Any rank may call this."""
-        self._save_is_wanted = True
+        self._is_save_requested = True
 
     @property
-    def is_save_wanted(self) -> bool:
+    def is_save_requested(self) -> bool:
         """True if this rank has requested a checkpoint in this step."""
-        return self._save_is_wanted
+        return self._is_save_requested
 
-    def _placed(self, error: NumericsError) -> NumericsError:
+    def _with_location(self, error: NumericsError) -> NumericsError:
         """Return ``error`` with the step, its samples and the location of the value on this rank."""
         location = next(
-            (text for callback in self.due("find_nonfinite") if (text := callback.find_nonfinite(error)) is not None),
+            (
+                location_text
+                for callback in self.due("find_nonfinite")
+                if (location_text := callback.find_nonfinite(error)) is not None
+            ),
             "",
         )
         message = f"step {self.samples.step} ({self.samples.text}): {error}"
-        located = NumericsError(f"{message} On this rank, {location}." if location else message)
-        located.is_of_this_rank = bool(location)
-        return located
+        located_error = NumericsError(f"{message} On this rank, {location}." if location else message)
+        located_error.is_of_this_rank = bool(location)
+        return located_error
 
     def _before_update(self, loss: float) -> None:
         """Call ``on_before_update`` of the callbacks, then the engine's own check of the loss."""
@@ -354,19 +360,19 @@ class Trainer:
 
     def due(self, hook: str) -> list[Callback]:
         """Return the callbacks that override ``hook``; for step hooks, only those whose ``every`` divides the step."""
-        overriding = self._having[hook]
+        overriding = self._callbacks_by_hook[hook]
         if hook not in STEP_HOOKS:
             return overriding
         return [callback for callback in overriding if callback.every and self.samples.step % callback.every == 0]
 
-    def call(self, hook: str, *given: Any) -> None:
+    def call(self, hook: str, *args: Any) -> None:
         """Call ``hook`` of every callback that is due."""
         for callback in self.due(hook):
-            getattr(callback, hook)(*given)
+            getattr(callback, hook)(*args)
 
-    def find(self, kind: type[Kind]) -> Kind | None:
-        """Return the callback of class ``kind``, or None if this rank has none."""
-        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+    def find(self, callback_type: type[CallbackT]) -> CallbackT | None:
+        """Return the callback of class ``callback_type``, or None if this rank has none."""
+        return next((callback for callback in self.callbacks if isinstance(callback, callback_type)), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the non-empty checkpoint states of the callbacks, by name."""
@@ -378,7 +384,7 @@ class Trainer:
             if callback.name in states:
                 callback.load_state_dict(states[callback.name])
 
-    def _call_for_error(self, error: BaseException) -> None:
+    def _call_on_exception(self, error: BaseException) -> None:
         """Call ``on_exception`` of each callback; an exception in one callback does not affect the others."""
         for callback in self.due("on_exception"):
             try:

@@ -22,14 +22,14 @@ def with_tokenizer(config: Config, world: Group | None = None) -> tuple[Any, Con
     Args:
         world: group of all ranks of the run; None: this process only.
     """
-    files, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
-    if not (files.tokenizer_path or files.vocab_file or is_null):
+    settings, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
+    if not (settings.tokenizer_path or settings.vocab_file or is_null):
         return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
     tokenizer = build(
-        files.tokenizer_type,
-        vocab_file=files.vocab_file,
-        merge_file=files.merge_file,
-        tokenizer_path=files.tokenizer_path,
+        settings.tokenizer_type,
+        vocab_file=settings.vocab_file,
+        merge_file=settings.merge_file,
+        tokenizer_path=settings.tokenizer_path,
         vocab_size=config.model.vocab_size,
     )
     choose_eod(tokenizer, config, world)
@@ -45,17 +45,17 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
     Raises:
         ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
     """
-    num_sentinels = len(tokenizer.sentinel_ids) if config.own.is_encoder_decoder else 0
-    if num_sentinels and "vocab_extra_ids" in config.given:
+    num_sentinels = len(tokenizer.sentinel_ids) if config.family_config.is_encoder_decoder else 0
+    if num_sentinels and "vocab_extra_ids" in config.explicit_fields:
         raise ConfigError(
             "--vocab-extra-ids needs a tokenizer without sentinels, got --vocab-extra-ids "
-            f"{config.own.vocab_extra_ids} and a tokenizer with {num_sentinels} sentinels, which are used. Leave the "
-            "flag out"
+            f"{config.family_config.vocab_extra_ids} and a tokenizer with {num_sentinels} sentinels, which are used. "
+            "Leave the flag out"
         )
-    num_rows, tokens = config.model.vocab_size, tokens_of(tokenizer, config)
-    num_ids = tokens.vocab_size
-    uses_text_only = tokens is tokenizer and not config.data.fim_rate
-    if num_rows is not None and num_ids > num_rows and uses_text_only and tokenizer.text_vocab_size <= num_rows:
+    num_rows, vocabulary = config.model.vocab_size, family_vocabulary(tokenizer, config)
+    num_ids = vocabulary.vocab_size
+    has_only_text_ids = vocabulary is tokenizer and not config.data.fim_rate
+    if num_rows is not None and num_ids > num_rows and has_only_text_ids and tokenizer.text_vocab_size <= num_rows:
         log.info(
             f"the tokenizer has {num_ids} ids and the model {num_rows} rows: the ids from {num_rows} on are special "
             "tokens, which do not occur in plain text"
@@ -64,7 +64,7 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
     return config.with_vocab(num_ids)
 
 
-def tokens_of(tokenizer: Any, config: Config) -> Any:
+def family_vocabulary(tokenizer: Any, config: Config) -> Any:
     """Return the ``Vocabulary`` of the family's samples: the tokenizer's ids and those that the family adds."""
     data = data_parts(config.family)
     return tokenizer if data is None else data.special_tokens(tokenizer, config)

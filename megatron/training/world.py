@@ -17,11 +17,11 @@ class World:
     """This rank's device and position in the grid of ranks.
 
     Args:
-        kind: device type, such as "cpu" or "cuda".
+        device_type: device type, such as "cpu" or "cuda".
         loss_stage: pipeline stage that computes the loss; None: the last one.
     """
 
-    kind: str
+    device_type: str
     device: torch.device
     grid: Grid
     local_rank: int
@@ -47,13 +47,13 @@ class World:
         An all-reduce on the training device would make the host wait for the device's queue. On a CPU, the group is
         ``grid.world``, to which the timeout of the current phase applies; otherwise it is ``grid.host``.
         """
-        on_host = torch.device("cpu")
-        return (self.grid.world if self.device == on_host else self.grid.host), on_host
+        cpu_device = torch.device("cpu")
+        return (self.grid.world if self.device == cpu_device else self.grid.host), cpu_device
 
-    def any(self, wishes: Sequence[bool]) -> list[bool]:
-        """Return, for each of ``wishes``, True if it is True on any rank. Collective."""
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return, for each of ``flags``, True if it is True on any rank. Collective."""
         group, device = self.decision_group
-        votes = torch.tensor(wishes, dtype=torch.float32, device=device)
+        votes = torch.tensor(flags, dtype=torch.float32, device=device)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]
 
     def barrier(self) -> None:
@@ -64,9 +64,9 @@ class World:
     @property
     def name(self) -> str:
         """Name of this rank for messages."""
-        return self.name_of(self.rank)
+        return self.rank_name(self.rank)
 
-    def name_of(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         """Return the name of a rank for messages, with its coordinates."""
         coordinate = self.grid.topology.coordinate(rank)
         context = f", context {coordinate.context}" if self.grid.topology.context > 1 else ""

@@ -28,35 +28,36 @@ from megatron.optim import (
     ParamInit,
 )
 from megatron.training.world import World
-from tds.gradients import is_reduced_apart
+from tds.gradients import is_reduced_by_optimizer
 from tds.param_info import excluded_from_broadcast
 
 CHUNK_BYTES = 32 * 2**20
 """Size of the chunks in which weights are broadcast."""
-SINGLE_PLACE = "single memory location"
+SHARED_MEMORY_TEXT = "single memory location"
 """Part of torch's error message for writes to a tensor whose elements share memory."""
 
 
-def is_asked_for(config: Config, world: World) -> bool:
+def is_weight_sharded(config: Config, world: World) -> bool:
     """Return True if each replica keeps only shards of the weights (ZeRO 3)."""
     settings = config.optimizer
     return settings.zero_stage == 3 and (world.grid.data_context.size > 1 or settings.offload_parameters)
 
 
-def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn.Module:
+def build_module(provider: Callable[[], torch.nn.Module], *, is_deferred: bool) -> torch.nn.Module:
     """Build the model with ``provider``.
 
     Args:
-        arrives: True if weights that are initialised by name are materialized later, so that they have no memory yet.
+        is_deferred: True if weights that are initialised by name are materialized later, so that they have no memory
+            yet.
 
     Raises:
         ConfigError: the provider writes to a weight without memory.
     """
     try:
-        with init_empty_weights() if arrives else nullcontext():
+        with init_empty_weights() if is_deferred else nullcontext():
             return provider()
     except RuntimeError as error:
-        if not arrives or SINGLE_PLACE not in str(error):
+        if not is_deferred or SHARED_MEMORY_TEXT not in str(error):
             raise
         raise ConfigError(
             "--zero-stage 3 initialises the weights of megatron.mpu's layers after the model is built, got a "
@@ -65,9 +66,9 @@ def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn
         ) from error
 
 
-def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
+def make_param_init(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
     """Return the ``ParamInit`` that initialises the weights of ``module`` one by one; None without ZeRO 3."""
-    if not is_asked_for(config, world):
+    if not is_weight_sharded(config, world):
         return None
     names = {parameter: name for name, parameter in named_parameters(module)}
 
@@ -75,13 +76,13 @@ def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: R
         if is_uninitialized(parameter):
             initialize([(names[parameter], parameter)], seed=config.run.seed, rule=rule)
         else:
-            send_first(parameter.detach(), world.device, world.grid.data_context)
+            broadcast_from_first(parameter.detach(), world.device, world.grid.data_context)
 
     return ParamInit(world.device, fill)
 
 
 @torch.no_grad()
-def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None:
+def broadcast_from_first(values: torch.Tensor, device: torch.device, group: Group) -> None:
     """Broadcast ``values``, which are on the host, from the first rank of ``group`` via ``device``. Collective."""
     if group.size == 1:
         return
@@ -94,12 +95,14 @@ def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None
 
 
 @contextmanager
-def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
+def without_deepspeed_broadcast(module: torch.nn.Module, *, is_deferred: bool) -> Iterator[None]:
     """Prevent DeepSpeed from broadcasting sharded weights and expert weights to the replicas within the context.
 
     Args:
-        arrives: as in ``build``.
+        is_deferred: as in ``build_module``.
     """
     parameters = list(module.parameters())
-    with excluded_from_broadcast(p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)):
+    with excluded_from_broadcast(
+        p for p in parameters if (is_deferred and p.requires_grad) or is_reduced_by_optimizer(p)
+    ):
         yield

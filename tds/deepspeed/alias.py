@@ -21,13 +21,13 @@ from typing import Any
 # Version checks of torch and DeepSpeed, and the import of DeepSpeed.
 
 IS_VERBOSE = os.environ.get("TDS_VERBOSE", "0") not in ("", "0")
-OLDEST, BELOW = (0, 19, 6), (0, 20)
+MIN_DEEPSPEED, DEEPSPEED_LIMIT = (0, 19, 6), (0, 20)
 """Oldest supported version of DeepSpeed, and the first one that is not supported."""
-OLDEST_TORCH = (2, 11)
+MIN_TORCH = (2, 11)
 """Oldest accepted version of torch. ``pyproject.toml`` requires a newer one, which some machines do not have."""
 
 
-def theirs(name: str = "deepspeed") -> Any:
+def import_deepspeed(name: str = "deepspeed") -> Any:
     """Import and return a module of DeepSpeed, after checking the versions.
 
     Importing by name lets callers defer the import of DeepSpeed.
@@ -43,18 +43,18 @@ def theirs(name: str = "deepspeed") -> Any:
 def _prepare() -> None:
     check_torch()
     check_versions()
-    spare_the_compiler(importlib.import_module("deepspeed"))
+    skip_shm_compilation(importlib.import_module("deepspeed"))
     if IS_VERBOSE:
-        _log_from(logging.INFO)
+        _set_log_level(logging.INFO)
 
 
-def log_from(level: int) -> None:
+def set_log_level(level: int) -> None:
     """Set the level of DeepSpeed's logger and its handlers."""
     _prepare()
-    _log_from(level)
+    _set_log_level(level)
 
 
-def _log_from(level: int) -> None:
+def _set_log_level(level: int) -> None:
     logger = importlib.import_module("deepspeed.utils").logger
     logger.setLevel(level)
     for handler in logger.handlers:
@@ -70,7 +70,7 @@ def check_versions(installed: str | None = None) -> None:
     Raises:
         ImportError: DeepSpeed is too old, too new or not installed.
     """
-    _check("deepspeed", installed, OLDEST, BELOW)
+    _check("deepspeed", installed, MIN_DEEPSPEED, DEEPSPEED_LIMIT)
 
 
 def check_torch(installed: str | None = None) -> None:
@@ -82,25 +82,25 @@ def check_torch(installed: str | None = None) -> None:
     Raises:
         ImportError: torch is too old or not installed.
     """
-    _check("torch", installed, OLDEST_TORCH, None)
+    _check("torch", installed, MIN_TORCH, None)
 
 
 def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: tuple[int, ...] | None) -> None:
-    requirement = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
+    requirement = f">={_format_version(oldest)}" + (f",<{_format_version(below)}" if below else "")
     if installed is None:
         from importlib import metadata  # imported here: it imports the email parser, which slows --help
 
         try:
             installed = metadata.version(package)
-        except metadata.PackageNotFoundError as missing:
+        except metadata.PackageNotFoundError as error:
             raise ImportError(
                 f"tds requires {package}, which is not installed. Run pip install '{package}{requirement}'"
-            ) from missing
-    numbers = []
-    for part in installed.split("+")[0].split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit())
-        numbers.append(int(digits or 0))
-    version = tuple(numbers)
+            ) from error
+    components = []
+    for component in installed.split("+")[0].split(".")[:3]:
+        digits = "".join(c for c in component if c.isdigit())
+        components.append(int(digits or 0))
+    version = tuple(components)
     if version < oldest or (below is not None and version >= below):
         raise ImportError(
             f"tds requires {package} {requirement}, got {installed}: it uses private APIs that change between "
@@ -108,11 +108,11 @@ def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: 
         )
 
 
-def _text(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def spare_the_compiler(deepspeed: ModuleType) -> None:
+def skip_shm_compilation(deepspeed: ModuleType) -> None:
     """Prevent DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (takes 35 s and needs g++).
 
     The operation is marked as incompatible in DeepSpeed's cache of compatible operations. If the cache does not exist
@@ -127,11 +127,11 @@ def spare_the_compiler(deepspeed: ModuleType) -> None:
 #
 # ``import tds.ops.adam`` uses the finder below, which returns the module ``deepspeed.ops.adam`` with DeepSpeed's
 # ``__name__``, ``__spec__`` and ``__loader__``. Files of tds take precedence. A few modules of tds replace one of
-# DeepSpeed's (``follow``): they define some names themselves, and get and set all other names on DeepSpeed's module.
-# DeepSpeed is imported when the first of its names is accessed.
+# DeepSpeed's (``forward_to_deepspeed``): they define some names themselves, and get and set all other names on
+# DeepSpeed's module. DeepSpeed is imported when the first of its names is accessed.
 
-OURS, THEIRS = "tds", "deepspeed"
-FOLDER = Path(__file__).parents[1]
+TDS, DEEPSPEED = "tds", "deepspeed"
+TDS_DIR = Path(__file__).parents[1]
 
 
 class Finder(MetaPathFinder, Loader):
@@ -144,17 +144,17 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        parent = sys.modules.get(fullname.rpartition(".")[0]) if fullname.startswith(f"{OURS}.") else None
+        parent = sys.modules.get(fullname.rpartition(".")[0]) if fullname.startswith(f"{TDS}.") else None
         if parent is None:
             return None
-        is_ours = parent.__name__.partition(".")[0] == OURS
-        if is_ours and PathFinder.find_spec(fullname, parent.__path__) is not None:
+        is_tds_parent = parent.__name__.partition(".")[0] == TDS
+        if is_tds_parent and PathFinder.find_spec(fullname, parent.__path__) is not None:
             return None
-        was_there = fullname in sys.modules
-        _name_all()
-        if not was_there:  # otherwise Python would treat the entry as a module that is being reloaded
+        was_loaded = fullname in sys.modules
+        _add_all_aliases()
+        if not was_loaded:  # otherwise Python would treat the entry as a module that is being reloaded
             sys.modules.pop(fullname, None)
-        spec = importlib.util.find_spec(theirs_of(fullname))
+        spec = importlib.util.find_spec(deepspeed_name(fullname))
         if spec is None:
             return None
         is_package = spec.submodule_search_locations is not None
@@ -163,8 +163,8 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Replace the empty module that Python has created by DeepSpeed's module."""
         name = module.__name__
-        sys.modules[name] = importlib.import_module(theirs_of(name))
-        name_loaded()
+        sys.modules[name] = importlib.import_module(deepspeed_name(name))
+        add_aliases()
 
 
 _FINDER = Finder()
@@ -174,42 +174,42 @@ def install() -> None:
     """Install the finder, so that ``import tds.X`` finds ``deepspeed.X``."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    name_loaded()
+    add_aliases()
 
 
-def name_loaded() -> None:
+def add_aliases() -> None:
     """Add every loaded module of DeepSpeed to ``sys.modules`` under its name in tds.
 
     Without this, importing a module by its name in tds would make Python set it as an attribute of its parent package,
     and overwrite another object of that name: ``deepspeed.utils.tensor_fragment`` is both a class and a module.
     """
-    for name in [name for name in list(sys.modules) if name.startswith(f"{THEIRS}.")]:
-        module, tds_name = sys.modules[name], OURS + name.removeprefix(THEIRS)
+    for name in [name for name in list(sys.modules) if name.startswith(f"{DEEPSPEED}.")]:
+        module, tds_name = sys.modules[name], TDS + name.removeprefix(DEEPSPEED)
         is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        if module is not None and not is_loading and tds_name not in _own_files():
+        if module is not None and not is_loading and tds_name not in _tds_modules():
             sys.modules.setdefault(tds_name, module)
 
 
 @functools.cache
-def _own_files() -> frozenset[str]:
+def _tds_modules() -> frozenset[str]:
     """Return the names of the modules of tds that have a file."""
-    files = ((path.parent if path.stem == "__init__" else path.with_suffix("")) for path in FOLDER.rglob("*.py"))
-    return frozenset(".".join((OURS, *file.relative_to(FOLDER).parts)) for file in files)
+    files = ((path.parent if path.stem == "__init__" else path.with_suffix("")) for path in TDS_DIR.rglob("*.py"))
+    return frozenset(".".join((TDS, *file.relative_to(TDS_DIR).parts)) for file in files)
 
 
 @functools.cache
-def _name_all() -> None:
+def _add_all_aliases() -> None:
     """Import DeepSpeed and add its modules under their names in tds."""
-    theirs()
-    name_loaded()
+    import_deepspeed()
+    add_aliases()
 
 
-def theirs_of(name: str) -> str:
+def deepspeed_name(name: str) -> str:
     """Return the name in DeepSpeed of the module ``name`` of tds."""
-    return THEIRS + name.removeprefix(OURS)
+    return DEEPSPEED + name.removeprefix(TDS)
 
 
-class _Following(ModuleType):
+class _ForwardingModule(ModuleType):
     """A module of tds that replaces one of DeepSpeed's and forwards all other names to it."""
 
     _own: Mapping[str, str]
@@ -225,7 +225,7 @@ class _Following(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         if name == "__all__":
             return [entry for entry in dir(self) if not entry.startswith("_")]
-        return getattr(self._followed(), name)
+        return getattr(self._deepspeed_module(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_file = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
@@ -234,38 +234,38 @@ class _Following(ModuleType):
         if is_file or name in self._own or name.startswith("__"):
             super().__setattr__(name, value)
         else:
-            setattr(self._followed(), name, value)
+            setattr(self._deepspeed_module(), name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
             super().__delattr__(name)
         else:
-            delattr(self._followed(), name)
+            delattr(self._deepspeed_module(), name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(self._followed()), *self._own})
+        return sorted({*dir(self._deepspeed_module()), *self._own})
 
-    def _followed(self) -> ModuleType:
+    def _deepspeed_module(self) -> ModuleType:
         """Return the module of DeepSpeed that this module replaces."""
-        _name_all()
-        return theirs(theirs_of(self.__name__))  # type: ignore[no-any-return]
+        _add_all_aliases()
+        return import_deepspeed(deepspeed_name(self.__name__))  # type: ignore[no-any-return]
 
 
-def follow(name: str, own: Mapping[str, str]) -> None:
-    """Make the module ``name`` forward to DeepSpeed's, except for its own files and the names in ``own``.
+def forward_to_deepspeed(name: str, defined_names: Mapping[str, str]) -> None:
+    """Make the module ``name`` forward to DeepSpeed's, except for its own files and the names in ``defined_names``.
 
     Args:
-        own: maps each name to the module that defines it, which is imported on first access.
+        defined_names: maps each name to the module that defines it, which is imported on first access.
     """
     module = sys.modules[name]
     files = frozenset(info.name for info in pkgutil.iter_modules(getattr(module, "__path__", ())))
-    vars(module).update(_own=own, _files=files)
-    module.__class__ = _Following
+    vars(module).update(_own=defined_names, _files=files)
+    module.__class__ = _ForwardingModule
 
 
 # DeepSpeed's output: off unless ``TDS_VERBOSE=1`` is set or ``tds.quiet(False)`` is called.
 
-SPEAKERS = ("deepspeed.runtime.pipe.module", "deepspeed.runtime.pipe.topology", "deepspeed.runtime.utils")
+PRINTING_MODULES = ("deepspeed.runtime.pipe.module", "deepspeed.runtime.pipe.topology", "deepspeed.runtime.utils")
 """Modules of DeepSpeed that call ``print``."""
 _is_quiet = not IS_VERBOSE
 
@@ -274,7 +274,7 @@ def quiet(on: bool = True) -> None:
     """Turn quiet mode on or off. In quiet mode, DeepSpeed logs only warnings and errors."""
     global _is_quiet
     _is_quiet = on
-    log_from(logging.WARNING if on else logging.INFO)
+    set_log_level(logging.WARNING if on else logging.INFO)
 
 
 @contextmanager
@@ -283,9 +283,9 @@ def without_prints() -> Iterator[None]:
     if not _is_quiet:
         yield
         return
-    modules = [theirs(name) for name in SPEAKERS]
+    modules = [import_deepspeed(name) for name in PRINTING_MODULES]
     for module in modules:
-        module.print = _drop
+        module.print = _discard
     try:
         yield
     finally:
@@ -293,5 +293,5 @@ def without_prints() -> Iterator[None]:
             module.print = builtins.print
 
 
-def _drop(*_: Any, **__: Any) -> None:
+def _discard(*_: Any, **__: Any) -> None:
     return None

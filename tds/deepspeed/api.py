@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tds import device
-from tds.deepspeed.alias import theirs
-from tds.p2p.process_groups import limit_groups
+from tds.deepspeed.alias import import_deepspeed
+from tds.p2p.process_groups import set_group_timeouts
 from tds.torch_api import default_timeout
 
-deepspeed = theirs()
+deepspeed = import_deepspeed()
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT  # noqa: E402
 from deepspeed.pipe import LayerSpec as LayerSpec  # noqa: E402
@@ -55,7 +55,7 @@ class BaseEngine(DeepSpeedEngine):
     _curr_ckpt_path: str | None = None
 
     @property
-    def config_given(self) -> dict[str, Any]:
+    def user_config(self) -> dict[str, Any]:
         """The JSON as the program passed it."""
         return self._config._param_dict
 
@@ -65,12 +65,12 @@ class BaseEngine(DeepSpeedEngine):
         return self._config.pipeline
 
     @property
-    def sums_dtype(self) -> torch.dtype | None:
+    def grad_reduce_dtype(self) -> torch.dtype | None:
         """Type in which gradients are all-reduced: "communication_data_type" of the JSON; None: the gradients' type."""
         return None if self._config.communication_data_type is None else self.communication_data_type
 
     @property
-    def asks_for_flops(self) -> bool:
+    def is_flops_profiler_enabled(self) -> bool:
         """True if the JSON enables DeepSpeed's FLOPs profiler."""
         return self._config.flops_profiler_config.enabled
 
@@ -118,19 +118,19 @@ class BaseEngine(DeepSpeedEngine):
         """Load the optimizer states from files in ZeRO's format."""
         self._load_zero_checkpoint(load_dir, tag)
 
-    def checkpoint_engine_made(self) -> None:
+    def on_checkpoint_engine_set(self) -> None:
         """Hook that runs after ``checkpoint_engine`` is set."""
 
-    def added_checkpoint_state(self) -> dict[str, Any]:
+    def extra_checkpoint_state(self) -> dict[str, Any]:
         """Return the entries to add to a stage's checkpoint file."""
         return {}
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        self.checkpoint_engine_made()
+        self.on_checkpoint_engine_set()
 
     def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**super()._common_checkpoint_state(*args, **kwargs), **self.added_checkpoint_state()}
+        return {**super()._common_checkpoint_state(*args, **kwargs), **self.extra_checkpoint_state()}
 
 
 class BaseModule(DeepSpeedModule):
@@ -160,7 +160,7 @@ class BaseModule(DeepSpeedModule):
         """Broadcast each tied weight from one copy to all others. Collective over the ranks that hold it."""
         super()._synchronize_tied_weights()
 
-    def choose_recomputed(self) -> None:
+    def select_recomputed_layers(self) -> None:
         """Precompute which runs of layers are recomputed, by ``activation_checkpoint_interval``."""
         super()._precompute_checkpointable_values()
 
@@ -180,27 +180,27 @@ class BaseModule(DeepSpeedModule):
         self.synchronize_tied_weights()
 
     def _precompute_checkpointable_values(self) -> None:
-        self.choose_recomputed()
+        self.select_recomputed_layers()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         device.convert_parameters(self, fn)
         return super()._apply(fn, recurse)
 
 
-class LayerRun:
+class ChunkLayers:
     """The layers of one chunk, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
 
     All other attributes are read from the module.
 
     Args:
         start: index in the full model of the chunk's first layer.
-        own: the chunk's range in ``module.forward_funcs``.
+        layer_range: the chunk's range in ``module.forward_funcs``.
     """
 
-    def __init__(self, module: BaseModule, start: int, own: slice) -> None:
+    def __init__(self, module: BaseModule, start: int, layer_range: slice) -> None:
         self._module = module
         self._local_start = start
-        self._own = own
+        self._layer_range = layer_range
         self.micro_offset = 0
         self.is_checkpointable_results: list[bool] = []
         self.is_checkpointable_results_interval: int | None = None
@@ -208,7 +208,7 @@ class LayerRun:
     @property
     def forward_funcs(self) -> list[Any]:
         """The chunk's current layers; ``engine.compile()`` replaces layers that are functions."""
-        return self._module.forward_funcs[self._own]
+        return self._module.forward_funcs[self._layer_range]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -217,7 +217,7 @@ class LayerRun:
         """Run the layers of the chunk."""
         return DeepSpeedModule.forward(self, forward_input)
 
-    def choose_recomputed(self) -> None:
+    def select_recomputed_layers(self) -> None:
         """Precompute which layers of the chunk are recomputed."""
         DeepSpeedModule._precompute_checkpointable_values(self)
 
@@ -227,12 +227,12 @@ def grid_of(module: Any) -> Any:
     return module._grid
 
 
-def place_of(grid: Any, rank: int) -> Any:
+def coordinate_of(grid: Any, rank: int) -> Any:
     """Return the coordinates of a global rank: ``pipe``, ``data`` and, with tensor ranks, ``model``."""
     return grid._topo.get_coord(rank)
 
 
-def places_of(grid: Any) -> list[Any]:
+def coordinates_of(grid: Any) -> list[Any]:
     """Return the coordinates of every rank, in the order of the ranks."""
     return [coord for coord, _ in sorted(grid._topo.mapping.items(), key=lambda item: item[1])]
 
@@ -245,7 +245,7 @@ class Grid(_DeepSpeedGrid):
 
     def __init__(self, topology: Any = None, process_group: Any = None) -> None:
         if topology is not None:
-            _index(topology)
+            _index_topology(topology)
         super().__init__(topology, process_group)
 
     def _build_p2p_groups(self) -> list[list[int]]:
@@ -254,7 +254,7 @@ class Grid(_DeepSpeedGrid):
         return [[rank, next_rank] for rank, next_rank in sorted(pairs)]
 
 
-def _index(topology: Any) -> None:
+def _index_topology(topology: Any) -> None:
     """Replace ``get_axis_list`` of ``topology`` by an index, and cache ``get_coord``, since both scan all ranks."""
     ranks_at: dict[tuple[str, int], list[int]] = {}
     for coord, rank in topology.mapping.items():
@@ -279,31 +279,31 @@ def layer_specs(module: Any) -> list[Any]:
     return module._layer_specs
 
 
-def first_layer(module: Any) -> int:
+def first_layer_idx(module: Any) -> int:
     """Return the index in the full model of the first layer of the chunk that this stage has built last."""
     return module._local_start
 
 
-def weight_named(module: Any, part: Any, name: str) -> torch.Tensor:
-    """Return the weight with the dotted name ``name`` of ``part``, a submodule of ``module``."""
-    return module._recursive_getattr(part, name)
+def tied_weight(module: Any, submodule: Any, name: str) -> torch.Tensor:
+    """Return the weight with the dotted name ``name`` of ``submodule``, a submodule of ``module``."""
+    return module._recursive_getattr(submodule, name)
 
 
-def choose_recomputed(module: Any) -> None:
+def select_recomputed_layers(module: Any) -> None:
     """Precompute again which layers of ``module`` are recomputed."""
     module._precompute_checkpointable_values()
 
 
-def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any] = ()) -> None:
-    """Set the timeout of all groups that DeepSpeed created for ``module``, and of the groups ``more``.
+def set_module_timeouts(module: Any, timeout: timedelta | None = None, extra_groups: Iterable[Any] = ()) -> None:
+    """Set the timeout of all groups that DeepSpeed created for ``module``, and of the groups ``extra_groups``.
 
     Args:
-        limit: the timeout; None: the timeout of the default group.
+        timeout: the timeout; None: the timeout of the default group.
     """
-    limit = default_timeout() if limit is None else limit
-    if limit is None:
+    timeout = default_timeout() if timeout is None else timeout
+    if timeout is None:
         return
-    limit_groups({*groups_of(module), *more}, limit)
+    set_group_timeouts({*groups_of(module), *extra_groups}, timeout)
 
 
 @contextmanager
@@ -340,12 +340,12 @@ def groups_of(module: Any) -> Iterator[Any]:
             yield group
 
 
-def has_own_norm(optimizer: Any) -> bool:
+def computes_grad_norm(optimizer: Any) -> bool:
     """Return True if ``optimizer`` computes the norm of its gradients itself, as DeepSpeed's optimizers do."""
     return hasattr(optimizer, "_global_grad_norm")
 
 
-def make_contiguous(optimizer: DeepSpeedZeroOptimizer) -> None:
+def use_contiguous_gradients(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Make ZeRO 1 use contiguous gradients regardless of the JSON, so that it accepts reduced gradients."""
     if optimizer.contiguous_gradients:
         return
@@ -356,7 +356,7 @@ def make_contiguous(optimizer: DeepSpeedZeroOptimizer) -> None:
 
 
 @contextmanager
-def summed_already(optimizer: DeepSpeedZeroOptimizer) -> Iterator[None]:
+def skip_all_reduce(optimizer: DeepSpeedZeroOptimizer) -> Iterator[None]:
     """Make ZeRO 1's reduction in the block skip the all-reduce over the replicas, which the engine has already done."""
     optimizer.average_tensor = optimizer._add_full_reduction_to_compact_grad_partition
     try:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from tds.deepspeed.api import (
     BF16_Optimizer,
 )
-from tds.deepspeed.layer_files import layers_to_load, save_tied_rest
-from tds.deepspeed.module import layer_numbers
+from tds.deepspeed.layer_files import layers_to_load, save_tied_modules
+from tds.deepspeed.module import layer_indices
 from tds.deepspeed.safe_load import UnsafeFileError, make_safe, weights_only
-from tds.torch_api import has_rates
+from tds.torch_api import has_learning_rates
 
 _log = logging.getLogger("tds")
 
@@ -84,25 +84,25 @@ class LayerCheckpoints:
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn must be None for a pipeline, because each layer is stored in its own file")
-        chosen = _agreed_tag(self, load_dir, tag)
-        if chosen is None:
+        agreed_tag = _agreed_tag(self, load_dir, tag)
+        if agreed_tag is None:
             return None, None
         self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         with self._reading(is_trusted):
             path, state = super().load_checkpoint(  # type: ignore[misc]
-                load_dir, chosen, load_module_strict,
+                load_dir, agreed_tag, load_module_strict,
                 load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
             )  # fmt: skip
             if path is None or state is None:
                 return path, state
             if self._loads_optimizer and self._is_bf16_without_zero():
-                self.load_zero_states(load_dir, chosen)
+                self.load_zero_states(load_dir, agreed_tag)
                 state.pop("optimizer", None)
         if not load_optimizer_states and not self.zero_optimization():
             # Otherwise the next step would restore the old weights.
-            getattr(self.optimizer, "refresh_fp32_params", _nothing)()
+            getattr(self.optimizer, "refresh_fp32_params", _no_op)()
         if load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
-            self._take_rate_from_scheduler()
+            self._set_lr_from_scheduler()
         state.pop(LAYOUT_KEY, None)
         return path, state
 
@@ -113,24 +113,24 @@ class LayerCheckpoints:
         Args:
             is_trusted: allow the files to construct any object; otherwise only allowed classes (``safe_load``).
         """
-        engine_load = make_safe(self.checkpoint_engine)
-        engine_load.is_trusted, engine_load.last_path = is_trusted, None
+        safe_load = make_safe(self.checkpoint_engine)
+        safe_load.is_trusted, safe_load.last_path = is_trusted, None
         try:
             with nullcontext() if is_trusted else weights_only():
                 yield
         except CheckpointError:  # raised on all ranks already
             raise
         except Exception as error:  # a damaged file may raise any error; the other ranks wait in all_ranks_problem
-            file = engine_load.last_path or "the checkpoint"
-            all_ranks_problem(
+            file = safe_load.last_path or "the checkpoint"
+            raise_on_all_ranks(
                 str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}"
             )
         else:
-            all_ranks_problem(None)
+            raise_on_all_ranks(None)
         finally:
-            engine_load.is_trusted = False
+            safe_load.is_trusted = False
 
-    def checkpoint_engine_made(self) -> None:
+    def on_checkpoint_engine_set(self) -> None:
         make_safe(self.checkpoint_engine)
 
     def _is_bf16_without_zero(self) -> bool:
@@ -141,15 +141,15 @@ class LayerCheckpoints:
         """
         return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
 
-    def _take_rate_from_scheduler(self) -> None:
+    def _set_lr_from_scheduler(self) -> None:
         """Set the optimizer's learning rates from the loaded scheduler.
 
         Needed if the optimizer states are not loaded, because torch saves the learning rates with them.
         """
-        if self.optimizer is None or not has_rates(self.lr_scheduler):
+        if self.optimizer is None or not has_learning_rates(self.lr_scheduler):
             return
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        for group, lr in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
 
     def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
         """Return the stage's state dict; while a checkpoint is saved, write its layer files instead and return None."""
@@ -162,7 +162,7 @@ class LayerCheckpoints:
             checkpoint_engine=self.checkpoint_engine,
             exclude_frozen_params=exclude_frozen_parameters,
         )
-        save_tied_rest(self.module, self.checkpoint_folder, self.checkpoint_engine)
+        save_tied_modules(self.module, self.checkpoint_folder, self.checkpoint_engine)
         return None
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -172,14 +172,14 @@ class LayerCheckpoints:
             super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
             return
         if self._loads_optimizer:
-            all_ranks_problem(_other_layout(self, checkpoint))
-        all_ranks_problem(_load_layers(self, folder, strict))
+            raise_on_all_ranks(_layout_error(self, checkpoint))
+        raise_on_all_ranks(_load_layers(self, folder, strict))
 
-    def added_checkpoint_state(self) -> dict[str, Any]:
-        return {LAYOUT_KEY: {"layers": layer_numbers(self.module)}}
+    def extra_checkpoint_state(self) -> dict[str, Any]:
+        return {LAYOUT_KEY: {"layers": layer_indices(self.module)}}
 
 
-def all_ranks_problem(problem: str | None) -> None:
+def raise_on_all_ranks(problem: str | None) -> None:
     """Raise on every rank if any rank has a problem. Collective.
 
     Raises:
@@ -205,7 +205,7 @@ def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str
     pointer = "latest_universal" if engine.load_universal_checkpoint() else "latest"
     chosen, problem = tag, None
     try:
-        chosen = _pointed_at(os.path.join(load_dir, pointer)) if tag is None else str(tag)
+        chosen = _read_pointer(os.path.join(load_dir, pointer)) if tag is None else str(tag)
         problem = None if chosen is None else _missing_files(engine, load_dir, chosen)
     except Exception as error:  # such as a file system error on one host
         problem = f"{load_dir} cannot be read: {error!r}"
@@ -216,7 +216,9 @@ def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str
     for rank, (rank_tag, _) in enumerate(results):
         ranks.setdefault(rank_tag, []).append(rank)
     if len(ranks) > 1:
-        tags = "; ".join(f"{_name(rank_tag, pointer)} on {_listed(tag_ranks)}" for rank_tag, tag_ranks in ranks.items())
+        tags = "; ".join(
+            f"{_format_tag(rank_tag, pointer)} on {_format_ranks(tag_ranks)}" for rank_tag, tag_ranks in ranks.items()
+        )
         raise CheckpointError(
             f"all ranks must load the same checkpoint, got {tags} in {load_dir}. Make the same folder "
             "visible on every host, or pass the tag"
@@ -228,23 +230,23 @@ def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str
     return chosen
 
 
-def _pointed_at(path: str) -> str | None:
+def _read_pointer(path: str) -> str | None:
     if not os.path.isfile(path):
         return None
     with open(path) as file:
         return file.read().strip()
 
 
-def _name(tag: str | None, pointer: str) -> str:
+def _format_tag(tag: str | None, pointer: str) -> str:
     return f'no file "{pointer}"' if tag is None else f"tag {tag}"
 
 
-def _listed(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - 8} more" if ranks[8:] else ""
     return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     return None
 
 
@@ -261,9 +263,9 @@ def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | N
             return (
                 f"the layer file {layer.path} does not exist: the checkpoint belongs to another model or is incomplete"
             )
-        if layer.number_of_files != size:
+        if layer.num_files != size:
             return (
-                f"a layer must have one file per tensor slice, got {layer.number_of_files} files next to {layer.path} "
+                f"a layer must have one file per tensor slice, got {layer.num_files} files next to {layer.path} "
                 f"for {size} tensor slices. Load with the number of slices with which the checkpoint was saved"
             )
     return None
@@ -274,17 +276,17 @@ def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | N
     for layer in layers_to_load(engine.module, folder):
         try:
             state = engine.checkpoint_engine.load(layer.path, map_location="cpu")
-            if layer.is_elsewhere:
-                state = {name: state[name] for name in layer.part.state_dict() if name in state}
-            layer.part.load_state_dict(state, strict=strict)
+            if layer.is_from_other_layer:
+                state = {name: state[name] for name in layer.module.state_dict() if name in state}
+            layer.module.load_state_dict(state, strict=strict)
         except Exception as error:  # a damaged file may raise any error
             return f"{layer.path} cannot be loaded: {error}"
     return None
 
 
-def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
+def _layout_error(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
     """Return the error message if the optimizer states of ``checkpoint`` do not fit this rank's parameters, or None."""
-    difference = _difference(engine, checkpoint)
+    difference = _layout_difference(engine, checkpoint)
     if difference is None:
         return None
     return (
@@ -293,11 +295,11 @@ def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str |
     )
 
 
-def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
+def _layout_difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
     saved, current = checkpoint["mp_world_size"], engine.mp_world_size
     if saved != current:
         return f"they were saved with {saved} ranks per replica (stages x tensor slices), now {current}"
-    layers = layer_numbers(engine.module)
+    layers = layer_indices(engine.module)
     layout = checkpoint.get(LAYOUT_KEY)
     if layout is not None and layout["layers"] != layers:
         return f"stage {engine.stage_id} had the layers {layout['layers']}, now {layers}"
@@ -314,14 +316,14 @@ def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | N
             if shapes == current_shapes
             else f"ZeRO's states were saved for {_format_shapes(shapes)}, now {_format_shapes(current_shapes)}"
         )
-    return _other_shapes(engine.optimizer, checkpoint["optimizer"])
+    return _shape_difference(engine.optimizer, checkpoint["optimizer"])
 
 
 def _format_shapes(shapes: Any) -> str:
     return ", ".join(f"{name} {list(shape)}" for group in shapes or [] for name, shape in group.items()) or "nothing"
 
 
-def _other_shapes(optimizer: Any, state: Any) -> str | None:
+def _shape_difference(optimizer: Any, state: Any) -> str | None:
     """Compare the shapes in a torch optimizer state dict with the parameters; other formats have their own checks."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         return None

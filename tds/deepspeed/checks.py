@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from tds.deepspeed.api import checkpointing, choose_recomputed, layer_specs
+from tds.deepspeed.api import checkpointing, layer_specs, select_recomputed_layers
 from tds.deepspeed.module import PipelineModule
-from tds.deepspeed.optimizers import gradients_of
-from tds.deepspeed.recompute import is_deepspeeds_reentrant
-from tds.deepspeed.shared_layers import sharing_layers
-from tds.engine.pipeline_json import accepted
+from tds.deepspeed.optimizers import gradient_source_for
+from tds.deepspeed.recompute import is_deepspeed_reentrant
+from tds.deepspeed.shared_layers import shared_layer_indices
+from tds.engine.pipeline_json import remove_unsupported_sections
 from tds.gradients import GradientSource
 from tds.log import log_rank_0
 
 
-def refuse_unsupported(engine: Any) -> None:
+def check_supported(engine: Any) -> None:
     """Raise for features of DeepSpeed that this engine does not support."""
-    if not isinstance(engine.module, PipelineModule) and sharing_layers(layer_specs(engine.module)):
+    if not isinstance(engine.module, PipelineModule) and shared_layer_indices(layer_specs(engine.module)):
         raise TypeError(
             f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
             f"{type(engine.module).__name__}, which does not build the shared modules"
         )
     if engine.has_moe_layers:
         raise NotImplementedError("the pipeline engine of tds does not support DeepSpeed's MoE layers. Use DeepSpeed's")
-    accepted(engine.config_given)
+    remove_unsupported_sections(engine.user_config)
     if engine.torch_autocast_enabled():
         raise NotImplementedError(
             'the pipeline engine of tds does not support "torch_autocast". Use "bf16" or "fp16", or '
@@ -38,7 +38,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 def log_unused_settings(engine: Any) -> None:
     """Log on rank 0 the keys of the JSON that have an effect only in DeepSpeed's engine."""
-    config = engine.config_given
+    config = engine.user_config
     unused: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in config]
     unused += [key for key in ("pipe_partitioned", "grad_partitioned") if key in config.get("pipeline", {})]
     if unused and engine.global_rank == 0:
@@ -52,7 +52,7 @@ def log_unused_settings(engine: Any) -> None:
             '"pipeline": {"overlap_forward_backward": ...} in the JSON has no effect: each stage runs one forward or '
             "backward at a time. Remove the key; losses and gradients stay the same"
         )
-    if engine.asks_for_flops and engine.global_rank == 0:
+    if engine.is_flops_profiler_enabled and engine.global_rank == 0:
         log_rank_0(
             '"flops_profiler" in the JSON has no effect in tds. Use "pipeline": {"trace": "a folder"}, or run '
             "deepspeed.profiling.flops_profiler.get_model_profile on a layer"
@@ -62,16 +62,16 @@ def log_unused_settings(engine: Any) -> None:
 def configure_recompute(engine: Any) -> None:
     """Apply the JSON's recompute settings. A user's checkpoint function is kept, because it may restore more state."""
     section, module = engine.pipeline_section, engine.module
-    if section.get("use_reentrant") is False and is_deepspeeds_reentrant(module.activation_checkpoint_func):
+    if section.get("use_reentrant") is False and is_deepspeed_reentrant(module.activation_checkpoint_func):
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
     if section.get("activation_checkpoint_interval", 0) > 0:
         module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
     if module.activation_checkpoint_interval > 0:
-        choose_recomputed(module)
+        select_recomputed_layers(module)
 
 
-def make_gradients(engine: Any) -> GradientSource | None:
+def make_gradient_source(engine: Any) -> GradientSource | None:
     """Return the gradient source of the optimizer; None for an engine that only evaluates."""
     if engine.optimizer is None:
         return None
-    return gradients_of(engine.optimizer, engine.zero_optimization_stage())
+    return gradient_source_for(engine.optimizer, engine.zero_optimization_stage())

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from tds.deepspeed import checks
-from tds.deepspeed.api import BaseEngine, PipelineError, grid_of, groups_of, layer_specs, limit_waits, places_of
+from tds.deepspeed.api import (
+    BaseEngine,
+    PipelineError,
+    coordinates_of,
+    grid_of,
+    groups_of,
+    layer_specs,
+    set_module_timeouts,
+)
 from tds.deepspeed.checkpointing import LayerCheckpoints
-from tds.deepspeed.layer_profiler import name_of_layer
+from tds.deepspeed.layer_profiler import layer_name
 from tds.deepspeed.recompute import Recompute, recomputes_reentrantly
 from tds.deepspeed.step_report import StepReport
 from tds.deepspeed.training_loader import training_loader
@@ -19,7 +27,7 @@ from tds.engine import build, pipeline_json
 from tds.engine.engine import ScheduleEngine
 from tds.engine.monitor import Names
 from tds.torch_api import default_timeout
-from tds.watchdog.watchdog import name_of
+from tds.watchdog.watchdog import rank_name
 
 
 class EngineUpdate:
@@ -105,12 +113,12 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         self.global_rank = self.grid.get_global_rank()
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self._force_grad_boundary = False
-        limit_waits(module, pipeline_json.wait_limit(section, default_timeout()))
-        checks.refuse_unsupported(self)
+        set_module_timeouts(module, pipeline_json.timeout_of(section, default_timeout()))
+        checks.check_supported(self)
         checks.log_unused_settings(self)
         checks.configure_recompute(self)
         placement = build.placement_of(module, self.grid.pipe_parallel_size)
-        settings = pipeline_json.settings_of(self.config_given, section, module, placement, default_timeout())
+        settings = pipeline_json.settings_of(self.user_config, section, module, placement, default_timeout())
         ScheduleEngine.__init__(
             self,
             module,
@@ -118,12 +126,12 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
             torch.device(self.device),
             self.optimizer,
             micro_batches=self.gradient_accumulation_steps(),
-            settings=replace(settings, sums_dtype=self.sums_dtype),
+            settings=replace(settings, grad_reduce_dtype=self.grad_reduce_dtype),
             names=Names(
-                ranks=[name_of(rank, coord) for rank, coord in enumerate(places_of(self.grid))],
-                layers=[name_of_layer(spec) for spec in layer_specs(module)],
+                ranks=[rank_name(rank, coord) for rank, coord in enumerate(coordinates_of(self.grid))],
+                layers=[layer_name(spec) for spec in layer_specs(module)],
             ),
-            gradients=checks.make_gradients(self),
+            gradients=checks.make_gradient_source(self),
             update=EngineUpdate(self),
             recompute=Recompute(),
             report=StepReport(self, lambda: self._monitor.bubble("report")),

@@ -12,7 +12,7 @@ from typing import Any
 from tds.deepspeed.alias import without_prints
 from tds.deepspeed.api import TORCH_DISTRIBUTED_DEFAULT_PORT, deepspeed
 from tds.deepspeed.engine import PipelineEngine
-from tds.engine.pipeline_json import UNSUPPORTED, accepted
+from tds.engine.pipeline_json import UNSUPPORTED_SECTIONS, remove_unsupported_sections
 
 
 @functools.wraps(deepspeed.initialize, assigned=("__doc__",))
@@ -39,8 +39,8 @@ def initialize(
         raise ValueError(
             f"mpu must be None for a pipeline model, which has its own grid, got {type(mpu).__name__}. Remove it."
         )
-    arguments["config"] = _accepted(config)
-    with _our_engine(), without_prints():
+    arguments["config"] = _remove_unsupported(config)
+    with _use_tds_engine(), without_prints():
         built = deepspeed.initialize(**arguments)
     if not isinstance(built[0], PipelineEngine):
         raise RuntimeError(
@@ -53,26 +53,26 @@ def initialize(
     return built
 
 
-def _accepted(config: Any) -> Any:
+def _remove_unsupported(config: Any) -> Any:
     """Return the JSON (a dict or a path) without disabled sections that DeepSpeed may no longer support."""
     content = config
     if isinstance(config, str) and os.path.isfile(config):
         with open(config) as file:
             content = json.load(file)
-    if not isinstance(content, dict) or UNSUPPORTED.keys().isdisjoint(content):
+    if not isinstance(content, dict) or UNSUPPORTED_SECTIONS.keys().isdisjoint(content):
         return config
-    return accepted(content)
+    return remove_unsupported_sections(content)
 
 
 @contextmanager
-def _our_engine() -> Iterator[None]:
+def _use_tds_engine() -> Iterator[None]:
     """Return a context in which ``deepspeed.initialize`` builds the engine of tds for a pipeline model.
 
     DeepSpeed still does everything else: configuration, ZeRO contexts, garbage collection.
     """
-    stock = deepspeed.PipelineEngine
+    deepspeed_engine = deepspeed.PipelineEngine
     deepspeed.PipelineEngine = PipelineEngine
     try:
         yield
     finally:
-        deepspeed.PipelineEngine = stock
+        deepspeed.PipelineEngine = deepspeed_engine

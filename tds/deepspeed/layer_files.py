@@ -24,10 +24,10 @@ from tds.deepspeed.api import (
     TiedLayerSpec,
     grid_of,
     layer_specs,
-    weight_named,
+    tied_weight,
 )
-from tds.deepspeed.module import layer_numbers
-from tds.deepspeed.shared_layers import sharing_layers
+from tds.deepspeed.module import layer_indices
+from tds.deepspeed.shared_layers import shared_layer_indices
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,17 @@ class SavedLayer:
     """A module of this stage that has state, and the file from which it is loaded.
 
     Attributes:
-        part: the module.
+        module: the module.
         path: the file.
-        number_of_files: number of files that exist for this module, one per tensor slice.
-        is_elsewhere: the file belongs to another layer and may contain more tensors than this module's tied weight.
+        num_files: number of files that exist for this module, one per tensor slice.
+        is_from_other_layer: the file belongs to another layer and may contain more tensors than this module's tied
+            weight.
     """
 
-    part: Any
+    module: Any
     path: str
-    number_of_files: int
-    is_elsewhere: bool = False
+    num_files: int
+    is_from_other_layer: bool = False
 
 
 def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
@@ -56,16 +57,16 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
             files = [file for file in files if "-tied-" not in os.path.basename(file)]
             path = files[slice_rank] if slice_rank < len(files) else module.ckpt_layer_path(folder, index)
             yield SavedLayer(layer, path, len(files))
-    for key, index in _only_as_functions(module).items():
+    for key, index in _function_only_modules(module).items():
         tied = tied_path(module, folder, index)
-        path = tied if os.path.exists(tied) else _path_of_first(module, key, tied)
+        path = tied if os.path.exists(tied) else _first_tied_path(module, key, tied)
         yield SavedLayer(module.tied_modules[key], path, grid_of(module).get_slice_parallel_world_size(), path != tied)
-    for key in _shared_here(module):
+    for key in _shared_layers_on_stage(module):
         files = glob.glob(os.path.join(glob.escape(folder), f"shared_{key}-*model_states.pt"))
         yield SavedLayer(module.tied_modules[key], shared_path(module, folder, key), len(files))
 
 
-def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
+def save_tied_modules(module: Any, folder: str, checkpoint_engine: Any) -> None:
     """Save the modules that DeepSpeed does not save: shared modules, and copies of tied modules.
 
     DeepSpeed saves a tied module only on stages where the module itself is a layer. On a stage where only its
@@ -74,17 +75,17 @@ def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
     """
     if grid_of(module).data_parallel_id != 0:
         return
-    for key, index in _only_as_functions(module).items():
+    for key, index in _function_only_modules(module).items():
         state = module.tied_modules[key].state_dict()
         if not (_has_layer(module, key) and _is_all_tied(module, key, state)):
-            checkpoint_engine.save(state_dict=_copied(state), path=tied_path(module, folder, index))
-    for key, layers in _shared_here(module).items():
+            checkpoint_engine.save(state_dict=_clone_state(state), path=tied_path(module, folder, index))
+    for key, layers in _shared_layers_on_stage(module).items():
         if min(map(module.stage_owner, layers)) == module.stage_id:
             state = module.tied_modules[key].state_dict()
-            checkpoint_engine.save(state_dict=_copied(state), path=shared_path(module, folder, key))
+            checkpoint_engine.save(state_dict=_clone_state(state), path=shared_path(module, folder, key))
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def _clone_state(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
@@ -100,16 +101,18 @@ def tied_path(module: Any, folder: str, local_index: int) -> str:
     return os.path.join(directory, name.replace("-", "-tied-", 1))
 
 
-def _shared_here(module: Any) -> dict[str, list[int]]:
+def _shared_layers_on_stage(module: Any) -> dict[str, list[int]]:
     """Return, for each shared module of this stage, the indices of all layers of the model that share it."""
-    local_layers = set(layer_numbers(module))
-    return {key: layers for key, layers in sharing_layers(layer_specs(module)).items() if local_layers & set(layers)}
+    local_layers = set(layer_indices(module))
+    return {
+        key: layers for key, layers in shared_layer_indices(layer_specs(module)).items() if local_layers & set(layers)
+    }
 
 
-def _only_as_functions(module: Any) -> dict[str, int]:
+def _function_only_modules(module: Any) -> dict[str, int]:
     """Return, for each tied module that is not itself a layer on this stage, the local index of its first layer."""
     first_idx: dict[str, int] = {}
-    for index, layer_idx in enumerate(layer_numbers(module)):
+    for index, layer_idx in enumerate(layer_indices(module)):
         spec = layer_specs(module)[layer_idx]
         if isinstance(spec, TiedLayerSpec):
             first_idx.setdefault(spec.key, index)
@@ -118,7 +121,11 @@ def _only_as_functions(module: Any) -> dict[str, int]:
 
 
 def _tied_specs(module: Any, key: str) -> list[tuple[int, TiedLayerSpec]]:
-    return [(n, s) for n, s in enumerate(layer_specs(module)) if isinstance(s, TiedLayerSpec) and s.key == key]
+    return [
+        (layer_idx, spec)
+        for layer_idx, spec in enumerate(layer_specs(module))
+        if isinstance(spec, TiedLayerSpec) and spec.key == key
+    ]
 
 
 def _has_layer(module: Any, key: str) -> bool:
@@ -128,16 +135,16 @@ def _has_layer(module: Any, key: str) -> bool:
 def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
     """Return True if every tensor of ``state`` is a tied weight, which the file of the tied layer also contains."""
     tied_module = module.tied_modules[key]
-    tied = {weight_named(module, tied_module, name).data_ptr() for name in module.tied_weight_attrs[key]}
+    tied = {tied_weight(module, tied_module, name).data_ptr() for name in module.tied_weight_attrs[key]}
     return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
 
 
-def _path_of_first(module: Any, key: str, own: str) -> str:
-    """Return the path of the file of the first layer tied by ``key``; ``own`` if no such file exists."""
-    folder, name = os.path.split(own)
+def _first_tied_path(module: Any, key: str, default_path: str) -> str:
+    """Return the path of the file of the first layer tied by ``key``; ``default_path`` if no such file exists."""
+    folder, name = os.path.split(default_path)
     for layer_idx, _ in _tied_specs(module, key):
         layer_file = f"layer_{layer_idx:02d}-" + name.split("-", 1)[1]
         for candidate in (layer_file.replace("-tied-", "-", 1), layer_file):
             if os.path.exists(os.path.join(folder, candidate)):
                 return os.path.join(folder, candidate)
-    return own
+    return default_path

@@ -25,33 +25,36 @@ import torch.distributed as dist
 
 from tds.clocks import Clock, clock_for
 from tds.deepspeed.api import LayerSpec, TiedLayerSpec, checkpointing
-from tds.deepspeed.shared_layers import held_in, layer_parameters
-from tds.device import random_numbers_kept, to_device
+from tds.deepspeed.shared_layers import layer_parameters, use_shared_modules
+from tds.device import preserve_rng_states, to_device
 from tds.engine.stage_table import LayerCost
 from tds.loss import Weighted, named_losses
 from tds.param_info import copy_infos
 from tds.partition import partition_by_times
 from tds.schedule import LOOP
 
-PASSES = 3
+NUM_PASSES = 3
 """Number of timed passes over each layer, after a warm-up pass; the fastest one is used."""
-NOISE = 0.25
+NOISE_FRACTION = 0.25
 """Similar layers whose times differ by less than this fraction get the same time."""
 
 
 @dataclass(frozen=True)
-class ProfiledCut:
-    """A partition and the layer costs it is based on; piece ``i`` has the layers ``bounds[i] ... bounds[i + 1]``."""
+class ProfiledPartition:
+    """A partition and the layer costs it is based on.
+
+    Virtual stage ``i`` has the layers ``bounds[i] ... bounds[i + 1]``.
+    """
 
     bounds: list[int]
     layers: tuple[LayerCost, ...]
 
 
-def profiled_cut(
+def profile_partition(
     specs: Sequence[Any], *, num_stages: int, num_chunks: int = 1, placement: str = LOOP,
     batch: Any, loss_fn: Callable[..., Any] | None,
     device: torch.device, recomputes: bool = False,
-) -> ProfiledCut:  # fmt: skip
+) -> ProfiledPartition:  # fmt: skip
     """Return the partition that minimises the time of the slowest stage. Collective over all ranks.
 
     Args:
@@ -60,7 +63,7 @@ def profiled_cut(
         recomputes: layers are recomputed, so the forward time is added to the backward time.
 
     Raises:
-        ValueError: there is no batch, or there are fewer layers than pieces.
+        ValueError: there is no batch, or there are fewer layers than virtual stages.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
@@ -71,9 +74,9 @@ def profiled_cut(
     layers = average_over_ranks(profile_layers(specs, batch, loss_fn, device), device)
     if recomputes:
         layers = [replace(cost, backward_s=cost.backward_s + cost.forward_s) for cost in layers]
-    layers = even_out(layers)
-    times, parameters = [cost.total_s for cost in layers], [cost.parameters for cost in layers]
-    return ProfiledCut(partition_by_times(times, parameters, num_stages, num_chunks, placement), tuple(layers))
+    layers = smooth_times(layers)
+    times, parameters = [cost.total_s for cost in layers], [cost.num_parameters for cost in layers]
+    return ProfiledPartition(partition_by_times(times, parameters, num_stages, num_chunks, placement), tuple(layers))
 
 
 def profile_layers(
@@ -83,23 +86,21 @@ def profile_layers(
     inputs, labels = to_device(batch[0], device), to_device(batch[1], device)
     clock = clock_for(device)
     costs = []
-    with all_random_numbers_kept(device), torch.enable_grad():
+    with preserve_all_rng_states(device), torch.enable_grad():
         for index, spec in enumerate(specs):
-            module, run = build(spec, device)
+            module, run = build_layer(spec, device)
             if index == len(specs) - 1:
                 run = functools.partial(_with_loss, run, loss_fn, labels)
-            cost, inputs = _profile_one(
-                name_of_layer(spec), module, run, inputs, clock, is_last=index == len(specs) - 1
-            )
+            cost, inputs = _profile_one(layer_name(spec), module, run, inputs, clock, is_last=index == len(specs) - 1)
             costs.append(cost)
             del module, run
     return costs
 
 
-def build(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Callable[[Any], Any]]:
+def build_layer(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Callable[[Any], Any]]:
     """Build a layer of a ``PipelineModule``; return (its module or None, the function that runs it)."""
     if isinstance(spec, LayerSpec):
-        with held_in(torch.nn.ModuleDict()) as shared:
+        with use_shared_modules(torch.nn.ModuleDict()) as shared:
             module = spec.build().to(device)
         shared.to(device)
     elif isinstance(spec, torch.nn.Module):
@@ -121,9 +122,9 @@ def _profile_one(
     forward_s, backward_s = [], []
     saved_bytes: dict[int, int] = {}
     output = None
-    for pass_idx in range(1 + PASSES):
-        leaf_inputs = _fresh(inputs)
-        with _counting(saved_bytes, weights) if pass_idx == 0 else contextlib.nullcontext():
+    for pass_idx in range(1 + NUM_PASSES):
+        leaf_inputs = _clone_as_leaves(inputs)
+        with _record_saved_bytes(saved_bytes, weights) if pass_idx == 0 else contextlib.nullcontext():
             before = clock.mark()
             output = run(leaf_inputs)
             between = clock.mark()
@@ -136,7 +137,7 @@ def _profile_one(
             weight.grad = None
     num_trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     cost = LayerCost(name, num_trained, min(forward_s), min(backward_s), sum(saved_bytes.values()), _shapes(inputs))
-    return cost, None if is_last else _fresh(output)
+    return cost, None if is_last else _clone_as_leaves(output)
 
 
 def _with_loss(run: Callable[[Any], Any], loss_fn: Callable[..., Any] | None, labels: Any, inputs: Any) -> Any:
@@ -163,28 +164,28 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _fresh(value: Any) -> Any:
+def _clone_as_leaves(value: Any) -> Any:
     """Return a copy of the structure whose tensors are leaves, as a stage receives them."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _fresh(element) for key, element in value.items()}
+        return {key: _clone_as_leaves(element) for key, element in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_fresh, value))
+        return type(value)(*map(_clone_as_leaves, value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_fresh, value))
+        return type(value)(map(_clone_as_leaves, value))
     return value
 
 
 @contextlib.contextmanager
-def _counting(kept: dict[int, int], weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Record in ``kept`` the bytes of each storage that autograd saves in the block, except the weights' storages."""
+def _record_saved_bytes(storage_bytes: dict[int, int], weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Record in ``storage_bytes`` the bytes of each storage that autograd saves in the block, except weights."""
     weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weight_storages:
-            kept[storage.data_ptr()] = storage.nbytes()
+            storage_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -202,36 +203,36 @@ def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> lis
     return [replace(cost, forward_s=f, backward_s=b) for cost, (f, b) in zip(layers, means, strict=True)]
 
 
-def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
+def smooth_times(layers: Sequence[LayerCost]) -> list[LayerCost]:
     """Return the layer costs, in which similar layers of about equal time have their median time."""
-    alike: dict[tuple[str, int, str], list[LayerCost]] = {}
-    for each in layers[:-1]:  # the last one includes the loss
-        alike.setdefault((each.name, each.parameters, each.shapes), []).append(each)
+    similar_layers: dict[tuple[str, int, str], list[LayerCost]] = {}
+    for cost in layers[:-1]:  # the last one includes the loss
+        similar_layers.setdefault((cost.name, cost.num_parameters, cost.shapes), []).append(cost)
 
-    def typical(each: LayerCost) -> LayerCost:
-        same = alike[each.name, each.parameters, each.shapes]
-        forward_s = statistics.median(one.forward_s for one in same)
-        backward_s = statistics.median(one.backward_s for one in same)
-        if abs(each.total_s - forward_s - backward_s) > NOISE * (forward_s + backward_s):
-            return each  # this layer has the same class, but does different work
-        return replace(each, forward_s=forward_s, backward_s=backward_s)
+    def with_median_times(cost: LayerCost) -> LayerCost:
+        similar = similar_layers[cost.name, cost.num_parameters, cost.shapes]
+        forward_s = statistics.median(layer.forward_s for layer in similar)
+        backward_s = statistics.median(layer.backward_s for layer in similar)
+        if abs(cost.total_s - forward_s - backward_s) > NOISE_FRACTION * (forward_s + backward_s):
+            return cost  # this layer has the same class, but does different work
+        return replace(cost, forward_s=forward_s, backward_s=backward_s)
 
-    return [*map(typical, layers[:-1]), *layers[-1:]]
+    return [*map(with_median_times, layers[:-1]), *layers[-1:]]
 
 
 @contextlib.contextmanager
-def all_random_numbers_kept(device: torch.device) -> Iterator[None]:
+def preserve_all_rng_states(device: torch.device) -> Iterator[None]:
     """Restore all random number states at the end of the block: Python, NumPy, torch and DeepSpeed's tracker."""
     tracker = checkpointing.get_cuda_rng_tracker()
     states, python_state, numpy_state = tracker.get_states(), random.getstate(), np.random.get_state()
-    with random_numbers_kept(device):
+    with preserve_rng_states(device):
         yield
     tracker.set_states(states)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
 
 
-def name_of_layer(spec: Any) -> str:
+def layer_name(spec: Any) -> str:
     """Return the name of the class or function of a layer of a ``PipelineModule``."""
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__

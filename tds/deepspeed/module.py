@@ -13,50 +13,57 @@ from tds import device
 from tds.deepspeed.alias import without_prints
 from tds.deepspeed.api import (
     BaseModule,
-    LayerRun,
+    ChunkLayers,
     deepspeed,
-    first_layer,
+    first_layer_idx,
     indexed_grid,
     layer_specs,
-    limit_waits,
+    set_module_timeouts,
     sharing_groups,
 )
-from tds.deepspeed.layer_profiler import ProfiledCut, profiled_cut
-from tds.deepspeed.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
+from tds.deepspeed.layer_profiler import ProfiledPartition, profile_partition
+from tds.deepspeed.shared_layers import (
+    count_shared_parameters,
+    index_shared_modules,
+    layer_parameters,
+    shared_layer_indices,
+    use_shared_modules,
+)
 from tds.partition import PartitionError, chunks_on
 from tds.schedule import LOOP, Placement
 from tds.user_functions import BatchFn
 
 
-def layer_numbers(module: Any) -> list[int]:
+def layer_indices(module: Any) -> list[int]:
     """Return the index in the full model of each layer in ``module.forward_funcs``, chunk by chunk."""
-    runs = chunks_on(module.parts, module.num_stages, module.stage_id, getattr(module, "placement", LOOP))
-    return [layer_idx for start, stop in runs for layer_idx in range(start, stop)]
+    chunks = chunks_on(module.parts, module.num_stages, module.stage_id, getattr(module, "placement", LOOP))
+    return [layer_idx for start, stop in chunks for layer_idx in range(start, stop)]
 
 
-def index_in_one_run(module: Any, local_index: int) -> int:
+def contiguous_layer_idx(module: Any, local_index: int) -> int:
     """Convert a local layer index for DeepSpeed's path functions.
 
-    They assume that a stage has one contiguous run of layers, and add ``first_layer(module)`` to the local index.
+    They assume that a stage has one contiguous run of layers, and add ``first_layer_idx(module)`` to the local index.
     """
-    return layer_numbers(module)[local_index] - first_layer(module)
+    return layer_indices(module)[local_index] - first_layer_idx(module)
 
 
 class PipelineModule(BaseModule):
     """DeepSpeed's ``PipelineModule`` with several chunks per stage and more partition methods.
 
     Args:
-        partition_method: "parameters", "uniform", "type:REGEX", "profile", or bounds such as ``[0, 3, 5]``: piece ``i``
-            has the layers ``bounds[i] ... bounds[i + 1]``. Must be equal on every rank.
-        chunks: number of pieces per stage, each a short run of layers. The schedule "interleaved" needs at least two.
-        placement: "loop": ``stage`` has the pieces ``chunk * num_stages + stage``. "v": the pieces go down the stages
-            and up again (``tds.schedule.Placement``), for the schedules "zb-v" and "dualpipev".
+        partition_method: "parameters", "uniform", "type:REGEX", "profile", or bounds such as ``[0, 3, 5]``: virtual
+            stage ``i`` has the layers ``bounds[i] ... bounds[i + 1]``. Must be equal on every rank.
+        chunks: number of chunks per stage, each a short run of layers. The schedule "interleaved" needs at least two.
+        placement: "loop": ``chunk`` of ``stage`` is the virtual stage ``chunk * num_stages + stage``. "v": the virtual
+            stages go down the stages and up again (``tds.schedule.Placement``), for the schedules "zb-v" and
+            "dualpipev".
         profile_batch: one micro-batch (inputs, labels) on which "profile" times each layer; its shapes must be equal on
             all ranks.
 
     Raises:
-        PartitionError: a ValueError: the bounds do not contain each layer exactly once, a piece has no layers, or no
-            layer has the type.
+        PartitionError: a ValueError: the bounds do not contain each layer exactly once, a virtual stage has no layers,
+            or no layer has the type.
         ValueError: ``chunks`` is not a positive int, or ``placement`` is unknown or does not support ``chunks``.
     """
 
@@ -74,13 +81,13 @@ class PipelineModule(BaseModule):
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         layers = list(layers)
-        sharing_layers(layers)  # raises if keys clash, before anything is built
+        shared_layer_indices(layers)  # raises if keys clash, before anything is built
         self.chunks = chunks
-        self.placement = Placement(1, chunks, placement).kind  # raises for unknown placements
-        self.profile: ProfiledCut | None = None
+        self.placement = Placement(1, chunks, placement).style  # raises for unknown placements
+        self.profile: ProfiledPartition | None = None
         self._profile_batch = profile_batch
         self._recomputes = bool(kwargs.get("activation_checkpoint_interval", 0))
-        self._runs: list[LayerRun] = []
+        self._runs: list[ChunkLayers] = []
         with without_prints(), sharing_groups(), indexed_grid():
             super().__init__(layers, *args, **kwargs)
 
@@ -105,18 +112,20 @@ class PipelineModule(BaseModule):
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Return the file of the layer with a local index; file names contain the layer's index in the full model."""
-        return super().ckpt_layer_path(ckpt_dir, index_in_one_run(self, local_layer_idx))
+        return super().ckpt_layer_path(ckpt_dir, contiguous_layer_idx(self, local_layer_idx))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """Return the files of a layer, one per tensor rank that saved it."""
-        return super().ckpt_layer_path_list(ckpt_dir, index_in_one_run(self, local_layer_idx))
+        return super().ckpt_layer_path_list(ckpt_dir, contiguous_layer_idx(self, local_layer_idx))
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage of the layer ``layer_idx`` of the full model."""
-        return Placement(self.num_stages, self.chunks, self.placement).stage_of(chunk_of(self.parts, layer_idx))
+        return Placement(self.num_stages, self.chunks, self.placement).stage_of(
+            virtual_stage_of_layer(self.parts, layer_idx)
+        )
 
     def build_layers(self) -> None:
-        with held_in(self.tied_modules):
+        with use_shared_modules(self.tied_modules):
             if self.chunks == 1:
                 super().build_layers()
                 return
@@ -124,57 +133,60 @@ class PipelineModule(BaseModule):
                 self.set_bounds(start, stop)
                 first = len(self.forward_funcs)
                 super().build_layers()
-                self._runs.append(LayerRun(self, start, slice(first, len(self.forward_funcs))))
+                self._runs.append(ChunkLayers(self, start, slice(first, len(self.forward_funcs))))
 
     def count_layer_parameters(self) -> list[int]:
-        unshared = super().count_layer_parameters()
-        return [count + shared for count, shared in zip(unshared, count_shared(layer_specs(self)), strict=True)]
+        unshared_counts = super().count_layer_parameters()
+        return [
+            count + shared
+            for count, shared in zip(unshared_counts, count_shared_parameters(layer_specs(self)), strict=True)
+        ]
 
     def index_tied_modules(self) -> dict[str, dict[str, Any]]:
         return {**super().index_tied_modules(), **index_shared_modules(self)}
 
-    def _profiled_cut(self) -> ProfiledCut:
-        return profiled_cut(
+    def _profile_partition(self) -> ProfiledPartition:
+        return profile_partition(
             layer_specs(self),
             num_stages=self.num_stages,
             num_chunks=self.chunks,
             placement=self.placement,
             batch=self._profile_batch,
             loss_fn=self.loss_fn,
-            device=device.own(self.local_rank),
+            device=device.local_device(self.local_rank),
             recomputes=self._recomputes,
         )
 
-    def choose_recomputed(self) -> None:
+    def select_recomputed_layers(self) -> None:
         if not self._runs:
-            super().choose_recomputed()
+            super().select_recomputed_layers()
         for run in self._runs:
-            run.choose_recomputed()
+            run.select_recomputed_layers()
 
     def synchronize_tied_weights(self) -> None:
-        limit_waits(self)
+        set_module_timeouts(self)
         with torch.no_grad():  # otherwise autograd would record the broadcast
             super().synchronize_tied_weights()
 
     def partition_layers(self, method: Any) -> None:
         num_layers = len(layer_specs(self))
-        num_pieces = self.num_stages * self.chunks
+        num_virtual_stages = self.num_stages * self.chunks
         if isinstance(method, str) and method.lower() == "profile":
-            self.profile = self._profiled_cut()
+            self.profile = self._profile_partition()
             self.parts = self.profile.bounds
         elif isinstance(method, str):
-            with _as_stages(self, num_pieces), _naming_classes(layer_specs(self), method):
+            with _partition_as_stages(self, num_virtual_stages), _list_classes_on_error(layer_specs(self), method):
                 super().partition_layers(method)
             # DeepSpeed's bounds may be numpy integers, which Python's and torch's seeds reject (``seed_layers``).
             self.parts = [int(bound) for bound in self.parts]
         else:
-            self.parts = check_bounds(method, num_layers, num_pieces)
-        refuse_empty_pieces(self.parts, num_layers, method, Placement(self.num_stages, self.chunks, self.placement))
+            self.parts = check_bounds(method, num_layers, num_virtual_stages)
+        check_no_empty_chunks(self.parts, num_layers, method, Placement(self.num_stages, self.chunks, self.placement))
         self.set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
 
 @contextmanager
-def forwards_uncounted(module: Any) -> Iterator[None]:
+def preserve_forward_counts(module: Any) -> Iterator[None]:
     """Restore DeepSpeed's counts of forwards, which seed layers, at the end of the block."""
     counters = [module, *getattr(module, "_runs", [])]
     offsets = [counter.micro_offset for counter in counters]
@@ -185,18 +197,18 @@ def forwards_uncounted(module: Any) -> Iterator[None]:
             counter.micro_offset = offset
 
 
-def chunk_of(parts: Sequence[int], layer: int) -> int:
-    """Return the index of the piece that contains ``layer``."""
-    for piece in range(len(parts) - 1):
-        if parts[piece] <= layer < parts[piece + 1]:
-            return piece
-    raise ValueError(f"a layer index must be within the bounds {list(parts)}, got {layer}")
+def virtual_stage_of_layer(bounds: Sequence[int], layer_idx: int) -> int:
+    """Return the index of the virtual stage that contains ``layer_idx``."""
+    for virtual_stage in range(len(bounds) - 1):
+        if bounds[virtual_stage] <= layer_idx < bounds[virtual_stage + 1]:
+            return virtual_stage
+    raise ValueError(f"a layer index must be within the bounds {list(bounds)}, got {layer_idx}")
 
 
 @contextmanager
-def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
-    """Make DeepSpeed's methods partition into pieces instead of stages."""
-    num_stages, module.num_stages = module.num_stages, num_pieces
+def _partition_as_stages(module: PipelineModule, num_virtual_stages: int) -> Iterator[None]:
+    """Make DeepSpeed's methods partition into virtual stages instead of stages."""
+    num_stages, module.num_stages = module.num_stages, num_virtual_stages
     try:
         yield
     finally:
@@ -204,7 +216,7 @@ def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
+def _list_classes_on_error(specs: Sequence[Any], method: str) -> Iterator[None]:
     """Replace DeepSpeed's error "found no valid layers" by one that names the available classes."""
     try:
         yield
@@ -223,33 +235,42 @@ def _class_name(spec: Any) -> str:
     return getattr(class_or_function, "__name__", type(class_or_function).__name__)
 
 
-def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
-    """Return ``bounds`` as a list; raise PartitionError unless they split ``num_layers`` layers into ``num_pieces``."""
-    got = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
+def check_bounds(bounds: Any, num_layers: int, num_virtual_stages: int) -> list[int]:
+    """Return ``bounds`` as a list; raise PartitionError unless they split the layers into ``num_virtual_stages``."""
+    got = f"got partition_method={bounds!r} for {num_layers} layers and {num_virtual_stages} stages (times chunks)"
     try:
-        as_ints = [int(bound) for bound in bounds]
-        exact = as_ints == list(bounds)
+        int_bounds = [int(bound) for bound in bounds]
+        is_exact = int_bounds == list(bounds)
     except (TypeError, ValueError):
-        exact = False
-    if not exact:
+        is_exact = False
+    if not is_exact:
         raise PartitionError(f"partition_method must be a name or a list of integers, {got}")
-    if len(as_ints) != num_pieces + 1 or as_ints[0] != 0 or as_ints[-1] != num_layers or as_ints != sorted(as_ints):
+    if (
+        len(int_bounds) != num_virtual_stages + 1
+        or int_bounds[0] != 0
+        or int_bounds[-1] != num_layers
+        or int_bounds != sorted(int_bounds)
+    ):
         raise PartitionError(
-            f"partition bounds must be {num_pieces + 1} increasing integers from 0 to the number of layers, {got}. "
-            f"Write [0, ..., {num_layers}], so that each layer is on one stage."
+            f"partition bounds must be {num_virtual_stages + 1} increasing integers from 0 to the number of layers, "
+            f"{got}. Write [0, ..., {num_layers}], so that each layer is on one stage."
         )
-    return as_ints
+    return int_bounds
 
 
-def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, placement: Placement) -> None:
-    """Raise PartitionError if a piece has no layer; it would only forward tensors."""
-    empty = [piece for piece in range(len(parts) - 1) if parts[piece] == parts[piece + 1]]
-    if not empty:
+def check_no_empty_chunks(bounds: list[int], num_layers: int, method: Any, placement: Placement) -> None:
+    """Raise PartitionError if a virtual stage has no layer; it would only forward tensors."""
+    empty_stages = [
+        virtual_stage for virtual_stage in range(len(bounds) - 1) if bounds[virtual_stage] == bounds[virtual_stage + 1]
+    ]
+    if not empty_stages:
         return
     num_stages, chunks = placement.num_stages, placement.num_chunks
-    location = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
+    location = f"stage {placement.stage_of(empty_stages[0])}" + (
+        f", chunk {empty_stages[0] // num_stages}" if chunks > 1 else ""
+    )
     raise PartitionError(
         f"each stage must have a layer{' in each chunk' if chunks > 1 else ''}, got none on {location}: {num_layers} "
-        f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} results in the bounds {parts}. "
+        f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} results in the bounds {bounds}. "
         "Use fewer stages or chunks, more layers, or explicit bounds."
     )

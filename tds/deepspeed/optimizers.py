@@ -27,9 +27,9 @@ from tds.deepspeed.api import (
     DeepSpeedZeroOptimizer,
     FP16_Optimizer,
     FP16_UnfusedOptimizer,
-    has_own_norm,
-    make_contiguous,
-    summed_already,
+    computes_grad_norm,
+    skip_all_reduce,
+    use_contiguous_gradients,
 )
 from tds.engine.optimizer_gradients import OptimizerGradients
 from tds.gradients import GradientSource
@@ -40,14 +40,14 @@ class Gradients(OptimizerGradients):
     """Gradients of any optimizer, including optimizers that clip gradients in their step, as DeepSpeed's do."""
 
     @property
-    def clips_itself(self) -> bool:
-        return bool(getattr(self.optimizer, "clips_gradients", has_own_norm(self.optimizer)))
+    def clips_in_step(self) -> bool:
+        return bool(getattr(self.optimizer, "clips_gradients", computes_grad_norm(self.optimizer)))
 
 
 class FP16Gradients(Gradients):
     """Gradients of the scaled loss in ``param.grad``, which DeepSpeed's fp16 optimizers unscale, check and clip."""
 
-    takes_unfrozen = False
+    supports_unfreezing = False
 
     def __init__(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
         super().__init__(optimizer)
@@ -60,7 +60,7 @@ class FP16Gradients(Gradients):
         twice and omit shards of a tensor group.
         """
         for parameter in (p for group in self.optimizer.fp16_groups for p in group):
-            copy_attributes(parameter, self.of(parameter))
+            copy_attributes(parameter, self.gradient_of(parameter))
 
     def after_step(self) -> None:
         return None
@@ -69,18 +69,18 @@ class FP16Gradients(Gradients):
 class BF16Gradients(Gradients):
     """Gradients in the buffers of DeepSpeed's BF16_Optimizer, in fp32 unless the JSON sets bf16."""
 
-    takes_unfrozen = False
+    supports_unfreezing = False
 
     def __init__(self, optimizer: BF16_Optimizer) -> None:
         super().__init__(optimizer)
-        self.come_in_hooks = bool(optimizer.immediate_grad_update)
+        self.accumulates_in_hooks = bool(optimizer.immediate_grad_update)
         self._buffers = {
             parameter: buffer
             for parameters, buffers in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
             for parameter, buffer in zip(parameters, buffers, strict=True)
         }
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._buffers[parameter]
 
     def loss_scale(self) -> float:
@@ -104,36 +104,36 @@ class ZeroGradients(Gradients):
     only if the JSON sets it.
     """
 
-    takes_unfrozen = False
+    supports_unfreezing = False
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         super().__init__(optimizer)
-        self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+        self._grad_attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         self._dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
-        make_contiguous(optimizer)
+        use_contiguous_gradients(optimizer)
         num_elements = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
         # The optimizer allocates a buffer of this size.
         optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_elements, 1))
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        gradient = getattr(parameter, self._name, None)
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        gradient = getattr(parameter, self._grad_attribute, None)
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=self._dtype)
-            setattr(parameter, self._name, gradient)
+            setattr(parameter, self._grad_attribute, gradient)
         return gradient
 
     def before_step(self) -> None:
         """Make ZeRO copy this replica's shard of the reduced gradients, to the CPU if offload is configured."""
         optimizer = self.optimizer
         optimizer.set_gradient_accumulation_boundary(True)
-        with summed_already(optimizer):
+        with skip_all_reduce(optimizer):
             optimizer.reduce_gradients(pipeline_parallel=True)
 
     def after_step(self) -> None:
         return None
 
 
-def gradients_of(optimizer: Any, zero_stage: int) -> GradientSource:
+def gradient_source_for(optimizer: Any, zero_stage: int) -> GradientSource:
     """Return the gradient source of ``optimizer``.
 
     Raises:

@@ -22,21 +22,21 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tds.deepspeed.api import checkpointing
-from tds.deepspeed.module import forwards_uncounted
-from tds.device import drawing_from, host_copy, random_states
+from tds.deepspeed.module import preserve_forward_counts
+from tds.device import host_copy, rng_states, use_rng_states
 from tds.log import log_rank_0
-from tds.p2p.communicator import PackedLayout, Slice
+from tds.p2p.communicator import PackedLayout, TensorGroup
 from tds.p2p.input_leaves import with_leaves
 from tds.p2p.structure import Structure, flatten
 from tds.p2p.tensor_meta import TensorMeta
-from tds.torch_api import changes_of
+from tds.torch_api import version_of
 
 
 class Recompute:
     """Implementation of ``tds.engine.recompute.Recompute`` for one stage, as DeepSpeed is configured."""
 
     def __init__(self) -> None:
-        self._kept = WeakIdKeyDictionary()  # tensor -> (version counter, saved copy); several runs may share it
+        self._saved_inputs = WeakIdKeyDictionary()  # tensor -> (version counter, saved copy); several runs may share it
         self._has_logged = False
 
     @contextmanager
@@ -45,15 +45,15 @@ class Recompute:
         if not getattr(module, "activation_checkpoint_interval", 0):
             yield
             return
-        function = module.activation_checkpoint_func
-        if takes_the_place_of(function):
+        user_checkpoint_fn = module.activation_checkpoint_func
+        if replaces_checkpoint_fn(user_checkpoint_fn):
             self._log_once()
-        chosen = self.checkpoint if takes_the_place_of(function) else function
-        module.activation_checkpoint_func = keeping_structure(chosen)
+        checkpoint_fn = self.checkpoint if replaces_checkpoint_fn(user_checkpoint_fn) else user_checkpoint_fn
+        module.activation_checkpoint_func = preserve_structure(checkpoint_fn)
         try:
             yield
         finally:
-            module.activation_checkpoint_func = function
+            module.activation_checkpoint_func = user_checkpoint_fn
 
     def is_reentrant(self, module: Any) -> bool:
         return recomputes_reentrantly(module)
@@ -67,7 +67,7 @@ class Recompute:
         tracker = checkpointing.get_cuda_rng_tracker()
         states = tracker.get_states()
         try:
-            with forwards_uncounted(module):
+            with preserve_forward_counts(module):
                 yield
         finally:
             tracker.set_states(states)
@@ -80,24 +80,26 @@ class Recompute:
         """
         if not torch.is_grad_enabled():
             return function(*inputs)
-        saved_inputs = [self._keep(x) if _waits_elsewhere(x) else x for x in inputs]
+        saved_inputs = [self._save_input(x) if _is_sharded_or_offloaded(x) else x for x in inputs]
         first_inputs = [inputs]
-        states = random_states(), checkpointing.get_cuda_rng_tracker().get_states()
+        states = rng_states(), checkpointing.get_cuda_rng_tracker().get_states()
 
         def run() -> Any:
             if first_inputs:
                 return function(*first_inputs.pop())
-            with drawing_from(states[0]), _tracking(states[1]):
-                return function(*(saved.restored() if isinstance(saved, _Kept) else saved for saved in saved_inputs))
+            with use_rng_states(states[0]), _use_tracker_states(states[1]):
+                return function(
+                    *(saved.restore() if isinstance(saved, _SavedInput) else saved for saved in saved_inputs)
+                )
 
         return torch_checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
-    def _keep(self, x: torch.Tensor) -> _Kept:
-        version, saved = self._kept.get(x, (None, None))
-        if saved is None or version != changes_of(x):
-            saved = _Kept(x)
-            self._kept[x] = changes_of(x), saved
-        return saved
+    def _save_input(self, x: torch.Tensor) -> _SavedInput:
+        version, saved_input = self._saved_inputs.get(x, (None, None))
+        if saved_input is None or version != version_of(x):
+            saved_input = _SavedInput(x)
+            self._saved_inputs[x] = version_of(x), saved_input
+        return saved_input
 
     def _log_once(self) -> None:
         if self._has_logged or dist.get_rank() != 0:
@@ -112,22 +114,24 @@ class Recompute:
         )
 
 
-class _Kept:
-    """The saved copy of one tensor. ``held`` contains this rank's shard of the copy as bytes."""
+class _SavedInput:
+    """The saved copy of one tensor. ``buffer`` contains this rank's shard of the copy as bytes."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        cut = Slice()
+        tensor_group = TensorGroup()
         if checkpointing.PARTITION_ACTIVATIONS:
-            cut = Slice(checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group)
-        self._layout = PackedLayout([TensorMeta(x.dtype, tuple(x.shape), x.requires_grad, partitioned=True)], cut)
+            tensor_group = TensorGroup(checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group)
+        self._layout = PackedLayout(
+            [TensorMeta(x.dtype, tuple(x.shape), x.requires_grad, partitioned=True)], tensor_group
+        )
         self._device, self._strides = x.device, x.stride()
         local_bytes = self._layout.pack([x])
-        self.held = host_copy(local_bytes) if checkpointing.CPU_CHECKPOINT else local_bytes.clone()
+        self.buffer = host_copy(local_bytes) if checkpointing.CPU_CHECKPOINT else local_bytes.clone()
 
-    def restored(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         """Return a tensor equal to the saved one. Collective over the tensor group if it is sharded."""
         (spec,) = self._layout.specs
-        (full,) = self._layout.unpack(self.held.to(self._device, non_blocking=True, copy=True))
+        (full,) = self._layout.unpack(self.buffer.to(self._device, non_blocking=True, copy=True))
         if full.stride() != self._strides:  # kernels, and the tensors they save, depend on the strides
             strided = full.new_empty_strided(full.shape, self._strides)
             unexpanded = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._strides)
@@ -136,13 +140,13 @@ class _Kept:
         return with_leaves([full])[0][0] if spec.needs_grad else full
 
 
-def _waits_elsewhere(x: Any) -> bool:
+def _is_sharded_or_offloaded(x: Any) -> bool:
     """Return True for tensors that DeepSpeed would shard or offload: floats without ``no_checkpointing``."""
     return isinstance(x, torch.Tensor) and x.is_floating_point() and not getattr(x, "no_checkpointing", False)
 
 
 @contextmanager
-def _tracking(states: dict[str, Any]) -> Iterator[None]:
+def _use_tracker_states(states: dict[str, Any]) -> Iterator[None]:
     """Set the states of DeepSpeed's random number tracker in the block, and restore them afterwards."""
     tracker = checkpointing.get_cuda_rng_tracker()
     previous = tracker.get_states()
@@ -159,19 +163,19 @@ def recomputes_reentrantly(module: Any) -> bool:
     Functions other than DeepSpeed's are assumed not to be reentrant.
     """
     function = module.activation_checkpoint_func
-    if module.activation_checkpoint_interval <= 0 or takes_the_place_of(function):
+    if module.activation_checkpoint_interval <= 0 or replaces_checkpoint_fn(function):
         return False
-    return is_deepspeeds_reentrant(function)
+    return is_deepspeed_reentrant(function)
 
 
-def takes_the_place_of(function: Any) -> bool:
+def replaces_checkpoint_fn(function: Any) -> bool:
     """Return True if ``Recompute.checkpoint`` replaces ``function`` under DeepSpeed's current configuration."""
     if not (checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT):
         return False
-    return is_deepspeeds_reentrant(function) or _innermost(function) is checkpointing.non_reentrant_checkpoint
+    return is_deepspeed_reentrant(function) or _innermost(function) is checkpointing.non_reentrant_checkpoint
 
 
-def is_deepspeeds_reentrant(function: Any) -> bool:
+def is_deepspeed_reentrant(function: Any) -> bool:
     """Return True for ``deepspeed.checkpointing.checkpoint``, wrapped or not."""
     return _innermost(function) is _innermost(checkpointing.checkpoint)
 
@@ -182,25 +186,25 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-def keeping_structure(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def preserve_structure(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``checkpoint`` so that it supports any structure of tensors; ``__wrapped__`` is the original function."""
 
     @functools.wraps(checkpoint)
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
         flattened = flatten(inputs[0]) if len(inputs) == 1 and type(inputs[0]) in (list, dict) else None
-        returned: list[Structure] = []
+        output_structures: list[Structure] = []
 
         def on_tensors(*tensors: Any) -> Any:
             output = function(*tensors) if flattened is None else function(flattened[1].rebuild(tensors))
             if type(output) not in (list, dict):
                 return output
             tensors_out, structure = flatten(output)
-            returned.append(structure)  # the recomputation appends an equal one
+            output_structures.append(structure)  # the recomputation appends an equal one
             return tensors_out
 
         result = checkpoint(on_tensors, *(inputs if flattened is None else flattened[0]))
-        if not returned:
+        if not output_structures:
             return result
-        return returned[0].rebuild(result if isinstance(result, tuple) else (result,))
+        return output_structures[0].rebuild(result if isinstance(result, tuple) else (result,))
 
     return run

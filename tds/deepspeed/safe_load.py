@@ -26,12 +26,12 @@ from tds.deepspeed.api import (
     fragment_address,
 )
 
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # overrides the argument that DeepSpeed passes to ``torch.load``
+_FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # overrides the argument that DeepSpeed passes to ``torch.load``
 _NAME = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
 _reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]
 _scalar: Any = np.float64(0).__reduce__()[0]  # type: ignore[index]
-_HOMES = ("numpy.core.multiarray", "numpy._core.multiarray")  # renamed in NumPy 2
-_KINDS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+_NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")  # renamed in NumPy 2
+_DTYPE_NAMES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 ALLOWED: list[Any] = [
     LossScaler,
     DynamicLossScaler,
@@ -40,9 +40,9 @@ ALLOWED: list[Any] = [
     argparse.Namespace,
     np.ndarray,
     np.dtype,
-    *(type(np.dtype(kind)) for kind in _KINDS),
-    *((_reconstruct, f"{home}._reconstruct") for home in _HOMES),
-    *((_scalar, f"{home}.scalar") for home in _HOMES),
+    *(type(np.dtype(dtype_name)) for dtype_name in _DTYPE_NAMES),
+    *((_reconstruct, f"{module_name}._reconstruct") for module_name in _NUMPY_MODULES),
+    *((_scalar, f"{module_name}.scalar") for module_name in _NUMPY_MODULES),
 ]
 """Allowed classes, in addition to the classes that torch allows (tensors, sizes, dtypes, sets, OrderedDict, Counter).
 
@@ -60,16 +60,16 @@ class UnsafeFileError(RuntimeError):
 @contextmanager
 def weights_only() -> Iterator[None]:
     """Restrict every ``torch.load`` in the block to the classes in ``ALLOWED`` and the classes that torch allows."""
-    previous = os.environ.get(_FORCE)
-    os.environ[_FORCE] = "1"
+    previous = os.environ.get(_FORCE_VARIABLE)
+    os.environ[_FORCE_VARIABLE] = "1"
     try:
         with torch.serialization.safe_globals(ALLOWED):
             yield
     finally:
         if previous is None:
-            del os.environ[_FORCE]
+            del os.environ[_FORCE_VARIABLE]
         else:
-            os.environ[_FORCE] = previous
+            os.environ[_FORCE_VARIABLE] = previous
 
 
 def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any) -> Any:
@@ -84,8 +84,8 @@ def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any
     except pickle.UnpicklingError as error:
         raise UnsafeFileError(
             f"{path} may only contain tensors, numbers, strings and the few classes that DeepSpeed saves, got "
-            f"{_named(error)}. No code of the file was run. Save the file again without this object. Only if you trust "
-            "the author of the file, pass load_checkpoint(..., is_trusted=True), which runs the author's code"
+            f"{_rejected_name(error)}. No code of the file was run. Save the file again without this object. Only if "
+            "you trust the author of the file, pass load_checkpoint(..., is_trusted=True), which runs the author's code"
         ) from error
 
 
@@ -117,7 +117,7 @@ def make_safe(checkpoint_engine: Any) -> SafeLoad:
     return checkpoint_engine.load
 
 
-def _named(error: pickle.UnpicklingError) -> str:
+def _rejected_name(error: pickle.UnpicklingError) -> str:
     """Return the name of the object that torch rejected."""
     match = _NAME.search(str(error))
     return match[1] if match else "unreadable content (the file is damaged, or not from torch.save)"

@@ -36,17 +36,17 @@ class Shared:
         return self.typename(*self.args, **self.kwargs)
 
 
-_holder: ContextVar[nn.ModuleDict | None] = ContextVar("holder", default=None)
+_shared_modules: ContextVar[nn.ModuleDict | None] = ContextVar("holder", default=None)
 
 
 @contextmanager
-def held_in(modules: nn.ModuleDict) -> Iterator[nn.ModuleDict]:
+def use_shared_modules(modules: nn.ModuleDict) -> Iterator[nn.ModuleDict]:
     """Make layers built in the block use the shared modules in ``modules``; missing modules are built and added."""
-    token = _holder.set(modules)
+    token = _shared_modules.set(modules)
     try:
         yield modules
     finally:
-        _holder.reset(token)
+        _shared_modules.reset(token)
 
 
 class SharingLayerSpec(LayerSpec):
@@ -68,9 +68,9 @@ class SharingLayerSpec(LayerSpec):
         self.shares = dict(shares)
 
     def build(self, log: bool = False) -> nn.Module:
-        """Build the layer; inside ``held_in``, also set its shared modules."""
+        """Build the layer; inside ``use_shared_modules``, also set its shared modules."""
         layer: nn.Module = super().build(log)
-        modules = _holder.get()
+        modules = _shared_modules.get()
         if modules is None:
             return layer
         for name, shared in self.shares.items():
@@ -81,11 +81,11 @@ class SharingLayerSpec(LayerSpec):
                 )
             if shared.key not in modules:
                 modules[shared.key] = shared.build()
-            _lend(layer, name, modules[shared.key])
+            _set_shared_module(layer, name, modules[shared.key])
         return layer
 
 
-def _lend(layer: nn.Module, name: str, module: nn.Module) -> None:
+def _set_shared_module(layer: nn.Module, name: str, module: nn.Module) -> None:
     """Set an attribute without ``nn.Module.__setattr__``, which would register the module as a child."""
     vars(layer)[name] = module
     vars(layer).setdefault("borrowed_modules", []).append(module)
@@ -99,11 +99,11 @@ def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
     for owner in (layer, *getattr(layer, "args", ())):
         if isinstance(owner, nn.Module):
             yield from owner.parameters()
-            for borrowed in vars(owner).get("borrowed_modules", ()):
-                yield from borrowed.parameters()
+            for shared_module in vars(owner).get("borrowed_modules", ()):
+                yield from shared_module.parameters()
 
 
-def sharing_layers(specs: Sequence[Any]) -> dict[str, list[int]]:
+def shared_layer_indices(specs: Sequence[Any]) -> dict[str, list[int]]:
     """Return the indices of the layers that share each module, by its key.
 
     The keys are sorted, because every process must create the process groups of the keys in the same order.
@@ -125,14 +125,14 @@ def sharing_layers(specs: Sequence[Any]) -> dict[str, list[int]]:
     return dict(sorted(layers_by_key.items()))
 
 
-def count_shared(specs: Sequence[Any]) -> list[int]:
+def count_shared_parameters(specs: Sequence[Any]) -> list[int]:
     """Return the number of trainable shared parameters of each layer."""
-    sizes: dict[str, int] = {}
+    num_parameters: dict[str, int] = {}
     for shared in (item for spec in specs for item in getattr(spec, "shares", {}).values()):
-        if shared.key not in sizes:
-            sizes[shared.key] = sum(p.numel() for p in shared.build().parameters() if p.requires_grad)
+        if shared.key not in num_parameters:
+            num_parameters[shared.key] = sum(p.numel() for p in shared.build().parameters() if p.requires_grad)
     keys = [{item.key for item in getattr(spec, "shares", {}).values()} for spec in specs]
-    return [sum(sizes[key] for key in item) for item in keys]
+    return [sum(num_parameters[key] for key in item) for item in keys]
 
 
 def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
@@ -144,9 +144,9 @@ def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
     tied_comms: dict[str, dict[str, Any]] = {}
     if module.num_stages == 1:
         return tied_comms
-    for key, layers in sharing_layers(layer_specs(module)).items():
+    for key, layers in shared_layer_indices(layer_specs(module)).items():
         stages = sorted({module.stage_owner(layer) for layer in layers})
-        for ranks in _by_replica(grid_of(module), stages):
+        for ranks in _stage_ranks_by_replica(grid_of(module), stages):
             group = deepspeed.comm.new_group(ranks=ranks)
             if module.global_rank not in ranks:
                 continue
@@ -158,10 +158,10 @@ def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
     return tied_comms
 
 
-def _by_replica(grid: Any, stages: Sequence[int]) -> Iterator[list[int]]:
+def _stage_ranks_by_replica(grid: Any, stages: Sequence[int]) -> Iterator[list[int]]:
     """Yield the ranks of ``stages`` for each replica and tensor slice."""
     slices = range(grid.get_slice_parallel_world_size())
-    for data in range(grid.data_parallel_size):
-        for slice_idx in slices:
-            axes = {"data": data, "model": slice_idx} if len(slices) > 1 else {"data": data}
+    for data_rank in range(grid.data_parallel_size):
+        for tensor_rank in slices:
+            axes = {"data": data_rank, "model": tensor_rank} if len(slices) > 1 else {"data": data_rank}
             yield [grid.stage_to_global(stage, **axes) for stage in stages]

@@ -16,7 +16,7 @@ from typing import Any
 
 from tds.deepspeed.api import log_dist
 from tds.deepspeed.api import logger as _deepspeed_logger
-from tds.engine.report import PARTS, TRAIN_BATCH, untimed
+from tds.engine.report import PHASES, TRAIN_BATCH, untimed
 from tds.loss_reduction import MeanLosses
 
 
@@ -28,10 +28,10 @@ class StepReport:
     """
 
     def __init__(self, engine: Any, bubble: Callable[[], float | None]) -> None:
-        self._engine, self._measured = engine, bubble
+        self._engine, self._measure_bubble = engine, bubble
         self._num_steps = 0
         self._elapsed_s = 0.0
-        self.part = self._timed if engine.wall_clock_breakdown() else untimed
+        self.time_phase = self._timed if engine.wall_clock_breakdown() else untimed
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -47,7 +47,7 @@ class StepReport:
     def step(self) -> Iterator[None]:
         """Time one ``train_batch`` and write the lines that are due after it."""
         start = time.perf_counter()
-        with self.part(TRAIN_BATCH):
+        with self.time_phase(TRAIN_BATCH):
             yield
         self._elapsed_s += time.perf_counter() - start
         self._num_steps += 1
@@ -58,19 +58,19 @@ class StepReport:
 
     def _bubble(self) -> float | None:
         """Return the bubble since the last line and write it to the monitors. Collective over the pipeline."""
-        bubble = self._measured()
+        bubble = self._measure_bubble()
         if bubble is not None:
             _write_events(self._engine, {"bubble": bubble})
         return bubble
 
-    def _write(self, bubble: float | None, has_line: bool) -> None:
+    def _write(self, bubble: float | None, should_log: bool) -> None:
         engine = self._engine
         if engine.wall_clock_breakdown():
-            engine.timers.log(list(PARTS), normalizer=self._num_steps)
+            engine.timers.log(list(PHASES), normalizer=self._num_steps)
             # DeepSpeed's hooks start further timers, which would accumulate.
             for timer in engine.timers.get_timers().values():
                 timer.reset()
-        if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
+        if should_log and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
             step_s = self._elapsed_s / self._num_steps
             extra = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
             log_dist(
@@ -85,7 +85,7 @@ class StepReport:
         engine = self._engine
         if not engine.monitor.enabled:
             return
-        loss, *additional = means.numbers.items()
+        loss, *additional = means.values.items()
         values = {"train_loss": loss[1]} | dict(additional)
         values["lr"] = engine.get_lr()[0]
         if engine.fp16_enabled():
@@ -94,7 +94,7 @@ class StepReport:
 
     def write_evaluation(self, means: MeanLosses) -> None:
         """Write the losses of an evaluation to the monitors."""
-        loss, *additional = means.numbers.items()
+        loss, *additional = means.values.items()
         _write_events(self._engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in additional}})
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tds.p2p.collective_scope import collective_scope
 
 NO_READER, ENDED, READY = 0, 1, 2
-NOWHERE = -1
+NO_VALUE = -1
 
 
 class DataEnded(RuntimeError):
@@ -41,14 +41,14 @@ class DataConsistency:
     Args:
         group: process group of all ranks of the engine.
         name_of: maps the index of a rank in ``group`` to its name for messages.
-        compares: also compare checksums of the micro-batches that the ranks of a replica have read.
+        should_compare: also compare checksums of the micro-batches that the ranks of a replica have read.
     """
 
     def __init__(
         self, group: Any, *, stage: int, replica: int, device: torch.device, name_of: Callable[[int], str],
-        compares: bool,
+        should_compare: bool,
     ) -> None:  # fmt: skip
-        self.compares = compares
+        self.should_compare = should_compare
         self._group, self._stage, self._replica = group, stage, replica
         self._device, self._name_of = device, name_of
 
@@ -63,13 +63,15 @@ class DataConsistency:
             DataEnded: the iterators of some of these ranks have ended.
         """
         states = [row[0] for row in self._gather([state], "checking that all ranks have data")]
-        ended, ready = ([rank for rank, value in enumerate(states) if value == wanted] for wanted in (ENDED, READY))
-        if ended and ready:
+        ended_ranks, ready_ranks = (
+            [rank for rank, value in enumerate(states) if value == target_state] for target_state in (ENDED, READY)
+        )
+        if ended_ranks and ready_ranks:
             raise DataEnded(
                 "all ranks that read data must have the same number of micro-batches, got none for this call on "
-                f"{self._format_ranks(ended)}, and more on {self._format_ranks(ready)}. {_ADVICE}"
+                f"{self._format_ranks(ended_ranks)}, and more on {self._format_ranks(ready_ranks)}. {_ADVICE}"
             )
-        if ended:
+        if ended_ranks:
             raise StopIteration
 
     def end(self, ended_at: int | None, checksums: Sequence[int], num_micro_batches: int) -> None:
@@ -84,26 +86,26 @@ class DataConsistency:
             DataEnded: the iterator of some rank ended during the call.
             DataDisagreement: the checksums of the ranks of one replica differ.
         """
-        local_row = [NOWHERE if ended_at is None else ended_at, self._replica]
-        if self.compares:
-            local_row += list(checksums) or [NOWHERE] * num_micro_batches
+        local_row = [NO_VALUE if ended_at is None else ended_at, self._replica]
+        if self.should_compare:
+            local_row += list(checksums) or [NO_VALUE] * num_micro_batches
         rows = self._gather(local_row, "comparing the data of all ranks")
-        ended = {rank: row[0] for rank, row in enumerate(rows) if row[0] != NOWHERE}
-        if ended:
+        num_read_by_rank = {rank: row[0] for rank, row in enumerate(rows) if row[0] != NO_VALUE}
+        if num_read_by_rank:
             raise DataEnded(
                 f"a global batch needs {num_micro_batches} micro-batches, but the data ended after "
-                f"{', '.join(f'{count} on {self._name_of(rank)}' for rank, count in ended.items())}. "
+                f"{', '.join(f'{count} on {self._name_of(rank)}' for rank, count in num_read_by_rank.items())}. "
                 f"{_ADVICE}"
             )
-        if self.compares:
+        if self.should_compare:
             self._compare([(row[1], row[2:]) for row in rows])
 
     def _compare(self, rows: Sequence[tuple[int, list[int]]]) -> None:
-        first_of: dict[int, int] = {}
+        first_rank_of: dict[int, int] = {}
         for rank, (replica, checksums) in enumerate(rows):
-            if NOWHERE in checksums:
+            if NO_VALUE in checksums:
                 continue
-            first_rank = first_of.setdefault(replica, rank)
+            first_rank = first_rank_of.setdefault(replica, rank)
             for micro_batch, (first_crc, crc) in enumerate(zip(rows[first_rank][1], checksums, strict=True)):
                 if first_crc != crc:
                     raise DataDisagreement(
@@ -113,10 +115,10 @@ class DataConsistency:
                         "stage, and a sampler that depends on the replica (data-parallel rank), not on the rank"
                     )
 
-    def _gather(self, numbers: Sequence[int], doing: str) -> list[list[int]]:
-        local = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+    def _gather(self, values: Sequence[int], operation: str) -> list[list[int]]:
+        local = torch.tensor(values, dtype=torch.int64, device=self._device)
         gathered = local.new_empty(dist.get_world_size(self._group) * len(local))
-        with collective_scope(self._stage, doing):
+        with collective_scope(self._stage, operation):
             dist.all_gather_into_tensor(gathered, local, group=self._group)
         rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
         return rows
@@ -132,21 +134,21 @@ _ADVICE = (
 )
 
 
-def checksum(value: Any, before: int = 0) -> int:
+def checksum(value: Any, initial_crc: int = 0) -> int:
     """Return a checksum of the tensors in ``value``, of their types and shapes, and of its structure.
 
     Args:
-        before: the checksum to continue from.
+        initial_crc: the checksum to continue from.
     """
     if isinstance(value, torch.Tensor):
-        header_crc = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)
+        header_crc = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), initial_crc)
         flat = value.detach().cpu().contiguous().reshape(-1)
         return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), header_crc)
     if isinstance(value, Mapping):
-        value = [part for key in value for part in (str(key), value[key])]
+        value = [item for key in value for item in (str(key), value[key])]
     if isinstance(value, (tuple, list)):
-        before = zlib.crc32(f"{len(value)}(".encode(), before)
+        initial_crc = zlib.crc32(f"{len(value)}(".encode(), initial_crc)
         for element in value:
-            before = checksum(element, before)
-        return before
-    return zlib.crc32(repr(value).encode(), before)
+            initial_crc = checksum(element, initial_crc)
+        return initial_crc
+    return zlib.crc32(repr(value).encode(), initial_crc)

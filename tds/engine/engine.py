@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tds.bubble_timer import Row
 from tds.bucket_reducer import BucketReducer
-from tds.device import is_host, keep_freed, random_numbers_kept
+from tds.device import is_host, keep_freed, preserve_rng_states
 from tds.engine import build
 from tds.engine.evaluate import check_arguments, mean_output
 from tds.engine.grid import PipelineGrid
@@ -25,14 +25,15 @@ from tds.engine.report import REDUCTION, STEP, NoReport, Report
 from tds.engine.stage_call import Call
 from tds.engine.update import OptimizerUpdate, Update
 from tds.grad_norm import clip, global_norm, is_counted_in_norm
-from tds.gradients import GradientSource, reduce_gradients, sum_tied
+from tds.gradients import GradientSource, reduce_gradients, reduce_tied_gradients
 from tds.log import log_rank_0
 from tds.loss import LossMeter
 from tds.loss_reduction import LossReduction, MeanLosses, all_reduce_loss, read_with_norm
 from tds.p2p import boundary
 from tds.p2p.collective_scope import collective_scope
 from tds.p2p.communicator import P2PCommunicator
-from tds.p2p.process_groups import limit_groups
+from tds.p2p.process_groups import set_group_timeouts
+from tds.renamed import Renamed
 from tds.schedule import Action
 from tds.user_functions import BatchFn
 
@@ -96,7 +97,7 @@ class ScheduleEngine:
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
         placement = build.placement_of(module, self.num_stages)
         self.loss_stage = placement.last_stage
-        has_both_ends = self.loss_stage == 0 and placement.num_pieces > 1
+        has_both_ends = self.loss_stage == 0 and placement.num_virtual_stages > 1
         self._source_class = BothEndsSource if has_both_ends else BatchSource
         self.micro_batches = micro_batches
         self.nominal_weight = 1.0
@@ -115,7 +116,7 @@ class ScheduleEngine:
         self.report: Report = NoReport() if report is None else report
         self._recompute: Recompute = NoRecompute() if recompute is None else recompute
         self._has_logged_split = False
-        self._has_untaken_gradients = False
+        self._has_pending_gradients = False
         if gradients is None and optimizer is not None:
             gradients = getattr(optimizer, "gradient_source", None) or OptimizerGradients(optimizer)
         if update is None and optimizer is not None:
@@ -125,9 +126,9 @@ class ScheduleEngine:
         self._gradients, self._update = gradients, update
         self._plan = build.make_plan(module, grid, settings)
         self._reducer = build.make_bucket_reducer(module, grid, device, gradients, settings)
-        self._trained_at_start = frozenset(self._trained())
+        self._initially_trainable = frozenset(self._trainable_parameters())
         self._stage = build.make_stage(module, grid, device, settings, self._recompute)
-        links = self._stage.exchange.links
+        links = self._stage.communicator.links
         self._world_group = dist.group.WORLD if world_group is None else world_group
         self._data_agreement = build.make_data_agreement(
             grid, links, self._world_group, names.ranks, settings.checks_data
@@ -156,16 +157,16 @@ class ScheduleEngine:
         if data_iter is not None and data_iter is not self.data_iterator:
             self.set_dataiterator(data_iter)
         self.module.train()
-        if self._has_untaken_gradients:
+        if self._has_pending_gradients:
             self._discard_gradients()
         step = 0 if self._update is None else self._update.num_steps
         with self.report.step(), self._monitor.step(step, self.micro_batches):
             # 1. Forwards and backwards in the order of the schedule.
-            call = self._training_call()
-            self._stage.exchange.set_limits(*self._plan.limits(self.micro_batches))
+            call = self._make_training_call()
+            self._stage.communicator.set_limits(*self._plan.message_limits(self.micro_batches))
             with self._discarding_gradients_on_error():
-                self._stage.run(self._plan.training(self.micro_batches), call)
-            if self._stage.splits and not self._has_logged_split:
+                self._stage.run(self._plan.training_actions(self.micro_batches), call)
+            if self._stage.has_deferred_weights and not self._has_logged_split:
                 self._log_split_layers()
 
             # 2. All-reduce of the losses.
@@ -175,17 +176,17 @@ class ScheduleEngine:
                     "train_batch needs an optimizer. Pass one to initialize, or configure one in the JSON"
                 )
             if reducer is not None:
-                reducer.finish_launch()
+                reducer.start_remaining()
             losses = self._reduce_losses(call.meter)
             call.source.read_ahead()
 
             # 3. All-reduce of the gradients: over the copies of tied weights, then over the replicas.
-            doing = "all-reducing the gradients of tied weights and replicas"
-            with collective_scope(self.stage_id, doing), self.report.part(REDUCTION):
+            operation = "all-reducing the gradients of tied weights and replicas"
+            with collective_scope(self.stage_id, operation), self.report.time_phase(REDUCTION):
                 is_scattered = reducer is not None and reducer.is_scattered
                 if not is_scattered:
                     self._reduce_tied(gradients)
-                if gradients.are_multiplied_in_step:
+                if gradients.scales_in_step:
                     if self.grid.data_parallel_size > 1:
                         self._reduce_over_replicas(gradients, reducer, 1.0)
                     if is_scattered:  # each replica now has only its shards, so stages exchange fewer bytes
@@ -201,7 +202,7 @@ class ScheduleEngine:
                     self.on_loss(means.loss)
 
             # 4. Update.
-            self._take_step(gradients)
+            self._step_optimizer(gradients)
             self.agg_train_loss, self.agg_additional_losses = means.loss, means.additional or None
             self.report.write_training(means)
         return self.agg_train_loss
@@ -232,9 +233,9 @@ class ScheduleEngine:
         num_read = self.micro_batches if num_micro_batches is None else num_micro_batches
         check_arguments(reduce_output, num_read)
         call = Call(
-            source=self._source(data_iter if self._reads_data() else None),
+            source=self._make_source(data_iter if self._reads_data() else None),
             is_training=False,
-            meter=self._meter(num_read),
+            meter=self._make_meter(num_read),
             loss_fn=self.module.loss_fn,
             on_action=self.on_action,
             collects_losses=compute_loss,
@@ -242,10 +243,10 @@ class ScheduleEngine:
         is_last = self.is_last_stage()
         preserving = self._recompute.preserving_state(self.module)
         watching = self._monitor.watching("in eval_batch")
-        with watching, preserving, random_numbers_kept(self.device), torch.no_grad():
+        with watching, preserving, preserve_rng_states(self.device), torch.no_grad():
             self.module.eval()
-            self._stage.exchange.set_limits(*self._plan.limits(num_read, is_training=False))
-            self._stage.run(self._plan.evaluation(num_read), call)
+            self._stage.communicator.set_limits(*self._plan.message_limits(num_read, is_training=False))
+            self._stage.run(self._plan.evaluation_actions(num_read), call)
             call.source.end(num_read)
             result: Any = None
             if compute_loss:
@@ -254,7 +255,7 @@ class ScheduleEngine:
                 if reduce_output is None:
                     result = call.outputs if is_last else None
                 elif bcast_loss or is_last:
-                    result = means.loss if len(means.own) == 1 else means.own
+                    result = means.loss if len(means.loss_fn_losses) == 1 else means.loss_fn_losses
             elif is_last:
                 result = call.outputs if reduce_output is None else mean_output(call.outputs, self.grid)
             output = self._stage.made_output(call.last_output) if return_logits else None
@@ -267,12 +268,12 @@ class ScheduleEngine:
         """
         return self._monitor.bubble()
 
-    def rows_of_steps(self, reader: str = "program") -> list[Row]:
+    def step_times(self, reader: str = "program") -> list[Row]:
         """Return (start, end, time spent waiting for messages) in ns per training step since the reader's last call.
 
         At most the last 1,000 steps are returned. Readers are independent of each other and of ``bubble``.
         """
-        return self._monitor.rows(reader)
+        return self._monitor.step_times(reader)
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """Return the mean of each additional loss of the last ``train_batch``, by name; None if there is none."""
@@ -305,7 +306,7 @@ class ScheduleEngine:
                 a function that maps (number of stages, number of micro-batches, stage) to the list of that stage's
                 actions (``tds.schedule``). A function is validated before its first use.
         """
-        self._plan.set(schedule)
+        self._plan.set_schedule(schedule)
         self._monitor.keep_schedule()
 
     def set_wait_limit(self, limit_s: float) -> None:
@@ -314,12 +315,14 @@ class ScheduleEngine:
         For phases of a program that are expected to be slow, such as the first step. Must be equal on every rank.
         """
         limit = timedelta(seconds=limit_s)
-        links = self._stage.exchange.links
-        limit_groups({*self._groups(), *links.groups.values()}, limit)
+        links = self._stage.communicator.links
+        set_group_timeouts({*self._groups(), *links.groups.values()}, limit)
         links.timeout = limit
         self._monitor.watchdog.limit_s = limit_s
 
-    def let_watch(self) -> P2PCommunicator:
+    let_watch = Renamed("stop_watchdog")
+
+    def stop_watchdog(self) -> P2PCommunicator:
         """Stop the engine's watchdog, for a program that has its own watchdog.
 
         Returns:
@@ -327,7 +330,7 @@ class ScheduleEngine:
             operation.
         """
         self._monitor.watchdog.close()
-        return self._stage.exchange
+        return self._stage.communicator
 
     def set_input_grad(self, values: Sequence[bool] | None) -> None:
         """Declare for which of the tensors sent between stages a gradient is sent back, from the next call on."""
@@ -353,45 +356,49 @@ class ScheduleEngine:
     def clip_gradients(self, max_norm: float) -> None:
         """Clip the gradients and record their norm, unless the optimizer clips them itself. Collective."""
         gradients = self._gradients
-        if gradients is None or gradients.clips_itself:
+        if gradients is None or gradients.clips_in_step:
             return
-        parameters, tensor_rank = self._trained(), self.grid.get_slice_parallel_rank()
-        counted = [gradients.of(p) for p in parameters if is_counted_in_norm(p, tensor_rank)]
+        parameters, tensor_rank = self._trainable_parameters(), self.grid.get_slice_parallel_rank()
+        counted_grads = [gradients.gradient_of(p) for p in parameters if is_counted_in_norm(p, tensor_rank)]
         with collective_scope(self.stage_id, "computing the norm of the gradients"):
-            norm = global_norm(counted, [self.grid.get_model_parallel_group()], self.device)
-        clip([gradients.of(p) for p in parameters], norm, max_norm)
+            norm = global_norm(counted_grads, [self.grid.get_model_parallel_group()], self.device)
+        clip([gradients.gradient_of(p) for p in parameters], norm, max_norm)
         self.grad_norm = float(norm) if is_host(norm.device) else norm  # stays on the device until it is read
 
     def close(self) -> None:
         """Draw the trace now instead of at the end of the program."""
         self._monitor.close()
 
-    def _training_call(self) -> Call:
-        if self._gradients is not None and not self._gradients.takes_unfrozen:
-            self._refuse_unfrozen(self._trained_at_start)
+    def _make_training_call(self) -> Call:
+        if self._gradients is not None and not self._gradients.supports_unfreezing:
+            self._check_unfrozen(self._initially_trainable)
         if self._reducer is not None:
             self._reducer.reset()
         return Call(
-            source=self._source(self.data_iterator),
+            source=self._make_source(self.data_iterator),
             is_training=True,
-            meter=self._meter(self.micro_batches),
+            meter=self._make_meter(self.micro_batches),
             loss_fn=self.module.loss_fn,
             gradients=self._gradients,
             reducer=self._reducer,
             loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
             on_micro_batch=self.on_micro_batch,
             on_action=self.on_action,
-            part=self.report.part,
+            time_phase=self.report.time_phase,
             recomputes_reentrantly=self._recompute.is_reentrant(self.module),
         )
 
-    def _source(self, iterator: Iterator[Any] | None) -> BatchSource:
-        is_asked = self.agrees_on_data or self.settings.checks_data
-        return self._source_class(iterator, self.batch_fn, self.stage_id, self._data_agreement if is_asked else None)
+    def _make_source(self, iterator: Iterator[Any] | None) -> BatchSource:
+        should_agree = self.agrees_on_data or self.settings.checks_data
+        return self._source_class(
+            iterator, self.batch_fn, self.stage_id, self._data_agreement if should_agree else None
+        )
 
-    def _meter(self, num_micro_batches: int) -> LossMeter:
-        more = self.module.get_additional_losses
-        return LossMeter(num_micro_batches, self.nominal_weight, self.device, more, self.mean_num_micro_batches)
+    def _make_meter(self, num_micro_batches: int) -> LossMeter:
+        get_additional_losses = self.module.get_additional_losses
+        return LossMeter(
+            num_micro_batches, self.nominal_weight, self.device, get_additional_losses, self.mean_num_micro_batches
+        )
 
     def _reads_data(self) -> bool:
         return self.is_first_stage() or self.is_last_stage()
@@ -419,7 +426,9 @@ class ScheduleEngine:
 
     def _reduce_tied(self, gradients: GradientSource) -> None:
         """Sum the gradients of the copies of each tied weight on this replica. Collective."""
-        sum_tied(self.module.get_tied_weights_and_groups(), gradients.of, self.settings.sums_dtype)
+        reduce_tied_gradients(
+            self.module.get_tied_weights_and_groups(), gradients.gradient_of, self.settings.grad_reduce_dtype
+        )
 
     def _reduce_over_replicas(
         self, gradients: GradientSource, reducer: BucketReducer | None, factor: float | torch.Tensor
@@ -429,18 +438,18 @@ class ScheduleEngine:
             reducer.finish(factor)
             return
         data_group = self.grid.get_data_parallel_group() if self.grid.data_parallel_size > 1 else None
-        reduce_gradients([gradients.of(p) for p in self._trained()], data_group, factor)
+        reduce_gradients([gradients.gradient_of(p) for p in self._trainable_parameters()], data_group, factor)
 
-    def _take_step(self, gradients: GradientSource) -> None:
+    def _step_optimizer(self, gradients: GradientSource) -> None:
         """Clip the complete gradients, update the weights and count the step. Collective."""
         if self._update is None:
             raise RuntimeError("train_batch needs an optimizer. Pass one to initialize, or configure one in the JSON")
         scale = gradients.loss_scale()
-        self._has_untaken_gradients = True  # kept for inspection after an error; the next batch discards them
-        with self.report.part(STEP):
+        self._has_pending_gradients = True  # kept for inspection after an error; the next batch discards them
+        with self.report.time_phase(STEP):
             gradients.before_step()
             self._update.step()
-        self._has_untaken_gradients = False
+        self._has_pending_gradients = False
         gradients.after_step()
         if gradients.norm_is_scaled and self.grad_norm is not None:
             self.grad_norm = float(self.grad_norm) / scale
@@ -459,10 +468,10 @@ class ScheduleEngine:
         if self._update is not None:
             self._update.zero_grad()
         if self._gradients is not None:
-            self._gradients.forget()
-        self._has_untaken_gradients = False
+            self._gradients.discard()
+        self._has_pending_gradients = False
 
-    def _trained(self) -> list[torch.nn.Parameter]:
+    def _trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Return this stage's trainable parameters in the order of the module."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
@@ -473,14 +482,14 @@ class ScheduleEngine:
         groups += [self._world_group, *(group for weight, group in self.module.get_tied_weights_and_groups())]
         return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
-    def _refuse_unfrozen(self, known: Collection[torch.nn.Parameter]) -> None:
+    def _check_unfrozen(self, trainable_at_start: Collection[torch.nn.Parameter]) -> None:
         """Raise RuntimeError if a weight was unfrozen too late for DeepSpeed's optimizer to update it.
 
         Args:
-            known: the parameters that were trainable when the optimizer copied them into its buffers.
+            trainable_at_start: the parameters that were trainable when the optimizer copied them into its buffers.
         """
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in known:
+            if parameter.requires_grad and parameter not in trainable_at_start:
                 raise RuntimeError(
                     f"{type(self.optimizer).__name__} only updates parameters that are trainable when tds.initialize "
                     "is "

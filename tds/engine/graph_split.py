@@ -34,7 +34,7 @@ class Branch:
 
     node: Any
     weights: tuple[torch.Tensor, ...]
-    arrived: list[Any]
+    output_grads: list[Any]
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """Return the weights whose gradients are deferred."""
@@ -42,13 +42,15 @@ class Branch:
 
     def run(self) -> None:
         """Accumulate the weights' gradients through their ``AccumulateGrad`` nodes."""
-        grads_in = [(GradientEdge(self.node, idx), grad) for idx, grad in enumerate(self.arrived) if grad is not None]
+        grads_in = [
+            (GradientEdge(self.node, idx), grad) for idx, grad in enumerate(self.output_grads) if grad is not None
+        ]
         if grads_in:
             torch.autograd.backward([edge for edge, _ in grads_in], [grad for _, grad in grads_in], inputs=self.weights)
 
-    def keep(self, grads: tuple[Any, ...]) -> None:
+    def save_output_grads(self, grads: tuple[Any, ...]) -> None:
         """Save the gradients that arrive at the node; registered as its prehook."""
-        self.arrived[:] = grads
+        self.output_grads[:] = grads
 
 
 class _Graph:
@@ -57,33 +59,37 @@ class _Graph:
     Attributes:
         order: all nodes, each after its ``next_functions``.
         branches: the branches whose weight gradients can be deferred.
-        hidden: number of weight elements of the linear layers that are split without the graph.
+        num_hidden_elements: number of weight elements of the linear layers that are split without the graph.
     """
 
     def __init__(self, roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor) -> None:
-        self.order = list(_nodes(_node(root) for root in roots))
-        input_nodes = {_node(get_gradient_edge(item)) for item in inputs}
-        self._to_input: dict[Any, bool] = {}
-        self._weights: dict[Any, frozenset[torch.Tensor]] = {}  # the weights that each node leads to
-        self.hidden = 0
-        self._anchor = _node(get_gradient_edge(anchor))
+        self.order = list(_topological_order(_node_of(root) for root in roots))
+        input_nodes = {_node_of(get_gradient_edge(item)) for item in inputs}
+        self._leads_to_input: dict[Any, bool] = {}
+        self._weights_below: dict[Any, frozenset[torch.Tensor]] = {}  # the weights that each node leads to
+        self.num_hidden_elements = 0
+        self._anchor = _node_of(get_gradient_edge(anchor))
         for node in self.order:
-            below = [item for item, _ in node.next_functions if item is not None]
-            self._to_input[node] = node in input_nodes or any(self._to_input[item] for item in below)
-            leaf = [node.variable] if hasattr(node, "variable") else []
-            self._weights[node] = frozenset(leaf).union(*(self._weights[item] for item in below))
-            if self._anchor in below:
-                self.hidden += node.leaves[0].numel()
+            children = [item for item, _ in node.next_functions if item is not None]
+            self._leads_to_input[node] = node in input_nodes or any(self._leads_to_input[item] for item in children)
+            leaf_variables = [node.variable] if hasattr(node, "variable") else []
+            self._weights_below[node] = frozenset(leaf_variables).union(
+                *(self._weights_below[item] for item in children)
+            )
+            if self._anchor in children:
+                self.num_hidden_elements += node.leaves[0].numel()
         self.branches = self._find_branches(anchor)
 
     def _find_branches(self, anchor: torch.Tensor) -> list[Branch]:
         branches: list[Branch] = []
         uses: Counter[torch.Tensor] = Counter()
         for node in self.order:
-            if not self._to_input[node]:
+            if not self._leads_to_input[node]:
                 continue
-            weight_side = [child for child, _ in node.next_functions if child is not None and not self._to_input[child]]
-            weights = frozenset[torch.Tensor]().union(*(self._weights[child] for child in weight_side)) - {anchor}
+            weight_side = [
+                child for child, _ in node.next_functions if child is not None and not self._leads_to_input[child]
+            ]
+            weights = frozenset[torch.Tensor]().union(*(self._weights_below[child] for child in weight_side)) - {anchor}
             uses.update(weights)
             is_custom_function = isinstance(node, torch.autograd.function.BackwardCFunction)
             if not is_custom_function and any(weight.dim() > 1 for weight in weights):
@@ -91,7 +97,7 @@ class _Graph:
         return [branch for branch in branches if all(uses[weight] == 1 for weight in branch.weights)]
 
 
-def pays(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor) -> bool:
+def defers_more(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor) -> bool:
     """Return True if splitting by the graph defers more weight elements than splitting only the linear layers.
 
     Args:
@@ -99,7 +105,7 @@ def pays(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Ten
             nodes has an attribute ``leaves`` (weight, bias).
     """
     graph = _Graph(roots, inputs, anchor)
-    return sum(weight.numel() for branch in graph.branches for weight in branch.weights) > graph.hidden
+    return sum(weight.numel() for branch in graph.branches for weight in branch.weights) > graph.num_hidden_elements
 
 
 def backward(
@@ -110,7 +116,7 @@ def backward(
     Args:
         roots: a loss, or gradient edges with their ``grads``.
         inputs: leaves whose gradients are computed now.
-        anchor: see ``pays``. Its gradient is requested as well, so that the split linear layers run.
+        anchor: see ``defers_more``. Its gradient is requested as well, so that the split linear layers run.
 
     Returns:
         The branches whose weight gradients are deferred. ``Branch.run`` computes them.
@@ -118,7 +124,7 @@ def backward(
     graph = _Graph(roots, inputs, anchor)
     deferred = {weight for branch in graph.branches for weight in branch.weights}
     leaves = [node.variable for node in graph.order if hasattr(node, "variable") and node.variable not in deferred]
-    hooks = [branch.node.register_prehook(branch.keep) for branch in graph.branches]
+    hooks = [branch.node.register_prehook(branch.save_output_grads) for branch in graph.branches]
     try:
         torch.autograd.backward(roots, grads or None, retain_graph=bool(hooks), inputs=leaves)
     finally:
@@ -127,13 +133,13 @@ def backward(
     return graph.branches
 
 
-def _node(root: Any) -> Any:
+def _node_of(root: Any) -> Any:
     if isinstance(root, GradientEdge):
         return root.node
     return root.grad_fn if root.grad_fn is not None else get_gradient_edge(root).node
 
 
-def _nodes(roots: Iterator[Any]) -> Iterator[Any]:
+def _topological_order(roots: Iterator[Any]) -> Iterator[Any]:
     """Yield every node that is reachable from ``roots`` once, after its ``next_functions``."""
     seen: set[Any] = set()
     stack = [(node, False) for node in roots]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tds.device import tuple_like, upload
-from tds.engine.batch_structure import no_pair, refuse_input
+from tds.engine.batch_structure import input_error, structure_error
 from tds.engine.data_consistency import ENDED, NO_READER, READY, DataConsistency, DataEnded, checksum
 from tds.p2p.input_leaves import with_leaves
 from tds.user_functions import BatchFn
@@ -37,10 +37,10 @@ class BatchSource:
     agreement: DataConsistency | None = None
     ended_at: int | None = field(default=None, init=False)
     checksums: list[int] = field(default_factory=list, init=False)
-    _number: int = field(default=0, init=False)
+    _num_read: int = field(default=0, init=False)
     _fetched: list[Any] = field(default_factory=list, init=False)
-    _last: Any = field(default=None, init=False)
-    _first: tuple[Any, Any] | None = field(default=None, init=False)
+    _last_item: Any = field(default=None, init=False)
+    _first_batch: tuple[Any, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
@@ -49,31 +49,31 @@ class BatchSource:
                 "iter(...), once before the first step"
             )
 
-    def begin(self, reads: bool) -> None:
+    def begin(self, reads_data: bool) -> None:
         """Read the first micro-batch, so that an exhausted iterator raises before any message is sent. Collective.
 
         Args:
-            reads: this rank reads data in this call.
+            reads_data: this rank reads data in this call.
 
         Raises:
             StopIteration: the data have ended on all ranks that read.
             DataEnded: the data have ended on some of them.
             RuntimeError: there is neither an iterator nor a batch function.
         """
-        if reads and self.iterator is None and self.batch_fn is None:
+        if reads_data and self.iterator is None and self.batch_fn is None:
             raise RuntimeError(
                 f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "
                 "initialize. A rank that does not read data needs a batch function (set_batch_fn)"
             )
         state = NO_READER
-        if reads and self.iterator is not None:
+        if reads_data and self.iterator is not None:
             state = self._fetch(self.iterator)
         if self.agreement is not None:
             self.agreement.begin(state)
         elif state == ENDED:
             raise StopIteration
-        if reads:
-            self._first = self._read()
+        if reads_data:
+            self._first_batch = self._read()
 
     def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
         """Return (inputs, labels) of the next micro-batch.
@@ -85,8 +85,8 @@ class BatchSource:
             DataEnded: the iterator has ended, and ``agreement`` is None.
             TypeError: the batch is not a pair.
         """
-        first, self._first = self._first, None
-        return self._read() if first is None else first
+        first_batch, self._first_batch = self._first_batch, None
+        return self._read() if first_batch is None else first_batch
 
     def read_ahead(self) -> None:
         """Call the function ``read_ahead`` with this source's iterator."""
@@ -113,28 +113,28 @@ class BatchSource:
         return READY
 
     def _read(self) -> tuple[Any, Any]:
-        batch = None if self.iterator is None else self._given(self.iterator)
+        batch = None if self.iterator is None else self._next_item(self.iterator)
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise no_pair(batch, f"{self._origin()} on stage {self.stage}")
-        self._number += 1
-        if self.agreement is not None and self.agreement.compares:
+            raise structure_error(batch, f"{self._origin()} on stage {self.stage}")
+        self._num_read += 1
+        if self.agreement is not None and self.agreement.should_compare:
             self.checksums.append(checksum(batch))
         return batch[0], batch[1]
 
-    def _given(self, iterator: Iterator[Any]) -> Any:
+    def _next_item(self, iterator: Iterator[Any]) -> Any:
         """Return the next item of the iterator; after its end, repeat the last item until ``end`` raises the error."""
         try:
-            batch = self._fetched.pop() if self._fetched else next(iterator)
+            item = self._fetched.pop() if self._fetched else next(iterator)
         except StopIteration:
             if self.agreement is None:
-                raise DataEnded(f"the data ended after {self._number} micro-batches of a global batch") from None
-            self.ended_at = self._number if self.ended_at is None else self.ended_at
-            return copy.copy(self._last)
+                raise DataEnded(f"the data ended after {self._num_read} micro-batches of a global batch") from None
+            self.ended_at = self._num_read if self.ended_at is None else self.ended_at
+            return copy.copy(self._last_item)
         # Copied because a batch function may empty the item.
-        self._last = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
-        return batch
+        self._last_item = copy.copy(item) if isinstance(item, (dict, list)) else item
+        return item
 
     def _origin(self) -> str:
         if self.batch_fn is None:
@@ -144,7 +144,7 @@ class BatchSource:
 
 @dataclass
 class BothEndsSource(BatchSource):
-    """Source for a stage with both the first and the last piece; stores labels until the last piece needs them."""
+    """Source for a stage that has the first and the last virtual stage; stores labels until the last one needs them."""
 
     _labels: dict[int, Any] = field(default_factory=dict, init=False)
 
@@ -177,14 +177,14 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
         TypeError: an input is not a tensor, or a tuple, list or dict of tensors.
     """
 
-    def copied(value: Any, path: str) -> Any:
+    def copy_to_device(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            copy = upload(value.detach(), device)
-            return with_leaves([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
+            device_copy = upload(value.detach(), device)
+            return with_leaves([device_copy])[0][0] if needs_grad and device_copy.is_floating_point() else device_copy
         if isinstance(value, (tuple, list)):
-            return tuple_like(value, [copied(element, f"{path}[{idx}]") for idx, element in enumerate(value)])
+            return tuple_like(value, [copy_to_device(element, f"{path}[{idx}]") for idx, element in enumerate(value)])
         if isinstance(value, Mapping):
-            return {key: copied(element, f"{path}[{key!r}]") for key, element in value.items()}
-        raise refuse_input(value, path, inputs)
+            return {key: copy_to_device(element, f"{path}[{key!r}]") for key, element in value.items()}
+        raise input_error(value, path, inputs)
 
-    return copied(inputs, "inputs")
+    return copy_to_device(inputs, "inputs")

@@ -21,10 +21,10 @@ from tds.engine.grid import PipelineGrid
 from tds.engine.pipeline_json import PipelineSettings
 from tds.engine.schedule_plan import SchedulePlan
 from tds.engine.stage import Stage
-from tds.engine.stage_table import gathered_bubble, write
+from tds.engine.stage_table import gather_bubble, log_stage_table
 from tds.engine.trace_window import Tracing
 from tds.watchdog import watchdog
-from tds.watchdog.alarm import own_store
+from tds.watchdog.alarm import open_store
 
 _log = logging.getLogger("tds")
 
@@ -62,17 +62,17 @@ class EngineMonitor:
     ) -> None:
         self._plan, self._stage, self.grid, self._settings, self._names = plan, stage, grid, settings, names
         self._world_group, self._num_micro_batches = world_group, num_micro_batches
-        self._exchange = stage.exchange
+        self._communicator = stage.communicator
         self._device = stage.device
-        self._exchange.clock = clock_for(self._device)
-        self._recorder = Recorder(self._exchange)
-        self._bubble = BubbleTimer(self._exchange.clock)
+        self._communicator.clock = clock_for(self._device)
+        self._recorder = Recorder(self._communicator)
+        self._bubble = BubbleTimer(self._communicator.clock)
         offset_ns = offset_to_wall_ns()
         origin_ns = self._agreed_time_ns(offset_ns)
         self.watchdog = self._make_watchdog(origin_ns)
         self._tracing = self._make_tracing(owner, origin_ns, offset_ns)
         self._auto = self._make_auto()
-        write(stage.module, names.layers, stage.index, grid.get_pipe_parallel_group(), self._device)
+        log_stage_table(stage.module, names.layers, stage.index, grid.get_pipe_parallel_group(), self._device)
 
     @contextmanager
     def step(self, step: int, num_micro_batches: int) -> Iterator[None]:
@@ -84,11 +84,11 @@ class EngineMonitor:
         self._stage.span = None
         has_readers = self._tracing is not None or self._auto is not None
         recording = self._recording(step, num_micro_batches) if has_readers else nullcontext()
-        with self.watchdog.over("in train_batch"), recording:
+        with self.watchdog.watch("in train_batch"), recording:
             yield
             if self._stage.span is not None:
                 start, end = self._stage.span
-                self._bubble.note(start, end, list(self._exchange.waits))
+                self._bubble.record(start, end, list(self._communicator.waits))
 
     @contextmanager
     def _recording(self, step: int, num_micro_batches: int) -> Iterator[None]:
@@ -96,18 +96,18 @@ class EngineMonitor:
         if self._auto is not None:
             self._auto.before_step(num_micro_batches)
         is_traced = self._tracing is not None and self._tracing.records_step
-        is_recorded = is_traced or (self._auto is not None and self._auto.measures)
+        is_recorded = is_traced or (self._auto is not None and self._auto.should_measure)
         schedule = self._plan.name
         self._stage.recorder = self._recorder if is_recorded else None
         work: list[Work] | None = None
-        is_whole = False
+        is_complete = False
         try:
             yield
-            is_whole = True
+            is_complete = True
         finally:
             self._stage.recorder = None
             if is_recorded:
-                work = self._recorder.take(is_whole=is_whole)
+                work = self._recorder.drain(is_complete=is_complete)
             if is_traced and work is not None and self._tracing is not None:
                 self._tracing.write(work, step=step, schedule=schedule, num_micro_batches=num_micro_batches)
         if self._auto is not None:
@@ -116,7 +116,7 @@ class EngineMonitor:
     @contextmanager
     def watching(self, phase: str) -> Iterator[None]:
         """Name the current phase of this rank, such as "in eval_batch", for the watchdog."""
-        with self.watchdog.over(phase):
+        with self.watchdog.watch(phase):
             yield
 
     def keep_schedule(self) -> None:
@@ -131,9 +131,9 @@ class EngineMonitor:
         """
         group = self.grid.get_pipe_parallel_group()
         with self.watching("measuring the bubble"):
-            return gathered_bubble(self._bubble.drain(reader), self._stage.index, group, self._device)
+            return gather_bubble(self._bubble.drain(reader), self._stage.index, group, self._device)
 
-    def rows(self, reader: str) -> list[Row]:
+    def step_times(self, reader: str) -> list[Row]:
         """Return the times of the training steps since this reader's last call."""
         return self._bubble.drain(reader)
 
@@ -150,30 +150,30 @@ class EngineMonitor:
         return int(now_ns)
 
     def _make_watchdog(self, origin_ns: int) -> watchdog.EngineWatchdog:
-        names, limit = list(self._names.ranks), self._exchange.links.timeout
-        store = own_store(str(origin_ns)) if len(names) > 1 else None
+        names, limit = list(self._names.ranks), self._communicator.links.timeout
+        store = open_store(str(origin_ns)) if len(names) > 1 else None
         limit_s = math.inf if limit is None else limit.total_seconds()
-        return watchdog.EngineWatchdog(self._exchange, store, dist.get_rank(), names, limit_s)
+        return watchdog.EngineWatchdog(self._communicator, store, dist.get_rank(), names, limit_s)
 
     def _make_tracing(self, owner: Any, origin_ns: int, offset_ns: int) -> Tracing | None:
         if self._settings.trace is None:
             return None
         stage, grid = self._stage, self.grid
-        about = {
+        metadata = {
             "stage": stage.index, "num_stages": stage.num_stages, "num_chunks": stage.num_chunks,
-            "placement": stage.placement.kind,
+            "placement": stage.placement.style,
             "num_micro_batches": self._num_micro_batches, "schedule": self._plan.name,
             "replica": grid.get_data_parallel_rank(), "tensor_rank": grid.get_slice_parallel_rank(),
         }  # fmt: skip
         folder, num_steps = self._settings.trace
-        return Tracing(owner, folder, num_steps, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
+        return Tracing(owner, folder, num_steps, dist.get_rank(), metadata, origin_ns=origin_ns, offset_ns=offset_ns)
 
-    def _make_auto(self) -> auto_schedule.Auto | None:
+    def _make_auto(self) -> auto_schedule.AutoSchedule | None:
         placement = self._stage.placement
-        setting = auto_schedule.asked_for(self._settings.schedule)
+        setting = auto_schedule.parse_auto(self._settings.schedule)
         if setting is None:
             return None
-        return auto_schedule.Auto(
-            self._plan.set, auto_schedule.choices(setting, placement), placement=placement, stage=self._stage.index,
-            group=self._world_group, device=self._device,
+        return auto_schedule.AutoSchedule(
+            self._plan.set_schedule, auto_schedule.allowed_schedules(setting, placement), placement=placement,
+            stage=self._stage.index, group=self._world_group, device=self._device,
         )  # fmt: skip

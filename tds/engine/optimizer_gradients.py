@@ -17,25 +17,25 @@ class OptimizerGradients:
     ``optim.gradients.engine_source``.
     """
 
-    come_in_hooks = True
-    takes_unfrozen = True
+    accumulates_in_hooks = True
+    supports_unfreezing = True
     norm_is_scaled = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.are_multiplied_in_step = hasattr(optimizer, "gradient_factor")
+        self.scales_in_step = hasattr(optimizer, "gradient_factor")
         self._gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = getattr(
             optimizer, "gradient_of", lambda parameter: parameter.grad
         )
 
     @property
-    def clips_itself(self) -> bool:
+    def clips_in_step(self) -> bool:
         return bool(getattr(self.optimizer, "clips_gradients", False))
 
     def use_buckets(self, order: BucketSchedule) -> None:
         """Return None: the gradients stay in the optimizer's storage."""
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = self._gradient_of(parameter)
         if gradient is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -64,5 +64,5 @@ class OptimizerGradients:
         if hasattr(self.optimizer, "gradient_of"):
             self.optimizer.zero_grad()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self.optimizer.zero_grad()

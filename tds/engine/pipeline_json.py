@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tds.engine.trace_window import asked_window
+from tds.engine.trace_window import parse_trace_window
 from tds.p2p import process_groups
 from tds.schedule import LOOP, FileSchedule, Placement, read_schedule
 
@@ -25,7 +25,7 @@ KEYS = (
 micro_batch_group_size, trace, trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split.
 "overlap_forward_backward" was removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
-UNSUPPORTED = {
+UNSUPPORTED_SECTIONS = {
     "amp": 'use "bf16" or "fp16"',
     "progressive_layer_drop": "drop layers in your own modules, with torch's random number generator",
     "compression_training": "quantize or prune in your own layers, or after training",
@@ -50,7 +50,7 @@ class PipelineSettings:
             linear layers have less than half of the weights that could be deferred.
         trace: (folder, number of steps) of the trace; None: no trace.
         reduce_bucket_size: elements per gradient bucket; 0: chosen by the number of replicas.
-        sums_dtype: type in which gradients are all-reduced; None: the gradients' type.
+        grad_reduce_dtype: type in which gradients are all-reduced; None: the gradients' type.
         gradient_clipping: maximum norm of the gradients; 0: no clipping.
     """
 
@@ -63,17 +63,17 @@ class PipelineSettings:
     splits_by_graph: bool | None = False
     trace: tuple[str, int] | None = None
     reduce_bucket_size: int = 0
-    sums_dtype: torch.dtype | None = None
+    grad_reduce_dtype: torch.dtype | None = None
     gradient_clipping: float = 0.0
 
 
 def settings_of(
-    given: Mapping[str, Any], section: Mapping[str, Any], module: Any, placement: Placement, timeout: timedelta | None
+    config: Mapping[str, Any], section: Mapping[str, Any], module: Any, placement: Placement, timeout: timedelta | None
 ) -> PipelineSettings:
     """Return the settings of DeepSpeed's JSON.
 
     Args:
-        given: the full JSON.
+        config: the full JSON.
         section: its section "pipeline", with defaults filled in.
         module: the model, with recompute already configured.
         timeout: the default time limit.
@@ -85,13 +85,13 @@ def settings_of(
     return PipelineSettings(
         schedule=chosen_schedule(section, module),
         group_size=group_size(section, placement),
-        timeout=wait_limit(section, timeout),
-        checks_data=compares_data(section),
-        overlaps_reduction=overlaps_reduction(section),
+        timeout=timeout_of(section, timeout),
+        checks_data=should_compare_data(section),
+        overlaps_reduction=should_overlap_reduction(section),
         max_ctas=max_ctas(section),
         splits_by_graph=splits_by_graph(section, module),
-        trace=asked_window(section),
-        reduce_bucket_size=reduce_bucket_size(given),
+        trace=parse_trace_window(section),
+        reduce_bucket_size=reduce_bucket_size(config),
     )
 
 
@@ -102,8 +102,8 @@ def check_keys(section: Mapping[str, Any]) -> None:
         return
     problems = []
     for key in unknown:
-        close = difflib.get_close_matches(str(key), KEYS, n=1)
-        problems.append(f'"{key}"' + (f' (did you mean "{close[0]}"?)' if close else ""))
+        close_matches = difflib.get_close_matches(str(key), KEYS, n=1)
+        problems.append(f'"{key}"' + (f' (did you mean "{close_matches[0]}"?)' if close_matches else ""))
     raise ValueError(f'"pipeline" in the JSON has no {", ".join(problems)}. Its keys are {", ".join(KEYS)}')
 
 
@@ -154,8 +154,8 @@ def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
     return read_schedule(os.fspath(path))
 
 
-def accepted(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON without the ``UNSUPPORTED`` sections, all of which must be disabled.
+def remove_unsupported_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON without the ``UNSUPPORTED_SECTIONS`` sections, all of which must be disabled.
 
     These sections are removed because newer releases of DeepSpeed, which dropped some of the features, raise an error
     for their sections even if they are disabled.
@@ -163,13 +163,13 @@ def accepted(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         NotImplementedError: an unsupported section is enabled.
     """
-    for key, instead in UNSUPPORTED.items():
-        if _is_enabled(given.get(key)):
+    for key, alternative in UNSUPPORTED_SECTIONS.items():
+        if _is_enabled(config.get(key)):
             raise NotImplementedError(
                 f'the pipeline engine of tds does not support "{key}", which the JSON enables. Remove the section, and '
-                f"{instead} instead"
+                f"{alternative} instead"
             )
-    return {key: value for key, value in given.items() if key not in UNSUPPORTED}
+    return {key: value for key, value in config.items() if key not in UNSUPPORTED_SECTIONS}
 
 
 def _is_enabled(section: Any) -> bool:
@@ -193,7 +193,7 @@ def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
     return False if setting == "auto" and recomputes else BACKWARD_SPLITS[setting]
 
 
-def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
+def timeout_of(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
     """Return the time limit of a stage's waits for other stages.
 
     Raises:
@@ -207,22 +207,22 @@ def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedel
     return timedelta(seconds=limit)
 
 
-def compares_data(section: Mapping[str, Any]) -> bool:
+def should_compare_data(section: Mapping[str, Any]) -> bool:
     """Return True if the ranks of a replica compare checksums of the data that they have read.
 
     Raises:
         ValueError: "check_data" is neither true nor false.
     """
-    return _switch(section, "check_data", False)
+    return _bool_value(section, "check_data", False)
 
 
-def overlaps_reduction(section: Mapping[str, Any]) -> bool:
+def should_overlap_reduction(section: Mapping[str, Any]) -> bool:
     """Return True if the all-reduces over the replicas start during the backward pass.
 
     Raises:
         ValueError: "overlap_reduction" is neither true nor false.
     """
-    return _switch(section, "overlap_reduction", True)
+    return _bool_value(section, "overlap_reduction", True)
 
 
 def max_ctas(section: Mapping[str, Any]) -> int:
@@ -253,22 +253,22 @@ def group_size(section: Mapping[str, Any], placement: Placement) -> int:
             '"pipeline": {"micro_batch_group_size": ...} must be an integer of at least the number of stages, got '
             f"{value!r} for {placement.num_stages} stages"
         )
-    if value and (placement.num_chunks == 1 or placement.kind != LOOP):
+    if value and (placement.num_chunks == 1 or placement.style != LOOP):
         raise ValueError(
             f'"pipeline": {{"micro_batch_group_size": {value}}} needs several chunks per stage and the placement '
-            f'"{LOOP}", got {placement.num_chunks} chunks and the placement "{placement.kind}". Remove the key'
+            f'"{LOOP}", got {placement.num_chunks} chunks and the placement "{placement.style}". Remove the key'
         )
     return int(value)
 
 
-def reduce_bucket_size(given: Mapping[str, Any]) -> int:
+def reduce_bucket_size(config: Mapping[str, Any]) -> int:
     """Return "reduce_bucket_size" of the JSON's "zero_optimization", in elements; 0 if it is not set."""
-    section = given.get("zero_optimization")
+    section = config.get("zero_optimization")
     value = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
     return int(value) if isinstance(value, (int, float)) else 0  # "auto" counts as not set
 
 
-def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
+def _bool_value(section: Mapping[str, Any], key: str, default: bool) -> bool:
     value = section.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {value!r}')

@@ -8,20 +8,20 @@ from typing import Protocol
 from tds.loss_reduction import MeanLosses
 
 FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
-PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
+PHASES = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
 """Timed parts of a step. ``TRAIN_BATCH`` minus the sum of the others is the time spent waiting for other stages."""
 
 
 def untimed(_: str) -> AbstractContextManager[None]:
-    """Return a context that measures nothing; the default of ``Call.part``."""
+    """Return a context that measures nothing; the default of ``Call.time_phase``."""
     return nullcontext()
 
 
 class Report(Protocol):
     """Receives the times and losses of an engine."""
 
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that times one of ``PARTS``."""
+    def time_phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that times one of ``PHASES``."""
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context around one ``train_batch``."""
@@ -36,7 +36,7 @@ class Report(Protocol):
 class NoReport:
     """Reports nothing."""
 
-    def part(self, name: str) -> AbstractContextManager[None]:
+    def time_phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def step(self) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from tds.schedule import (
     validate,
 )
 from tds.schedule.limits import Posts, receive_posts, send_window
-from tds.schedule.simulate import by_default
+from tds.schedule.simulate import default_schedule
 
 
 class SchedulePlan:
@@ -33,52 +33,52 @@ class SchedulePlan:
 
     def __init__(self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0) -> None:
         self.placement, self.stage, self.group_size = placement, stage, group_size
-        self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
+        self.set_schedule(default_schedule(placement.num_chunks, placement.style) if schedule is None else schedule)
 
-    def set(self, schedule: Any) -> None:
+    def set_schedule(self, schedule: Any) -> None:
         """Use ``schedule`` from the next call on."""
-        placement_args = self.placement.num_chunks, self.placement.kind, self.group_size
+        placement_args = self.placement.num_chunks, self.placement.style, self.group_size
         self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *placement_args)
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
         self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
 
-    def training(self, num_micro_batches: int) -> list[Action]:
+    def training_actions(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of a ``train_batch``. A user's function is validated before its first use."""
         if num_micro_batches not in self._actions:
-            self._prove(num_micro_batches)
+            self._validate(num_micro_batches)
             self._actions[num_micro_batches] = self.order(self.placement.num_stages, num_micro_batches, self.stage)
         return self._actions[num_micro_batches]
 
-    def _prove(self, num_micro_batches: int) -> None:
+    def _validate(self, num_micro_batches: int) -> None:
         if not self._is_built_in and num_micro_batches not in self._actions:
-            prove(self.order, self.name, num_micro_batches, self.placement)
+            validate_order(self.order, self.name, num_micro_batches, self.placement)
 
-    def evaluation(self, num_micro_batches: int) -> list[Action]:
+    def evaluation_actions(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of an ``eval_batch``."""
-        return _forwards(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
+        return _forward_order(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
 
-    def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
+    def message_limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
         """Return the send window and the posting times of receives, as ``P2PCommunicator.set_limits`` expects them."""
         key = num_micro_batches, is_training
         if key not in self._limits:
             if is_training:
-                self._prove(num_micro_batches)
-            order = self.order if is_training else _forwards(self.placement.num_chunks)
-            sizes = self.placement.num_stages, num_micro_batches, self.placement.num_chunks
-            window = send_window(order, *sizes, is_training, self.placement.kind)
-            posts = receive_posts(order, *sizes, self.placement.kind)
+                self._validate(num_micro_batches)
+            order = self.order if is_training else _forward_order(self.placement.num_chunks)
+            schedule_args = self.placement.num_stages, num_micro_batches, self.placement.num_chunks
+            window = send_window(order, *schedule_args, is_training, self.placement.style)
+            posts = receive_posts(order, *schedule_args, self.placement.style)
             self._limits[key] = window, posts[self.stage]
         return self._limits[key]
 
 
 @functools.lru_cache
-def _forwards(num_chunks: int) -> Order:
+def _forward_order(num_chunks: int) -> Order:
     return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
 
 
-def prove(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
+def validate_order(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
     """Validate a user's ``order``: raise ScheduleError if it is incomplete or would deadlock.
 
     Args:
@@ -87,6 +87,6 @@ def prove(order: Order, name: str, num_micro_batches: int, placement: Placement)
     try:
         num_stages = placement.num_stages
         stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-        validate(stages, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
+        validate(stages, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.style)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule {name} cannot run: {error}") from error

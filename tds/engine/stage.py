@@ -36,8 +36,8 @@ class Stage:
 
     Args:
         module: the layers of this stage, see ``ScheduleEngine``.
-        exchange: the communicator of this stage.
-        by_graph: split backwards by autograd's graph, see ``WeightGradStore``.
+        communicator: the communicator of this stage.
+        splits_by_graph: split backwards by autograd's graph, see ``WeightGradStore``.
         recompute: activation recomputation of the layers; None: no recomputation.
 
     Attributes:
@@ -48,38 +48,38 @@ class Stage:
     def __init__(
         self,
         module: Any,
-        exchange: P2PCommunicator,
+        communicator: P2PCommunicator,
         device: torch.device,
-        by_graph: bool | None = False,
+        splits_by_graph: bool | None = False,
         recompute: Recompute | None = None,
     ) -> None:
         self.module = module
-        self.exchange = exchange
+        self.communicator = communicator
         self.device = device
-        self.index = exchange.links.stage
-        self.num_stages = exchange.links.num_stages
-        self.placement = exchange.placement
+        self.index = communicator.links.stage
+        self.num_stages = communicator.links.num_stages
+        self.placement = communicator.placement
         self.num_chunks = self.placement.num_chunks
-        self.splitter = WeightGradStore(module, self._forward_of, by_graph=by_graph)
+        self.splitter = WeightGradStore(module, self._current_forward, splits_by_graph=splits_by_graph)
         self.recompute: Recompute = NoRecompute() if recompute is None else recompute
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._program = program_of((), self.index, self.placement)
-        self._always_defers = self.splitter.modules.always_wait
-        self._broken_by: str | None = None
+        self._always_defers = self.splitter.modules.always_defers
+        self._failure: str | None = None
         self._is_aborted = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
-            Backward: self.backward_in_halves if self._always_defers else self.backward,
+            Backward: self.backward_split if self._always_defers else self.backward,
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
         }
 
     @property
-    def splits(self) -> bool:
+    def has_deferred_weights(self) -> bool:
         """True if the last run deferred weight gradients."""
-        return bool(self._program.put_off)
+        return bool(self._program.deferred_keys)
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
         """Run ``actions`` in order. Collective: all other stages must run their actions of the same call.
@@ -87,18 +87,18 @@ class Stage:
         Raises:
             RuntimeError: an earlier call failed midway, so its messages may still be in flight.
         """
-        self._refuse_if_broken()
+        self._check_not_broken()
         self._program = program_of(tuple(actions), self.index, self.placement)
-        call.source.begin(self._program.reads)
-        with self._breaking():
-            self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
-            start = self.exchange.clock.mark()
-            self._do(actions, call)
-            self.span = (start, self.exchange.clock.mark())
-            self.exchange.finish()
+        call.source.begin(self._program.reads_data)
+        with self._mark_broken_on_error():
+            self.communicator.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
+            start = self.communicator.clock.mark()
+            self._run_actions(actions, call)
+            self.span = (start, self.communicator.clock.mark())
+            self.communicator.finish()
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _mark_broken_on_error(self) -> Iterator[None]:
         """Clean up if the block raises.
 
         With several stages, also mark this stage as broken: messages of the failed call are still in flight, and the
@@ -110,22 +110,22 @@ class Stage:
             self._in_flight.clear()
             self.splitter.clear()
             if self.num_stages > 1:
-                self._broken_by = f"{type(error).__name__}: {error}"
-                self._is_aborted = self.exchange.abort()
+                self._failure = f"{type(error).__name__}: {error}"
+                self._is_aborted = self.communicator.abort()
             raise
 
-    def _refuse_if_broken(self) -> None:
-        if self._broken_by is not None:
+    def _check_not_broken(self) -> None:
+        if self._failure is not None:
             raise RuntimeError(
                 f"stage {self.index} cannot continue: an earlier train_batch or eval_batch failed while messages "
-                f"between stages were in flight ({self._broken_by}). End the program and resume"
+                f"between stages were in flight ({self._failure}). End the program and resume"
                 + ("" if self._is_aborted else ", or build a new engine on all ranks")
             )
 
-    def _do(self, actions: Sequence[Action], call: Call) -> None:
+    def _run_actions(self, actions: Sequence[Action], call: Call) -> None:
         recorder = self.recorder if call.is_training else None
         for action in actions:
-            self.exchange.begin_action(action)
+            self.communicator.begin_action(action)
             if call.on_action is not None:
                 call.on_action(action)
             if recorder is None:
@@ -134,7 +134,7 @@ class Stage:
                 recorder.before()
                 self._methods[type(action)](action, call)
                 recorder.after(action)
-        self.exchange.action = None
+        self.communicator.action = None
 
     def forward(self, action: Action, call: Call) -> None:
         """Run the layers on one micro-batch, then send the output to the next stage or compute the loss."""
@@ -147,20 +147,22 @@ class Stage:
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
-            inputs, leaves = self.exchange.recv_forward(incoming)
+            inputs, leaves = self.communicator.recv_forward(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        noting = _adding_note(lambda: f"the first layer received {describe_structure(inputs)}", incoming is None)
-        with call.part(FORWARD), noting, self._splittable_layers(action), self._recomputing():
+        note_context = _add_note_on_error(
+            lambda: f"the first layer received {describe_structure(inputs)}", incoming is None
+        )
+        with call.time_phase(FORWARD), note_context, self._splittable_layers(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
             self.recompute.discard()
         if outgoing is None:
             self._finish_forward(action, call, output, labels, leaves)
             return
-        with_grad = self.exchange.send_forward(outgoing, output)
+        with_grad = self.communicator.send_forward(outgoing, output)
         if call.is_training:
-            self._refuse_lost_gradients(with_grad)
+            self._check_lost_gradients(with_grad)
             self._in_flight[action_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
 
     def backward(self, action: Action, call: Call) -> None:
@@ -170,7 +172,7 @@ class Stage:
         if call.reducer is not None and action in self._program.last:
             call.reducer.register_chunk_ready(action.chunk)
 
-    def backward_in_halves(self, action: Action, call: Call) -> None:
+    def backward_split(self, action: Action, call: Call) -> None:
         """Run a full backward as two halves, for modules that defer their weight gradients in every backward."""
         self._run_backward(action, call)
         self.backward_weight(action, call)
@@ -183,12 +185,12 @@ class Stage:
         """Compute the weight gradients that ``backward_input`` deferred."""
         gradients = _gradients(call)
         reducer = call.reducer if action in self._program.last else None
-        starts_early = reducer is not None and gradients.come_in_hooks
+        starts_early = reducer is not None and gradients.accumulates_in_hooks
         if reducer is not None and starts_early:
-            reducer.register_chunk_ready(action.chunk, apart_from=self.splitter.waiting(action_key(action)))
-        with call.part(BACKWARD):
+            reducer.register_chunk_ready(action.chunk, excluded=self.splitter.deferred_leaves(action_key(action)))
+        with call.time_phase(BACKWARD):
             gradients.before_backward()
-            self.splitter.run(action_key(action), reducer.ready if reducer is not None and starts_early else None)
+            self.splitter.run(action_key(action), reducer.mark_ready if reducer is not None and starts_early else None)
             gradients.after_backward()
         if reducer is not None:
             reducer.register_chunk_ready(action.chunk)
@@ -196,19 +198,19 @@ class Stage:
     def _run_backward(self, action: Action, call: Call) -> None:
         incoming, outgoing = self._program.messages[action]
         gradients = _gradients(call)
-        arrived = [None] if incoming is None else self.exchange.recv_backward(incoming)
+        output_grads = [None] if incoming is None else self.communicator.recv_backward(incoming)
         state = self._in_flight.pop(action_key(action))
-        with call.part(BACKWARD):
+        with call.time_phase(BACKWARD):
             gradients.before_backward()
             with self._splittable_layers(action), self._deferring_weight_grads(action):
                 if isinstance(action, BackwardInput):
-                    self.splitter.backward(state.roots, arrived, state.leaves)
+                    self.splitter.backward(state.roots, output_grads, state.leaves)
                 elif state.roots:
-                    torch.autograd.backward(state.roots, arrived)
+                    torch.autograd.backward(state.roots, output_grads)
             gradients.after_backward()
         if outgoing is not None:
-            returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
-            self.exchange.send_backward(outgoing, returned)
+            input_grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
+            self.communicator.send_backward(outgoing, input_grads)
 
     def _splittable_layers(self, action: Action) -> AbstractContextManager[None]:
         """Return a context in which linear layers save the tensors that a deferred weight gradient needs.
@@ -216,21 +218,21 @@ class Stage:
         The context does nothing if the schedule does not defer the weight gradients of this micro-batch. It is needed
         around the forward, and around the backward because the backward may recompute the layers.
         """
-        return self.splitter.active() if action_key(action) in self._program.put_off else nullcontext()
+        return self.splitter.active() if action_key(action) in self._program.deferred_keys else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        is_on = getattr(self.module, "activation_checkpoint_interval", 0)
-        return self.recompute.running(self.module) if is_on else nullcontext()
+        is_enabled = getattr(self.module, "activation_checkpoint_interval", 0)
+        return self.recompute.running(self.module) if is_enabled else nullcontext()
 
     def _deferring_weight_grads(self, action: Action) -> AbstractContextManager[None]:
         """Return a context in which the backward of linear layers defers weight gradients to ``backward_weight``."""
         defers = isinstance(action, BackwardInput) or self._always_defers
         return self.splitter.deferring(action_key(action)) if defers else nullcontext()
 
-    def _forward_of(self) -> tuple[int, int] | None:
+    def _current_forward(self) -> tuple[int, int] | None:
         """Return (micro-batch, chunk) of the training forward that is running, or None."""
-        action = self.exchange.action
-        return action_key(action) if self.exchange.is_training and isinstance(action, Forward) else None
+        action = self.communicator.action
+        return action_key(action) if self.communicator.is_training and isinstance(action, Forward) else None
 
     def _starting_reductions(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Return a context in which the last backward of a chunk starts the all-reduces of the buckets that it fills.
@@ -238,9 +240,14 @@ class Stage:
         The context does nothing if ``action`` is not the last backward of its chunk, if the schedule defers weight
         gradients, if recompute is reentrant, or if the gradient source stores gradients only after the backward.
         """
-        if call.reducer is None or action not in self._program.last or self.splits or call.recomputes_reentrantly:
+        if (
+            call.reducer is None
+            or action not in self._program.last
+            or self.has_deferred_weights
+            or call.recomputes_reentrantly
+        ):
             return nullcontext()
-        if not _gradients(call).come_in_hooks:
+        if not _gradients(call).accumulates_in_hooks:
             return nullcontext()
         return call.reducer.last_backward(action.chunk)
 
@@ -251,10 +258,10 @@ class Stage:
             call.outputs.append(self.made_output(output))
             return
         loss_args = output, labels
-        noting = _adding_note(lambda: f"the loss function received {describe_structure(loss_args)}")
-        with call.part(FORWARD), noting, self._splittable_layers(action):
+        note_context = _add_note_on_error(lambda: f"the loss function received {describe_structure(loss_args)}")
+        with call.time_phase(FORWARD), note_context, self._splittable_layers(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
-        with _adding_note(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
+        with _add_note_on_error(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
             weighted_loss = call.meter.add(loss, action.micro_batch)
         if not call.is_training:
             call.outputs.append(loss)
@@ -265,15 +272,15 @@ class Stage:
                 f"the loss must depend on the parameters, but it requires no gradient at micro-batch "
                 f"{action.micro_batch} on stage {self.index}"
             )
-        scaled = weighted_loss if call.loss_scale == 1.0 else weighted_loss * call.loss_scale
-        self._in_flight[action_key(action)] = InFlight(leaves, [scaled])
+        scaled_loss = weighted_loss if call.loss_scale == 1.0 else weighted_loss * call.loss_scale
+        self._in_flight[action_key(action)] = InFlight(leaves, [scaled_loss])
 
     def made_output(self, output: Any) -> Any:
         """Return the output of the last layer as the program sees it; None on all other stages."""
         make = getattr(self.module, "made_output", None)
         return output if output is None or make is None else make(output)
 
-    def _refuse_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
+    def _check_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
         """Raise if this stage has trainable weights but none of its outputs requires a gradient."""
         if with_grad or not any(p.requires_grad for p in self.module.parameters()):
             return
@@ -285,13 +292,13 @@ class Stage:
 
 
 @contextmanager
-def _adding_note(words: Callable[[], str], is_needed: bool = True) -> Iterator[None]:
-    """Add ``words()`` as a note to an exception of the block, to show the structure that user code received."""
+def _add_note_on_error(make_note: Callable[[], str], is_needed: bool = True) -> Iterator[None]:
+    """Add ``make_note()`` as a note to an exception of the block, to show the structure that user code received."""
     try:
         yield
     except Exception as error:
         if is_needed:
-            error.add_note(words())
+            error.add_note(make_note())
         raise
 
 

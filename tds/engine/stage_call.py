@@ -23,8 +23,8 @@ from tds.schedule import (
     Forward,
     Message,
     Placement,
-    received,
-    sent,
+    received_message,
+    sent_message,
 )
 
 
@@ -40,7 +40,7 @@ class Call:
         loss_scale: factor of each loss before its backward.
         recomputes_reentrantly: recompute is reentrant, so float inputs of the first stage must require gradients.
         collects_losses: False: the last stage stores the model's outputs and computes no losses.
-        part: returns a context that times one part of the step, see ``Report.part``.
+        time_phase: returns a context that times one part of the step, see ``Report.time_phase``.
         outputs: result of an evaluation: the loss or output of each micro-batch on the last stage.
         last_output: output of the last micro-batch of an evaluation on the last stage.
     """
@@ -56,7 +56,7 @@ class Call:
     on_action: Callable[[Action], None] | None = None
     recomputes_reentrantly: bool = False
     collects_losses: bool = True
-    part: Callable[[str], AbstractContextManager[None]] = untimed
+    time_phase: Callable[[str], AbstractContextManager[None]] = untimed
     outputs: list[Any] = field(default_factory=list)
     last_output: Any = None
 
@@ -82,24 +82,27 @@ class Program:
             data and for the backward of the loss. The sent message is None for a forward that computes the loss and for
             the backward of the model's first layers. Both are None for ``BackwardWeight``.
         last: the actions after which all gradients of their chunk are final.
-        put_off: (micro-batch, chunk) of each backward whose weight gradients are deferred.
-        reads: the stage reads micro-batches from the data.
+        deferred_keys: (micro-batch, chunk) of each backward whose weight gradients are deferred.
+        reads_data: the stage reads micro-batches from the data.
     """
 
     messages: dict[Action, tuple[Message | None, Message | None]]
     last: frozenset[Action]
-    put_off: frozenset[tuple[int, int]]
-    reads: bool
+    deferred_keys: frozenset[tuple[int, int]]
+    reads_data: bool
 
 
 @functools.lru_cache(maxsize=16)
 def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) -> Program:
     """Return the ``Program`` of ``actions``, cached over calls with the same actions."""
-    messages = {action: (received(action, stage, placement), sent(action, stage, placement)) for action in actions}
+    messages = {
+        action: (received_message(action, stage, placement), sent_message(action, stage, placement))
+        for action in actions
+    }
     last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
-    put_off = {action_key(action) for action in actions if isinstance(action, BackwardInput)}
-    reads = any(None in messages[action] for action in actions if isinstance(action, Forward))
-    return Program(messages, frozenset(last.values()), frozenset(put_off), reads)
+    deferred_keys = {action_key(action) for action in actions if isinstance(action, BackwardInput)}
+    reads_data = any(None in messages[action] for action in actions if isinstance(action, Forward))
+    return Program(messages, frozenset(last.values()), frozenset(deferred_keys), reads_data)
 
 
 def action_key(action: Action) -> tuple[int, int]:

@@ -25,7 +25,7 @@ class LayerCost:
     """Cost of one layer per micro-batch; times are means over the ranks."""
 
     name: str
-    parameters: int
+    num_parameters: int
     forward_s: float
     backward_s: float
     activation_bytes: int
@@ -37,18 +37,18 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageChunk:
     """One run of layers on a stage. ``costs`` are per micro-batch, and None if they were not measured."""
 
     stage: int
     chunk: int
     layers: str
-    parameters: int
+    num_parameters: int
     weight_bytes: int
     costs: Sequence[LayerCost] | None = None
 
-    def cells(self) -> list[str]:
-        row = [f"{self.stage}" + (f".{self.chunk}" if self.chunk else ""), self.layers, f"{self.parameters:,}"]
+    def format_cells(self) -> list[str]:
+        row = [f"{self.stage}" + (f".{self.chunk}" if self.chunk else ""), self.layers, f"{self.num_parameters:,}"]
         row.append(f"{self.weight_bytes / MEBI:.1f}")
         if self.costs is not None:
             row.append(f"{sum(cost.forward_s for cost in self.costs) * 1e3:.2f}")
@@ -57,12 +57,12 @@ class Piece:
         return row
 
 
-def table(pieces: Sequence[Piece]) -> str:
-    """Return the table as text, with one line per piece in the order of the layers."""
-    heads = ["stage", "layers", "parameters", "weights MiB"]
-    if any(piece.costs is not None for piece in pieces):
-        heads += ["forward ms", "backward ms", "activations MiB"]
-    rows = [heads, *(piece.cells() for piece in pieces)]
+def format_table(stage_chunks: Sequence[StageChunk]) -> str:
+    """Return the table as text, with one line per virtual stage in the order of the layers."""
+    header = ["stage", "layers", "parameters", "weights MiB"]
+    if any(stage_chunk.costs is not None for stage_chunk in stage_chunks):
+        header += ["forward ms", "backward ms", "activations MiB"]
+    rows = [header, *(stage_chunk.format_cells() for stage_chunk in stage_chunks)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -81,7 +81,7 @@ def format_layers(names: Sequence[str], start: int) -> str:
     return f"{span} " + ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
 
 
-def write(module: Any, layer_names: Sequence[str], stage: int, group: Any, device: torch.device) -> None:
+def log_stage_table(module: Any, layer_names: Sequence[str], stage: int, group: Any, device: torch.device) -> None:
     """Log the table of ``module`` on rank 0. Collective.
 
     The table is always shown if the layers were partitioned by measured times; otherwise it is logged at level INFO.
@@ -92,25 +92,27 @@ def write(module: Any, layer_names: Sequence[str], stage: int, group: Any, devic
     if not layer_names:
         return
     num_chunks = getattr(module, "chunks", 1)
-    counts = _gathered(module, stage, num_chunks, group, device)
+    counts = _gather_parameter_counts(module, stage, num_chunks, group, device)
     placement = Placement(len(counts), num_chunks, getattr(module, "placement", LOOP))
     profile = getattr(module, "profile", None)
     names = layer_names
-    pieces = []
-    for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
-        chunk, owner = index // len(counts), placement.stage_of(index)
-        parameters, weight_bytes = counts[owner][chunk]
+    stage_chunks = []
+    for virtual_stage, (start, stop) in enumerate(itertools.pairwise(module.parts)):
+        chunk, owner_stage = virtual_stage // len(counts), placement.stage_of(virtual_stage)
+        num_parameters, weight_bytes = counts[owner_stage][chunk]
         costs = None if profile is None else profile.layers[start:stop]
-        pieces.append(Piece(owner, chunk, format_layers(names[start:stop], start), parameters, weight_bytes, costs))
+        stage_chunks.append(
+            StageChunk(owner_stage, chunk, format_layers(names[start:stop], start), num_parameters, weight_bytes, costs)
+        )
     if dist.get_rank() != 0:
         return
     if profile is not None:
-        log_rank_0(f"stages by measured time, per micro-batch:\n{table(pieces)}")
+        log_rank_0(f"stages by measured time, per micro-batch:\n{format_table(stage_chunks)}")
     else:
-        _log.info("stages:\n%s", table(pieces))
+        _log.info("stages:\n%s", format_table(stage_chunks))
 
 
-def _gathered(
+def _gather_parameter_counts(
     module: Any, stage: int, num_chunks: int, group: Any, device: torch.device
 ) -> list[list[tuple[int, int]]]:
     """Return (number of parameters, bytes of parameters) of each chunk of each stage. Collective over the pipeline."""
@@ -127,7 +129,7 @@ def _gathered(
     return [[(int(numel), int(num_bytes)) for numel, num_bytes in stage_counts.tolist()] for stage_counts in gathered]
 
 
-def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
+def compute_bubble(stages: Sequence[Sequence[Row]]) -> float | None:
     """Return the fraction of idle time over all stages and steps; None if there is no step."""
     idle_ns = total_ns = 0
     for rows in zip(*stages, strict=True):
@@ -138,16 +140,21 @@ def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
     return idle_ns / total_ns if total_ns else None
 
 
-def gathered_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
+def gather_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
     """Return the bubble over all stages. Collective over the pipeline's ``group``.
 
     Args:
         rows: the times of the steps on this stage; every stage passes the same steps.
     """
     if dist.get_world_size(group) == 1:
-        return bubble_of([rows])
+        return compute_bubble([rows])
     local = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     with collective_scope(stage, "gathering the times of the stages"):
         dist.all_gather(gathered, local, group=group)
-    return bubble_of([[(int(b), int(e), int(w)) for b, e, w in stage_rows.tolist()] for stage_rows in gathered])
+    return compute_bubble(
+        [
+            [(int(start_ns), int(end_ns), int(wait_ns)) for start_ns, end_ns, wait_ns in stage_rows.tolist()]
+            for stage_rows in gathered
+        ]
+    )

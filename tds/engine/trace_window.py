@@ -16,7 +16,7 @@ from tds.action_times import Work
 _log = logging.getLogger("tds")
 
 
-def asked_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
+def parse_trace_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
     """Return (folder, number of steps) of the trace in the JSON's "pipeline" section, or None without a trace.
 
     Raises:
@@ -42,50 +42,54 @@ class Tracing:
 
     Args:
         owner: the picture is drawn when ``close`` is called, when this object is deleted, or when the program ends.
-        about: "stage", "replica" and the other metadata of the file.
+        metadata: "stage", "replica" and the other metadata of the file.
         origin_ns: the zero of the trace's times, on the clock of ``Work`` plus ``offset_ns``.
     """
 
     def __init__(
-        self, owner: Any, folder: str, num_steps: int, rank: int, about: Mapping[str, Any], *, origin_ns: int,
+        self, owner: Any, folder: str, num_steps: int, rank: int, metadata: Mapping[str, Any], *, origin_ns: int,
         offset_ns: int,
     ) -> None:  # fmt: skip
-        self._about = {**about, "max_steps": num_steps, "run": origin_ns}
-        self._left = num_steps
+        self._metadata = {**metadata, "max_steps": num_steps, "run": origin_ns}
+        self._num_steps_left = num_steps
         self._file: trace.TraceFile | None = None
         try:
-            self._file = trace.TraceFile(folder, rank, self._about)
+            self._file = trace.TraceFile(folder, rank, self._metadata)
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
         self._origin_ns = origin_ns - offset_ns
         from tds.plot import draw  # imported here because it imports matplotlib
 
-        self._picture = weakref.finalize(owner, draw, Path(folder)) if rank == 0 else None
+        self._draw_finalizer = weakref.finalize(owner, draw, Path(folder)) if rank == 0 else None
 
     @property
     def records_step(self) -> bool:
         """True if the next step is traced."""
-        return self._left > 0
+        return self._num_steps_left > 0
 
     def close(self) -> None:
         """Draw the picture now, if this is rank 0 and the picture has not been drawn."""
-        if self._picture is not None:
-            self._picture()
+        if self._draw_finalizer is not None:
+            self._draw_finalizer()
 
     def write(self, work: Sequence[Work], *, step: int, schedule: str, num_micro_batches: int) -> None:
         """Append a step to the file."""
         if self._file is None:
             return
-        self._left -= 1
-        position = {"replica": self._about["replica"], "stage": self._about["stage"], "origin_ns": self._origin_ns}
+        self._num_steps_left -= 1
+        position = {
+            "replica": self._metadata["replica"],
+            "stage": self._metadata["stage"],
+            "origin_ns": self._origin_ns,
+        }
         events = trace.events(work, step=step, schedule=schedule, num_micro_batches=num_micro_batches, **position)
         try:
             self._file.add(events)
         except OSError as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _disable(self, error: OSError) -> None:
         """Warn and stop tracing; a failing trace must not end the run."""
         rank, problem = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
         _log.warning("rank %d continues without a trace, which cannot be written (%s)", rank, problem)
-        self._left, self._file = 0, None
+        self._num_steps_left, self._file = 0, None

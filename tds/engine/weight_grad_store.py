@@ -44,13 +44,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
-from tds.linear_function import deferring_weight_grads, is_plain_product, share_of
+from tds.linear_function import deferring_weight_grads, is_plain_product, percentage_of
 from tds.param_info import info_of
 
 Key = tuple[int, int]
 
 
-class PutOff(Protocol):
+class DeferredWork(Protocol):
     """Work that is deferred to a ``BackwardWeight``."""
 
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -96,7 +96,7 @@ class _ModuleCalls:
     """The forwards of a module with ``backward_dw()`` in one micro-batch."""
 
     module: Any
-    times: int
+    num_calls: int
 
     def leaves(self) -> list[torch.Tensor]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -109,7 +109,7 @@ class _ModuleCalls:
         parameters = self.leaves()
         previous_grads = [parameter.grad for parameter in parameters]
         grads: dict[torch.Tensor, torch.Tensor] = {}
-        for _ in range(self.times):
+        for _ in range(self.num_calls):
             for parameter in parameters:
                 parameter.grad = None
             self.module.backward_dw()
@@ -126,44 +126,44 @@ class DelayedModules:
     """The outermost modules of a stage with ``backward_dw()``, and their forward counts per micro-batch and chunk.
 
     Args:
-        current: returns the (micro-batch, chunk) of the running training forward. It returns None during evaluation and
-            recompute, whose forwards are not counted.
+        current_key: returns the (micro-batch, chunk) of the running training forward. It returns None during evaluation
+            and recompute, whose forwards are not counted.
 
     Attributes:
-        always_wait: at least one module defers its weight gradients in full backwards too.
+        always_defers: at least one module defers its weight gradients in full backwards too.
     """
 
-    def __init__(self, module: nn.Module | None, current: Callable[[], Key | None]) -> None:
+    def __init__(self, module: nn.Module | None, current_key: Callable[[], Key | None]) -> None:
         modules = [] if module is None else list(_outermost(module))
-        self._of_choice = [delayed for delayed in modules if hasattr(delayed, "delay_wgrad")]
-        self.always_wait = len(self._of_choice) < len(modules)
-        self._current = current
+        self._switchable_modules = [delayed for delayed in modules if hasattr(delayed, "delay_wgrad")]
+        self.always_defers = len(self._switchable_modules) < len(modules)
+        self._current_key = current_key
         self._calls: dict[Key, Counter[Any]] = {}
         for delayed in modules:
-            delayed.register_forward_hook(self._called)
+            delayed.register_forward_hook(self._count_call)
 
     @contextmanager
     def delaying(self) -> Iterator[None]:
         """Set ``delay_wgrad`` on the modules that have it, for the forwards in the block."""
-        for module in self._of_choice:
+        for module in self._switchable_modules:
             module.delay_wgrad = True  # type: ignore[assignment]
         try:
             yield
         finally:
-            for module in self._of_choice:
+            for module in self._switchable_modules:
                 module.delay_wgrad = False  # type: ignore[assignment]
 
-    def waiting(self, key: Key) -> list[_ModuleCalls]:
+    def pop_work(self, key: Key) -> list[_ModuleCalls]:
         """Remove and return the deferred work of the backward of ``key``, the last module first."""
         calls = self._calls.pop(key, Counter())
-        return [_ModuleCalls(module, times) for module, times in reversed(calls.items())]
+        return [_ModuleCalls(module, num_calls) for module, num_calls in reversed(calls.items())]
 
     def clear(self) -> None:
         """Reset the forward counts."""
         self._calls.clear()
 
-    def _called(self, module: Any, *_: Any) -> None:
-        key = self._current()
+    def _count_call(self, module: Any, *_: Any) -> None:
+        key = self._current_key()
         if key is not None and getattr(module, "delay_wgrad", True):
             self._calls.setdefault(key, Counter())[module] += 1
 
@@ -181,41 +181,42 @@ class WeightGradStore:
 
     Args:
         module: the stage's layers, which are searched for modules with ``backward_dw()``; None: there are none.
-        current: see ``DelayedModules``.
-        by_graph: also defer what autograd's graph allows. None: decide at the first backward, by ``graph_split.pays``:
-            True if split linear layers have less than half of the weight elements that could be deferred.
+        current_key: see ``DelayedModules``.
+        splits_by_graph: also defer what autograd's graph allows. None: decide at the first backward, by
+            ``graph_split.defers_more``: True if split linear layers have less than half of the weight elements that
+            could be deferred.
     """
 
     def __init__(
         self,
         module: nn.Module | None = None,
-        current: Callable[[], Key | None] = lambda: None,
+        current_key: Callable[[], Key | None] = lambda: None,
         *,
-        by_graph: bool | None = False,
+        splits_by_graph: bool | None = False,
     ) -> None:
-        self.split: set[torch.Tensor] = set()
-        self.modules = DelayedModules(module, current)
-        self.by_graph = by_graph
-        self._put_off: dict[Key, list[PutOff]] = {}
-        self._current: list[PutOff] | None = None
+        self.split_leaves: set[torch.Tensor] = set()
+        self.modules = DelayedModules(module, current_key)
+        self.splits_by_graph = splits_by_graph
+        self._deferred: dict[Key, list[DeferredWork]] = {}
+        self._active_work: list[DeferredWork] | None = None
         self._anchor = torch.empty(0, requires_grad=True)
-        self.plain: Callable[..., torch.Tensor] = F.linear
+        self.original_linear: Callable[..., torch.Tensor] = F.linear
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make linear layers in the block splittable. Backward passes need it too, since they may recompute layers."""
-        self.plain, F.linear = F.linear, self.linear
+        self.original_linear, F.linear = F.linear, self.linear
         try:
             with deferring_weight_grads(self), self.modules.delaying():
                 yield
         finally:
-            F.linear = self.plain
+            F.linear = self.original_linear
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
         """Compute ``F.linear``, split if possible; replaces ``torch.nn.functional.linear`` for users' layers."""
         if torch.is_grad_enabled() and is_plain_product(input, weight, bias):
             return self.split_linear(input, weight, bias)
-        return self.plain(input, weight, bias)
+        return self.original_linear(input, weight, bias)
 
     def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x W^T + b``. Its backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""
@@ -225,49 +226,49 @@ class WeightGradStore:
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
         """Store the weight-gradient work of backwards in the block under ``key`` instead of running it."""
-        self._current = self._put_off[key] = []
+        self._active_work = self._deferred[key] = []
         try:
             yield
         finally:
-            self._current = None
-        self._put_off[key] += self.modules.waiting(key)
-        self.split.update(leaf for work in self._put_off[key] for leaf in work.leaves())
+            self._active_work = None
+        self._deferred[key] += self.modules.pop_work(key)
+        self.split_leaves.update(leaf for work in self._deferred[key] for leaf in work.leaves())
 
     def backward(self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        """Run the backward of ``roots`` inside ``deferring``, split by the graph if ``by_graph`` is set.
+        """Run the backward of ``roots`` inside ``deferring``, split by the graph if ``splits_by_graph`` is set.
 
         Args:
             roots: a loss, or gradient edges with their ``grads``.
             inputs: the leaves whose gradients the previous stage waits for; empty on the first stage.
         """
-        if self.by_graph is None and inputs:
-            self.by_graph = graph_split.pays(roots, inputs, self._anchor)
-        if self.by_graph and inputs:
-            self._waiting_now().extend(graph_split.backward(roots, grads, inputs, self._anchor))
+        if self.splits_by_graph is None and inputs:
+            self.splits_by_graph = graph_split.defers_more(roots, inputs, self._anchor)
+        if self.splits_by_graph and inputs:
+            self._require_active_work().extend(graph_split.backward(roots, grads, inputs, self._anchor))
         elif roots:
             torch.autograd.backward(roots, grads)
 
-    def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def record(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Store the work for the gradients of ``weight`` and ``bias``."""
-        self._waiting_now().append(_LinearCall(x, grad, weight, bias))
+        self._require_active_work().append(_LinearCall(x, grad, weight, bias))
 
-    def _waiting_now(self) -> list[PutOff]:
-        if self._current is None:
+    def _require_active_work(self) -> list[DeferredWork]:
+        if self._active_work is None:
             raise RuntimeError(
                 "a layer must not run backward() on its own weights within forward() under a schedule that splits the "
                 'backward. Use "pipeline": {"schedule": "1f1b"}, or "interleaved" with chunks'
             )
-        return self._current
+        return self._active_work
 
-    def waiting(self, key: Key) -> set[torch.Tensor]:
+    def deferred_leaves(self, key: Key) -> set[torch.Tensor]:
         """Return the weights and biases whose gradients are deferred under ``key``."""
-        return {leaf for work in self._put_off[key] for leaf in work.leaves()}
+        return {leaf for work in self._deferred[key] for leaf in work.leaves()}
 
     def run(self, key: Key, on_done: Callable[[torch.Tensor], None] | None = None) -> None:
         """Run the work deferred under ``key``; call ``on_done`` with each leaf once its gradient is complete."""
-        deferred = self._put_off.pop(key)
+        deferred = self._deferred.pop(key)
         remaining = Counter(leaf for work in deferred for leaf in work.leaves())
-        with self.active() if self.by_graph else nullcontext():  # branches may recompute layers
+        with self.active() if self.splits_by_graph else nullcontext():  # branches may recompute layers
             while deferred:
                 work = deferred.pop(0)  # frees the work's tensors after each iteration
                 leaves = work.leaves()
@@ -279,16 +280,16 @@ class WeightGradStore:
 
     def clear(self) -> None:
         """Drop the deferred work of a failed call."""
-        self._put_off.clear()
+        self._deferred.clear()
         self.modules.clear()
-        self._current = None
+        self._active_work = None
 
     def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:
         """Return a sentence with the percentage of deferred weights and the names of the others."""
-        share, others = share_of(self.split, parameters)
-        if not others:
+        share, other_names = percentage_of(self.split_leaves, parameters)
+        if not other_names:
             return "all its weight gradients are deferred"
-        return f"{share} % of its weight gradients are deferred; computed with the input gradients: {others}"
+        return f"{share} % of its weight gradients are deferred; computed with the input gradients: {other_names}"
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -305,14 +306,14 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.leaves = leaves  # not by save_for_backward: recompute would return detached copies
         ctx.splitter = splitter
-        return splitter.plain(x, *leaves)
+        return splitter.original_linear(x, *leaves)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         weight, bias = ctx.leaves
-        ctx.splitter.note(x, grad, weight, bias)
+        ctx.splitter.record(x, grad, weight, bias)
         input_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)

@@ -7,7 +7,7 @@ The module has either three lists with one entry per tensor:
     module._input_pipe_partitioned = [True, False]   # sharded over the tensor group in transit?
 
 or a list of records. It applies to all boundaries, or is given per boundary in a dict whose keys are the indices of the
-sending pieces:
+sending virtual stages:
 
     module.boundary = [Boundary("hidden"), Boundary("mask", "bool")]
     module.boundary = {0: [Boundary("hidden")], 1: [Boundary("hidden"), Boundary("memory", torch.float32)]}
@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-KINDS = ("float", "int", "bool")
-LISTS = ("_input_grad", "_input_type", "_input_pipe_partitioned")
+DTYPE_CLASSES = ("float", "int", "bool")
+LIST_NAMES = ("_input_grad", "_input_type", "_input_pipe_partitioned")
 
 
 class BoundaryError(ValueError):
     """Raised if the tensors at a boundary do not match the declaration or earlier micro-batches."""
 
 
-def kind_of(dtype: torch.dtype) -> str:
+def dtype_class_of(dtype: torch.dtype) -> str:
     """Return the class of ``dtype``: "float" (complex included), "int" or "bool"."""
     if dtype is torch.bool:
         return "bool"
@@ -61,16 +61,16 @@ class Boundary:
 
     def __post_init__(self) -> None:
         if self.needs_grad is None:
-            object.__setattr__(self, "needs_grad", self.kind in ("float", None))
+            object.__setattr__(self, "needs_grad", self.dtype_class in ("float", None))
 
     @property
-    def kind(self) -> str | None:
+    def dtype_class(self) -> str | None:
         """Return the class of ``dtype``: "float", "int", "bool", or None for any type."""
-        return kind_of(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype
+        return dtype_class_of(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype
 
-    def fits(self, dtype: torch.dtype) -> bool:
+    def accepts(self, dtype: torch.dtype) -> bool:
         """Return True if a tensor of ``dtype`` matches the declaration."""
-        return self.dtype in (None, dtype, kind_of(dtype))
+        return self.dtype in (None, dtype, dtype_class_of(dtype))
 
 
 Records = tuple[Boundary, ...]
@@ -79,7 +79,7 @@ Declared = Records | dict[int, Records] | None
 
 def declaration(module: Any) -> str:
     """Return a string that changes whenever the declaration of ``module`` changes."""
-    return repr([getattr(module, name, None) for name in ("boundary", *LISTS)])
+    return repr([getattr(module, name, None) for name in ("boundary", *LIST_NAMES)])
 
 
 def declared_boundary(module: Any) -> Declared:
@@ -90,30 +90,30 @@ def declared_boundary(module: Any) -> Declared:
             the module has both lists and records.
     """
     records = getattr(module, "boundary", None)
-    lists = {name: list(getattr(module, name)) for name in LISTS if getattr(module, name, None) is not None}
+    lists = {name: list(getattr(module, name)) for name in LIST_NAMES if getattr(module, name, None) is not None}
     if records is not None:
         if lists:
             raise BoundaryError(
                 f"the tensors of a boundary must be declared only once, got boundary and {', '.join(lists)}"
             )
         if isinstance(records, Mapping):
-            return {int(piece): _checked(tuple(fields)) for piece, fields in records.items()}
-        return _checked(tuple(records))
+            return {int(virtual_stage): _check_records(tuple(fields)) for virtual_stage, fields in records.items()}
+        return _check_records(tuple(records))
     if not lists:
         return None
     lengths = {name: len(values) for name, values in lists.items()}
     if len(set(lengths.values())) != 1:
         raise BoundaryError(f"the lists that declare the tensors of a boundary must have equal lengths, got {lengths}")
-    size = next(iter(lengths.values()))
-    types = lists.get("_input_type", [None] * size)
-    grads = lists.get("_input_grad", [None] * size)
-    partitioned = lists.get("_input_pipe_partitioned", [False] * size)
-    return _checked(tuple(Boundary("", *fields) for fields in zip(types, grads, partitioned, strict=True)))
+    num_tensors = next(iter(lengths.values()))
+    types = lists.get("_input_type", [None] * num_tensors)
+    grads = lists.get("_input_grad", [None] * num_tensors)
+    partitioned = lists.get("_input_pipe_partitioned", [False] * num_tensors)
+    return _check_records(tuple(Boundary("", *fields) for fields in zip(types, grads, partitioned, strict=True)))
 
 
-def records_of(declared: Declared, piece: int) -> Records | None:
-    """Return the records of the output of ``piece``; None if it is not declared."""
-    return declared.get(piece) if isinstance(declared, dict) else declared
+def records_of(declared: Declared, virtual_stage: int) -> Records | None:
+    """Return the records of the output of ``virtual_stage``; None if it is not declared."""
+    return declared.get(virtual_stage) if isinstance(declared, dict) else declared
 
 
 def set_list(module: Any, name: str, values: Sequence[Any] | None) -> None:
@@ -124,8 +124,10 @@ def set_list(module: Any, name: str, values: Sequence[Any] | None) -> None:
     Raises:
         BoundaryError: the name is unknown, or an entry is not valid for this list.
     """
-    if name not in LISTS:
-        raise BoundaryError(f"the lists that declare the tensors of a boundary are {', '.join(LISTS)}, got {name!r}")
+    if name not in LIST_NAMES:
+        raise BoundaryError(
+            f"the lists that declare the tensors of a boundary are {', '.join(LIST_NAMES)}, got {name!r}"
+        )
     if values is not None:
         if isinstance(values, (str, torch.Tensor)) or not isinstance(values, Sequence):
             raise BoundaryError(f"{name} must be a list with one entry for each tensor, got {values!r}")
@@ -135,14 +137,14 @@ def set_list(module: Any, name: str, values: Sequence[Any] | None) -> None:
     setattr(module, name, values)
 
 
-def _checked(records: Records) -> Records:
+def _check_records(records: Records) -> Records:
     for index, record in enumerate(records):
         if not isinstance(record, Boundary):
             raise BoundaryError(f"boundary[{index}] must be a Boundary, got {record!r}")
         _check_type(index, record.dtype)
         _check_flag("_input_grad", index, record.needs_grad)
         _check_flag("_input_pipe_partitioned", index, record.partitioned)
-        if record.needs_grad and record.kind in ("int", "bool"):
+        if record.needs_grad and record.dtype_class in ("int", "bool"):
             raise BoundaryError(
                 f"only float tensors have gradients, got _input_grad[{index}]=True with _input_type[{index}]="
                 f"{dtype_name(record.dtype)!r}. Set _input_grad to False, or the type to 'float'."
@@ -151,8 +153,10 @@ def _checked(records: Records) -> Records:
 
 
 def _check_type(index: int, value: Any) -> None:
-    if value is not None and not isinstance(value, torch.dtype) and value not in KINDS:
-        raise BoundaryError(f"_input_type[{index}] must be one of {KINDS}, a torch.dtype or None, got {value!r}")
+    if value is not None and not isinstance(value, torch.dtype) and value not in DTYPE_CLASSES:
+        raise BoundaryError(
+            f"_input_type[{index}] must be one of {DTYPE_CLASSES}, a torch.dtype or None, got {value!r}"
+        )
 
 
 def _check_flag(name: str, index: int, value: Any) -> None:

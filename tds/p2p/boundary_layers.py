@@ -10,37 +10,37 @@ from tds.schedule import Placement
 
 
 @dataclass(frozen=True)
-class Place:
-    """One side of a boundary: the output of a piece's last layer, or the input of its first layer."""
+class BoundarySide:
+    """One side of a boundary: the output of a virtual stage's last layer, or the input of its first layer."""
 
     stage: int
     side: str = "output"
     layer: str = ""
     chunk: int = 0
 
-    def tensor(self, index: int, name: str = "") -> str:
+    def describe_tensor(self, index: int, name: str = "") -> str:
         """Return a description of the tensor ``index`` of this side, for messages."""
         details = ", ".join(filter(None, [f"{name!r}" if name else "", f"of {self.layer}" if self.layer else ""]))
-        return f"{self._stage} {self.side} {index}" + (f" ({details})" if details else "")
+        return f"{self._stage_name} {self.side} {index}" + (f" ({details})" if details else "")
 
     def __str__(self) -> str:
-        return f"{self._stage}" + (f" ({self.layer})" if self.layer else "")
+        return f"{self._stage_name}" + (f" ({self.layer})" if self.layer else "")
 
     @property
-    def _stage(self) -> str:
+    def _stage_name(self) -> str:
         return f"stage {self.stage}" + (f" chunk {self.chunk}" if self.chunk else "")
 
 
-def output_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
-    """Return the output side of the piece that ``stage`` holds as ``chunk``."""
-    bounds = _bounds(module, placement.piece(stage, chunk))
-    return Place(stage, "output", layer_name(module, bounds[1] - 1) if bounds else "", chunk)
+def output_side(module: Any, chunk: int, stage: int, placement: Placement) -> BoundarySide:
+    """Return the output side of the virtual stage that ``stage`` holds as ``chunk``."""
+    bounds = _bounds(module, placement.virtual_stage(stage, chunk))
+    return BoundarySide(stage, "output", layer_name(module, bounds[1] - 1) if bounds else "", chunk)
 
 
-def input_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
-    """Return the input side of the piece that ``stage`` holds as ``chunk``."""
-    bounds = _bounds(module, placement.piece(stage, chunk))
-    return Place(stage, "input", layer_name(module, bounds[0]) if bounds else "", chunk)
+def input_side(module: Any, chunk: int, stage: int, placement: Placement) -> BoundarySide:
+    """Return the input side of the virtual stage that ``stage`` holds as ``chunk``."""
+    bounds = _bounds(module, placement.virtual_stage(stage, chunk))
+    return BoundarySide(stage, "input", layer_name(module, bounds[0]) if bounds else "", chunk)
 
 
 def layer_name(module: Any, index: int) -> str:
@@ -55,6 +55,10 @@ def layer_name(module: Any, index: int) -> str:
     return f"layer {index} ({layer_class.__name__})"
 
 
-def _bounds(module: Any, piece: int) -> tuple[int, int] | None:
-    parts = getattr(module, "parts", None)
-    return (parts[piece], parts[piece + 1]) if parts is not None and piece + 1 < len(parts) else None
+def _bounds(module: Any, virtual_stage: int) -> tuple[int, int] | None:
+    bounds = getattr(module, "parts", None)
+    return (
+        (bounds[virtual_stage], bounds[virtual_stage + 1])
+        if bounds is not None and virtual_stage + 1 < len(bounds)
+        else None
+    )

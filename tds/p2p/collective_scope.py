@@ -12,66 +12,66 @@ class PeerLost(RuntimeError):
     """Raised if another rank is gone or timed out. ``__cause__`` is the backend's error."""
 
 
-class Together:
+class CollectiveTracker:
     """The collective operations of one engine.
 
     Attributes:
-        doing: description of the current or failed collective; None if there is none.
+        operation: description of the current or failed collective; None if there is none.
         history: receives a line for each collective that ends.
     """
 
     def __init__(self, history: deque[Any]) -> None:
-        self.doing: str | None = None
+        self.operation: str | None = None
         self.history = history
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Attribute the collectives in the block to this engine. Blocks nest, since one engine may call another."""
-        global _present
-        outer, _present = _present, self
+        global _active_tracker
+        outer, _active_tracker = _active_tracker, self
         try:
             yield
         finally:
-            _present = outer
+            _active_tracker = outer
 
-    def forget(self) -> None:
-        """Reset ``doing`` after an error, for this engine and for ``outside``."""
-        self.doing = outside.doing = None
+    def reset(self) -> None:
+        """Reset ``operation`` after an error, for this engine and for ``idle_tracker``."""
+        self.operation = idle_tracker.operation = None
 
 
-outside = Together(deque(maxlen=1))
+idle_tracker = CollectiveTracker(deque(maxlen=1))
 """The collectives of the process while no engine is running."""
-_present = outside
-_number = 0
+_active_tracker = idle_tracker
+_num_scopes = 0
 
 
 @contextmanager
-def collective_scope(stage: int, doing: str) -> Iterator[None]:
+def collective_scope(stage: int, operation: str) -> Iterator[None]:
     """Name the collectives in the block for the watchdog and for errors.
 
     Raises:
-        PeerLost: a RuntimeError was raised in the block; the message names ``stage`` and ``doing``.
+        PeerLost: a RuntimeError was raised in the block; the message names ``stage`` and ``operation``.
     """
-    global _number
-    present = _present
-    outer, present.doing = present.doing, doing
-    _number += 1
+    global _num_scopes
+    tracker = _active_tracker
+    outer, tracker.operation = tracker.operation, operation
+    _num_scopes += 1
     try:
         yield
-    except RuntimeError as error:  # ``doing`` is not reset, so that ``EngineWatchdog.over`` can report it
-        raise PeerLost(f"stage {stage} lost a rank while {doing}: {error}") from error
+    except RuntimeError as error:  # ``operation`` is not reset, so that ``EngineWatchdog.over`` can report it
+        raise PeerLost(f"stage {stage} lost a rank while {operation}: {error}") from error
     except BaseException:
-        present.doing = outer
+        tracker.operation = outer
         raise
-    present.doing = outer
-    present.history.append(f"ended {doing}")
+    tracker.operation = outer
+    tracker.history.append(f"ended {operation}")
 
 
 def current_collective() -> str | None:
     """Return the description of this process's current or failed collective; None if there is none."""
-    return _present.doing
+    return _active_tracker.operation
 
 
-def number_together() -> int:
+def num_collective_scopes() -> int:
     """Return how many collective scopes this process has entered, which distinguishes scopes with equal names."""
-    return _number
+    return _num_scopes

@@ -49,7 +49,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 }
 """Roles of the first arguments of each process-group method that takes tensors. torch 2.11 and 2.13 differ in some
 names."""
-_has_announced = False
+_has_logged = False
 
 
 def register() -> None:
@@ -61,16 +61,16 @@ def register() -> None:
     dist.Backend.register_backend(NAME, HostCopies, devices=["cpu", "cuda"])
 
 
-class Copied(dist.Work):
+class CopiedWork(dist.Work):
     """Work handle for running gloo operations.
 
     Args:
-        back: pairs (device tensor, host copy) of the outputs, which ``wait`` copies back.
+        outputs: pairs (device tensor, host copy) of the outputs, which ``wait`` copies back.
     """
 
-    def __init__(self, works: Sequence[Any], back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, works: Sequence[Any], outputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
-        self._works, self._back = works, back
+        self._works, self._outputs = works, outputs
         self._is_done = False
 
     @torch.no_grad()
@@ -84,10 +84,10 @@ class Copied(dist.Work):
             return True
         for work in self._works:
             work.wait(*([timeout] if timeout else []))
-        for tensor, copy in self._back:
+        for tensor, host_copy in self._outputs:
             # ``.data``, because torch's collectives do not increment the version counter either.
-            tensor.data.copy_(copy)
-        self._back, self._is_done = (), True
+            tensor.data.copy_(host_copy)
+        self._outputs, self._is_done = (), True
         return True
 
     def is_completed(self) -> bool:
@@ -105,11 +105,11 @@ class HostCopies(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
         # A second group for the base class's methods, which would call this class's methods again if run on ``self``.
-        self._plain = dist.ProcessGroup(store, rank, size)
-        for group in (self, self._plain):
+        self._gloo_group = dist.ProcessGroup(store, rank, size)
+        for group in (self, self._gloo_group):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(HOST, dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._together: list[Any] | None = None
+        self._coalesced_works: list[Any] | None = None
 
     def getBackendName(self) -> str:  # torch's spelling
         return "gloo"
@@ -121,58 +121,58 @@ class HostCopies(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         opts = dist.BarrierOptions() if opts is None else opts
         opts.device, opts.device_ids = HOST, []
-        return self._plain.barrier(opts)
+        return self._gloo_group.barrier(opts)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        self._coalesced_works = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         """Return one work handle for all operations started since ``_start_coalescing``."""
-        works, self._together = self._together, None
-        return Copied(works or (), ())
+        works, self._coalesced_works = self._coalesced_works, None
+        return CopiedWork(works or (), ())
 
     def _start(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         roles = OPERATIONS[name]
         with torch.no_grad():
-            host_args = [_handed(value, role, back) for value, role in zip(args, roles, strict=False)]
-        work = Copied([getattr(self._plain, name)(*host_args, *args[len(roles) :], **options)], back)
-        if self._together is not None:
-            self._together.append(work)
+            host_args = [_copy_to_host(value, role, outputs) for value, role in zip(args, roles, strict=False)]
+        work = CopiedWork([getattr(self._gloo_group, name)(*host_args, *args[len(roles) :], **options)], outputs)
+        if self._coalesced_works is not None:
+            self._coalesced_works.append(work)
         return work
 
 
-def _handed(value: Any, role: str, back: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _copy_to_host(value: Any, role: str, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """Return ``value``, a tensor or nested lists of tensors, with host copies in place of device tensors.
 
     Args:
         role: IN, OUT or BOTH.
-        back: receives (device tensor, host copy) for each output.
+        outputs: receives (device tensor, host copy) for each output.
     """
     if not isinstance(value, torch.Tensor):
-        return [_handed(element, role, back) for element in value]
+        return [_copy_to_host(element, role, outputs) for element in value]
     if is_host(value.device):
         return value
-    _announce(value.device)
-    copy = torch.empty(value.shape, dtype=value.dtype, device=HOST)
+    _log_once(value.device)
+    host_copy = torch.empty(value.shape, dtype=value.dtype, device=HOST)
     if role != OUT:
-        copy.copy_(value)
+        host_copy.copy_(value)
     if role != IN:
-        back.append((value, copy))
-    return copy
+        outputs.append((value, host_copy))
+    return host_copy
 
 
-def _announce(device: torch.device) -> None:
+def _log_once(device: torch.device) -> None:
     """Log once per job that tensors are copied through the host."""
-    global _has_announced
-    if not _has_announced and dist.get_rank() == 0:
+    global _has_logged
+    if not _has_logged and dist.get_rank() == 0:
         log_rank_0(
             f"{device.type} tensors are copied through the host and sent by gloo ({NAME}): slow, for tests of results"
         )
-    _has_announced = True
+    _has_logged = True
 
 
-def _operation(name: str) -> Callable[..., Any]:
+def _make_operation(name: str) -> Callable[..., Any]:
     def start(self: HostCopies, *args: Any, **options: Any) -> Any:
         return self._start(name, args, options)
 
@@ -180,4 +180,4 @@ def _operation(name: str) -> Callable[..., Any]:
 
 
 for _name in OPERATIONS:
-    setattr(HostCopies, _name, _operation(_name))
+    setattr(HostCopies, _name, _make_operation(_name))

@@ -10,7 +10,7 @@ import torch
 from tds.p2p.structure import Tensors
 
 
-def with_leaves(tensors: Sequence[torch.Tensor], is_own: bool = False) -> tuple[Tensors, list[torch.Tensor]]:
+def with_leaves(tensors: Sequence[torch.Tensor], is_local: bool = False) -> tuple[Tensors, list[torch.Tensor]]:
     """Return (inputs of the layers, leaves). After the backward, ``leaf.grad`` is the gradient of the input.
 
     The inputs share the memory of ``tensors``. They are not leaves themselves, because a layer may change its input in
@@ -18,21 +18,21 @@ def with_leaves(tensors: Sequence[torch.Tensor], is_own: bool = False) -> tuple[
     (all strides are 0).
 
     Args:
-        is_own: the tensors are outputs of another chunk on this stage. An in-place change of an input then
+        is_local: the tensors are outputs of another chunk on this stage. An in-place change of an input then
             increments the version counter of the output, so that the backward of that chunk raises an error.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
-    return (_FromLeaves.apply(tuple(tensors), is_own, *leaves) if leaves else ()), leaves
+    return (_FromLeaves.apply(tuple(tensors), is_local, *leaves) if leaves else ()), leaves
 
 
 class _FromLeaves(torch.autograd.Function):
     """Connects leaves to tensors of the same shapes: the backward passes the tensors' gradients to the leaves."""
 
     @staticmethod
-    def forward(ctx: Any, tensors: Tensors, is_own: bool, *leaves: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, tensors: Tensors, is_local: bool, *leaves: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
         # A new tensor per input, because autograd makes a view of an input that is returned unchanged.
-        return tuple(t.detach() if is_own else t.data for t in tensors)
+        return tuple(t.detach() if is_local else t.data for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

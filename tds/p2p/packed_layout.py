@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Slice:
+class TensorGroup:
     """The tensor (slice) group over which partitioned tensors are sharded."""
 
     rank: int = 0
@@ -31,28 +31,28 @@ class PackedLayout:
 
     Args:
         specs: description of each tensor.
-        cut: the tensor group over which partitioned tensors are sharded.
+        tensor_group: the tensor group over which partitioned tensors are sharded.
     """
 
-    def __init__(self, specs: Sequence[TensorMeta], cut: Slice) -> None:
+    def __init__(self, specs: Sequence[TensorMeta], tensor_group: TensorGroup) -> None:
         self.specs = tuple(specs)
-        self.cut = cut
+        self.tensor_group = tensor_group
         self.offsets: list[int] = []
         self.numels: list[int] = []
         end = 0
         for spec in self.specs:
             numel = math.prod(spec.shape)
-            if self._is_cut(spec):
-                numel = -(-numel // cut.size)
+            if self._is_sharded_tensor(spec):
+                numel = -(-numel // tensor_group.size)
             start = -(-end // ALIGNMENT) * ALIGNMENT
             self.offsets.append(start)
             self.numels.append(numel)
             end = start + numel * spec.dtype.itemsize
         self.num_bytes = max(end, 1)
-        self.is_cut = any(map(self._is_cut, self.specs))
+        self.is_sharded = any(map(self._is_sharded_tensor, self.specs))
 
-    def _is_cut(self, spec: TensorMeta) -> bool:
-        return spec.partitioned and self.cut.size > 1
+    def _is_sharded_tensor(self, spec: TensorMeta) -> bool:
+        return spec.partitioned and self.tensor_group.size > 1
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the message as uint8 [num_bytes]; a single contiguous tensor is not copied."""
@@ -72,25 +72,25 @@ class PackedLayout:
         """Return the tensors of a message. Collective over the tensor group if a tensor is partitioned."""
         tensors = []
         for spec, offset, numel in zip(self.specs, self.offsets, self.numels, strict=True):
-            piece = message[offset : offset + numel * spec.dtype.itemsize]
-            if self._is_cut(spec):
-                piece = self._gather(piece, math.prod(spec.shape) * spec.dtype.itemsize)
+            data = message[offset : offset + numel * spec.dtype.itemsize]
+            if self._is_sharded_tensor(spec):
+                data = self._gather(data, math.prod(spec.shape) * spec.dtype.itemsize)
             # .data, because tensors of one message share memory but must not share autograd's version counter.
-            tensors.append(piece.view(spec.dtype).view(spec.shape).data)
+            tensors.append(data.view(spec.dtype).view(spec.shape).data)
         return tensors
 
     def _local_bytes(self, tensor: torch.Tensor, spec: TensorMeta) -> torch.Tensor:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        if self._is_cut(spec):
-            shard_numel = -(-flat.numel() // self.cut.size)
-            shard = flat[self.cut.rank * shard_numel : (self.cut.rank + 1) * shard_numel]
+        if self._is_sharded_tensor(spec):
+            shard_numel = -(-flat.numel() // self.tensor_group.size)
+            shard = flat[self.tensor_group.rank * shard_numel : (self.tensor_group.rank + 1) * shard_numel]
             if shard.numel() < shard_numel:
                 shard = torch.cat([shard, shard.new_zeros(shard_numel - shard.numel())])
             flat = shard
         return flat.view(torch.uint8)
 
-    def _gather(self, piece: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        full = piece.new_empty(piece.numel() * self.cut.size)
+    def _gather(self, shard: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        full = shard.new_empty(shard.numel() * self.tensor_group.size)
         if full.numel():
-            dist.all_gather_into_tensor(full, piece.contiguous(), group=self.cut.group)
+            dist.all_gather_into_tensor(full, shard.contiguous(), group=self.tensor_group.group)
         return full[:num_bytes]

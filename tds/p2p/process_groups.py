@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tds import torch_api
-from tds.device import is_host, sends_over_host
+from tds.device import is_host, runs_collectives_on_host
 from tds.p2p import host_copies
 from tds.p2p.collective_scope import collective_scope
 from tds.p2p.transport import Route
-from tds.schedule import Kind, Placement
+from tds.schedule import MessageType, Placement
 from tds.torch_api import set_timeout
 
 # Timeouts: all groups of a pipeline have the timeout of the JSON or of the default process group. DeepSpeed creates its
@@ -28,11 +28,11 @@ process.
 """
 
 
-def limit_groups(groups: Iterable[Any], limit: timedelta) -> None:
+def set_group_timeouts(groups: Iterable[Any], timeout: timedelta) -> None:
     """Set the timeout of all further operations of ``groups``, except sends and receives over gloo, which ignore it."""
     for group in groups:
         grace = NCCL_GRACE if "nccl" in dist.get_backend(group) else timedelta()
-        set_timeout(group, limit + grace)
+        set_timeout(group, timeout + grace)
 
 
 # Message groups. gloo matches messages by tag, so all messages use the pipeline's group. NCCL runs the operations of a
@@ -50,7 +50,7 @@ def limit_groups(groups: Iterable[Any], limit: timedelta) -> None:
 MAX_CTAS = 4
 """Default number of CTAs per message. NCCL would use up to 32 within a node, but a message has a whole action's time to
 arrive."""
-MATCHES_TAGS = ("gloo", "mpi")
+TAG_MATCHING_BACKENDS = ("gloo", "mpi")
 """Backends that match messages by tag; all others are treated like NCCL."""
 
 Groups = dict[Route, Any]
@@ -70,42 +70,42 @@ def message_groups(
     """
     pipe_group = grid.get_pipe_parallel_group()
     backend = torch_api.backend(pipe_group, device).name()
-    if not is_host(device) and not sends_over_host() and not isinstance(pipe_group, host_copies.HostCopies):
-        refuse_host_backend(backend, grid.pipe_parallel_size, device)
+    if not is_host(device) and not runs_collectives_on_host() and not isinstance(pipe_group, host_copies.HostCopies):
+        check_backend(backend, grid.pipe_parallel_size, device)
     stage = grid.get_stage_id()
-    if backend in MATCHES_TAGS:
+    if backend in TAG_MATCHING_BACKENDS:
         return {route: pipe_group for route in routes(placement) if stage in route[1:]}, False
-    refuse_blocking_launches(grid.pipe_parallel_size)
+    check_blocking_launches(grid.pipe_parallel_size)
     limit = torch_api.default_timeout() if limit is None else limit
     timeout = None if limit is None else limit + (NCCL_GRACE if backend == "nccl" else timedelta())
     headers = pipe_group if torch_api.sends_from_host(pipe_group) else dist.new_group(backend="gloo", timeout=limit)
     groups = _device_groups(grid.pipe_groups, grid.get_global_rank(), device, backend, placement, timeout, max_ctas)
-    header_routes = [route for route in routes(placement) if route[0] is Kind.HEADER]
+    header_routes = [route for route in routes(placement) if route[0] is MessageType.HEADER]
     return groups | {route: headers for route in header_routes if stage in route[1:]}, True
 
 
 def routes(placement: Placement) -> list[Route]:
     """Return every route of a pipeline, in the same order on all ranks.
 
-    Activations and headers go from each piece to the next, gradients go back. With several chunks and the placement
-    "loop", the last stage also sends to the first. With the placement "v", each stage sends to both neighbours. Two
-    stages then have routes of each type in both directions.
+    Activations and headers go from each virtual stage to the next, gradients go back. With several chunks and the
+    placement "loop", the last stage also sends to the first. With the placement "v", each stage sends to both
+    neighbours. Two stages then have routes of each type in both directions.
     """
-    stages = map(placement.stage_of, range(placement.num_pieces))
+    stages = map(placement.stage_of, range(placement.num_virtual_stages))
     forward = [pair for pair in dict.fromkeys(itertools.pairwise(stages)) if pair[0] != pair[1]]
     backward = [(receiver, sender) for sender, receiver in forward]
     return [
         (message_type, *pair)
         for message_type, pairs in (
-            (Kind.ACTIVATION, forward),
-            (Kind.GRADIENT, backward),
-            (Kind.HEADER, forward),
+            (MessageType.ACTIVATION, forward),
+            (MessageType.GRADIENT, backward),
+            (MessageType.HEADER, forward),
         )
         for pair in pairs
     ]
 
 
-def split_in_turns(placement: Placement) -> list[list[Route]]:
+def disjoint_turns(placement: Placement) -> list[list[Route]]:
     """Partition the routes between devices into turns in which each stage occurs at most once.
 
     Within one turn, the pairs of all pipelines are disjoint, so one split of the world creates their communicators.
@@ -113,10 +113,10 @@ def split_in_turns(placement: Placement) -> list[list[Route]]:
     """
     turns: list[list[Route]] = []
     for route in routes(placement):
-        if route[0] is Kind.HEADER:
+        if route[0] is MessageType.HEADER:
             continue
-        free = (turn for turn in turns if not {s for _, *pair in turn for s in pair} & set(route[1:]))
-        turn = next(free, None)
+        free_turns = (turn for turn in turns if not {stage for _, *pair in turn for stage in pair} & set(route[1:]))
+        turn = next(free_turns, None)
         if turn is None:
             turns.append([route])
         else:
@@ -125,7 +125,7 @@ def split_in_turns(placement: Placement) -> list[list[Route]]:
 
 
 def _device_groups(
-    pipelines: Sequence[list[int]], own_rank: int, device: torch.device, backend: str, placement: Placement,
+    pipelines: Sequence[list[int]], rank: int, device: torch.device, backend: str, placement: Placement,
     timeout: timedelta | None, max_ctas: int,
 ) -> Groups:  # fmt: skip
     """Create the groups of the routes between devices for all pipelines; return the groups of this rank. Collective."""
@@ -133,22 +133,22 @@ def _device_groups(
     is_split = backend == "nccl"
     if is_split:
         torch_api.open_world(device)
-    for turn in split_in_turns(placement):
+    for turn in disjoint_turns(placement):
         pairs = [
             (sorted((ranks[source], ranks[destination])), (message_type, source, destination))
             for ranks in pipelines
             for message_type, source, destination in turn
         ]
-        own_route = next((route for pair, route in pairs if own_rank in pair), None)
+        local_route = next((route for pair, route in pairs if rank in pair), None)
         if is_split:
             options = torch_api.nccl_options(max_ctas, timeout)
             group = torch_api.split_world([pair for pair, _ in pairs], device, backend, options, timeout)
-            if own_route is not None:
-                groups[own_route] = group
+            if local_route is not None:
+                groups[local_route] = group
             continue
         for pair, route in pairs:
             group = dist.new_group(pair, backend=backend, timeout=timeout)
-            if own_rank in pair:
+            if rank in pair:
                 groups[route] = group
     return groups
 
@@ -156,7 +156,7 @@ def _device_groups(
 def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device, placement: Placement) -> None:
     """Send one byte over each route of the pipeline, in the same order on every rank. Collective."""
     for message_type, source, destination in routes(placement):
-        if message_type is Kind.HEADER or stage not in (source, destination):
+        if message_type is MessageType.HEADER or stage not in (source, destination):
             continue
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         group = groups[message_type, source, destination]
@@ -167,7 +167,7 @@ def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.de
                 dist.recv(byte, ranks[source], group=group, tag=int(message_type))
 
 
-def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> None:
+def check_backend(backend: str, num_stages: int, device: torch.device) -> None:
     """Raise ValueError if stages would have to send GPU tensors over gloo, which does not support it."""
     if backend == "gloo" and num_stages > 1:
         raise ValueError(
@@ -179,7 +179,7 @@ def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> 
         )
 
 
-def refuse_blocking_launches(num_stages: int) -> None:
+def check_blocking_launches(num_stages: int) -> None:
     """Raise ValueError if CUDA_LAUNCH_BLOCKING is set: the host would block on receives that are posted in advance."""
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "")
     if num_stages > 1 and blocking not in ("", "0"):

@@ -20,19 +20,21 @@ CONTAINERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 class Structure:
     """The container of a stage's output without its tensors; ``keys`` are the keys of a dict in order."""
 
-    form: type = torch.Tensor
+    container: type = torch.Tensor
     keys: tuple[str, ...] = ()
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return ``tensors`` in this container."""
-        if self.form is torch.Tensor:
+        if self.container is torch.Tensor:
             return tensors[0]
-        if self.form is dict:
+        if self.container is dict:
             return dict(zip(self.keys, tensors, strict=True))
-        return self.form(tensors)
+        return self.container(tensors)
 
     def __str__(self) -> str:
-        return f"dict of {', '.join(map(repr, self.keys))}" if self.form is dict else self.form.__name__.lower()
+        return (
+            f"dict of {', '.join(map(repr, self.keys))}" if self.container is dict else self.container.__name__.lower()
+        )
 
 
 SINGLE = Structure()

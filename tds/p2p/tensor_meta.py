@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tds.p2p.boundary import Boundary, BoundaryError, Records, dtype_name
-from tds.p2p.boundary_layers import Place
+from tds.p2p.boundary_layers import BoundarySide
 from tds.p2p.structure import Structure
 
 _log = logging.getLogger("tds")
@@ -38,7 +38,7 @@ def describe(
     tensors: Sequence[torch.Tensor],
     structure: Structure,
     records: Records | None,
-    place: Place,
+    side: BoundarySide,
     *,
     is_training: bool,
     marks_all: bool = False,
@@ -47,7 +47,7 @@ def describe(
 
     Args:
         records: the declaration of this boundary; None: it is not declared.
-        place: name of the output for error messages.
+        side: name of the output for error messages.
         marks_all: reentrant recompute is on, which makes every float output require a gradient. Floats declared without
             a gradient are then sent without one instead of raising an error.
 
@@ -61,46 +61,48 @@ def describe(
         )
     if len(tensors) != len(records):
         raise BoundaryError(
-            f"{place} must return the {len(records)} declared tensors "
-            f"({', '.join(_declared(record) for record in records)}), got {len(tensors)} "
+            f"{side} must return the {len(records)} declared tensors "
+            f"({', '.join(_format_declared(record) for record in records)}), got {len(tensors)} "
             f"({', '.join(map(format_tensor, tensors))}). "
             "Change the layer's output or _input_grad, _input_type and _input_pipe_partitioned."
         )
     names = tuple(record.name for record in records)
     if structure.keys and all(names) and structure.keys != names:
-        raise BoundaryError(f"{place} must return a dict with the declared names {names} in order, got {structure}")
+        raise BoundaryError(f"{side} must return a dict with the declared names {names} in order, got {structure}")
     names = structure.keys or names
     return tuple(
-        _describe_one(tensor, record, place.tensor(index, names[index]), is_training, marks_all)
+        _describe_tensor(tensor, record, side.describe_tensor(index, names[index]), is_training, marks_all)
         for index, (tensor, record) in enumerate(zip(tensors, records, strict=True))
     )
 
 
-def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool, marks_all: bool) -> TensorMeta:
+def _describe_tensor(
+    tensor: torch.Tensor, record: Boundary, location: str, is_training: bool, marks_all: bool
+) -> TensorMeta:
     got = format_tensor(tensor)
-    if not record.fits(tensor.dtype):
-        text = f"{place}: declared {dtype_name(record.dtype)}, got"
+    if not record.accepts(tensor.dtype):
+        text = f"{location}: declared {dtype_name(record.dtype)}, got"
         if not _is_float_declared_int(record, tensor.dtype):
             raise BoundaryError(f"{text} {got}. Change the layer's output or _input_type.")
         _warn_once(f"{text} {dtype_name(tensor.dtype)}; it is sent unchanged, without a gradient")
     if is_training and record.needs_grad and not tensor.requires_grad:
         raise BoundaryError(
-            f"{place}: declared with a gradient, got {got} that requires none. Do not detach it (reentrant recompute "
-            "of a layer whose input needs no gradient detaches it too), or set _input_grad to False."
+            f"{location}: declared with a gradient, got {got} that requires none. Do not detach it (reentrant "
+            "recompute of a layer whose input needs no gradient detaches it too), or set _input_grad to False."
         )
     if is_training and tensor.requires_grad and not record.needs_grad and not marks_all:
         raise BoundaryError(
-            f"{place}: declared without a gradient, got {got} that requires one, which would be lost. "
+            f"{location}: declared without a gradient, got {got} that requires one, which would be lost. "
             "Detach it in the layer, or set _input_grad to True."
         )
     return TensorMeta(tensor.dtype, tuple(tensor.shape), is_training and bool(record.needs_grad), record.partitioned)
 
 
 def check_same(
-    now: tuple[TensorMeta, ...],
+    current: tuple[TensorMeta, ...],
     first: tuple[TensorMeta, ...],
     structures: tuple[Structure, Structure],
-    place: Place,
+    side: BoundarySide,
     *,
     micro_batch: int,
     names: Sequence[str] = (),
@@ -108,48 +110,50 @@ def check_same(
     """Raise BoundaryError if the outputs of two micro-batches of a call have different descriptions.
 
     Args:
-        now: description of the output of ``micro_batch``.
+        current: description of the output of ``micro_batch``.
         first: description of the first output of the call.
         structures: the structures of both outputs, in this order.
     """
-    for index, (spec, expected) in enumerate(zip(now, first, strict=False)):
+    for index, (spec, expected) in enumerate(zip(current, first, strict=False)):
         if spec != expected:
-            grad = "" if spec.needs_grad == expected.needs_grad else f" with gradient={spec.needs_grad}"
+            grad_text = "" if spec.needs_grad == expected.needs_grad else f" with gradient={spec.needs_grad}"
             raise BoundaryError(
                 "shapes and dtypes must stay the same within one train_batch or eval_batch: "
-                f"{place.tensor(index, names[index] if names else '')} was {expected}, got {spec}{grad} at micro-batch "
-                f"{micro_batch}. Pad the micro-batches of one call to one shape, or build the PipelineModule with "
-                "dynamic_shape=True."
+                f"{side.describe_tensor(index, names[index] if names else '')} was {expected}, got {spec}{grad_text} "
+                f"at micro-batch {micro_batch}. Pad the micro-batches of one call to one shape, or build the "
+                "PipelineModule with dynamic_shape=True."
             )
-    if len(now) != len(first) or structures[0] != structures[1]:
+    if len(current) != len(first) or structures[0] != structures[1]:
         raise BoundaryError(
-            f"{place} returned {len(first)} tensors as {structures[1]} before, got {len(now)} as {structures[0]} at "
+            f"{side} returned {len(first)} tensors as {structures[1]} before, got {len(current)} as {structures[0]} at "
             f"micro-batch {micro_batch}. Return the same structure within one call, or build the PipelineModule with "
             "dynamic_shape=True."
         )
 
 
-def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place: Place, is_training: bool) -> None:
+def check_received(
+    specs: tuple[TensorMeta, ...], records: Records | None, side: BoundarySide, is_training: bool
+) -> None:
     """Raise BoundaryError if the tensors of a header do not match this rank's declaration."""
     if records is None:
         return
     if len(specs) != len(records):
         raise BoundaryError(
-            f"{place} expects the {len(records)} declared tensors, but the sender announces {len(specs)} "
+            f"{side} expects the {len(records)} declared tensors, but the sender announces {len(specs)} "
             f"({', '.join(map(str, specs))}). Use the same declaration on every rank."
         )
     for index, (spec, record) in enumerate(zip(specs, records, strict=True)):
         grad_differs = is_training and spec.needs_grad != record.needs_grad
-        dtype_differs = not record.fits(spec.dtype) and not _is_float_declared_int(record, spec.dtype)
+        dtype_differs = not record.accepts(spec.dtype) and not _is_float_declared_int(record, spec.dtype)
         if dtype_differs or grad_differs or spec.partitioned != record.partitioned:
             raise BoundaryError(
-                f"{place.tensor(index, record.name)}: declared on this rank as {_declared(record)} with gradient="
-                f"{record.needs_grad}, partitioned={record.partitioned}; the sender announces {spec} with gradient="
-                f"{spec.needs_grad}, partitioned={spec.partitioned}. Use the same declaration on every rank."
+                f"{side.describe_tensor(index, record.name)}: declared on this rank as {_format_declared(record)} with "
+                f"gradient={record.needs_grad}, partitioned={record.partitioned}; the sender announces {spec} with "
+                f"gradient={spec.needs_grad}, partitioned={spec.partitioned}. Use the same declaration on every rank."
             )
 
 
-def _declared(record: Boundary) -> str:
+def _format_declared(record: Boundary) -> str:
     return f"{record.name} {dtype_name(record.dtype)}".strip()
 
 

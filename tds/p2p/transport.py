@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from tds import torch_api
 from tds.clocks import Clock, HostClock
-from tds.device import is_host, keep_for_current_stream
+from tds.device import is_host, record_current_stream
 from tds.p2p.collective_scope import PeerLost
-from tds.p2p.host_copies import Copied
-from tds.p2p.packed_layout import Slice
-from tds.schedule import Action, Kind, Message
+from tds.p2p.host_copies import CopiedWork
+from tds.p2p.packed_layout import TensorGroup
+from tds.schedule import Action, Message, MessageType
 
-HISTORY = 20
-Route = tuple[Kind, int, int]
+HISTORY_LENGTH = 20
+Route = tuple[MessageType, int, int]
 """(message type, sending stage, receiving stage)."""
 
 
@@ -31,18 +31,18 @@ class StageLinks:
     Attributes:
         ranks: global ranks of the pipeline, by stage.
         groups: process group of each route from and to this stage.
-        cut: the tensor group over which partitioned tensors are sharded.
+        tensor_group: the tensor group over which partitioned tensors are sharded.
         timeout: time limit of waits over gloo, which ignore the group's timeout. NCCL has its own watchdog.
-        are_own: the groups between devices are only used for messages, so they may be aborted.
+        are_dedicated: the groups between devices are only used for messages, so they may be aborted.
     """
 
     stage: int
     ranks: Sequence[int]
     groups: dict[Route, Any]
-    cut: Slice
+    tensor_group: TensorGroup
     device: torch.device
     timeout: timedelta | None = None
-    are_own: bool = False
+    are_dedicated: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -58,7 +58,7 @@ too. The grace period lets the watchdog raise the alarm, and all ranks report th
 class P2PHandle:
     """A running send or receive; ``buffer`` must stay alive until it has completed."""
 
-    kind: Kind
+    message_type: MessageType
     message: Message
     buffer: torch.Tensor
     work: Any
@@ -74,7 +74,7 @@ class Transport:
         window: maximum number of pending sends per message type and peer; further sends wait. None: no limit.
         history: the last messages that were sent or received, and the collectives that ended.
         waiting: the message that is being waited for, or whose wait failed.
-        beside: the stream on which an accelerator receives.
+        receive_stream: the stream on which an accelerator receives.
     """
 
     links: StageLinks
@@ -82,55 +82,60 @@ class Transport:
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     action: Action | None = None
     window: int | None = None
-    history: deque[tuple[str, Kind, Message] | str] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    waiting: tuple[str, Kind, Message] | None = None
-    beside: Any = None
-    _sending: dict[tuple[Kind, int], deque[P2PHandle]] = field(default_factory=lambda: defaultdict(deque))  # by peer
+    history: deque[tuple[str, MessageType, Message] | str] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
+    waiting: tuple[str, MessageType, Message] | None = None
+    receive_stream: Any = None
+    _pending_sends: dict[tuple[MessageType, int], deque[P2PHandle]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )  # by peer
 
-    def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
+    def send(self, message_type: MessageType, message: Message, buffer: torch.Tensor) -> None:
         """Start sending ``buffer``, which must not change until the send has completed."""
-        sends = self._sending[kind, message.peer]
-        sends.append(self._start(dist.isend, kind, message, buffer))
-        self.history.append(("sent", kind, message))
-        if not is_host(self.links.device) and kind is not Kind.HEADER:
+        sends = self._pending_sends[message_type, message.peer]
+        sends.append(self._start(dist.isend, message_type, message, buffer))
+        self.history.append(("sent", message_type, message))
+        if not is_host(self.links.device) and message_type is not MessageType.HEADER:
             while sends and sends[0].work.is_completed():  # a query of an event; gloo only completes in wait
                 sends.popleft()
         while self.window is not None and len(sends) > self.window:
             self._wait(sends.popleft(), "sending")
 
-    def receive(self, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
+    def receive(self, message_type: MessageType, message: Message, buffer: torch.Tensor) -> P2PHandle:
         """Start receiving into ``buffer``."""
-        return self._start(dist.irecv, kind, message, buffer)
+        return self._start(dist.irecv, message_type, message, buffer)
 
     def wait_for(self, transfer: P2PHandle) -> torch.Tensor:
         """Wait for a receive and return its bytes."""
         start = self.clock.mark()
         self._wait(transfer, "receiving")
-        if self.beside is not None and transfer.kind is not Kind.HEADER:
-            keep_for_current_stream(transfer.buffer)
+        if self.receive_stream is not None and transfer.message_type is not MessageType.HEADER:
+            record_current_stream(transfer.buffer)
         self.waits.append((start, self.clock.mark()))
-        self.history.append(("received", transfer.kind, transfer.message))
+        self.history.append(("received", transfer.message_type, transfer.message))
         return transfer.buffer
 
-    def let_go(self, answer: Message) -> None:
-        """Free the buffers of sent activations, up to and including the activation whose gradient is ``answer``.
+    def release_activations(self, gradient: Message) -> None:
+        """Free the buffers of sent activations, up to and including the activation whose gradient is ``gradient``.
 
         The peer has received that activation before it sent the gradient, so these sends have completed.
         """
-        sends, answered = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)
+        sends, activation_key = (
+            self._pending_sends[MessageType.ACTIVATION, gradient.peer],
+            (gradient.micro_batch, gradient.chunk),
+        )
         sent_keys = [(handle.message.micro_batch, handle.message.chunk) for handle in sends]
-        for _ in range(sent_keys.index(answered) + 1 if answered in sent_keys else 0):
+        for _ in range(sent_keys.index(activation_key) + 1 if activation_key in sent_keys else 0):
             self._wait(sends.popleft(), "sending")
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        for sends in self._sending.values():
+        for sends in self._pending_sends.values():
             while sends:
                 self._wait(sends.popleft(), "sending")
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the state of a failed call."""
-        for sends in self._sending.values():
+        for sends in self._pending_sends.values():
             sends.clear()
         self.waits.clear()
 
@@ -140,42 +145,48 @@ class Transport:
         Without this, posted receives would block the device forever, since no rank sends to them any more. The groups
         are unusable afterwards.
         """
-        if is_host(self.links.device) or not self.links.are_own:
+        if is_host(self.links.device) or not self.links.are_dedicated:
             return False
         groups = {
-            id(group): group for (msg_type, *_), group in self.links.groups.items() if msg_type is not Kind.HEADER
+            id(group): group
+            for (msg_type, *_), group in self.links.groups.items()
+            if msg_type is not MessageType.HEADER
         }
         for group in groups.values():
             torch_api.abort(group, self.links.device)
         return True
 
-    def _start(self, operation: Any, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
+    def _start(self, operation: Any, message_type: MessageType, message: Message, buffer: torch.Tensor) -> P2PHandle:
         stage, peer = self.links.stage, message.peer
-        route = (kind, stage, peer) if operation is dist.isend else (kind, peer, stage)
+        route = (message_type, stage, peer) if operation is dist.isend else (message_type, peer, stage)
         try:
-            work = operation(buffer, self.links.ranks[peer], group=self.links.groups[route], tag=int(kind))
+            work = operation(buffer, self.links.ranks[peer], group=self.links.groups[route], tag=int(message_type))
         except RuntimeError as error:
-            doing = "sending" if operation is dist.isend else "receiving"
-            raise self._lost(error, P2PHandle(kind, message, buffer, None), doing) from error
-        return P2PHandle(kind, message, buffer, work)
+            verb = "sending" if operation is dist.isend else "receiving"
+            raise self._peer_lost(error, P2PHandle(message_type, message, buffer, None), verb) from error
+        return P2PHandle(message_type, message, buffer, work)
 
-    def _wait(self, transfer: P2PHandle, doing: str) -> None:
-        self.waiting = doing, transfer.kind, transfer.message
-        is_over_gloo = transfer.kind is Kind.HEADER or is_host(self.links.device) or isinstance(transfer.work, Copied)
+    def _wait(self, transfer: P2PHandle, verb: str) -> None:
+        self.waiting = verb, transfer.message_type, transfer.message
+        is_over_gloo = (
+            transfer.message_type is MessageType.HEADER
+            or is_host(self.links.device)
+            or isinstance(transfer.work, CopiedWork)
+        )
         try:
             if is_over_gloo and self.links.timeout is not None:
                 transfer.work.wait(self.links.timeout + GLOO_GRACE)
             else:
                 transfer.work.wait()
         except RuntimeError as error:
-            raise self._lost(error, transfer, doing) from error
+            raise self._peer_lost(error, transfer, verb) from error
         self.waiting = None
 
-    def _lost(self, error: RuntimeError, transfer: P2PHandle, doing: str) -> PeerLost:
+    def _peer_lost(self, error: RuntimeError, transfer: P2PHandle, verb: str) -> PeerLost:
         message, peer = transfer.message, transfer.message.peer
         chunk = f" chunk {message.chunk}" if message.chunk else ""
-        during = f" during {self.action}" if self.action is not None and doing == "receiving" else ""
+        during = f" during {self.action}" if self.action is not None and verb == "receiving" else ""
         return PeerLost(
-            f"stage {self.links.stage} lost stage {peer} (rank {self.links.ranks[peer]}) while {doing} the "
-            f"{transfer.kind.name.lower()} of micro-batch {message.micro_batch}{chunk}{during}: {error}"
+            f"stage {self.links.stage} lost stage {peer} (rank {self.links.ranks[peer]}) while {verb} the "
+            f"{transfer.message_type.name.lower()} of micro-batch {message.micro_batch}{chunk}{during}: {error}"
         )

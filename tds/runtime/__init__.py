@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tds.deepspeed.alias import follow
+from tds.deepspeed.alias import forward_to_deepspeed
 from tds.runtime import pipe as pipe
 
-follow(__name__, {})
+forward_to_deepspeed(__name__, {})

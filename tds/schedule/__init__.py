@@ -1,5 +1,8 @@
 """Pipeline schedules: pure functions that return the ordered actions of each stage."""
 
+from typing import Any
+
+from tds.renamed import warn_renamed
 from tds.schedule.actions import (
     LOOP,
     PLACEMENTS,
@@ -8,13 +11,13 @@ from tds.schedule.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Kind,
     Message,
+    MessageType,
     Order,
     Placement,
     V,
-    received,
-    sent,
+    received_message,
+    sent_message,
 )
 from tds.schedule.schedule_file import FileSchedule, read_schedule, write_schedule
 from tds.schedule.schedules import (
@@ -30,6 +33,17 @@ from tds.schedule.simulate import Choice, Costs, Span, Timeline, choose, simulat
 from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 from tds.schedule.validate import ScheduleError, validate
 
+_FORMER_NAMES = {"Kind": "MessageType", "received": "received_message", "sent": "sent_message"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function or class under its former name, with a warning."""
+    if name not in _FORMER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_renamed(f"{__name__}.{name}", _FORMER_NAMES[name])
+    return globals()[_FORMER_NAMES[name]]
+
+
 __all__ = [
     "LOOP",
     "PLACEMENTS",
@@ -42,8 +56,8 @@ __all__ = [
     "Costs",
     "FileSchedule",
     "Forward",
-    "Kind",
     "Message",
+    "MessageType",
     "Order",
     "Placement",
     "ScheduleError",
@@ -57,9 +71,9 @@ __all__ = [
     "interleaved",
     "one_forward_one_backward",
     "read_schedule",
-    "received",
+    "received_message",
     "schedule_named",
-    "sent",
+    "sent_message",
     "simulate",
     "validate",
     "write_schedule",

@@ -1,10 +1,12 @@
-"""Actions of a schedule, the placement of the model's pieces on the stages, and the messages of actions."""
+"""Actions of a schedule, the placement of the virtual stages on the stages, and the messages of actions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+
+from tds.renamed import Renamed
 
 # Actions. A schedule is a list of actions for each stage.
 
@@ -18,19 +20,19 @@ class Action:
 
 
 class Forward(Action):
-    """Run the layers and send the output to the next piece; the last piece computes the loss."""
+    """Run the layers and send the output to the next virtual stage; the last one computes the loss."""
 
     __slots__ = ()
 
 
 class Backward(Action):
-    """Run the full backward: compute the weight gradients, and the input gradient for the previous piece."""
+    """Run the full backward: compute the weight gradients, and the input gradient for the previous virtual stage."""
 
     __slots__ = ()
 
 
 class BackwardInput(Action):
-    """Compute the input gradient, which the previous piece waits for, and defer weight gradients."""
+    """Compute the input gradient, which the previous virtual stage waits for, and defer weight gradients."""
 
     __slots__ = ()
 
@@ -41,15 +43,16 @@ class BackwardWeight(Action):
     __slots__ = ()
 
 
-# Placement of the pieces. With c chunks per stage, the model is split into p c pieces, and each stage has c of them.
+# Placement of the virtual stages. With c chunks per stage, the model is split into p c virtual stages, and each stage
+# has c of them.
 #
-# | placement | stages of pieces 0, 1, ... for p = 3, c = 2 | piece of chunk c on stage s |
+# | placement | stages of virtual stages 0, 1, ... for p = 3, c = 2 | virtual stage of chunk c on stage s |
 # |---|---|---|
 # | loop | 0 1 2 0 1 2 | c p + s |
 # | v | 0 1 2 2 1 0 | c p + s for even c, c p + p - 1 - s for odd c |
 #
-# With two chunks in a "v", the first and the last piece are on stage 0. Consecutive pieces at a turn are on the same
-# stage, so their message needs no communication.
+# With two chunks in a "v", the first and the last virtual stage are on stage 0. Consecutive virtual stages at a turn
+# are on the same stage, so their message needs no communication.
 
 LOOP, V = "loop", "v"
 PLACEMENTS = (LOOP, V)
@@ -57,7 +60,7 @@ PLACEMENTS = (LOOP, V)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Assignment of the model's pieces to stages.
+    """Assignment of the virtual stages to the stages.
 
     Raises:
         ValueError: the kind is unknown, or "v" with a single chunk.
@@ -65,47 +68,52 @@ class Placement:
 
     num_stages: int
     num_chunks: int = 1
-    kind: str = LOOP
+    style: str = LOOP
 
     def __post_init__(self) -> None:
-        if self.kind not in PLACEMENTS or (self.kind == V and self.num_chunks == 1):
+        if self.style not in PLACEMENTS or (self.style == V and self.num_chunks == 1):
             raise ValueError(
                 f"placement must be one of {', '.join(PLACEMENTS)}, and {V} needs 2 or more chunks per stage, "
-                f"got {self.kind!r} with {self.num_chunks} chunks"
+                f"got {self.style!r} with {self.num_chunks} chunks"
             )
 
     @property
-    def num_pieces(self) -> int:
+    def num_virtual_stages(self) -> int:
         return self.num_stages * self.num_chunks
 
-    def piece(self, stage: int, chunk: int) -> int:
-        """Return the index of the piece that ``stage`` has as ``chunk``."""
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Return the index of the virtual stage that ``stage`` has as ``chunk``."""
         return chunk * self.num_stages + self._mirrored(stage, chunk)
 
-    def stage_of(self, piece: int) -> int:
-        """Return the stage of a piece. Indices before the first or after the last piece continue the pattern."""
-        chunk, position = divmod(piece, self.num_stages)
+    def stage_of(self, virtual_stage: int) -> int:
+        """Return the stage of a virtual stage. Indices below 0 or after the last one continue the pattern."""
+        chunk, position = divmod(virtual_stage, self.num_stages)
         return self._mirrored(position, chunk)
 
-    def own_pieces(self, stage: int) -> list[int]:
-        """Return the pieces of a stage in the order of its chunks."""
-        return [self.piece(stage, chunk) for chunk in range(self.num_chunks)]
+    kind = Renamed("style")
+    num_pieces = Renamed("num_virtual_stages")
+    piece = Renamed("virtual_stage")
+    own_pieces = Renamed("virtual_stages_of")
+
+    def virtual_stages_of(self, stage: int) -> list[int]:
+        """Return the virtual stages of a stage in the order of its chunks."""
+        return [self.virtual_stage(stage, chunk) for chunk in range(self.num_chunks)]
 
     @property
     def last_stage(self) -> int:
         """The stage that computes the loss."""
-        return self.stage_of(self.num_pieces - 1)
+        return self.stage_of(self.num_virtual_stages - 1)
 
-    def _mirrored(self, place: int, chunk: int) -> int:
-        return self.num_stages - 1 - place if self.kind == V and chunk % 2 else place
+    def _mirrored(self, position: int, chunk: int) -> int:
+        return self.num_stages - 1 - position if self.style == V and chunk % 2 else position
 
 
 # Messages. The communication of a stage is derived from its actions.
 
-SENDS_GRADIENTS = (Backward, BackwardInput)
+GRADIENT_SENDERS = (Backward, BackwardInput)
 
 
-class Kind(IntEnum):
+class MessageType(IntEnum):
     """Type of a message; also its communication tag."""
 
     ACTIVATION = 0
@@ -115,38 +123,39 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Activations of one micro-batch for the next piece, or their gradients for the previous one.
+    """Activations of one micro-batch for the next virtual stage, or their gradients for the previous one.
 
-    ``received`` and ``sent`` describe a message from the point of view of one stage.
+    ``received_message`` and ``sent_message`` describe a message from the point of view of one stage.
 
     Attributes:
-        chunk: the chunk of that stage: the receiving chunk in ``received``, the sending chunk in ``sent``.
+        chunk: the chunk of that stage: the receiving chunk in ``received_message``, the sending chunk in
+            ``sent_message``.
         peer: the other stage. If it is the same stage, nothing is transferred.
     """
 
-    kind: Kind
+    message_type: MessageType
     micro_batch: int
     chunk: int
     peer: int
 
 
-def received(action: Action, stage: int, placement: Placement) -> Message | None:
+def received_message(action: Action, stage: int, placement: Placement) -> Message | None:
     """Return the message that ``action`` on ``stage`` waits for, or None."""
-    piece = placement.piece(stage, action.chunk)
-    if isinstance(action, Forward) and piece > 0:
-        return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, placement.stage_of(piece - 1))
-    if isinstance(action, SENDS_GRADIENTS) and piece < placement.num_pieces - 1:
-        return Message(Kind.GRADIENT, action.micro_batch, action.chunk, placement.stage_of(piece + 1))
+    virtual_stage = placement.virtual_stage(stage, action.chunk)
+    if isinstance(action, Forward) and virtual_stage > 0:
+        return Message(MessageType.ACTIVATION, action.micro_batch, action.chunk, placement.stage_of(virtual_stage - 1))
+    if isinstance(action, GRADIENT_SENDERS) and virtual_stage < placement.num_virtual_stages - 1:
+        return Message(MessageType.GRADIENT, action.micro_batch, action.chunk, placement.stage_of(virtual_stage + 1))
     return None
 
 
-def sent(action: Action, stage: int, placement: Placement) -> Message | None:
+def sent_message(action: Action, stage: int, placement: Placement) -> Message | None:
     """Return the message that ``action`` on ``stage`` sends at its end, or None."""
-    piece = placement.piece(stage, action.chunk)
-    if isinstance(action, Forward) and piece < placement.num_pieces - 1:
-        return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, placement.stage_of(piece + 1))
-    if isinstance(action, SENDS_GRADIENTS) and piece > 0:
-        return Message(Kind.GRADIENT, action.micro_batch, action.chunk, placement.stage_of(piece - 1))
+    virtual_stage = placement.virtual_stage(stage, action.chunk)
+    if isinstance(action, Forward) and virtual_stage < placement.num_virtual_stages - 1:
+        return Message(MessageType.ACTIVATION, action.micro_batch, action.chunk, placement.stage_of(virtual_stage + 1))
+    if isinstance(action, GRADIENT_SENDERS) and virtual_stage > 0:
+        return Message(MessageType.GRADIENT, action.micro_batch, action.chunk, placement.stage_of(virtual_stage - 1))
     return None
 
 

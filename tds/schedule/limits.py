@@ -37,17 +37,17 @@ def send_window(
         ScheduleError: the schedule does not complete with any window.
     """
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    prove = functools.partial(
+    check_window = functools.partial(
         validate, stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training, placement=placement
     )
     window, num_messages = num_stages + 1, num_micro_batches * num_chunks
     while window < num_messages:
         try:
-            prove(window=window)
+            check_window(window=window)
             return window
         except ScheduleError:
             window *= 2
-    prove()
+    check_window()
     return num_messages
 
 
@@ -59,8 +59,8 @@ def send_window(
 # To avoid this, one run of the schedule is recorded action by action. A receive is posted only after all actions of its
 # stage that precede the send in the recorded run. If the actions run in the recorded order, every message arrives
 # in time, even if each host waits for its device before each action. A run with fewer waits completes as well. In
-# addition, a receive is posted at most ``ahead`` actions before it is needed, with the smallest ``ahead`` for which the
-# schedule completes: 1 for 1F1B, GPipe and ZB-H1, mostly 1 to 3 with chunks, whose messages form a ring.
+# addition, a receive is posted at most ``num_ahead`` actions before it is needed, with the smallest ``num_ahead`` for
+# which the schedule completes: 1 for 1F1B, GPipe and ZB-H1, mostly 1 to 3 with chunks, whose messages form a ring.
 
 Posts = tuple[tuple[int, ...], ...]
 """For each action of a stage, the indices of the actions whose receives are posted before it."""
@@ -70,23 +70,23 @@ class _Message(NamedTuple):
     """A message between two stages. Actions are given by their index on their stage.
 
     Args:
-        sent_by: the action of ``sender`` that sends the message.
-        taken_by: the action of ``receiver`` that needs the message.
+        send_idx: the action of ``sender`` that sends the message.
+        receive_idx: the action of ``receiver`` that needs the message.
         earliest: the first action of ``receiver`` before which the receive may be posted.
     """
 
     sender: int
-    sent_by: int
+    send_idx: int
     receiver: int
-    taken_by: int
+    receive_idx: int
     earliest: int
 
 
 class _Condition(NamedTuple):
-    """The condition that ``stage`` has completed the wait before its action with index ``number``."""
+    """The condition that ``stage`` has completed the wait before its action with index ``action_idx``."""
 
     stage: int
-    number: int
+    action_idx: int
 
 
 @functools.lru_cache(maxsize=32)
@@ -104,13 +104,13 @@ def receive_posts(
     """
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
     messages = _messages_between(stages, num_chunks, placement)
-    for ahead in itertools.count(1):
-        posted_before = [max(message.earliest, message.taken_by - ahead) for message in messages]
+    for num_ahead in itertools.count(1):
+        posted_before = [max(message.earliest, message.receive_idx - num_ahead) for message in messages]
         if _completes(messages, posted_before, [len(actions) for actions in stages]):
             break
     posts: list[list[list[int]]] = [[[] for _ in actions] for actions in stages]
     for message, idx in zip(messages, posted_before, strict=True):
-        posts[message.receiver][idx].append(message.taken_by)
+        posts[message.receiver][idx].append(message.receive_idx)
     return tuple(tuple(map(tuple, stage_posts)) for stage_posts in posts)
 
 
@@ -123,20 +123,20 @@ def _messages_between(stages: Sequence[Sequence[Action]], num_chunks: int, place
     free_at = [0] * len(stages)
     arrives_at: dict[Any, int] = {}
     for event in run(stages, num_chunks, placement=placement):
-        stage, action, source, takes, target, sends = event
-        start = free_at[stage] if source is None else max(free_at[stage], arrives_at.pop((source, takes)))
-        free_at[stage] = arrives_at[target, sends] = start + (2 if isinstance(action, Backward) else 1)
+        stage, action, source, received_content, target, sent_content = event
+        start = free_at[stage] if source is None else max(free_at[stage], arrives_at.pop((source, received_content)))
+        free_at[stage] = arrives_at[target, sent_content] = start + (2 if isinstance(action, Backward) else 1)
         started.append((start, event))
     num_started = [0] * len(stages)
     sent: dict[Any, tuple[int, int, int]] = {}
     messages = []
-    for _, (stage, _, source, takes, target, sends) in sorted(started, key=itemgetter(0)):
+    for _, (stage, _, source, received_content, target, sent_content) in sorted(started, key=itemgetter(0)):
         if source is not None:
-            sender, send_idx, earliest = sent.pop((source, takes))
+            sender, send_idx, earliest = sent.pop((source, received_content))
             if sender != stage:
                 messages.append(_Message(sender, send_idx, stage, num_started[stage], earliest))
         if target is not None:
-            sent[target, sends] = stage, num_started[stage], num_started[target.receiver]
+            sent[target, sent_content] = stage, num_started[stage], num_started[target.receiver]
         num_started[stage] += 1
     return messages
 
@@ -153,20 +153,20 @@ def _completes(messages: Sequence[_Message], posted_before: Sequence[int], num_a
     """
     conditions: list[list[list[_Condition]]] = [[[] for _ in range(count + 1)] for count in num_actions]
     for message, idx in zip(messages, posted_before, strict=True):
-        conditions[message.receiver][idx].append(_Condition(message.sender, message.sent_by))
-        conditions[message.sender][message.sent_by + 1].append(_Condition(message.receiver, idx - 1))
+        conditions[message.receiver][idx].append(_Condition(message.sender, message.send_idx))
+        conditions[message.sender][message.send_idx + 1].append(_Condition(message.receiver, idx - 1))
 
     passed = [-1] * len(num_actions)  # by stage: the last action whose wait has completed; the end counts as an action
     blocked: list[list[tuple[int, int]]] = [[] for _ in num_actions]  # by stage: (action it must pass, waiting stage)
-    to_try = list(range(len(num_actions)))
-    while to_try:
-        stage = to_try.pop()
+    pending_stages = list(range(len(num_actions)))
+    while pending_stages:
+        stage = pending_stages.pop()
         while passed[stage] < num_actions[stage]:
-            unmet = next((c for c in conditions[stage][passed[stage] + 1] if passed[c.stage] < c.number), None)
+            unmet = next((c for c in conditions[stage][passed[stage] + 1] if passed[c.stage] < c.action_idx), None)
             if unmet is not None:
-                blocked[unmet.stage].append((unmet.number, stage))
+                blocked[unmet.stage].append((unmet.action_idx, stage))
                 break
             passed[stage] += 1
-        to_try += [waiter for idx, waiter in blocked[stage] if idx <= passed[stage]]
+        pending_stages += [waiter for idx, waiter in blocked[stage] if idx <= passed[stage]]
         blocked[stage] = [(idx, waiter) for idx, waiter in blocked[stage] if idx > passed[stage]]
     return passed == list(num_actions)

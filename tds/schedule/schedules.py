@@ -39,7 +39,7 @@ from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 # Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 
 FORWARD_TICKS, BACKWARD_TICKS = 1, 2
-Place = tuple[int, int]
+ChunkKey = tuple[int, int]
 """(micro-batch, chunk)"""
 
 
@@ -64,7 +64,7 @@ def interleaved(
     return list(_all_stages(num_stages, num_micro_batches, num_chunks, group_size or num_stages)[stage])
 
 
-def in_rounds(group_size: int, num_micro_batches: int, num_chunks: int) -> list[Place]:
+def forward_sequence(group_size: int, num_micro_batches: int, num_chunks: int) -> list[ChunkKey]:
     """Return the sequence of forwards that all stages share, in rounds of ``group_size`` micro-batches."""
     return [
         (micro_batch, chunk)
@@ -78,10 +78,10 @@ def in_rounds(group_size: int, num_micro_batches: int, num_chunks: int) -> list[
 def _all_stages(
     num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int
 ) -> tuple[tuple[Action, ...], ...]:
-    return _Weaver(num_stages, num_micro_batches, num_chunks, group_size).run()
+    return _InterleavedSimulator(num_stages, num_micro_batches, num_chunks, group_size).run()
 
 
-class _Weaver:
+class _InterleavedSimulator:
     """Simulates the pipeline in ticks and records the actions of each stage.
 
     All stages run the same sequence of forwards and the same sequence of backwards, so the progress of a stage is a
@@ -90,21 +90,22 @@ class _Weaver:
     """
 
     def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int) -> None:
-        self.last = num_stages - 1
-        self.rounds_are_whole = num_micro_batches % group_size == 0
-        self.forwards = in_rounds(group_size, num_micro_batches, num_chunks)
+        self.last_stage = num_stages - 1
+        self.has_full_rounds = num_micro_batches % group_size == 0
+        self.forwards = forward_sequence(group_size, num_micro_batches, num_chunks)
         self.backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in self.forwards]
         forward_at = {key: i for i, key in enumerate(self.forwards)}
         backward_at = {key: i for i, key in enumerate(self.backwards)}
         # For each forward of stage 0: the number of forwards that the last stage must have completed before it.
-        self.entry = [forward_at[i, chunk - 1] + 1 if chunk else 0 for i, chunk in self.forwards]
+        self.required_forwards = [forward_at[i, chunk - 1] + 1 if chunk else 0 for i, chunk in self.forwards]
         # For each backward of the last stage: the number of forwards that this stage must have completed before it, and
         # the number of backwards that stage 0 must have completed before it.
-        top = num_chunks - 1
-        self.turn = [
-            (forward_at[i, top] + 1, backward_at[i, chunk + 1] + 1 if chunk < top else 0) for i, chunk in self.backwards
+        last_chunk = num_chunks - 1
+        self.required_counts = [
+            (forward_at[i, last_chunk] + 1, backward_at[i, chunk + 1] + 1 if chunk < last_chunk else 0)
+            for i, chunk in self.backwards
         ]
-        self.limits = [2 * (self.last - i) + top * group_size + 1 for i in range(num_stages)]
+        self.limits = [2 * (self.last_stage - i) + last_chunk * group_size + 1 for i in range(num_stages)]
         self.forwards_done = [0] * num_stages
         self.backwards_done = [0] * num_stages
         self.running: list[type[Action] | None] = [None] * num_stages
@@ -115,7 +116,7 @@ class _Weaver:
         """Return the actions of each stage."""
         tick = 0
         while True:
-            self._end_what_is_due(tick)
+            self._finish_due_actions(tick)
             if self.backwards_done[0] == len(self.backwards):
                 return tuple(map(tuple, self.actions))
             for stage, action_type in enumerate(self.running):
@@ -124,7 +125,7 @@ class _Weaver:
                     self.free_at[stage] = tick + (FORWARD_TICKS if action_type is Forward else BACKWARD_TICKS)
             tick += 1
 
-    def _end_what_is_due(self, tick: int) -> None:
+    def _finish_due_actions(self, tick: int) -> None:
         for stage, action_type in enumerate(self.running):
             if action_type is not None and self.free_at[stage] == tick:
                 done = self.forwards_done if action_type is Forward else self.backwards_done
@@ -134,11 +135,11 @@ class _Weaver:
     def _start(self, stage: int) -> type[Action] | None:
         """Start the next action of ``stage`` if possible; return its type, or None."""
         forwards, backwards = self.forwards_done[stage], self.backwards_done[stage]
-        takes_forward = forwards - backwards < self.limits[stage] and forwards < len(self.forwards)
-        if takes_forward and self._has_forward(stage):
+        can_start_forward = forwards - backwards < self.limits[stage] and forwards < len(self.forwards)
+        if can_start_forward and self._has_forward(stage):
             self.actions[stage].append(Forward(*self.forwards[forwards]))
             return Forward
-        if not (takes_forward and self.rounds_are_whole) and self._has_backward(stage):
+        if not (can_start_forward and self.has_full_rounds) and self._has_backward(stage):
             self.actions[stage].append(Backward(*self.backwards[backwards]))
             return Backward
         return None
@@ -147,15 +148,15 @@ class _Weaver:
         index = self.forwards_done[stage]
         if stage > 0:
             return self.forwards_done[stage - 1] > index
-        return self.forwards_done[self.last] >= self.entry[index]
+        return self.forwards_done[self.last_stage] >= self.required_forwards[index]
 
     def _has_backward(self, stage: int) -> bool:
         index = self.backwards_done[stage]
         if index == len(self.backwards):
             return False
-        if stage < self.last:
+        if stage < self.last_stage:
             return self.backwards_done[stage + 1] > index
-        forwards, backwards = self.turn[index]
+        forwards, backwards = self.required_counts[index]
         return self.forwards_done[stage] >= forwards and self.backwards_done[0] >= backwards
 
 
@@ -213,20 +214,20 @@ def zero_bubble_h1(
         return unsplit
     group = group_size or num_stages
     last_rounds = group + num_micro_batches % group
-    stay_whole = max(num_micro_batches - last_rounds, 0) * num_chunks if stage == 1 and num_chunks > 1 else 0
-    return _put_off(unsplit, trail=stage, stay_whole=stay_whole)
+    num_unsplit = max(num_micro_batches - last_rounds, 0) * num_chunks if stage == 1 and num_chunks > 1 else 0
+    return _defer_weight_halves(unsplit, trail=stage, num_unsplit=num_unsplit)
 
 
-def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Action]:
-    """Split the backwards of the actions ``whole``, except the first ``stay_whole`` backwards.
+def _defer_weight_halves(unsplit: Sequence[Action], trail: int, num_unsplit: int) -> list[Action]:
+    """Split the backwards of the actions ``unsplit``, except the first ``num_unsplit`` backwards.
 
     Each weight half runs after the input halves of ``trail`` later backwards.
     """
     actions: list[Action] = []
     deferred: deque[Action] = deque()
-    for action in whole:
-        if not isinstance(action, Backward) or stay_whole > 0:
-            stay_whole -= isinstance(action, Backward)
+    for action in unsplit:
+        if not isinstance(action, Backward) or num_unsplit > 0:
+            num_unsplit -= isinstance(action, Backward)
             actions.append(action)
             continue
         actions.append(BackwardInput(action.micro_batch, action.chunk))
@@ -258,16 +259,16 @@ def forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if num_chunks == 1:
         return [Forward(i) for i in range(num_micro_batches)]
-    return [Forward(*step) for step in in_rounds(num_stages, num_micro_batches, num_chunks)]
+    return [Forward(*chunk_key) for chunk_key in forward_sequence(num_stages, num_micro_batches, num_chunks)]
 
 
 ONE_CHUNK: dict[str, Order] = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 MANY_CHUNKS: dict[str, Callable[..., list[Action]]] = {"interleaved": interleaved, "zb-h1": zero_bubble_h1}
 """Schedules for several chunks per stage; they also take ``num_chunks`` and ``group_size``."""
-IN_A_V: dict[str, Callable[..., list[Action]]] = {"zb-v": zero_bubble_v, "dualpipev": dual_pipe_v}
+V_SCHEDULES: dict[str, Callable[..., list[Action]]] = {"zb-v": zero_bubble_v, "dualpipev": dual_pipe_v}
 """Schedules for two chunks per stage with the placement "v"."""
 
-SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)))
+SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *V_SCHEDULES)))
 
 
 def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, group_size: int = 0) -> Order:
@@ -282,17 +283,17 @@ def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, gro
     key = name.lower() if isinstance(name, str) else name
     if key not in SCHEDULE_NAMES:
         raise ValueError(f'"pipeline": {{"schedule": ...}} must be one of {sorted(SCHEDULE_NAMES)}, got {name!r}')
-    if (key in IN_A_V) != (placement == V) or (key in IN_A_V and num_chunks != 2):
-        needs = V if key in IN_A_V else LOOP
-        instead = [name for name in SCHEDULE_NAMES if (name in IN_A_V) == (placement == V)]
+    if (key in V_SCHEDULES) != (placement == V) or (key in V_SCHEDULES and num_chunks != 2):
+        needed_style = V if key in V_SCHEDULES else LOOP
+        alternatives = [name for name in SCHEDULE_NAMES if (name in V_SCHEDULES) == (placement == V)]
         raise ValueError(
             f'"pipeline": {{"schedule": {name!r}}} needs '
-            f"{'2 chunks' if key in IN_A_V else 'chunks'} of layers per stage with the placement "
-            f"{needs}, got {num_chunks} with the placement {placement}. Build the model with "
-            f'tds.PipelineModule(..., chunks=2, placement="{needs}"), or choose one of {instead}.'
+            f"{'2 chunks' if key in V_SCHEDULES else 'chunks'} of layers per stage with the placement "
+            f"{needed_style}, got {num_chunks} with the placement {placement}. Build the model with "
+            f'tds.PipelineModule(..., chunks=2, placement="{needed_style}"), or choose one of {alternatives}.'
         )
-    if key in IN_A_V:
-        return IN_A_V[key]
+    if key in V_SCHEDULES:
+        return V_SCHEDULES[key]
     if num_chunks == 1 and key not in ONE_CHUNK:
         raise ValueError(
             f'"pipeline": {{"schedule": {name!r}}} needs 2 or more chunks of layers per stage, got 1. '
@@ -303,10 +304,10 @@ def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, gro
             f'"pipeline": {{"schedule": {name!r}}} needs one chunk of layers per stage, got {num_chunks}. '
             f"Build the model without chunks=, or choose one of {sorted(MANY_CHUNKS)}."
         )
-    return ONE_CHUNK[key] if num_chunks == 1 else _of_chunks(key, num_chunks, group_size)  # type: ignore[index, arg-type]
+    return ONE_CHUNK[key] if num_chunks == 1 else _bind_chunks(key, num_chunks, group_size)  # type: ignore[index, arg-type]
 
 
 @functools.cache
-def _of_chunks(name: str, num_chunks: int, group_size: int) -> Order:
+def _bind_chunks(name: str, num_chunks: int, group_size: int) -> Order:
     """Return a schedule for chunks. The function is cached, so that it can be a key of other caches."""
     return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks, group_size=group_size)

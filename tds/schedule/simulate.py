@@ -15,8 +15,8 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
 # Closed forms of the step time, the idle time and the number of forwards in flight.
 #
-# A stage has one piece of the model, or ``c`` pieces with ``c`` chunks (``tds.schedule.actions.Placement``). F, B and W
-# are the times of a forward, a backward for the input and a backward for the weights; T = F + B + W of a stage.
+# A stage has ``c`` chunks, each of which is a virtual stage (``tds.schedule.actions.Placement``). F, B and W are the
+# times of a forward, a backward for the input and a backward for the weights; T = F + B + W of a stage.
 #
 # | schedule | c | in flight on stage i | step time for m micro-batches | idle fraction at equal T |
 # |---|---|---|---|---|
@@ -43,26 +43,26 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
 MANY_CHUNKS = ("interleaved", "zb-h1")
-IN_A_V = ("zb-v", "dualpipev")
+V_SCHEDULES = ("zb-v", "dualpipev")
 """Schedules for two chunks per stage and the placement "v"; the others are for "loop"."""
-SPLITTING = ("zb-h1", *IN_A_V)
+SPLIT_SCHEDULES = ("zb-h1", *V_SCHEDULES)
 """Schedules that defer weight gradients."""
 AUTO = "auto"
 """Name that selects the fastest of the schedules for the placement of the chunks, by measuring the first steps. "auto:"
 and a list of names, such as "auto:1f1b,gpipe", restricts the choice to these schedules."""
-SPLIT_PRICE = 0.10
+SPLIT_OVERHEAD = 0.10
 """Relative extra time of a backward with deferred weight gradients on a CPU, measured on a stage with the head
 (docs/experiments.md, row "5a29946 and after"). Not measured on other devices."""
-SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)), AUTO)
+SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *V_SCHEDULES)), AUTO)
 
 
-IN_FILE = "file:"
+FILE_PREFIX = "file:"
 """Prefix of a path that is given in place of a schedule's name (``tds.schedule.schedule_file``)."""
 
 
-def file_of(schedule: str | None) -> str | None:
+def schedule_path(schedule: str | None) -> str | None:
     """Return the path of a schedule "file:PATH"; None for any other schedule."""
-    return schedule.removeprefix(IN_FILE) if schedule is not None and schedule.startswith(IN_FILE) else None
+    return schedule.removeprefix(FILE_PREFIX) if schedule is not None and schedule.startswith(FILE_PREFIX) else None
 
 
 def is_auto(schedule: str | None) -> bool:
@@ -70,41 +70,41 @@ def is_auto(schedule: str | None) -> bool:
     return schedule is not None and schedule.partition(":")[0] == AUTO
 
 
-def auto_among(names: Sequence[str]) -> str:
+def auto_schedule_of(names: Sequence[str]) -> str:
     """Return the "auto" schedule that only chooses among ``names``."""
     return f"{AUTO}:{','.join(names)}"
 
 
 def placement_for(schedule: str | None) -> str:
     """Return the placement of a schedule: "v" or "loop"; "loop" for "auto" and None."""
-    if (path := file_of(schedule)) is not None:
-        return read_schedule(path).placement.kind
-    return V if schedule in IN_A_V else LOOP
+    if (path := schedule_path(schedule)) is not None:
+        return read_schedule(path).placement.style
+    return V if schedule in V_SCHEDULES else LOOP
 
 
-def splits(schedule: str) -> bool:
+def has_split_backwards(schedule: str) -> bool:
     """Return True if a schedule defers weight gradients."""
-    if (path := file_of(schedule)) is not None:
-        return read_schedule(path).splits
-    return schedule in SPLITTING
+    if (path := schedule_path(schedule)) is not None:
+        return read_schedule(path).has_split_backwards
+    return schedule in SPLIT_SCHEDULES
 
 
 def order_named(schedule: str, num_chunks: int, placement: str = LOOP, group_size: int = 0) -> Order:
     """Return the function of a schedule, given by name or as "file:PATH"."""
-    path = file_of(schedule)
+    path = schedule_path(schedule)
     return schedule_named(schedule, num_chunks, placement, group_size) if path is None else read_schedule(path)
 
 
-def by_default(num_chunks: int, placement: str = LOOP) -> str:
+def default_schedule(num_chunks: int, placement: str = LOOP) -> str:
     """Return the name of the default schedule."""
-    return candidates(AUTO, num_chunks, placement)[0]
+    return candidate_schedules(AUTO, num_chunks, placement)[0]
 
 
-def candidates(schedule: str, num_chunks: int, placement: str = LOOP) -> tuple[str, ...]:
+def candidate_schedules(schedule: str, num_chunks: int, placement: str = LOOP) -> tuple[str, ...]:
     """Return the schedules that ``schedule`` may select: itself, or for "auto" those that fit the placement."""
     if not is_auto(schedule):
         return (schedule,)
-    fitting = IN_A_V if placement == V else MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
+    fitting = V_SCHEDULES if placement == V else MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
     requested = schedule.partition(":")[2]
     return tuple(name for name in fitting if not requested or name in requested.split(","))
 
@@ -119,40 +119,42 @@ def bubble(
     """Return the mean fraction of a step in which a stage idles, by the table above.
 
     With interleaved chunks of unequal cost, stages wait for each other. The time per micro-batch is then between the
-    time of the slowest stage and the sum over the chunks of their slowest pieces. The function uses the mean of both,
-    which is wrong by a few percent.
+    time of the slowest stage and the sum over the chunks of their slowest virtual stages. The function uses the mean of
+    both, which is wrong by a few percent.
 
     Args:
-        piece_costs: T of each piece, in any unit; None: all equal.
+        piece_costs: T of each virtual stage, in any unit; None: all equal.
     """
     p, m = num_stages, num_micro_batches
-    pieces = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
-    if (path := file_of(schedule)) is not None:
-        read, times = read_schedule(path), tuple(pieces)
-        stages = [read(p, m, stage) for stage in range(p)]
-        return simulate(stages, Costs(times, times, times), num_chunks, read.placement.kind).bubble
+    chunk_costs = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
+    if (path := schedule_path(schedule)) is not None:
+        file_schedule, times = read_schedule(path), tuple(chunk_costs)
+        stages = [file_schedule(p, m, stage) for stage in range(p)]
+        return simulate(stages, Costs(times, times, times), num_chunks, file_schedule.placement.style).bubble
     placement = Placement(p, num_chunks, placement_for(schedule))
-    costs = [sum(pieces[piece] for piece in placement.own_pieces(stage)) for stage in range(p)]
-    if schedule in IN_A_V:
-        step = m * max(costs) + _idle_in_a_v(p, m, schedule) * sum(costs) / p
-        return 1 - m * sum(costs) / (p * step)
-    by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
-    slowest = (max(costs) + by_chunk) / 2
+    stage_costs = [
+        sum(chunk_costs[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage)) for stage in range(p)
+    ]
+    if schedule in V_SCHEDULES:
+        step_time = m * max(stage_costs) + _v_idle_time(p, m, schedule) * sum(stage_costs) / p
+        return 1 - m * sum(stage_costs) / (p * step_time)
+    by_chunk = sum(max(chunk_costs[first : first + p]) for first in range(0, len(chunk_costs), p))
+    slowest = (max(stage_costs) + by_chunk) / 2
     divisor = num_chunks * (3 if schedule == "zb-h1" else 1)
     loss_factor = 1.0 if m < p else 1 / 3 if schedule == "zb-h1" else 2 / 3
-    missing = (num_chunks - 1) * (-m % p) * loss_factor / num_chunks
+    missing_time = (num_chunks - 1) * (-m % p) * loss_factor / num_chunks
     if schedule == "zb-h1" and num_chunks == 1:
-        missing = max(p - m, 0) / 3
-    step = m * slowest + (sum(costs) - max(costs)) / divisor + missing * max(costs)
-    return 1 - m * sum(costs) / (p * step)
+        missing_time = max(p - m, 0) / 3
+    step_time = m * slowest + (sum(stage_costs) - max(stage_costs)) / divisor + missing_time * max(stage_costs)
+    return 1 - m * sum(stage_costs) / (p * step_time)
 
 
-def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
+def _v_idle_time(p: int, m: int, schedule: str) -> float:
     """Return the idle time of a stage at F = B = W on even stages, as a fraction of a stage's T."""
-    short = 2 * max(p - m, 0)
+    short_time = 2 * max(p - m, 0)
     if schedule == "zb-v":
-        return (p - 1 + max(2 * p - 1 - max(m, p), 0) + short) / 6
-    return (p - (m >= 2 * p) + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short) / 6
+        return (p - 1 + max(2 * p - 1 - max(m, p), 0) + short_time) / 6
+    return (p - (m >= 2 * p) + max(2 * p - max(m, p), 0) * (2 * p - 3) / p + short_time) / 6
 
 
 def in_flight(
@@ -165,44 +167,45 @@ def in_flight(
     group_size: int = 0,
 ) -> int:
     """Return the peak number of chunk forwards in flight on ``stage``; for "auto", the maximum over its candidates."""
-    if (path := file_of(schedule)) is not None:
+    if (path := schedule_path(schedule)) is not None:
         return read_schedule(path).peaks[stage]
     p, total = num_stages, num_chunks * num_micro_batches
     peak_1f1b = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * (group_size or p) + 1
     peak_v = min(2 * p, stage + 1 + num_micro_batches)
     peaks = {"1f1b": peak_1f1b, "interleaved": peak_1f1b, "gpipe": total, "zb-h1": peak_1f1b + stage}
     peaks |= {"zb-v": peak_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}
-    return min(total, max(peaks[name] for name in candidates(schedule, num_chunks, placement)))
+    return min(total, max(peaks[name] for name in candidate_schedules(schedule, num_chunks, placement)))
 
 
-def share_split(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:
+def split_fraction(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:
     """Return the fraction of a stage's backwards that a schedule splits.
 
     In ``zb-h1`` with chunks, stage 1 splits only the last rounds. For zb-v and dualpipev, the actions are counted.
     """
-    if schedule in IN_A_V:
+    if schedule in V_SCHEDULES:
         order = (zero_bubble_v if schedule == "zb-v" else dual_pipe_v)(num_stages, num_micro_batches, stage)
         return sum(isinstance(action, BackwardInput) for action in order) / (2 * num_micro_batches)
-    if schedule not in SPLITTING:
+    if schedule not in SPLIT_SCHEDULES:
         return 0.0
     if stage == 1 and num_chunks > 1:
         return min(1.0, (num_stages + num_micro_batches % num_stages) / num_micro_batches)
     return 1.0 if stage else 0.0
 
 
-# Costs of the pieces, given or measured.
+# Costs of the virtual stages, given or measured.
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time per micro-batch of each piece of the model, in seconds or any other unit.
+    """Time per micro-batch of each virtual stage, in seconds or any other unit.
 
     Attributes:
         transfer: time from the end of an action to the arrival of its message.
-        backward: time of a full backward of each piece; empty: the sum of its halves. Splitting costs extra time.
+        backward: time of a full backward of each virtual stage; empty: the sum of its halves. Splitting costs extra
+            time.
 
     Raises:
-        ValueError: there is not one value per piece, or a value is negative or not finite.
+        ValueError: there is not one value per virtual stage, or a value is negative or not finite.
     """
 
     forward: tuple[float, ...]
@@ -215,40 +218,44 @@ class Costs:
         lengths = len(self.forward), len(self.backward_input), len(self.backward_weight)
         if lengths[0] == 0 or len(set(lengths)) > 1:
             raise ValueError(
-                "costs need a forward, backward_input and backward_weight for each piece of the model, got "
+                "costs need a forward, backward_input and backward_weight for each virtual stage, got "
                 f"{lengths[0]}, {lengths[1]} and {lengths[2]} values"
             )
         if self.backward and len(self.backward) != lengths[0]:
             raise ValueError(
-                f"costs need a backward for each of {lengths[0]} pieces, or none, got {len(self.backward)} values"
+                f"costs need a backward for each of {lengths[0]} virtual stages, or none, got {len(self.backward)} "
+                "values"
             )
         for name in ("forward", "backward_input", "backward_weight", "backward"):
-            for piece, value in enumerate(getattr(self, name)):
-                _check_time(f"{name} of piece {piece}", value)
+            for virtual_stage, value in enumerate(getattr(self, name)):
+                _check_time(f"{name} of virtual stage {virtual_stage}", value)
         _check_time("transfer", self.transfer)
 
     @classmethod
-    def even(cls, num_pieces: int, F: float = 1, B: float = 1, W: float = 1, transfer: float = 0) -> Costs:
-        """Return equal costs for all pieces: forward ``F``, backward for the input ``B`` and for the weights ``W``."""
-        return cls((F,) * num_pieces, (B,) * num_pieces, (W,) * num_pieces, transfer)
+    def even(cls, num_virtual_stages: int, F: float = 1, B: float = 1, W: float = 1, transfer: float = 0) -> Costs:
+        """Return equal costs for all virtual stages.
+
+        The forward costs ``F``, the backward for the input ``B`` and the backward for the weights ``W``.
+        """
+        return cls((F,) * num_virtual_stages, (B,) * num_virtual_stages, (W,) * num_virtual_stages, transfer)
 
     @property
-    def num_pieces(self) -> int:
+    def num_virtual_stages(self) -> int:
         return len(self.forward)
 
-    def of(self, action: Action, piece: int) -> float:
-        """Return the time of ``action`` in ``piece``."""
+    def time_of(self, action: Action, virtual_stage: int) -> float:
+        """Return the time of ``action`` in ``virtual_stage``."""
         if isinstance(action, Forward):
-            return self.forward[piece]
+            return self.forward[virtual_stage]
         if isinstance(action, BackwardInput):
-            return self.backward_input[piece]
+            return self.backward_input[virtual_stage]
         if isinstance(action, Backward):
-            return self.whole_backward[piece]
-        return self.backward_weight[piece]
+            return self.full_backward[virtual_stage]
+        return self.backward_weight[virtual_stage]
 
     @property
-    def whole_backward(self) -> tuple[float, ...]:
-        """Time of a full backward of each piece."""
+    def full_backward(self) -> tuple[float, ...]:
+        """Time of a full backward of each virtual stage."""
         return self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
 
@@ -307,25 +314,25 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int =
 
     Raises:
         ScheduleError: the schedule cannot run.
-        ValueError: ``costs`` does not have ``len(stages) * num_chunks`` pieces.
+        ValueError: ``costs`` does not have ``len(stages) * num_chunks`` virtual stages.
     """
-    num_stages, pieces = len(stages), Placement(len(stages), num_chunks, placement)
-    if costs.num_pieces != num_stages * num_chunks:
+    num_stages, chunk_placement = len(stages), Placement(len(stages), num_chunks, placement)
+    if costs.num_virtual_stages != num_stages * num_chunks:
         raise ValueError(
-            f"costs must be given for each piece, {num_stages} stages x {num_chunks} chunks = "
-            f"{num_stages * num_chunks}, got {costs.num_pieces}"
+            f"costs must be given for each virtual stage, {num_stages} stages x {num_chunks} chunks = "
+            f"{num_stages * num_chunks}, got {costs.num_virtual_stages}"
         )
     spans: list[list[Span]] = [[] for _ in stages]
     free_at = [0.0] * num_stages
     arrives_at: dict[tuple[Channel, Content], float] = {}
     for event in run(stages, num_chunks, placement=placement):
         start = free_at[event.stage]
-        if event.source is not None and event.takes is not None:
-            start = max(start, arrives_at.pop((event.source, event.takes)))
-        end = start + costs.of(event.action, pieces.piece(event.stage, event.action.chunk))
-        if event.target is not None and event.sends is not None:
+        if event.source is not None and event.received_content is not None:
+            start = max(start, arrives_at.pop((event.source, event.received_content)))
+        end = start + costs.time_of(event.action, chunk_placement.virtual_stage(event.stage, event.action.chunk))
+        if event.target is not None and event.sent_content is not None:
             is_local = event.target.receiver == event.stage
-            arrives_at[event.target, event.sends] = end + (0.0 if is_local else costs.transfer)
+            arrives_at[event.target, event.sent_content] = end + (0.0 if is_local else costs.transfer)
         free_at[event.stage] = end
         spans[event.stage].append(Span(event.action, start, end))
     return Timeline(tuple(map(tuple, spans)))
@@ -333,7 +340,7 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int =
 
 # Choice of a schedule by its simulated step time.
 
-SAME = 1e-6
+STEP_TIME_TOLERANCE = 1e-6
 """Step times that differ by a smaller relative amount count as equal."""
 
 
@@ -365,7 +372,7 @@ def choose(
 
     Raises:
         ScheduleError: a candidate cannot run; the message names it.
-        ValueError: there are no candidates, or ``costs`` has another number of pieces.
+        ValueError: there are no candidates, or ``costs`` has another number of virtual stages.
     """
     if not candidates:
         raise ValueError("choose needs at least one schedule, got none")
@@ -379,7 +386,7 @@ def choose(
             raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
         timelines[name] = simulate(stages, costs, num_chunks, placement)
     best = min(timeline.step_s for timeline in timelines.values())
-    fastest = [name for name in timelines if timelines[name].step_s <= best * (1 + SAME)]
+    fastest = [name for name in timelines if timelines[name].step_s <= best * (1 + STEP_TIME_TOLERANCE)]
     chosen = min(fastest, key=lambda name: peaks[name])
     return Choice(chosen, timelines, peaks, _reason(chosen, fastest, timelines, peaks))
 

@@ -14,7 +14,7 @@ from tds.schedule.actions import (
     Placement,
     V,
     check_sizes,
-    sent,
+    sent_message,
 )
 
 # A micro-batch goes down the stages in chunk 0 and up again in chunk 1; its gradient takes the same path back. An
@@ -27,45 +27,45 @@ DOWN, UP = 0, 1
 """Chunks 0 and 1 of a stage."""
 
 
-class _Writer:
+class _OrderBuilder:
     """Builds the order of one stage; each action gets the next micro-batch for its type and chunk."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.done: Counter[tuple[type[Action], int]] = Counter()
 
-    def add(self, kind: type[Action], chunk: int) -> None:
-        self.actions.append(kind(self.done[kind, chunk], chunk))
-        self.done[kind, chunk] += 1
+    def add(self, action_type: type[Action], chunk: int) -> None:
+        self.actions.append(action_type(self.done[action_type, chunk], chunk))
+        self.done[action_type, chunk] += 1
 
     def add_halves(self, chunk: int) -> None:
         """Add a split backward whose weight half follows immediately."""
         self.add(BackwardInput, chunk)
         self.add(BackwardWeight, chunk)
 
-    def add_whole(self, chunk: int) -> None:
+    def add_full(self, chunk: int) -> None:
         """Add a full backward."""
         self.actions.append(Backward(self.done[BackwardInput, chunk], chunk))
         self.done.update({(BackwardInput, chunk): 1, (BackwardWeight, chunk): 1})
 
-    def add_weights_left(self) -> None:
+    def add_remaining_weights(self) -> None:
         """Add all deferred weight halves: first chunk ``UP``, whose backwards run first, then chunk ``DOWN``."""
         for chunk in (UP, DOWN):
             while self.done[BackwardWeight, chunk] < self.done[BackwardInput, chunk]:
                 self.add(BackwardWeight, chunk)
 
-    def written(self, num_micro_batches: int, num_stages: int, stage: int) -> list[Action]:
+    def build(self, num_micro_batches: int, num_stages: int, stage: int) -> list[Action]:
         """Return the order for ``num_micro_batches``. A backward is not split if no other stage waits for it."""
-        kept = [action for action in self.actions if action.micro_batch < num_micro_batches]
-        return _joined(kept, stage, Placement(num_stages, 2, V))
+        actions = [action for action in self.actions if action.micro_batch < num_micro_batches]
+        return _join_halves(actions, stage, Placement(num_stages, 2, V))
 
 
-def _joined(actions: Sequence[Action], stage: int, placement: Placement) -> list[Action]:
+def _join_halves(actions: Sequence[Action], stage: int, placement: Placement) -> list[Action]:
     joined: list[Action] = []
     for action in actions:
         key = action.micro_batch, action.chunk
         if isinstance(action, BackwardWeight) and joined and joined[-1] == BackwardInput(*key):
-            message = sent(joined[-1], stage, placement)
+            message = sent_message(joined[-1], stage, placement)
             if message is None or message.peer == stage:
                 joined[-1] = Backward(*key)
                 continue
@@ -87,8 +87,8 @@ def _joined(actions: Sequence[Action], stage: int, placement: Placement) -> list
 def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 2) -> list[Action]:
     """Return the actions of ``stage`` in ZB-V, for any number of micro-batches."""
     check_v(num_stages, num_micro_batches, stage, num_chunks)
-    num_written, num_below = max(num_micro_batches, 2 * num_stages - 1), num_stages - stage
-    order = _Writer()
+    num_generated, num_below = max(num_micro_batches, 2 * num_stages - 1), num_stages - stage
+    order = _OrderBuilder()
     for _ in range(2 * num_below - 1):
         order.add(Forward, DOWN)
     for _ in range(stage):
@@ -97,8 +97,8 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunk
     for _ in range(num_below):
         order.add(Forward, UP)
         order.add_halves(UP)
-    while order.done[Forward, UP] < num_written:
-        if order.done[Forward, DOWN] < num_written:
+    while order.done[Forward, UP] < num_generated:
+        if order.done[Forward, DOWN] < num_generated:
             order.add(Forward, DOWN)
         order.add_halves(DOWN)
         order.add(Forward, UP)
@@ -108,8 +108,8 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunk
         order.add(BackwardInput, UP)
     for _ in range(num_below):
         order.add_halves(DOWN)
-    order.add_weights_left()
-    return order.written(num_micro_batches, num_stages, stage)
+    order.add_remaining_weights()
+    return order.build(num_micro_batches, num_stages, stage)
 
 
 # DualPipeV: one half of DualPipe, with the two directions as the two chunks.
@@ -124,8 +124,8 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunk
 def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 2) -> list[Action]:
     """Return the actions of ``stage`` in DualPipeV, for any number of micro-batches."""
     check_v(num_stages, num_micro_batches, stage, num_chunks)
-    num_written, num_below = max(num_micro_batches, 2 * num_stages), num_stages - stage - 1
-    order = _Writer()
+    num_generated, num_below = max(num_micro_batches, 2 * num_stages), num_stages - stage - 1
+    order = _OrderBuilder()
     for _ in range(2 * num_below):
         order.add(Forward, DOWN)
     for _ in range(stage + 1):
@@ -134,30 +134,30 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks:
     for _ in range(num_below):
         order.add_halves(UP)
         order.add(Forward, UP)
-    for _ in range(num_written - 2 * num_stages + stage + 1):
+    for _ in range(num_generated - 2 * num_stages + stage + 1):
         order.add(Forward, DOWN)
-        order.add_whole(UP)
+        order.add_full(UP)
         order.add(Forward, UP)
-        order.add_whole(DOWN)
+        order.add_full(DOWN)
     for _ in range(num_below):
-        order.add_whole(UP)
+        order.add_full(UP)
         order.add(Forward, UP)
-        order.add_whole(DOWN)
+        order.add_full(DOWN)
     # The last ``stage + 1`` of these ``2 (stage + 1)`` backwards are split.
     for turn in range(stage + 1):
         for chunk in (UP, DOWN):
             if 2 * turn + (chunk == DOWN) > stage:
                 order.add(BackwardInput, chunk)
             else:
-                order.add_whole(chunk)
+                order.add_full(chunk)
     for _ in range(num_below):
         _add_oldest_weights(order)
         order.add(BackwardInput, DOWN)
-    order.add_weights_left()
-    return order.written(num_micro_batches, num_stages, stage)
+    order.add_remaining_weights()
+    return order.build(num_micro_batches, num_stages, stage)
 
 
-def _add_oldest_weights(order: _Writer) -> None:
+def _add_oldest_weights(order: _OrderBuilder) -> None:
     """Add the oldest deferred weight half, if there is one."""
     for chunk in (UP, DOWN):
         if order.done[BackwardWeight, chunk] < order.done[BackwardInput, chunk]:

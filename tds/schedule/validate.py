@@ -13,10 +13,10 @@ from tds.schedule.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Kind,
+    MessageType,
     Placement,
-    received,
-    sent,
+    received_message,
+    sent_message,
 )
 
 # Dry run of a schedule: the order of actions and messages, without times.
@@ -31,14 +31,14 @@ class Channel(NamedTuple):
 
     sender: int
     receiver: int
-    kind: Kind
+    message_type: MessageType
 
 
 class Content(NamedTuple):
-    """Content of a message: the output of a piece for one micro-batch, or the gradient of that output."""
+    """Content of a message: the output of a virtual stage for one micro-batch, or the gradient of that output."""
 
     micro_batch: int
-    piece: int
+    virtual_stage: int
 
 
 class Event(NamedTuple):
@@ -47,13 +47,13 @@ class Event(NamedTuple):
     stage: int
     action: Action
     source: Channel | None
-    takes: Content | None
+    received_content: Content | None
     target: Channel | None
-    sends: Content | None
+    sent_content: Content | None
 
 
 Route = tuple[Channel | None, int, Channel | None, int]
-"""(channel and piece of the received message, channel and piece of the sent message)."""
+"""(channel and virtual stage of the received message, channel and virtual stage of the sent message)."""
 
 
 def run(
@@ -74,89 +74,92 @@ class _Run:
     def __init__(self, stages: Sequence[Sequence[Action]], placement: Placement, window: int | None) -> None:
         self.placement = placement
         self.window = window
-        self.wires: dict[Channel, deque[Content]] = {}
+        self.queues: dict[Channel, deque[Content]] = {}
         self.routes: dict[tuple[int, type[Action], int], Route] = {}
-        self.rest = [iter(actions) for actions in stages]
-        self.next = [self._event(stage) for stage in range(len(stages))]
+        self.remaining_actions = [iter(actions) for actions in stages]
+        self.next_events = [self._event(stage) for stage in range(len(stages))]
 
     def events(self) -> Iterator[Event]:
         """Run each stage as far as possible, then the stages that its messages have unblocked."""
-        todo = deque(range(len(self.next)))
-        queued = set(todo)
-        while todo:
-            stage = todo.popleft()
+        stages_to_run = deque(range(len(self.next_events)))
+        queued = set(stages_to_run)
+        while stages_to_run:
+            stage = stages_to_run.popleft()
             queued.discard(stage)
-            woken: set[int] = set()
-            while (event := self.next[stage]) is not None and self._waits_for(event) is None:
-                self._do(event)
-                woken |= {
+            unblocked_stages: set[int] = set()
+            while (event := self.next_events[stage]) is not None and self._waits_for(event) is None:
+                self._transfer(event)
+                unblocked_stages |= {
                     channel.sender + channel.receiver - stage for channel in (event.source, event.target) if channel
                 }
                 yield event
-                self.next[stage] = self._event(stage)
-            for peer in sorted(woken - queued):
+                self.next_events[stage] = self._event(stage)
+            for peer in sorted(unblocked_stages - queued):
                 queued.add(peer)
-                todo.append(peer)
+                stages_to_run.append(peer)
         self._check_end()
 
     def _event(self, stage: int) -> Event | None:
         """Return the next event of ``stage``; None at its end."""
-        action = next(self.rest[stage], None)
+        action = next(self.remaining_actions[stage], None)
         if action is None:
             return None
         key = stage, type(action), action.chunk
         route = self.routes.get(key)
         if route is None:
             route = self.routes[key] = self._route(stage, action)
-        source, received_piece, target, sent_piece = route
-        takes = None if source is None else Content(action.micro_batch, received_piece)
-        sends = None if target is None else Content(action.micro_batch, sent_piece)
-        return Event(stage, action, source, takes, target, sends)
+        source, received_virtual_stage, target, sent_virtual_stage = route
+        received_content = None if source is None else Content(action.micro_batch, received_virtual_stage)
+        sent_content = None if target is None else Content(action.micro_batch, sent_virtual_stage)
+        return Event(stage, action, source, received_content, target, sent_content)
 
     def _route(self, stage: int, action: Action) -> Route:
         """Return the route of an action's messages, which does not depend on the micro-batch."""
-        incoming, outgoing = received(action, stage, self.placement), sent(action, stage, self.placement)
-        piece = self.placement.piece(stage, action.chunk)
+        incoming, outgoing = (
+            received_message(action, stage, self.placement),
+            sent_message(action, stage, self.placement),
+        )
+        virtual_stage = self.placement.virtual_stage(stage, action.chunk)
         return (
-            None if incoming is None else Channel(incoming.peer, stage, incoming.kind),
-            piece - 1 if isinstance(action, Forward) else piece,
-            None if outgoing is None else Channel(stage, outgoing.peer, outgoing.kind),
-            piece if isinstance(action, Forward) else piece - 1,
+            None if incoming is None else Channel(incoming.peer, stage, incoming.message_type),
+            virtual_stage - 1 if isinstance(action, Forward) else virtual_stage,
+            None if outgoing is None else Channel(stage, outgoing.peer, outgoing.message_type),
+            virtual_stage if isinstance(action, Forward) else virtual_stage - 1,
         )
 
     def _waits_for(self, event: Event) -> int | None:
         """Return the stage that ``event`` must wait for, or None."""
-        if event.source is not None and not self.wires.get(event.source):
+        if event.source is not None and not self.queues.get(event.source):
             return event.source.sender
         if self.window is not None and event.target is not None and event.target.receiver != event.stage:
-            wire = self.wires.get(event.target, ())
-            if len(wire) >= self.window:
+            queue = self.queues.get(event.target, ())
+            if len(queue) >= self.window:
                 return event.target.receiver
         return None
 
-    def _do(self, event: Event) -> None:
+    def _transfer(self, event: Event) -> None:
         """Receive and send the messages of ``event``."""
-        if event.source is not None and event.takes is not None:
-            content = self.wires[event.source].popleft()
-            if content != event.takes:
+        if event.source is not None and event.received_content is not None:
+            content = self.queues[event.source].popleft()
+            if content != event.received_content:
                 raise ScheduleError(
                     f"messages must be received in the order in which they are sent: stage {event.stage} at "
                     f"{event.action} would receive the {_format_content(event.source, content)} instead of the "
-                    f"{_format_content(event.source, event.takes)}"
+                    f"{_format_content(event.source, event.received_content)}"
                 )
-        if event.target is not None and event.sends is not None:
-            wire = self.wires.get(event.target)
-            if wire is None:
-                wire = self.wires[event.target] = deque()
-            wire.append(event.sends)
+        if event.target is not None and event.sent_content is not None:
+            queue = self.queues.get(event.target)
+            if queue is None:
+                queue = self.queues[event.target] = deque()
+            queue.append(event.sent_content)
 
     def _check_end(self) -> None:
-        waiting = {event.stage: event for event in self.next if event is not None}
+        waiting = {event.stage: event for event in self.next_events if event is not None}
         if waiting:
             raise ScheduleError(f"stages wait for each other: {self._format_cycle(waiting)}")
-        for channel, wire in self.wires.items():
-            if wire:
-                raise ScheduleError(f"stage {channel.receiver} never receives the {_format_content(channel, wire[0])}")
+        for channel, queue in self.queues.items():
+            if queue:
+                raise ScheduleError(f"stage {channel.receiver} never receives the {_format_content(channel, queue[0])}")
 
     def _format_cycle(self, waiting: dict[int, Event]) -> str:
         """Return the chain of waits as text, starting at the first waiting stage, until it closes or ends."""
@@ -170,8 +173,11 @@ class _Run:
 
 
 def _format_content(channel: Channel, content: Content) -> str:
-    name = channel.kind.name.lower()
-    return f"{name} of micro-batch {content.micro_batch}, piece {content.piece}, from stage {channel.sender}"
+    name = channel.message_type.name.lower()
+    return (
+        f"{name} of micro-batch {content.micro_batch}, virtual stage {content.virtual_stage}, "
+        f"from stage {channel.sender}"
+    )
 
 
 # Validation, and the peak number of forwards in flight.
@@ -179,7 +185,7 @@ def _format_content(channel: Channel, content: Content) -> str:
 NOTHING, FORWARD_DONE, INPUT_DONE, DONE = range(4)
 """Progress of a micro-batch in one chunk."""
 
-STEPS: dict[type[Action], tuple[int, int]] = {
+TRANSITIONS: dict[type[Action], tuple[int, int]] = {
     Forward: (NOTHING, FORWARD_DONE),
     Backward: (FORWARD_DONE, DONE),
     BackwardInput: (FORWARD_DONE, INPUT_DONE),
@@ -187,7 +193,7 @@ STEPS: dict[type[Action], tuple[int, int]] = {
 }
 """Progress that each action requires, and progress after it."""
 
-WHEN: dict[type[Action], str] = {
+REQUIREMENTS: dict[type[Action], str] = {
     Forward: "before its backward",
     Backward: "after its Forward",
     BackwardInput: "after its Forward",
@@ -199,8 +205,8 @@ STATE_NAMES = {
     INPUT_DONE: "its BackwardInput",
     DONE: "its full backward",
 }
-MISSING = {NOTHING: "Forward", FORWARD_DONE: "Backward", INPUT_DONE: "BackwardWeight"}
-RISING = (
+MISSING_ACTIONS = {NOTHING: "Forward", FORWARD_DONE: "Backward", INPUT_DONE: "BackwardWeight"}
+ORDER_RULES = (
     ((Forward,), "forwards", "data are read in this order"),
     ((Backward, BackwardInput), "backwards", "so that gradients accumulate in the same order under every schedule"),
     (
@@ -237,7 +243,7 @@ def validate(
     for _ in run(stages, num_chunks, window, placement):
         pass
     for stage, actions in enumerate(stages):
-        _check_rising(stage, actions, num_chunks)
+        _check_order(stage, actions, num_chunks)
     return peaks
 
 
@@ -248,7 +254,7 @@ def _check_stage(
     if not isinstance(actions, (list, tuple)):
         raise ScheduleError(
             f"the order of stage {stage} must be a list of Forward, Backward, BackwardInput and BackwardWeight, "
-            f"got {_shortened(actions)}"
+            f"got {_shorten(actions)}"
         )
     reached = [NOTHING] * (num_micro_batches * num_chunks)
     num_in_flight = peak = 0
@@ -257,10 +263,10 @@ def _check_stage(
         if not is_training and type(action) is not Forward:
             raise ScheduleError(f"stage {stage}: an evaluation must only have forwards, got {action}")
         idx = action.micro_batch * num_chunks + action.chunk
-        required, done = STEPS[type(action)]
+        required, done = TRANSITIONS[type(action)]
         if reached[idx] != required:
             raise ScheduleError(
-                f"stage {stage}: {action} must run once, {WHEN[type(action)]}, but it follows "
+                f"stage {stage}: {action} must run once, {REQUIREMENTS[type(action)]}, but it follows "
                 f"{STATE_NAMES[reached[idx]]}"
             )
         reached[idx] = done
@@ -274,10 +280,10 @@ def _check_stage(
 
 
 def _check_action(stage: int, action: object, num_micro_batches: int, num_chunks: int) -> None:
-    if type(action) not in STEPS:
+    if type(action) not in TRANSITIONS:
         raise ScheduleError(
             f"stage {stage}: an action must be a Forward, Backward, BackwardInput or BackwardWeight of tds.schedule, "
-            f"got {_shortened(action)}"
+            f"got {_shorten(action)}"
         )
     micro_batch, chunk = action.micro_batch, action.chunk  # type: ignore[attr-defined]
     if type(micro_batch) is not int or type(chunk) is not int:
@@ -295,14 +301,14 @@ def _check_complete(stage: int, reached: list[int], num_chunks: int, is_training
         if progress != expected:
             micro_batch, chunk = divmod(idx, num_chunks)
             raise ScheduleError(
-                f"stage {stage} must have one {MISSING[progress]} for each micro-batch in each chunk, got none for "
-                f"{micro_batch=}, {chunk=}"
+                f"stage {stage} must have one {MISSING_ACTIONS[progress]} for each micro-batch in each chunk, got none "
+                f"for {micro_batch=}, {chunk=}"
             )
 
 
-def _check_rising(stage: int, actions: Sequence[Action], num_chunks: int) -> None:
+def _check_order(stage: int, actions: Sequence[Action], num_chunks: int) -> None:
     """Check that forwards, backwards and weight gradients of each chunk are in the order of the micro-batches."""
-    for action_types, name, reason in RISING:
+    for action_types, name, reason in ORDER_RULES:
         last = [-1] * num_chunks
         for action in actions:
             if type(action) in action_types:
@@ -314,6 +320,6 @@ def _check_rising(stage: int, actions: Sequence[Action], num_chunks: int) -> Non
                 last[action.chunk] = action.micro_batch
 
 
-def _shortened(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

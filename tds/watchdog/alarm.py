@@ -36,9 +36,9 @@ the verdict.
 Each wait ends as soon as its condition is met. The limits are long enough that slow ranks on an overloaded machine are
 not reported as dead.
 """
-LOOKS_PER_S = 10_000
+POLLS_PER_S = 10_000
 """Maximum polls per second of all ranks. The store's single thread answered 28,000 to 49,000 polls/s on two cores."""
-ANSWERS_PER_S = 2_000
+REPORTS_PER_S = 2_000
 """Number of reports per second that the rank which determines the verdict can read while all ranks poll."""
 PAUSE_S = 0.02
 
@@ -53,7 +53,7 @@ class Alarms:
 
     def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
         self._store, self._rank, self._names = store, rank, names
-        self.number = 0
+        self.alarm_idx = 0
 
     @property
     def num_ranks(self) -> int:
@@ -62,40 +62,40 @@ class Alarms:
     @property
     def pause_s(self) -> float:
         """Pause between two polls of a rank, so that the polls of all ranks do not exceed the store's capacity."""
-        return max(PAUSE_S, self.num_ranks / LOOKS_PER_S)
+        return max(PAUSE_S, self.num_ranks / POLLS_PER_S)
 
     @property
-    def more_s(self) -> float:
+    def extra_s(self) -> float:
         """Extra time for many ranks: for all to notice the alarm, and for all reports to be read."""
-        return self.num_ranks / LOOKS_PER_S + self.num_ranks / ANSWERS_PER_S
+        return self.num_ranks / POLLS_PER_S + self.num_ranks / REPORTS_PER_S
 
     def is_raised(self) -> bool:
         """Return True if a rank has raised the next alarm."""
-        return bool(self._store.check([f"{self.number}/alarm"]))
+        return bool(self._store.check([f"{self.alarm_idx}/alarm"]))
 
-    def note(self, place: str) -> None:
+    def write_location(self, location: str) -> None:
         """Store the location of this rank, in case it cannot report later."""
-        self._store.set(f"at/{self._rank}", place)
+        self._store.set(f"at/{self._rank}", location)
 
-    def answer(self, own: Report) -> str | None:
+    def answer(self, local_report: Report) -> str | None:
         """Raise the next alarm, or answer it if another rank has raised it.
 
         Args:
-            own: the report of this rank.
+            local_report: the report of this rank.
 
         Returns:
             The verdict; None on timeout.
         """
-        store, result = dist.PrefixStore(str(self.number), self._store), None
+        store, result = dist.PrefixStore(str(self.alarm_idx), self._store), None
         is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
-        store.set(f"report/{self._rank}", own.encode())
+        store.set(f"report/{self._rank}", local_report.encode())
         if is_first:
             reports = self._gather(store)
             store.set("number", str(len(reports)))
-            store.set("verdict", verdict(reports, self._names, self._rank, self._last_places(reports)))
-        if until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S + self.more_s, self.pause_s):
+            store.set("verdict", verdict(reports, self._names, self._rank, self._last_locations(reports)))
+        if wait_until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S + self.extra_s, self.pause_s):
             result = store.get("verdict").decode()
-        self.number += 1
+        self.alarm_idx += 1
         return result
 
     def linger(self) -> None:
@@ -104,11 +104,11 @@ class Alarms:
         Must be called before this rank exits, because it may host the store, and its exit breaks the connections of the
         other ranks.
         """
-        store = dist.PrefixStore(str(self.number - 1), self._store)
+        store = dist.PrefixStore(str(self.alarm_idx - 1), self._store)
         if store.check(["verdict"]):
             readers = int(store.get("number"))
             store.add("read", 1)
-            until(lambda: store.add("read", 0) >= readers, LINGER_S + self.pause_s, self.pause_s)
+            wait_until(lambda: store.add("read", 0) >= readers, LINGER_S + self.pause_s, self.pause_s)
 
     def _gather(self, store: Any) -> dict[int, Report]:
         """Return the reports that arrive within ``GATHER_S`` (more for many ranks), by rank."""
@@ -122,37 +122,37 @@ class Alarms:
                     missing.discard(rank)
             return not missing
 
-        until(have_all_reported, GATHER_S + self.more_s, self.pause_s)
+        wait_until(have_all_reported, GATHER_S + self.extra_s, self.pause_s)
         return reports
 
-    def _last_places(self, reports: dict[int, Report]) -> dict[int, str]:
+    def _last_locations(self, reports: dict[int, Report]) -> dict[int, str]:
         """Return the last known locations of up to eight ranks without a report, by rank."""
         silent = [rank for rank in range(len(self._names)) if rank not in reports][:8]
         return {rank: self._store.get(f"at/{rank}").decode() for rank in silent if self._store.check([f"at/{rank}"])}
 
 
-def write_report(line: str, own: Report) -> None:
+def write_report(line: str, local_report: Report) -> None:
     """Write ``line`` to standard error, with the stack of the main thread if it does not wait for other ranks.
 
     The text is written in one call, so that the lines of several ranks do not mix.
     """
-    stack = "" if own.is_waiting else thread_stack.format_stack(thread_stack.main_frame())
+    stack = "" if local_report.is_waiting else thread_stack.format_stack(thread_stack.main_frame())
     sys.stderr.write(f"{line}\n{stack}")
     sys.stderr.flush()
 
 
-def own_store(run: str, prefix: str = "tds/watchdog") -> Any:
+def open_store(run: str, prefix: str = "tds/watchdog") -> Any:
     """Return a store for ``run`` on a new connection to the default process group's store; None if there is none."""
     try:
         store: Any = default_store()
     except (RuntimeError, ValueError):
         return None
-    copy = dist.PrefixStore(f"{prefix}/{run}", store.clone())
-    copy.set_timeout(timedelta(seconds=PATIENCE_S))
-    return copy
+    connection = dist.PrefixStore(f"{prefix}/{run}", store.clone())
+    connection.set_timeout(timedelta(seconds=PATIENCE_S))
+    return connection
 
 
-def until(condition: Callable[[], bool], limit_s: float, pause_s: float = PAUSE_S) -> bool:
+def wait_until(condition: Callable[[], bool], limit_s: float, pause_s: float = PAUSE_S) -> bool:
     """Wait at most ``limit_s`` for ``condition``; return True if it is met."""
     end = time.monotonic() + limit_s
     while not condition():

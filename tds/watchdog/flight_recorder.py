@@ -14,17 +14,17 @@ from typing import Any
 
 from tds.torch_api import flight_record
 
-NUMBER = 20
+NUM_OPERATIONS = 20
 _CLOCK_S = time.time() - time.monotonic()
 """Offset from the monotonic clock to the wall clock at import; torch records wall-clock times."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One send, receive or collective; ``began_s`` is a wall-clock time."""
+    """One send, receive or collective; ``start_s`` is a wall-clock time."""
 
     words: str
-    began_s: float
+    start_s: float
 
 
 def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
@@ -35,10 +35,10 @@ def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
     """
     record = flight_record()
     main = threading.main_thread().ident
-    background = {str(each.ident) for each in threading.enumerate() if each.ident != main}
-    entries = [each for each in record.get("entries", []) if each.get("thread_id") not in background]
-    entries.sort(key=lambda each: int(each["record_id"]))
-    return [Operation(_words(each, groups or {}), int(each["time_created_ns"]) * 1e-9) for each in entries]
+    background = {str(item.ident) for item in threading.enumerate() if item.ident != main}
+    entries = [item for item in record.get("entries", []) if item.get("thread_id") not in background]
+    entries.sort(key=lambda item: int(item["record_id"]))
+    return [Operation(_describe(item, groups or {}), int(item["time_created_ns"]) * 1e-9) for item in entries]
 
 
 def idle_s() -> float:
@@ -51,23 +51,23 @@ def idle_s() -> float:
     if not recorded:
         return float("inf")
     now = time.monotonic()
-    since = [now + clock_s - recorded[-1].began_s for clock_s in (_CLOCK_S, time.time() - now)]
+    since = [now + clock_s - recorded[-1].start_s for clock_s in (_CLOCK_S, time.time() - now)]
     return min((seconds for seconds in since if seconds >= 0), default=0.0)
 
 
 def format_operations(groups: Mapping[str, str]) -> str:
-    """Return a line with the last ``NUMBER`` operations, the newest last."""
-    last = [operation.words for operation in operations(groups)[-NUMBER:]]
+    """Return a line with the last ``NUM_OPERATIONS`` operations, the newest last."""
+    last = [operation.words for operation in operations(groups)[-NUM_OPERATIONS:]]
     runs = [(words, len(list(run))) for words, run in itertools.groupby(last)]
     listed = [words if count == 1 else f"{count} x {words}" for words, count in runs]
-    return f"last {NUMBER} operations: {', '.join(listed) or 'none'}"
+    return f"last {NUM_OPERATIONS} operations: {', '.join(listed) or 'none'}"
 
 
-def _words(entry: Mapping[str, Any], groups: Mapping[str, str]) -> str:
+def _describe(entry: Mapping[str, Any], groups: Mapping[str, str]) -> str:
     """Return the description of an operation, such as "all_reduce float[2, 3] (tensor)"."""
     name = str(entry["profiling_name"]).partition(":")[2]
     group_name, description = entry["process_group"]
-    dtypes, sizes = entry["input_dtypes"], entry["input_sizes"]
-    tensor = f" {str(dtypes[0]).lower()}{sizes[0]}" if dtypes and sizes else ""
+    dtypes, shapes = entry["input_dtypes"], entry["input_sizes"]
+    tensor = f" {str(dtypes[0]).lower()}{shapes[0]}" if dtypes and shapes else ""
     fallback = description if description not in ("", "undefined") else f"group {group_name}"
     return f"{name}{tensor} ({groups.get(str(group_name), fallback)})"

@@ -12,10 +12,10 @@ from types import FrameType
 
 import torch
 
-DEEPEST = 12
+MAX_CALLS = 12
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _INSTALLED = {"site-packages", "dist-packages"}
-_OWN_FOLDERS = tuple(os.path.join(folder, "") for folder in (sysconfig.get_paths()["stdlib"], *torch.__path__))
+_LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (sysconfig.get_paths()["stdlib"], *torch.__path__))
 """Library folders that may be outside of site-packages: the standard library, and torch if built in a checkout."""
 
 
@@ -25,13 +25,13 @@ def main_frame() -> FrameType | None:
 
 
 def format_stack(frame: FrameType | None) -> str:
-    """Return the innermost ``DEEPEST`` calls formatted as a traceback, most recent call last."""
+    """Return the innermost ``MAX_CALLS`` calls formatted as a traceback, most recent call last."""
     if frame is None:
         return ""
-    return "".join(traceback.format_list(traceback.extract_stack(frame, DEEPEST)))
+    return "".join(traceback.format_list(traceback.extract_stack(frame, MAX_CALLS)))
 
 
-def format_place(frame: FrameType | None) -> str:
+def format_location(frame: FrameType | None) -> str:
     """Return the innermost call outside of libraries, such as "read (loader.py:12)"."""
     inner = frame
     while inner is not None and _is_library(inner.f_code.co_filename):
@@ -57,4 +57,4 @@ def communication(frame: FrameType | None) -> str | None:
 
 
 def _is_library(path: str) -> bool:
-    return path.startswith(("<", *_OWN_FOLDERS)) or not _INSTALLED.isdisjoint(path.split(os.sep))
+    return path.startswith(("<", *_LIBRARY_FOLDERS)) or not _INSTALLED.isdisjoint(path.split(os.sep))

@@ -19,9 +19,9 @@ from typing import Any
 from tds.p2p import collective_scope
 from tds.watchdog import flight_recorder, thread_stack
 from tds.watchdog.alarm import LINGER_S, PATIENCE_S, Alarms, write_report
-from tds.watchdog.diagnosis import Report, State, format_history, on_device, report
+from tds.watchdog.diagnosis import Report, State, format_history, report, with_device_action
 
-LOOK_S = 0.3
+CHECK_INTERVAL_S = 0.3
 STOPPED_S = 1.0
 """If a thread sleeps this much longer than requested, its process was stopped or starved; this time is not counted."""
 NOTES_PER_S = 500
@@ -38,7 +38,7 @@ class NoPipeline:
     waits = history = ()
     links = None
 
-    def action_of_device(self) -> None:
+    def device_action(self) -> None:
         """Return None, because there are no actions."""
 
 
@@ -60,33 +60,34 @@ class Watchdog:
         alarms: alarms over a store that only this run or engine uses; None: the watchdog is disabled.
         name: the name of this rank, for messages.
         limit_s: maximum time without progress of the main thread; may be changed at any time.
-        exchange: the communicator of a pipeline's stage: ``action``, ``waiting``, ``waits``, ``history`` and ``links``.
+        communicator: the communicator of a pipeline's stage: ``action``, ``waiting``, ``waits``, ``history`` and
+            ``links``.
         thread_name: name of both threads. They hold no reference to the watchdog and end when it is deleted.
 
     Attributes:
         progress: counter that the main thread increments when it makes progress.
-        start_of_line: prefix of this rank's report line.
+        line_prefix: prefix of this rank's report line.
     """
 
-    start_of_line = ""
+    line_prefix = ""
 
-    def __init__(self, alarms: Alarms | None, name: str, limit_s: float, exchange: Any, thread_name: str) -> None:
-        self.limit_s, self.exchange, self.progress = limit_s, exchange, 0
+    def __init__(self, alarms: Alarms | None, name: str, limit_s: float, communicator: Any, thread_name: str) -> None:
+        self.limit_s, self.communicator, self.progress = limit_s, communicator, 0
         self._alarms, self._name = alarms, name
-        self._seen: State | None = None
-        self._answered: State | None = None
-        self._since = self._looked = time.monotonic()
-        self._number = 0
+        self._last_state: State | None = None
+        self._answered_state: State | None = None
+        self._state_since = self._last_check = time.monotonic()
+        self._call_idx = 0
         self._lock = threading.Lock()
-        self._asked = self._has_reported = False
-        self._heard, self._finished = threading.Event(), threading.Event()
+        self._is_alarm_requested = self._has_reported = False
+        self._alarm_noticed, self._finished = threading.Event(), threading.Event()
         self._verdict: str | None = None
         self._closed, self._wake = threading.Event(), threading.Event()
         self_ref = weakref.ref(self)
-        self._timer = threading.Thread(target=_time, args=(self_ref, self._closed), name=thread_name, daemon=True)
-        pause_s = LOOK_S if alarms is None else max(LOOK_S, alarms.pause_s)
+        self._timer = threading.Thread(target=_run_timer, args=(self_ref, self._closed), name=thread_name, daemon=True)
+        pause_s = CHECK_INTERVAL_S if alarms is None else max(CHECK_INTERVAL_S, alarms.pause_s)
         listener_args = self_ref, self._wake, pause_s
-        self._listener = threading.Thread(target=_listen, args=listener_args, name=thread_name, daemon=True)
+        self._listener = threading.Thread(target=_run_listener, args=listener_args, name=thread_name, daemon=True)
         if alarms is not None:
             self._timer.start()
             self._listener.start()
@@ -102,35 +103,37 @@ class Watchdog:
         """Return the description of the main thread's current phase."""
         raise NotImplementedError
 
-    def _together(self) -> str | None:
+    def _collective(self) -> str | None:
         """Return the description of the main thread's current collective, or None."""
         return collective_scope.current_collective()
 
-    def _may_last(self, state: State) -> float:
+    def _limit_of(self, state: State) -> float:
         """Return the time limit of ``state`` in seconds."""
         return self.limit_s
 
-    def _describe(self, own: Report, state: State) -> Report:
-        """Return ``own``, the report based on messages and collectives, with information of the subclass added."""
-        return own
+    def _describe(self, local_report: Report, state: State) -> Report:
+        """Return ``local_report``, based on messages and collectives, with information of the subclass added."""
+        return local_report
 
-    def _past(self) -> list[str]:
+    def _past_operations(self) -> list[str]:
         """Return the parts of the report line about earlier operations."""
-        return [format_history(self.exchange.history)]
+        return [format_history(self.communicator.history)]
 
-    def _note(self, alarms: Alarms) -> None:
+    def _write_location(self, alarms: Alarms) -> None:
         """Write the location of this rank to the store periodically."""
 
-    def _lose_store(self, error: RuntimeError) -> None:
+    def _on_store_lost(self, error: RuntimeError) -> None:
         """React to the loss of the store. The listener ends after this; the timer continues."""
 
-    def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
+    def _conclude(
+        self, call_idx: int, verdict: str | None, local_report: Report, linger: Callable[[], None] | None
+    ) -> None:
         """React to the verdict, and pass it to ``_finish``.
 
         Args:
-            number: the number of the watched call that the alarm belongs to, for ``_finish``.
-            found: the verdict; None: the rank that raised the alarm exited before it could write the verdict.
-            own: the report of this rank.
+            call_idx: the number of the watched call that the alarm belongs to, for ``_finish``.
+            verdict: the verdict; None: the rank that raised the alarm exited before it could write the verdict.
+            local_report: the report of this rank.
             linger: function to call before exiting, because the other ranks may still read the verdict from a store
                 that this rank hosts; None: no such wait is needed.
         """
@@ -138,107 +141,110 @@ class Watchdog:
 
     # The timer.
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Request an alarm if this rank is late; if the store does not answer, conclude without it."""
-        call_number = self._number
+        call_idx = self._call_idx
         if not self._is_late():
             return
         with self._lock:
-            if call_number != self._number:
+            if call_idx != self._call_idx:
                 return
             self._finished.clear()
-            self._asked = True
+            self._is_alarm_requested = True
         self._wake.set()
-        patience_s = PATIENCE_S + LINGER_S + (self._alarms.more_s if self._alarms else 0.0)
-        if not self._finished.wait(patience_s) and call_number == self._number and not self._closed.is_set():
+        patience_s = PATIENCE_S + LINGER_S + (self._alarms.extra_s if self._alarms else 0.0)
+        if not self._finished.wait(patience_s) and call_idx == self._call_idx and not self._closed.is_set():
             own_report = self._report()
             self._write_report(own_report)
-            self._answered = self._seen
-            self._conclude(call_number, STORE_LOST, own_report, None)
+            self._answered_state = self._last_state
+            self._conclude(call_idx, STORE_LOST, own_report, None)
 
     def _is_late(self) -> bool:
         """Return True if this rank has exceeded the time limit of its state, and no alarm has been answered for it."""
         now = time.monotonic()
-        stopped_s, self._looked = now - self._looked - LOOK_S, now
+        stopped_s, self._last_check = now - self._last_check - CHECK_INTERVAL_S, now
         state = self._update(now)
         if stopped_s > STOPPED_S:
-            self._since = min(now, self._since + stopped_s)
-        limit_s = self._may_last(state)
-        if now - self._since <= limit_s or state == self._answered:
+            self._state_since = min(now, self._state_since + stopped_s)
+        limit_s = self._limit_of(state)
+        if now - self._state_since <= limit_s or state == self._answered_state:
             return False
-        self._since = max(self._since, now - flight_recorder.idle_s())
-        return now - self._since > limit_s
+        self._state_since = max(self._state_since, now - flight_recorder.idle_s())
+        return now - self._state_since > limit_s
 
     # The listener.
 
-    def _hear(self) -> bool:
+    def _poll_alarms(self) -> bool:
         """Raise a requested alarm or answer another rank's alarm; return True to continue listening."""
         if self._closed.is_set() or self._alarms is None:
             return False
         try:
-            if (self._asked or self._alarms.is_raised()) and not self._closed.is_set():
+            if (self._is_alarm_requested or self._alarms.is_raised()) and not self._closed.is_set():
                 self._answer(self._alarms)
-            self._note(self._alarms)
+            self._write_location(self._alarms)
         except RuntimeError as error:
-            self._lose_store(error)
+            self._on_store_lost(error)
             return False
         return True
 
     def _answer(self, alarms: Alarms) -> None:
         """Report the state of this rank, and determine or read the verdict of the alarm."""
-        call_number = self._number
-        self._heard.set()
+        call_idx = self._call_idx
+        self._alarm_noticed.set()
         own_report = self._report()
-        self._answered = self._seen
+        self._answered_state = self._last_state
         self._write_report(own_report)
-        self._conclude(call_number, alarms.answer(own_report), own_report, alarms.linger)
+        self._conclude(call_idx, alarms.answer(own_report), own_report, alarms.linger)
 
-    def _finish(self, number: int, found: str | None) -> None:
+    def _finish(self, call_idx: int, verdict: str | None) -> None:
         """Store the verdict, unless the watched call has ended."""
         with self._lock:
-            if number == self._number:
-                self._verdict, self._asked = found, False
+            if call_idx == self._call_idx:
+                self._verdict, self._is_alarm_requested = verdict, False
                 self._finished.set()
 
     # State and report of this rank.
 
     def _update(self, now: float) -> State:
-        exchange = self.exchange
-        count = self._number, self.progress, len(exchange.waits), collective_scope.number_together()
-        state = State(self._phase(), exchange.action, exchange.waiting, self._together(), count)
-        if state != self._seen:
-            self._seen, self._since = state, now
+        communicator = self.communicator
+        count = self._call_idx, self.progress, len(communicator.waits), collective_scope.num_collective_scopes()
+        state = State(self._phase(), communicator.action, communicator.waiting, self._collective(), count)
+        if state != self._last_state:
+            self._last_state, self._state_since = state, now
         return state
 
     def _report(self) -> Report:
         """Return the report of this rank: its operation, the rank it waits for, and the duration."""
         state = self._update(time.monotonic())
-        since_s = time.monotonic() - self._since
-        ranks = self.exchange.links.ranks if self.exchange.links else ()
-        base_report = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
-        base_report = on_device(base_report, self.exchange.action_of_device())
+        since_s = time.monotonic() - self._state_since
+        ranks = self.communicator.links.ranks if self.communicator.links else ()
+        base_report = report(state.phase, state.action, state.waiting, state.collective, since_s, ranks)
+        base_report = with_device_action(base_report, self.communicator.device_action())
         return self._describe(base_report, state)
 
-    def _write_report(self, own: Report) -> None:
+    def _write_report(self, local_report: Report) -> None:
         """Write this rank's report line, at most once per watched call."""
         if not self._has_reported:
             self._has_reported = True
-            write_report("; ".join([f"{self.start_of_line}{self._name} {own.words}", *self._past()]), own)
+            write_report(
+                "; ".join([f"{self.line_prefix}{self._name} {local_report.words}", *self._past_operations()]),
+                local_report,
+            )
 
 
-def _time(own: weakref.ref[Watchdog], closed: threading.Event) -> None:
-    while not closed.wait(LOOK_S) and (watchdog := own()) is not None:
-        watchdog._look()
+def _run_timer(watchdog_ref: weakref.ref[Watchdog], closed: threading.Event) -> None:
+    while not closed.wait(CHECK_INTERVAL_S) and (watchdog := watchdog_ref()) is not None:
+        watchdog._check()
         del watchdog  # otherwise this thread would keep it alive
 
 
-def _listen(own: weakref.ref[Watchdog], wake: threading.Event, pause_s: float) -> None:
-    is_on = True
-    while is_on:
+def _run_listener(watchdog_ref: weakref.ref[Watchdog], wake: threading.Event, pause_s: float) -> None:
+    is_listening = True
+    while is_listening:
         wake.wait(pause_s)
         wake.clear()
-        watchdog = own()
-        is_on = watchdog is not None and watchdog._hear()
+        watchdog = watchdog_ref()
+        is_listening = watchdog is not None and watchdog._poll_alarms()
         del watchdog
 
 
@@ -246,27 +252,27 @@ class EngineWatchdog(Watchdog):
     """Watches one rank of an engine, so that the error of a timed-out wait names the missing rank.
 
     Args:
-        exchange: the communicator of the engine's stage.
+        communicator: the communicator of the engine's stage.
         store: a store that only this engine uses; None: only report this rank's state, without the other ranks.
         names: the name of every rank, for messages.
         limit_s: waits longer than this raise the alarm.
     """
 
-    start_of_line = "tds watchdog: "
+    line_prefix = "tds watchdog: "
 
-    def __init__(self, exchange: Any, store: Any, rank: int, names: Sequence[str], limit_s: float) -> None:
-        self._now = OUTSIDE
-        self._own_collectives = collective_scope.Together(exchange.history)
-        self._is_cut_off: str | None = None
+    def __init__(self, communicator: Any, store: Any, rank: int, names: Sequence[str], limit_s: float) -> None:
+        self._current_phase = OUTSIDE
+        self._collectives = collective_scope.CollectiveTracker(communicator.history)
+        self._store_error: str | None = None
         alarms = None if store is None else Alarms(store, rank, names)
-        super().__init__(alarms, names[rank], limit_s, exchange, "tds watchdog")
+        super().__init__(alarms, names[rank], limit_s, communicator, "tds watchdog")
 
     @contextmanager
-    def over(self, phase: str) -> Iterator[None]:
+    def watch(self, phase: str) -> Iterator[None]:
         """Watch the block. If it fails because a peer is lost, raise an error that names the missing rank instead."""
-        self._now = phase
+        self._current_phase = phase
         try:
-            with self._own_collectives.at_work():
+            with self._collectives.activate():
                 yield
         except RuntimeError as error:
             explanation = self._explain(error)
@@ -274,60 +280,62 @@ class EngineWatchdog(Watchdog):
                 raise
             raise collective_scope.PeerLost(f"{explanation}. {error}") from error
         finally:
-            self._now = OUTSIDE
-            self._forget()
+            self._current_phase = OUTSIDE
+            self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         """Reset the state, so that errors and alarms of the watched call do not affect later calls."""
-        self._own_collectives.forget()
-        self.exchange.waiting = None
+        self._collectives.reset()
+        self.communicator.waiting = None
         with self._lock:
-            self._number += 1
-            self._asked = self._has_reported = False
+            self._call_idx += 1
+            self._is_alarm_requested = self._has_reported = False
             self._verdict = None
-            self._heard.clear()
+            self._alarm_noticed.clear()
             self._finished.clear()
 
     def _explain(self, error: RuntimeError) -> str | None:
         """Return the verdict if ``error`` is caused by a timed-out wait of this or another rank; otherwise None."""
         lost = peer_lost(error)
-        if lost is None or not (is_timeout(lost) or self._heard.is_set()):
+        if lost is None or not (is_timeout(lost) or self._alarm_noticed.is_set()):
             return None
         with self._lock:
-            self._asked = not self._finished.is_set()
+            self._is_alarm_requested = not self._finished.is_set()
         self._wake.set()
-        patience_s = PATIENCE_S + (self._alarms.more_s if self._alarms else 0.0)
+        patience_s = PATIENCE_S + (self._alarms.extra_s if self._alarms else 0.0)
         if self._listener.is_alive() and not self._finished.wait(patience_s):
             self._verdict = STORE_LOST
         self._write_report(self._report())
-        return self._verdict or self._is_cut_off
+        return self._verdict or self._store_error
 
     def _phase(self) -> str:
-        return self._now
+        return self._current_phase
 
-    def _together(self) -> str | None:
-        return (collective_scope.outside if self._now == OUTSIDE else self._own_collectives).doing
+    def _collective(self) -> str | None:
+        return (collective_scope.idle_tracker if self._current_phase == OUTSIDE else self._collectives).operation
 
-    def _may_last(self, state: State) -> float:
-        is_waiting = state.waiting is not None or state.together is not None
+    def _limit_of(self, state: State) -> float:
+        is_waiting = state.waiting is not None or state.collective is not None
         return self.limit_s if is_waiting else float("inf")
 
-    def _past(self) -> list[str]:
+    def _past_operations(self) -> list[str]:
         """On an accelerator, add the operations of torch's flight recorder, because the host only queues them."""
-        if self.exchange.action_of_device() is None:
-            return super()._past()
-        return [flight_recorder.format_operations({}), *super()._past()]
+        if self.communicator.device_action() is None:
+            return super()._past_operations()
+        return [flight_recorder.format_operations({}), *super()._past_operations()]
 
-    def _lose_store(self, error: RuntimeError) -> None:
-        self._is_cut_off = (
+    def _on_store_lost(self, error: RuntimeError) -> None:
+        self._store_error = (
             f"the process group's store is gone, because its host, rank 0 or the launcher, has exited ({error})"
         )
         self._finished.set()
 
-    def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
+    def _conclude(
+        self, call_idx: int, verdict: str | None, local_report: Report, linger: Callable[[], None] | None
+    ) -> None:
         if linger is not None:
             linger()
-        self._finish(number, self._is_cut_off or found)
+        self._finish(call_idx, self._store_error or verdict)
 
 
 class RunWatchdog(Watchdog):
@@ -338,21 +346,21 @@ class RunWatchdog(Watchdog):
 
     Args:
         alarms: alarms over a store that only this run uses.
-        where: returns the phase of the main thread, such as "saving"; called by the watchdog's threads.
+        get_phase: returns the phase of the main thread, such as "saving"; called by the watchdog's threads.
         groups: maps the names of process groups to descriptions.
         is_busy: returns True if the device still has work.
         on_stuck: called once with the verdict, the report of this rank, and a function to call before exiting (or
             None).
         warn: called with a warning for the log.
 
-    ``exchange`` must be set after an engine with a pipeline has been built.
+    ``communicator`` must be set after an engine with a pipeline has been built.
     """
 
     def __init__(
         self,
         alarms: Alarms,
         name: str,
-        where: Callable[[], str],
+        get_phase: Callable[[], str],
         limit_s: float,
         groups: Mapping[str, str],
         *,
@@ -360,21 +368,21 @@ class RunWatchdog(Watchdog):
         on_stuck: Callable[[str, Report, Callable[[], None] | None], object],
         warn: Callable[[str], object],
     ) -> None:
-        self._where, self._groups = where, groups
+        self._get_phase, self._groups = get_phase, groups
         self._is_busy, self._on_stuck, self._warn = is_busy, on_stuck, warn
         self._armed = 0.0, 0.0
-        self._noted = 0.0
+        self._location_written_s = 0.0
         super().__init__(alarms, name, limit_s, NoPipeline(), f"watch, {name}")
 
     def close(self) -> None:
         super().close()
         faulthandler.cancel_dump_traceback_later()
         for thread in (self._timer, self._listener):
-            thread.join(LOOK_S)  # a thread that waits for a lost store ends with the process
+            thread.join(CHECK_INTERVAL_S)  # a thread that waits for a lost store ends with the process
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._arm()
-        super()._look()
+        super()._check()
 
     def _arm(self) -> None:
         """Schedule a dump of all stacks by ``faulthandler`` in case this thread does not run for ``limit_s``.
@@ -393,32 +401,44 @@ class RunWatchdog(Watchdog):
             faulthandler.dump_traceback_later(limit_s, file=2)
 
     def _phase(self) -> str:
-        return self._where()
+        return self._get_phase()
 
-    def _note(self, alarms: Alarms) -> None:
-        if time.monotonic() - self._noted > alarms.num_ranks / NOTES_PER_S:
-            self._noted = time.monotonic()
-            alarms.note(self._where())
+    def _write_location(self, alarms: Alarms) -> None:
+        if time.monotonic() - self._location_written_s > alarms.num_ranks / NOTES_PER_S:
+            self._location_written_s = time.monotonic()
+            alarms.write_location(self._get_phase())
 
-    def _describe(self, own: Report, state: State) -> Report:
+    def _describe(self, local_report: Report, state: State) -> Report:
         """Add the phase, the operation that the rank waits in, and the current line of the program."""
         frame = thread_stack.main_frame()
         operation = thread_stack.communication(frame)
-        words = own.words
-        if own.is_waiting or state.action is not None:
+        words = local_report.words
+        if local_report.is_waiting or state.action is not None:
             words += f", {state.phase.partition(', ')[0]}"
-        if operation is not None and not own.is_waiting:
+        if operation is not None and not local_report.is_waiting:
             words += f", waiting in {operation}"
-        is_waiting = own.is_waiting or operation is not None or self._is_busy()
-        return Report(is_waiting, own.waits_for, own.since_s, f"{words}, at {thread_stack.format_place(frame)}")
+        is_waiting = local_report.is_waiting or operation is not None or self._is_busy()
+        return Report(
+            is_waiting,
+            local_report.waits_for,
+            local_report.since_s,
+            f"{words}, at {thread_stack.format_location(frame)}",
+        )
 
-    def _past(self) -> list[str]:
-        return [flight_recorder.format_operations(self._groups), *(super()._past() if self.exchange.history else [])]
+    def _past_operations(self) -> list[str]:
+        return [
+            flight_recorder.format_operations(self._groups),
+            *(super()._past_operations() if self.communicator.history else []),
+        ]
 
-    def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
-        self._finish(number, found)
+    def _conclude(
+        self, call_idx: int, verdict: str | None, local_report: Report, linger: Callable[[], None] | None
+    ) -> None:
+        self._finish(call_idx, verdict)
         self._on_stuck(
-            found or "a rank raised the alarm and exited before it could report the missing rank", own, linger
+            verdict or "a rank raised the alarm and exited before it could report the missing rank",
+            local_report,
+            linger,
         )
 
 
@@ -440,7 +460,7 @@ def is_timeout(lost: collective_scope.PeerLost) -> bool:
     return False
 
 
-def name_of(rank: int, place: Any) -> str:
+def rank_name(rank: int, coordinate: Any) -> str:
     """Return "rank 3 (stage 1, replica 0)" from a rank's coordinates in DeepSpeed's topology."""
-    tensor = f", tensor {place.model}" if hasattr(place, "model") else ""
-    return f"rank {rank} (stage {place.pipe}, replica {place.data}{tensor})"
+    tensor = f", tensor {coordinate.model}" if hasattr(coordinate, "model") else ""
+    return f"rank {rank} (stage {coordinate.pipe}, replica {coordinate.data}{tensor})"

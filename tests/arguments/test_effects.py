@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 
 
-def read(line: str, folder=None, content: object = None, world_size: int = 1) -> Config:
+def parse_line(line: str, folder=None, content: object = None, world_size: int = 1) -> Config:
     words = line.split()
     if content is not None:
         (folder / "ds.json").write_text(json.dumps(content))
@@ -20,7 +20,7 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "parts"),
+    ("line", "fragments"),
     [
         ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", ["--adam-beta1, --adam-eps applies to AdamW only", "sgd"]),
         (
@@ -49,16 +49,16 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
         ("--eval-only --load x --pipeline-trace x", ["--pipeline-trace records training steps only, got --eval-only"]),
     ],
 )
-def test_flags_that_cannot_act_are_refused(line, parts):
-    with pytest.raises(ConfigError) as caught:
-        read(line)
-    assert all(part in str(caught.value) for part in parts), caught.value
+def test_flags_without_effect_raise(line, fragments):
+    with pytest.raises(ConfigError) as exc_info:
+        parse_line(line)
+    assert all(fragment in str(exc_info.value) for fragment in fragments), exc_info.value
 
 
-def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
+def test_json_betas_with_sgd_raise(tmp_path):
     content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}}
     with pytest.raises(ConfigError, match=r"optimizer\.params\.betas is not a parameter of SGD in DeepSpeed"):
-        read("", tmp_path, content)
+        parse_line("", tmp_path, content)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
         ("--pipe-parallel-size 2", {"flops_profiler": {"enabled": True}}, 2, '"flops_profiler" has no effect'),
     ],
 )
-def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, message):
-    assert any(message in note for note in read(line, tmp_path, content, world_size).notes)
+def test_harmless_setting_without_effect_is_noted(tmp_path, line, content, world_size, message):
+    assert any(message in note for note in parse_line(line, tmp_path, content, world_size).notes)
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "expected"),
     [
         ("--bf16 --hysteresis 2 --loss-scale 9", "--loss-scale 9, --hysteresis 2"),
         ("--fp32 --initial-scale-power 8 --min-loss-scale 2", "--initial-scale-power 8, --min-loss-scale 2"),
@@ -97,25 +97,25 @@ def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, wor
         ("--no-pipeline-parallel --num-layers 3 --num-unique-layers 3", "--no-pipeline-parallel, --num-unique-layers"),
     ],
 )
-def test_what_asks_for_what_the_other_flags_make_hold_is_neutral(line, named):
-    config = read(line)
-    assert ", ".join(config.ignored) == named and config.notes == ()
+def test_redundant_flags_are_ignored(line, expected):
+    config = parse_line(line)
+    assert ", ".join(config.ignored) == expected and config.notes == ()
     if "scale" in line:
-        assert config.precision == read(line.split()[0]).precision
+        assert config.precision == parse_line(line.split()[0]).precision
     assert not config.parallel.sequence_parallel and not config.parallel.partition_activations
     with pytest.raises(ConfigError, match="is rejected by --strict-flags"):
-        read(f"{line} --strict-flags")
+        parse_line(f"{line} --strict-flags")
 
 
-def test_steps_of_a_trace_need_a_trace(tmp_path):
-    pipe = "--pipe-parallel-size 2"
+def test_trace_steps_without_trace_raise(tmp_path):
+    pipeline_flags = "--pipe-parallel-size 2"
     with pytest.raises(ConfigError, match=r"pipeline\.trace_steps in the JSON has no effect without a trace"):
-        read(pipe, tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
-    config = read(f"{pipe} --pipeline-trace x", tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
+        parse_line(pipeline_flags, tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
+    config = parse_line(f"{pipeline_flags} --pipeline-trace x", tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
     assert engine_dict(config, 2)["pipeline"] == {"trace": "x", "trace_steps": 3}
 
 
-def test_a_recipe_for_pipelines_has_no_effect_without_one_and_says_so():
+def test_pipeline_defaults_without_pipeline_are_noted():
     config = parse([], world_size=1, env={"MEGATRON_DEFAULTS": "--pipeline-chunks 2 --pipeline-schedule auto"})
     assert config.parallel.chunks == 1
     message = "--pipeline-schedule, --pipeline-chunks in the defaults has no effect without a pipeline"
@@ -131,15 +131,15 @@ def test_a_recipe_for_pipelines_has_no_effect_without_one_and_says_so():
         ("--bf16", {"fp16": {"enabled": False, "hysteresis": 3}}, 1),
     ],
 )
-def test_what_acts_is_not_noted(tmp_path, line, content, world_size):
-    assert read(line, tmp_path, content, world_size).notes == ()
+def test_effective_settings_are_not_noted(tmp_path, line, content, world_size):
+    assert parse_line(line, tmp_path, content, world_size).notes == ()
 
 
-def test_a_loss_scale_is_checked_when_the_device_gives_the_number_format(tmp_path):
-    config = resolve_dtype(read("--loss-scale 8"), "bf16")
+def test_loss_scale_is_checked_when_dtype_is_resolved(tmp_path):
+    config = resolve_dtype(parse_line("--loss-scale 8"), "bf16")
     assert config.notes == ("--loss-scale has no effect: only fp16 has a loss scale, and this run is bf16",)
-    assert resolve_dtype(read("--loss-scale 8"), "fp16").precision.loss_scale == 8
-    config = resolve_dtype(read("--hysteresis 3", tmp_path, {"fp16": {"loss_scale_window": 5}}), "fp32")
+    assert resolve_dtype(parse_line("--loss-scale 8"), "fp16").precision.loss_scale == 8
+    config = resolve_dtype(parse_line("--hysteresis 3", tmp_path, {"fp16": {"loss_scale_window": 5}}), "fp32")
     assert config.notes == (
         "--hysteresis, fp16.loss_scale_window has no effect: only fp16 has a loss scale, and this run is fp32",
     )

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from megatron.arguments import flags_doc, translate
-from megatron.arguments.flag_values import all_options, options_in, rejected_flags
+from megatron.arguments.flag_values import all_options, family_options, rejected_flags
 from megatron.arguments.foreign_flags import (
     BY_VALUE,
     CONVERTED,
@@ -21,7 +21,7 @@ from megatron.arguments.foreign_flags import (
     REJECTED,
     TABLE,
     ForeignFlag,
-    flags_with,
+    flags_with_rule,
     foreign_flags,
 )
 from megatron.config import OptimizerConfig, parse
@@ -53,14 +53,14 @@ CPM_FLAGS = """
 --deepscale_config --deepspeed_mpi
 """.split()
 """The flags of CPM-Pretrain, in the order of its --help."""
-IGNORED_ROWS = list(flags_with(IGNORED, BY_VALUE, DENSE_ONLY))
-OURS = {flag: option for _, option in all_options() for flag in option.flags}
-NOT_OF_T5 = (
+IGNORED_ROWS = list(flags_with_rule(IGNORED, BY_VALUE, DENSE_ONLY))
+OPTIONS_BY_FLAG = {flag: option for _, option in all_options() for flag in option.flags}
+UNSUPPORTED_IN_T5 = (
     "--use-rotary-position-embeddings",  # selects a value of --position-embedding-type that T5 does not have
     "--context-parallel-size",  # only 1 is accepted: tests/arguments/test_context_parallel.py
     "--pipeline-model-parallel-layout",  # for one stack of layers: tests/config/test_pipeline_layout.py
 )
-NEEDS = {
+REQUIRED_FLAGS = {
     **dict.fromkeys(
         ("--checkpoint-num-layers", "--recompute-num-layers", "--activations-checkpoint-num-layers"),
         ["--checkpoint-activations"],
@@ -148,12 +148,12 @@ NEEDS = {
         for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")
     },
 }
-_ROPE = ["--position-embedding-type", "rope"]
-_YARN = [*_ROPE, "--rotary-scaling", "yarn"]
-_GROUPED = ["--num-attention-heads", "6", "--hidden-size", "12"]
-_EXPERTS = ["--num-experts", "8"]
-_SIGMOID = [*_EXPERTS, "--moe-router-score-function", "sigmoid"]
-_DECODER = {
+_ROPE_FLAGS = ["--position-embedding-type", "rope"]
+_YARN_FLAGS = [*_ROPE_FLAGS, "--rotary-scaling", "yarn"]
+_GROUPED_QUERY_FLAGS = ["--num-attention-heads", "6", "--hidden-size", "12"]
+_EXPERT_FLAGS = ["--num-experts", "8"]
+_SIGMOID_ROUTER_FLAGS = [*_EXPERT_FLAGS, "--moe-router-score-function", "sigmoid"]
+_DECODER_REQUIRED_FLAGS = {
     **dict.fromkeys(
         (
             "--moe-ffn-hidden-size",
@@ -167,42 +167,42 @@ _DECODER = {
             "--moe-expert-capacity-factor",
             "--moe-shared-expert-intermediate-size",
         ),
-        _EXPERTS,
+        _EXPERT_FLAGS,
     ),
-    "--moe-router-num-groups": [*_EXPERTS, "--moe-router-group-topk", "1"],
-    "--moe-router-group-topk": [*_EXPERTS, "--moe-router-num-groups", "4"],
-    "--moe-router-load-balancing-type": [*_EXPERTS, "--moe-aux-loss-coeff", "0.1"],
-    "--moe-token-drop-policy": [*_EXPERTS, "--moe-expert-capacity-factor", "0.5"],
-    "--moe-router-enable-expert-bias": _SIGMOID,
-    "--moe-router-bias-update-rate": _SIGMOID,
-    "--moe-shared-expert-gate": [*_EXPERTS, "--moe-shared-expert-intermediate-size", "8"],
+    "--moe-router-num-groups": [*_EXPERT_FLAGS, "--moe-router-group-topk", "1"],
+    "--moe-router-group-topk": [*_EXPERT_FLAGS, "--moe-router-num-groups", "4"],
+    "--moe-router-load-balancing-type": [*_EXPERT_FLAGS, "--moe-aux-loss-coeff", "0.1"],
+    "--moe-token-drop-policy": [*_EXPERT_FLAGS, "--moe-expert-capacity-factor", "0.5"],
+    "--moe-router-enable-expert-bias": _SIGMOID_ROUTER_FLAGS,
+    "--moe-router-bias-update-rate": _SIGMOID_ROUTER_FLAGS,
+    "--moe-shared-expert-gate": [*_EXPERT_FLAGS, "--moe-shared-expert-intermediate-size", "8"],
     "--max-position-embeddings": ["--seq-length", "5"],
-    "--num-query-groups": _GROUPED,
-    "--num-key-value-heads": _GROUPED,
-    "--rotary-base": _ROPE,
-    "--rope-theta": _ROPE,
-    "--rotary-position-embeddings-theta": _ROPE,
-    "--rotary-scaling": _ROPE,
-    "--rotary-scaling-factor": [*_ROPE, "--rotary-scaling", "linear"],
-    "--rope-scaling-factor": [*_ROPE, "--rotary-scaling", "linear"],
-    "--rotary-low-frequency-factor": [*_ROPE, "--rotary-scaling", "llama3"],
-    "--rotary-high-frequency-factor": [*_ROPE, "--rotary-scaling", "llama3"],
-    "--rotary-original-positions": [*_ROPE, "--rotary-scaling", "llama3"],
-    "--rotary-beta-fast": _YARN,
-    "--rotary-beta-slow": _YARN,
-    "--rotary-attention-factor": _YARN,
-    "--rotary-percent": _ROPE,
-    "--rotary-local-base": [*_ROPE, "--window-size", "3"],
+    "--num-query-groups": _GROUPED_QUERY_FLAGS,
+    "--num-key-value-heads": _GROUPED_QUERY_FLAGS,
+    "--rotary-base": _ROPE_FLAGS,
+    "--rope-theta": _ROPE_FLAGS,
+    "--rotary-position-embeddings-theta": _ROPE_FLAGS,
+    "--rotary-scaling": _ROPE_FLAGS,
+    "--rotary-scaling-factor": [*_ROPE_FLAGS, "--rotary-scaling", "linear"],
+    "--rope-scaling-factor": [*_ROPE_FLAGS, "--rotary-scaling", "linear"],
+    "--rotary-low-frequency-factor": [*_ROPE_FLAGS, "--rotary-scaling", "llama3"],
+    "--rotary-high-frequency-factor": [*_ROPE_FLAGS, "--rotary-scaling", "llama3"],
+    "--rotary-original-positions": [*_ROPE_FLAGS, "--rotary-scaling", "llama3"],
+    "--rotary-beta-fast": _YARN_FLAGS,
+    "--rotary-beta-slow": _YARN_FLAGS,
+    "--rotary-attention-factor": _YARN_FLAGS,
+    "--rotary-percent": _ROPE_FLAGS,
+    "--rotary-local-base": [*_ROPE_FLAGS, "--window-size", "3"],
     "--alibi-bias-max": ["--position-embedding-type", "alibi"],
     "--window-attn-skip-freq": ["--window-size", "3"],
-    "--reset-position-ids": _ROPE,
+    "--reset-position-ids": _ROPE_FLAGS,
 }
-NEEDS_IN = {
-    "gpt2": _DECODER,
-    "mpt": {**_DECODER, "--layout-independent-dropout": ["--hidden-dropout", "0.1"]},
+FAMILY_REQUIRED_FLAGS = {
+    "gpt2": _DECODER_REQUIRED_FLAGS,
+    "mpt": {**_DECODER_REQUIRED_FLAGS, "--layout-independent-dropout": ["--hidden-dropout", "0.1"]},
     "bert": {"--max-position-embeddings": ["--seq-length", "5"]},
     "llama": {
-        **_DECODER,
+        **_DECODER_REQUIRED_FLAGS,
         "--layout-independent-dropout": ["--hidden-dropout", "0.1"],
         "--no-norm-bias": ["--normalization", "LayerNorm"],
     },
@@ -217,7 +217,7 @@ NEEDS_IN = {
     },
 }
 """Flags beside which another acts, in all families and in one."""
-ASKED = """
+COMMON_FLAGS = """
 --calculate-per-token-loss --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --log-num-zeros-in-grad
 --recompute-modules --no-create-attention-mask-in-dataloader --num-dataset-builder-threads --add-qkv-bias
 --dist-ckpt-strictness --no-mmap-bin-files --sft --moe-router-dtype --use-precision-aware-optimizer --ckpt-step
@@ -225,7 +225,7 @@ ASKED = """
 --hybrid-override-pattern --multi-latent-attention --ds_fused_adam --no-bias-swiglu-fusion --spec
 """
 """Flags that stand in people's scripts for Megatron-LM and Megatron-DeepSpeed, of every concern."""
-TIES = (
+SHARED_OPTION_FLAGS = (
     "--untie-embeddings-and-output-weights",
     "--tie-embeddings-and-output-weights",
     "--cpu_torch_adam",
@@ -241,14 +241,14 @@ TIES = (
     "--muon-split-qkv",
 )
 
-FILES = (
+FILE_OPTIONS = (
     "vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config", "sft", "valid_sft", "chat_template",
     "eval_tasks",
 )  # fmt: skip
 """Options whose value is a file that is there."""
 
 
-def some_value(option, folder: Path, family: str = "gpt2") -> str:
+def sample_value(option, folder: Path, family: str = "gpt2") -> str:
     """Return a good value that is not the default."""
     if option.name == "activation":
         return "gated-gelu"
@@ -256,7 +256,7 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         return "learned" if family == "t5" else "rope"
     if option.choices:
         return next((choice for choice in option.choices if choice != option.default), option.choices[0])
-    chosen = {
+    values = {
         "architecture": "qwen3",
         "partition_method": "uniform",
         "data_path": "none",
@@ -293,19 +293,19 @@ def some_value(option, folder: Path, family: str = "gpt2") -> str:
         "device": "cpu",
         "save_remote": "memory://b/run",
     }
-    if option.name in chosen:
-        return chosen[option.name]
+    if option.name in values:
+        return values[option.name]
     if option.name == "pipeline_schedule_file":
         (folder / "order.csv").write_text("0F0,0B0\n1F0,1B0\n")
         return str(folder / "order.csv")
-    if option.name in FILES:
+    if option.name in FILE_OPTIONS:
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")
-    if option.kind == "str":
+    if option.value_type == "str":
         return "9,0,1"
     if option.name in ("pipe_parallel_size", "model_parallel_size", "context_parallel_size", "global_batch_size"):
         return "2"
-    return "6" if option.kind == "int" else "0.4"
+    return "6" if option.value_type == "int" else "0.4"
 
 
 def option_default(option, family: str):
@@ -313,117 +313,123 @@ def option_default(option, family: str):
     return FAMILIES[family].config.DEFAULTS.get(option.name, option.default)
 
 
-def test_no_flag_of_cpm_is_forgotten():
+def test_every_cpm_flag_is_classified():
     assert len(CPM_FLAGS) == len(set(CPM_FLAGS)) == 112
     for flag in CPM_FLAGS:
         assert flags_doc.classify(flag)[1]
 
 
-def test_no_flag_that_people_use_is_unknown():
-    for flag in ASKED.split():
+def test_common_flags_are_classified():
+    for flag in COMMON_FLAGS.split():
         assert flags_doc.classify(flag)[1], flag
 
 
-def test_the_table_has_one_sorted_row_per_flag():
+def test_table_is_sorted_without_duplicates():
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
-    listed = [line.split("\t")[0] for line in lines]
-    assert listed == sorted(listed, key=lambda flag: (flag.lower(), flag)) and len(listed) == len(foreign_flags())
-    assert not set(listed) & set(OURS)
+    flags = [line.split("\t")[0] for line in lines]
+    assert flags == sorted(flags, key=lambda flag: (flag.lower(), flag)) and len(flags) == len(foreign_flags())
+    assert not set(flags) & set(OPTIONS_BY_FLAG)
 
 
 @pytest.mark.parametrize("rule", [IGNORED, BY_VALUE, DENSE_ONLY, CONVERTED, REJECTED])
-def test_the_columns_of_a_rule_are_filled(rule: str):
-    rows = list(flags_with(rule))
+def test_rows_of_rule_fill_required_columns(rule: str):
+    rows = list(flags_with_rule(rule))
     assert rows
     for row in rows:
         assert row.programs and set(row.programs) <= set(flags_doc.PROGRAMS), row
         assert row.value in ("", "int", "float", "str", "bool", "str*", "any") and row.note, row
         assert bool(row.target) == (rule in (BY_VALUE, CONVERTED)), row
-        assert bool(row.otherwise) == (rule == BY_VALUE) or rule == CONVERTED, row
+        assert bool(row.alternative) == (rule == BY_VALUE) or rule == CONVERTED, row
 
 
 def test_every_row_has_a_known_rule():
-    assert len(list(flags_with(IGNORED, BY_VALUE, DENSE_ONLY, CONVERTED, REJECTED))) == len(foreign_flags())
+    assert len(list(flags_with_rule(IGNORED, BY_VALUE, DENSE_ONLY, CONVERTED, REJECTED))) == len(foreign_flags())
 
 
-def test_every_target_names_fields_and_conversions_that_exist():
-    targets = [target for row in flags_with(CONVERTED) for target in row.targets]
-    assert {field for target in targets for field in target.fields} <= {option.name for option in OURS.values()}
+def test_targets_name_existing_fields_and_conversions():
+    targets = [target for row in flags_with_rule(CONVERTED) for target in row.targets]
+    assert {field for target in targets for field in target.fields} <= {
+        option.name for option in OPTIONS_BY_FLAG.values()
+    }
     functions = {target.function for target in targets} - {""}
-    assert functions == {*translate.CONVERSIONS, *translate.LATER}
+    assert functions == {*translate.CONVERSIONS, *translate.DEFERRED_CONVERSIONS}
     constants = [target for target in targets if target.value and not target.function]
-    options = {option.name: option for option in OURS.values()}
+    options = {option.name: option for option in OPTIONS_BY_FLAG.values()}
     for target in constants:
-        values = target.choices.values() or [translate._typed(target)]
+        values = target.choices.values() or [translate._parse_constant(target)]
         assert [options[target.fields[0]].problem(value) for value in values] == [None] * len(values), target
 
 
-def test_every_alternative_that_a_note_names_exists():
+def test_flags_named_in_notes_exist():
     reasons = [
-        *(text for row in foreign_flags().values() for text in (row.note, row.otherwise)),
-        *(why for family in FAMILIES.values() for why in family.config.REFUSED.values()),
+        *(text for row in foreign_flags().values() for text in (row.note, row.alternative)),
+        *(reason for family in FAMILIES.values() for reason in family.config.REJECTED_FLAGS.values()),
     ]
-    named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
-    assert named - set(OURS) - set(foreign_flags()) == {"--max-restarts"}  # the launcher's
+    named_flags = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
+    assert named_flags - set(OPTIONS_BY_FLAG) - set(foreign_flags()) == {"--max-restarts"}  # the launcher's
 
 
 @functools.cache
-def without_flags(family: str) -> argparse.Namespace:
+def default_namespace(family: str) -> argparse.Namespace:
     """Return what every option is where nothing is given."""
     return parse([], world_size=1, env={}, family=family).namespace()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_honoured_flag_changes_its_field(family, tmp_path, monkeypatch, pytestconfig):
+def test_supported_flag_changes_field(family, tmp_path, monkeypatch, pytestconfig):
     """The short run tests every flag with GPT-2, and with other families those that differ from GPT-2's."""
     for name in ("wandb", "lm_eval"):  # they need not be installed
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    is_whole = family == "gpt2" or pytestconfig.getoption("--all")
-    differing = {*FAMILIES[family].config.DEFAULTS} | {option.name for option in options_in(family)} - {
-        option.name for option in options_in("gpt2")
+    is_full_run = family == "gpt2" or pytestconfig.getoption("--all")
+    differing_names = {*FAMILIES[family].config.DEFAULTS} | {option.name for option in family_options(family)} - {
+        option.name for option in family_options("gpt2")
     }
-    options = [option for option in options_in(family) if is_whole or option.name in differing]
-    flags = {flag for option in options for flag in option.flags} - set(NOT_OF_T5 if family == "t5" else ())
-    check_rows(sorted(flags), lambda flag: check_flag_changes_its_field(family, flag, tmp_path))
+    options = [option for option in family_options(family) if is_full_run or option.name in differing_names]
+    flags = {flag for option in options for flag in option.flags} - set(UNSUPPORTED_IN_T5 if family == "t5" else ())
+    check_rows(sorted(flags), lambda flag: check_flag_changes_field(family, flag, tmp_path))
 
 
-def check_flag_changes_its_field(family: str, flag: str, folder: Path) -> None:
-    option = OURS[flag]
-    takes_value = option.kind != "bool" and flag not in option.constants
-    words = [flag, some_value(option, folder, family)] if takes_value else [flag]
+def check_flag_changes_field(family: str, flag: str, folder: Path) -> None:
+    option = OPTIONS_BY_FLAG[flag]
+    takes_value = option.value_type != "bool" and flag not in option.constants
+    words = [flag, sample_value(option, folder, family)] if takes_value else [flag]
     world_size = 6 if option.name == "pipe_parallel_size" else 2
     words += ["--batch-size", "3"] if option.name == "requested_global_batch_size" else []
     words += ["--hidden-size", "16", "--num-attention-heads", "4"] if option.name == "model_parallel_size" else []
     if option.name == "requested_global_batch_size":
         world_size = 1
-    words += NEEDS.get(flag, []) + NEEDS_IN.get(family, NEEDS_IN["mpt"]).get(flag, [])
+    words += REQUIRED_FLAGS.get(flag, []) + FAMILY_REQUIRED_FLAGS.get(family, FAMILY_REQUIRED_FLAGS["mpt"]).get(
+        flag, []
+    )
     config = parse(words, world_size=world_size, env={}, family=family, accepts_model=flag == "--model")
-    before, after = (getattr(each, option.name) for each in (without_flags(family), config.namespace()))
-    is_so = flag in TIES and after == option_default(option, family)  # another flag of the option changes it
-    assert after != before or is_so or option.name == "data_impl"
-    assert option.name in config.given
+    before, after = (getattr(namespace, option.name) for namespace in (default_namespace(family), config.namespace()))
+    is_default = flag in SHARED_OPTION_FLAGS and after == option_default(
+        option, family
+    )  # another flag of the option changes it
+    assert after != before or is_default or option.name == "data_impl"
+    assert option.name in config.explicit_fields
 
 
-def words_of(row: ForeignFlag) -> list[str]:
+def flag_words(row: ForeignFlag) -> list[str]:
     """Return the row's flag with an accepted value, if it takes one."""
-    accepted = row.target.split() if row.rule == BY_VALUE else ["3"]
-    return [row.flag, *(accepted[:1] if row.value else [])]
+    accepted_values = row.target.split() if row.rule == BY_VALUE else ["3"]
+    return [row.flag, *(accepted_values[:1] if row.value else [])]
 
 
-def test_an_ignored_flag_is_accepted_and_listed_unless_flags_are_strict():
+def test_ignored_flags_are_listed_and_strict_flags_rejects_them():
     for words in (
-        [word for row in IGNORED_ROWS for word in words_of(row)],
-        [word for row in IGNORED_ROWS for word in ["=".join(words_of(row))]],
+        [word for row in IGNORED_ROWS for word in flag_words(row)],
+        [word for row in IGNORED_ROWS for word in ["=".join(flag_words(row))]],
     ):
         config = parse(words, world_size=1, env={})
         assert [name.split()[0] for name in config.ignored] == [row.flag for row in IGNORED_ROWS]
         assert list(config.ignored.values()) == [row.note for row in IGNORED_ROWS]
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as exc_info:
             parse([*words, "--strict-flags"], world_size=1, env={})
-        assert str(caught.value).count("is rejected by --strict-flags") == len(IGNORED_ROWS)
+        assert str(exc_info.value).count("is rejected by --strict-flags") == len(IGNORED_ROWS)
 
 
-def test_an_ignored_flag_takes_as_many_values_as_its_row_states():
+def test_ignored_flag_checks_number_of_values():
     rows = [row for row in IGNORED_ROWS if row.value != "any"]
     for row in rows[::8]:  # 12 ms each; the rule reads the column
         words, message = ([row.flag, "3"], "takes no value") if not row.value else ([row.flag], "needs a value")
@@ -431,46 +437,46 @@ def test_an_ignored_flag_takes_as_many_values_as_its_row_states():
             parse(words, world_size=1, env={})
 
 
-def test_other_values_of_a_flag_are_rejected_with_advice():
-    rows = list(flags_with(BY_VALUE))
+def test_unsupported_value_error_has_advice():
+    rows = list(flags_with_rule(BY_VALUE))
     assert len(rows) > 10
     for row in rows:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as exc_info:
             parse([row.flag, "7"], world_size=1, env={})
-        assert str(caught.value) == f"{row.flag} 7 is not supported: {row.otherwise}"
+        assert str(exc_info.value) == f"{row.flag} 7 is not supported: {row.alternative}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_rejected_flag_ends_the_start_with_its_reason(family, pytestconfig):
+def test_rejected_flag_error_has_reason(family, pytestconfig):
     """In all three spellings; the short run tests one spelling of each flag in turn."""
-    is_whole = pytestconfig.getoption("--all")
-    for number, (flag, reason) in enumerate(rejected_flags(family).items()):
-        ways = ([flag], [flag, "3"], [f"{flag}=3"])
-        for words in ways if is_whole else ways[number % 3 :][:1]:
-            with pytest.raises(ConfigError) as caught:
+    is_full_run = pytestconfig.getoption("--all")
+    for flag_idx, (flag, reason) in enumerate(rejected_flags(family).items()):
+        spellings = ([flag], [flag, "3"], [f"{flag}=3"])
+        for words in spellings if is_full_run else spellings[flag_idx % 3 :][:1]:
+            with pytest.raises(ConfigError) as exc_info:
                 parse(words, world_size=1, env={}, family=family)
-            assert str(caught.value) == f"{flag} is not supported: {reason}"
+            assert str(exc_info.value) == f"{flag} is not supported: {reason}"
 
 
-def test_a_family_rejects_its_own_list_and_flags_of_other_families():
+def test_family_rejects_unsupported_and_foreign_flags():
     for name, family in FAMILIES.items():
-        foreign = set(OURS) - {flag for option in options_in(name) for flag in option.flags}
-        foreign -= set(family.config.HOLDS)
-        assert set(rejected_flags(name)) == {row.flag for row in flags_with(REJECTED)} | foreign | set(
-            family.config.REFUSED
+        other_family_flags = set(OPTIONS_BY_FLAG) - {flag for option in family_options(name) for flag in option.flags}
+        other_family_flags -= set(family.config.ALWAYS_ON_FLAGS)
+        assert set(rejected_flags(name)) == {row.flag for row in flags_with_rule(REJECTED)} | other_family_flags | set(
+            family.config.REJECTED_FLAGS
         )
-        assert set(family.config.REFUSED) <= set(foreign_flags()) | set(OURS)
-        assert all(family.advice(OURS[flag]) for flag in foreign)
+        assert set(family.config.REJECTED_FLAGS) <= set(foreign_flags()) | set(OPTIONS_BY_FLAG)
+        assert all(family.advice(OPTIONS_BY_FLAG[flag]) for flag in other_family_flags)
 
 
-def test_advice_is_of_flags_that_do_not_act():
+def test_advice_covers_inactive_fields_only():
     fields = {option.name for _, option in all_options()}
     for name, family in FAMILIES.items():
-        acting = {option.name for option in options_in(name)}
-        assert set(family.config.ADVICE) <= fields - acting
+        active_fields = {option.name for option in family_options(name)}
+        assert set(family.config.ADVICE) <= fields - active_fields
 
 
-def test_the_generated_pages_are_up_to_date():
+def test_generated_flag_docs_are_up_to_date():
     assert (DOCS / "flags.md").read_text(encoding="utf-8") == flags_doc.text(), (
         "docs/flags.md is outdated: run python -m megatron.arguments.flags_doc > docs/flags.md"
     )
@@ -480,7 +486,7 @@ def test_the_generated_pages_are_up_to_date():
 
 
 @pytest.mark.parametrize("flags", ["--moe-expert-parallel-size 2", "--topk 2", "--moe-input-jitter-eps 0.1"])
-def test_a_dense_only_flag_is_rejected_with_experts(flags: str):
+def test_dense_only_flag_with_experts_raises(flags: str):
     assert list(parse(flags.split(), world_size=1, env={}).ignored) == flags.split()[:1]
     with pytest.raises(
         ConfigError, match=f"^not supported with --num-experts, since the results would change: {flags.split()[0]}"
@@ -488,7 +494,7 @@ def test_a_dense_only_flag_is_rejected_with_experts(flags: str):
         parse([*flags.split(), "--num-experts", "4"], world_size=1, env={})
 
 
-def test_a_run_without_foreign_flags_does_not_read_the_table(monkeypatch: pytest.MonkeyPatch):
+def test_foreign_flag_table_is_loaded_on_demand(monkeypatch: pytest.MonkeyPatch):
     def fail() -> None:
         raise AssertionError("the table was read")
 

@@ -12,7 +12,7 @@ from megatron.arguments.other_programs import GPT
 from megatron.config import Config
 from megatron.errors import ConfigError
 
-NEOX = """{
+NEOX_YAML = """{
    "pipe_parallel_size": 1, "model_parallel_size": 1,
    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
    "norm": "rmsnorm", "rms_norm_epsilon": 1.0e-6, "pos_emb": "rotary", "rotary_pct": 0.5, "no_weight_tying": true,
@@ -28,14 +28,14 @@ NEOX = """{
 """
 
 
-def read(text: str, folder: Path, line: str = "") -> Config:
+def parse_file(text: str, folder: Path, line: str = "") -> Config:
     path = folder / "neox.yml"
     path.write_text(text)
     return parse(["--config", str(path), *line.split()], world_size=2, env={}, defaults=GPT)
 
 
-def test_names_and_sections_set_our_fields(tmp_path: Path) -> None:
-    config = read(NEOX, tmp_path)
+def test_neox_names_and_sections_set_fields(tmp_path: Path) -> None:
+    config = parse_file(NEOX_YAML, tmp_path)
     model, optimizer = config.model, config.optimizer
     assert (model.normalization, model.layernorm_epsilon, model.untie_embeddings) == ("RMSNorm", 1e-6, True)
     assert (model.position_embedding_type, model.rotary_percent) == ("rope", 0.5)
@@ -48,8 +48,8 @@ def test_names_and_sections_set_our_fields(tmp_path: Path) -> None:
     )
 
 
-def test_the_command_line_wins(tmp_path: Path) -> None:
-    config = read(NEOX, tmp_path, "--lr 0.5 --normalization LayerNorm --keep-last 9")
+def test_command_line_overrides_neox_file(tmp_path: Path) -> None:
+    config = parse_file(NEOX_YAML, tmp_path, "--lr 0.5 --normalization LayerNorm --keep-last 9")
     assert (config.optimizer.lr, config.model.normalization, config.checkpoint.keep_last) == (0.5, "LayerNorm", 9)
 
 
@@ -73,49 +73,51 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("fp16: {loss_scal: 1}", "neox.yml:1:1: unknown key loss_scal; did you mean loss_scale"),
     ],
 )
-def test_what_is_not_supported_is_named_with_its_place(line: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(line + "\n", tmp_path)
-    assert message in str(caught.value)
+def test_unsupported_entry_error_names_location(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as exc_info:
+        parse_file(line + "\n", tmp_path)
+    assert message in str(exc_info.value)
 
 
-def test_a_second_json_is_an_error(tmp_path: Path) -> None:
+def test_deepspeed_keys_with_deepspeed_config_raise(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 1}')
     with pytest.raises(
         ConfigError, match="the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too"
     ):
-        read("gradient_clipping: 1\n", tmp_path, f"--deepspeed_config {tmp_path / 'ds.json'}")
+        parse_file("gradient_clipping: 1\n", tmp_path, f"--deepspeed_config {tmp_path / 'ds.json'}")
 
 
-def test_a_section_of_ours_is_read_as_before(tmp_path: Path) -> None:
-    assert read("optimizer:\n  lr: 0.5\n", tmp_path).optimizer.lr == 0.5
+def test_native_optimizer_section_is_parsed(tmp_path: Path) -> None:
+    assert parse_file("optimizer:\n  lr: 0.5\n", tmp_path).optimizer.lr == 0.5
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_switches_for_biases_are_read_whether_true_or_false(has_bias: bool, tmp_path: Path) -> None:
-    switches = "".join(f"use_bias_in_{part}: {has_bias}\n" for part in ("norms", "attn_linear", "mlp"))
-    model = read(switches, tmp_path).model
+def test_bias_switches_set_biases(has_bias: bool, tmp_path: Path) -> None:
+    switches = "".join(f"use_bias_in_{module}: {has_bias}\n" for module in ("norms", "attn_linear", "mlp"))
+    model = parse_file(switches, tmp_path).model
     assert (model.norm_bias, model.hidden_bias) == (has_bias, has_bias)
-    rms = read(f"norm: rmsnorm\n{switches}", tmp_path)
-    assert rms.ignored["--use-bias-in-norms"] == "RMSNorm has no bias" and rms.model.hidden_bias == has_bias
+    rms_config = parse_file(f"norm: rmsnorm\n{switches}", tmp_path)
+    assert (
+        rms_config.ignored["--use-bias-in-norms"] == "RMSNorm has no bias" and rms_config.model.hidden_bias == has_bias
+    )
 
 
-def test_a_flag_of_the_command_line_replaces_a_switch_of_the_file(tmp_path: Path) -> None:
+def test_command_line_overrides_bias_switches(tmp_path: Path) -> None:
     switches = "use_bias_in_norms: true\nuse_bias_in_attn_linear: true\nuse_bias_in_mlp: true\n"
-    model = read(switches, tmp_path, "--no-norm-bias --disable-bias-linear").model
+    model = parse_file(switches, tmp_path, "--no-norm-bias --disable-bias-linear").model
     assert (model.norm_bias, model.hidden_bias) == (False, False)
     with pytest.raises(ConfigError, match="--use-bias-in-norms true must agree with .*norm_bias False"):
-        read(switches + "norm_bias: false\n", tmp_path)
+        parse_file(switches + "norm_bias: false\n", tmp_path)
 
 
-def test_published_names_start(tmp_path: Path) -> None:
+def test_published_neox_names_are_accepted(tmp_path: Path) -> None:
     text = (
         "precision: bfloat16\nsliding_window_width: 8\n"
         "init_method: normal\noutput_layer_init_method: scaled_normal\nextra_save_iters: [1, 2]\n"
         "te_columnparallel: false\npipe_partition_method: type:transformer|mlp\ntrain_impl: normal\n"
     )
-    config = read(text, tmp_path)
+    config = parse_file(text, tmp_path)
     assert (config.precision.dtype, config.model.window_size) == ("bf16", 8)
-    team = scan(["--wandb-team", "t", "--wandb-run-name", "r"]).values
-    assert team == {"wandb_entity": "t", "wandb_exp_name": "r"}
+    wandb_values = scan(["--wandb-team", "t", "--wandb-run-name", "r"]).values
+    assert wandb_values == {"wandb_entity": "t", "wandb_exp_name": "r"}
     assert {"--extra-save-iters", "--pipe-partition-method", "--train-impl normal"} <= set(config.ignored)

@@ -9,7 +9,7 @@ import pytest
 from megatron.arguments.argparse_parsers import OneLineParser, RaisingParser
 
 
-def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, required=True)
     return parser
 
@@ -22,12 +22,12 @@ def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         (["--size", "1", "--other"], "unrecognized arguments: --other"),
     ],
 )
-def test_an_error_is_one_line_and_code_2_or_raised(
+def test_error_is_one_line_with_exit_code_2_or_raised(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        with_flags(OneLineParser(prog="tool.py")).parse_args(words)
-    assert (stop.value.code, capsys.readouterr().err) == (2, f"tool.py: {message}\n")
-    with pytest.raises(ValueError) as raised:
-        with_flags(RaisingParser(prog="tool.py")).parse_args(words)
-    assert str(raised.value) == message and capsys.readouterr().err == ""
+    with pytest.raises(SystemExit) as exit_info:
+        add_flags(OneLineParser(prog="tool.py")).parse_args(words)
+    assert (exit_info.value.code, capsys.readouterr().err) == (2, f"tool.py: {message}\n")
+    with pytest.raises(ValueError) as error_info:
+        add_flags(RaisingParser(prog="tool.py")).parse_args(words)
+    assert str(error_info.value) == message and capsys.readouterr().err == ""

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.arguments import run_script
 
-TEXT = """\
+SCRIPT_TEXT = """\
 #!/usr/bin/env bash
 # NOT_THIS=${NOT_THIS:-}  # a comment
 NLAYERS=${NLAYERS:-}                              # 4
@@ -28,11 +28,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     path = tmp_path / "run_x.sh"
-    path.write_text(TEXT)
+    path.write_text(SCRIPT_TEXT)
     return path
 
 
-def test_variables_have_their_comments_and_the_values_set_in_the_script(script: Path) -> None:
+def test_variables_have_comments_and_script_values(script: Path) -> None:
     assert list(run_script.variables_of(script)) == [
         ("NLAYERS", "4"),
         ("BATCHSIZE", "8; samples of a micro-batch"),
@@ -42,8 +42,8 @@ def test_variables_have_their_comments_and_the_values_set_in_the_script(script: 
     ]
 
 
-def test_each_variable_names_its_flag_and_nothing_is_said_without_a_script(script: Path) -> None:
-    env = {run_script.SCRIPT: str(script), run_script.FLAGS: "--num-layers=NLAYERS --gas=GAS "}
+def test_variables_text_names_flags_and_is_empty_without_script(script: Path) -> None:
+    env = {run_script.SCRIPT_VARIABLE: str(script), run_script.FLAGS_VARIABLE: "--num-layers=NLAYERS --gas=GAS "}
     lines = run_script.variables_text(env).splitlines()
     assert "  NLAYERS=12 bash run_x.sh" in lines and "  NLAYERS, as --num-layers          4" in lines
     assert any(line.startswith("  BATCHSIZE   ") for line in lines) and max(map(len, lines)) <= 80
@@ -51,6 +51,6 @@ def test_each_variable_names_its_flag_and_nothing_is_said_without_a_script(scrip
     assert run_script.variables_text({}) == "" and run_script.command({}) is None
 
 
-def test_paths_below_the_working_directory_are_shown_relative_to_it(script: Path) -> None:
-    assert run_script.shown(str(script.parent / "data" / "x")) == "data/x"
-    assert [run_script.shown(value) for value in ("/other/x", 3, None)] == ["/other/x", 3, None]
+def test_paths_are_shown_relative_to_working_directory(script: Path) -> None:
+    assert run_script.relative_to_cwd(str(script.parent / "data" / "x")) == "data/x"
+    assert [run_script.relative_to_cwd(value) for value in ("/other/x", 3, None)] == ["/other/x", 3, None]

@@ -14,10 +14,10 @@ from megatron.arguments.shadowed_flags import SHADOWS
 from megatron.config import Config, OptimizerConfig
 from megatron.config.option import options_of
 from megatron.errors import ConfigError
-from megatron.training.optimizer_setup import make_learning_rate
+from megatron.training.optimizer_setup import make_lr_scheduler
 from tests.helpers.rows import check_rows
 
-LEARNING_RATE = {
+SCHEDULE_VALUES = {
     "min_lr": ("1e-5", "2e-5"),
     "lr_decay_iters": ("290", "299"),
     "warmup": ("0.21", "0.31"),
@@ -31,15 +31,15 @@ LEARNING_RATE = {
     "wsd_decay_fraction": ("0.3", "0.4"),
 }
 """Fields of the schedule, two values each."""
-UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
+SAMPLED_UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
 """Updates of the warm-up, of the end of the decay, and far beyond it."""
-OF_GROUPS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style"}
+GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style"}
 
-ROPE = "--position-embedding-type rope"
-EXPERTS = "--num-experts 4"
+ROPE_FLAGS = "--position-embedding-type rope"
+EXPERT_FLAGS = "--num-experts 4"
 SHADOWED = {
     # model
-    "ff_hidden_size": f"{EXPERTS} --moe-ffn-hidden-size 8 --ff-hidden-size 32",
+    "ff_hidden_size": f"{EXPERT_FLAGS} --moe-ffn-hidden-size 8 --ff-hidden-size 32",
     "layout_independent_dropout": "--layout-independent-dropout --attention-dropout 0 --hidden-dropout 0",
     **{
         name: f"--{name.replace('_', '-')} {value}".strip()
@@ -61,21 +61,21 @@ SHADOWED = {
             "expert_tensor_parallel_size": "1",
         }.items()
     },
-    "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-bias-update-rate 0.1",
-    "moe_router_load_balancing_type": f"{EXPERTS} --moe-router-load-balancing-type aux_loss",
-    "moe_aux_loss_coeff": f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-    "moe_token_drop_policy": f"{EXPERTS} --moe-token-drop-policy position",
+    "moe_router_bias_update_rate": f"{EXPERT_FLAGS} --moe-router-bias-update-rate 0.1",
+    "moe_router_load_balancing_type": f"{EXPERT_FLAGS} --moe-router-load-balancing-type aux_loss",
+    "moe_aux_loss_coeff": f"{EXPERT_FLAGS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+    "moe_token_drop_policy": f"{EXPERT_FLAGS} --moe-token-drop-policy position",
     "rotary_base": "--rotary-base 500",
-    "rotary_scaling": f"{ROPE} --rotary-scaling yarn --window-size 4 --rotary-local-base 100",
-    "rotary_scaling_factor": f"{ROPE} --rotary-scaling-factor 4",
-    "rotary_low_frequency_factor": f"{ROPE} --rotary-scaling yarn --rotary-low-frequency-factor 2",
-    "rotary_high_frequency_factor": f"{ROPE} --rotary-scaling yarn --rotary-high-frequency-factor 2",
-    "rotary_original_positions": f"{ROPE} --rotary-scaling linear --rotary-original-positions 9",
-    "rotary_beta_fast": f"{ROPE} --rotary-scaling llama3 --rotary-beta-fast 9",
-    "rotary_beta_slow": f"{ROPE} --rotary-scaling llama3 --rotary-beta-slow 2",
-    "rotary_attention_factor": f"{ROPE} --rotary-scaling llama3 --rotary-attention-factor 2",
+    "rotary_scaling": f"{ROPE_FLAGS} --rotary-scaling yarn --window-size 4 --rotary-local-base 100",
+    "rotary_scaling_factor": f"{ROPE_FLAGS} --rotary-scaling-factor 4",
+    "rotary_low_frequency_factor": f"{ROPE_FLAGS} --rotary-scaling yarn --rotary-low-frequency-factor 2",
+    "rotary_high_frequency_factor": f"{ROPE_FLAGS} --rotary-scaling yarn --rotary-high-frequency-factor 2",
+    "rotary_original_positions": f"{ROPE_FLAGS} --rotary-scaling linear --rotary-original-positions 9",
+    "rotary_beta_fast": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-beta-fast 9",
+    "rotary_beta_slow": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-beta-slow 2",
+    "rotary_attention_factor": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-attention-factor 2",
     "rotary_percent": "--rotary-percent 0.5",
-    "rotary_local_base": f"{ROPE} --rotary-local-base 100 --window-size 4 --window-attn-skip-freq [0,0,0,0]",
+    "rotary_local_base": f"{ROPE_FLAGS} --rotary-local-base 100 --window-size 4 --window-attn-skip-freq [0,0,0,0]",
     "alibi_bias_max": "--alibi-bias-max 4",
     "norm_bias": "--no-norm-bias --normalization RMSNorm",
     "window_size": "--window-size 4 --window-attn-skip-freq 1",
@@ -250,7 +250,7 @@ NEVER_SHADOWED = set(
 Some of them have no effect on some machines or in some layouts (``reduce_bucket_size`` with one replica), which is not
 a matter of flags.
 """
-ON_THIS_LAYOUT = (
+LAYOUT_DEPENDENT = (
     "cp_comm_type", "micro_batch_group_size", "overlap_grad_reduce", "zero_stage",
     "gradient_accumulation_fusion", "partition_method", "train_data_path", "valid_data_path", "test_data_path",
     "drift_interval", "seq_length_schedule",
@@ -259,43 +259,43 @@ ON_THIS_LAYOUT = (
 OPTIONS = {option.name: option for _, option in all_options()}
 
 
-def read(line: str) -> Config:
+def parse_line(line: str) -> Config:
     family, _, flags = line.partition(": ") if line.startswith("t5: ") else ("gpt2", "", line)
     return parse(flags.split(), world_size=1, env={}, family=family)
 
 
-def problem_of(line: str) -> str:
+def error_message(line: str) -> str:
     """Return the error of a command line, or nothing."""
     try:
-        read(line)
+        parse_line(line)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def names(text: str, field: str) -> bool:
+def mentions(text: str, field: str) -> bool:
     return any(re.search(rf"{flag}(?![\w-])", text) for flag in OPTIONS[field].flags)
 
 
-def test_every_field_is_in_one_of_the_tables() -> None:
+def test_every_field_is_in_exactly_one_table() -> None:
     assert not NEVER_SHADOWED & SHADOWED.keys()
     assert NEVER_SHADOWED | SHADOWED.keys() == OPTIONS.keys()
     assert {name for shadow in SHADOWS for name in shadow.fields} <= SHADOWED.keys()
 
 
-def test_a_shadowed_flag_is_reported_and_rejected_with_strict_flags() -> None:
+def test_shadowed_flag_is_reported_and_strict_flags_rejects_it() -> None:
     def check(field: str) -> None:
         line = SHADOWED[field]
-        if problem := problem_of(line):
-            assert names(problem, field), problem
+        if problem := error_message(line):
+            assert mentions(problem, field), problem
             return
-        config = read(line)
-        listed = [*config.ignored, *config.shadowed]
-        if field in ON_THIS_LAYOUT:
-            assert any(names(note, field) for note in config.notes) or field == "zero_stage"
+        config = parse_line(line)
+        reported = [*config.ignored, *config.shadowed]
+        if field in LAYOUT_DEPENDENT:
+            assert any(mentions(note, field) for note in config.notes) or field == "zero_stage"
             return
-        assert any(names(flag, field) for flag in listed), (listed, config.notes)
-        assert names(problem_of(f"{line} --strict-flags"), field)
+        assert any(mentions(flag, field) for flag in reported), (reported, config.notes)
+        assert mentions(error_message(f"{line} --strict-flags"), field)
 
     check_rows(SHADOWED, check)
 
@@ -311,47 +311,54 @@ def test_a_shadowed_flag_is_reported_and_rejected_with_strict_flags() -> None:
         ("--train-tokens 999 --train-samples 8", True),
     ],
 )
-def test_the_unit_of_the_learning_rate_is_reported_where_it_changes_nothing(line: str, is_reported: bool) -> None:
+def test_lr_unit_without_effect_is_reported(line: str, is_reported: bool) -> None:
     line = f"--seq-length 8 --lr-decay-style linear --batch-size 4 {line}"
     units = [f"{line} --train-tokens-lr-unit {unit}" for unit in ("samples", "steps")]
-    assert (read(units[0]).optimizer.lr_follows_samples, rates_of(units[0])) != (
-        read(units[1]).optimizer.lr_follows_samples, rates_of(units[1])
+    assert (parse_line(units[0]).optimizer.lr_follows_samples, sample_rates(units[0])) != (
+        parse_line(units[1]).optimizer.lr_follows_samples, sample_rates(units[1])
     ) or is_reported  # fmt: skip
-    assert ("--train-tokens-lr-unit steps" in read(units[1]).ignored) == is_reported
+    assert ("--train-tokens-lr-unit steps" in parse_line(units[1]).ignored) == is_reported
 
 
 @functools.cache
-def rates_of(line: str) -> tuple[tuple[float, ...], tuple[str, ...]] | None:
+def sample_rates(line: str) -> tuple[tuple[float, ...], tuple[str, ...]] | None:
     """Return the learning rates and the reported flags of a command line; None if it is an error."""
     try:
-        config = read(line)
+        config = parse_line(line)
     except ConfigError:
         return None
-    schedule, size = make_learning_rate(config), config.batch.batch_size if config.optimizer.lr_follows_samples else 1
-    return tuple(schedule.after(size * (update + 1)) for update in UPDATES), tuple(config.shadowed)
+    schedule, samples_per_update = (
+        make_lr_scheduler(config),
+        config.batch.batch_size if config.optimizer.lr_follows_samples else 1,
+    )
+    return tuple(schedule.after(samples_per_update * (update + 1)) for update in SAMPLED_UPDATES), tuple(
+        config.shadowed
+    )
 
 
 @pytest.mark.parametrize(
     "style",
     ["wsd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("constant", "linear", "inverse-square-root"))],
 )
-def test_a_flag_of_the_schedule_is_reported_exactly_where_it_changes_no_learning_rate(style: str) -> None:
+def test_schedule_flag_is_reported_iff_it_changes_no_rate(style: str) -> None:
     """All pairs of flags: if neither of two values of the second one changes a rate, it must be reported."""
     schedule = {
         option.name for option in options_of(OptimizerConfig)
-        if re.match(r"(lr|min_lr|warmup|wsd)(_|$)", option.name) and option.name not in OF_GROUPS
+        if re.match(r"(lr|min_lr|warmup|wsd)(_|$)", option.name) and option.name not in GROUP_FIELDS
     }  # fmt: skip
-    assert schedule == LEARNING_RATE.keys(), "a new flag of the schedule needs two values here"
-    options = [(name, "--" + name.replace("_", "-"), values) for name, values in LEARNING_RATE.items()]
+    assert schedule == SCHEDULE_VALUES.keys(), "a new flag of the schedule needs two values here"
+    options = [(name, "--" + name.replace("_", "-"), values) for name, values in SCHEDULE_VALUES.items()]
     num_compared = 0
     for (first, first_flag, (first_value, _)), (name, flag, values) in itertools.product(options, options):
-        start = f"--train-iters 40 --lr 1e-3 --warmup 0.06 --lr-decay-style {style}"
-        start += f" {first_flag} {first_value}" if first != name else ""
-        found = [rates_of(start), *(rates_of(f"{start} {flag} {value}") for value in values)]
-        if any(each is None for each in found):
+        base_line = f"--train-iters 40 --lr 1e-3 --warmup 0.06 --lr-decay-style {style}"
+        base_line += f" {first_flag} {first_value}" if first != name else ""
+        results = [sample_rates(base_line), *(sample_rates(f"{base_line} {flag} {value}") for value in values)]
+        if any(item is None for item in results):
             continue
-        (without, _), (one, reported), (another, _) = found  # type: ignore[misc]
-        has_no_effect = without == pytest.approx(one, rel=1e-9) and without == pytest.approx(another, rel=1e-9)
-        assert any(names(each, name) for each in reported) == has_no_effect, (start, flag, values, reported)
+        (base_rates, _), (first_rates, reported), (second_rates, _) = results  # type: ignore[misc]
+        has_no_effect = base_rates == pytest.approx(first_rates, rel=1e-9) and base_rates == pytest.approx(
+            second_rates, rel=1e-9
+        )
+        assert any(mentions(item, name) for item in reported) == has_no_effect, (base_line, flag, values, reported)
         num_compared += 1
     assert num_compared > 60

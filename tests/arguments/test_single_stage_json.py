@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.arguments import deepspeed_keys
-from megatron.arguments.deepspeed_keys import PASSED, engine_features
+from megatron.arguments.deepspeed_keys import PASSED_TO_ENGINE, engine_features
 from megatron.config import Config, engine_dict, parse
 
 NEEDS_DEEPSPEED: dict[str, tuple[Any, ...]] = {
@@ -52,64 +52,64 @@ REPORTED: dict[str, tuple[Any, ...]] = {
 """Key -> values without effect, which the start table reports."""
 
 
-def parsed(folder: Path, content: dict[str, Any], line: str = "") -> Config:
+def parse_json(folder: Path, content: dict[str, Any], line: str = "") -> Config:
     path = folder / "config.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return parse(["--deepspeed_config", str(path), *line.split()], world_size=1, env={})
 
 
-def notes_of(config: Config, key: str) -> list[str]:
+def key_notes(config: Config, key: str) -> list[str]:
     return [note for note in config.notes if f'"{key}"' in note]
 
 
-def test_every_key_that_deepspeed_would_be_handed_has_a_fate() -> None:
-    assert set(PASSED) == set(NEEDS_DEEPSPEED) | set(REPORTED) == set(DEFAULTS)
-    for name, key in PASSED.items():
+def test_every_passed_key_is_in_one_table() -> None:
+    assert set(PASSED_TO_ENGINE) == set(NEEDS_DEEPSPEED) | set(REPORTED) == set(DEFAULTS)
+    for name, key in PASSED_TO_ENGINE.items():
         assert (key.needs_deepspeed is None) != (key.without_pipeline == ""), name
 
 
-def test_all_other_keys_never_reached_deepspeed() -> None:
+def test_other_keys_are_parsed_ignored_or_rejected() -> None:
     """What our parser reads, ignores with a reason or rejects; DeepSpeed's engine was given sizes and ZeRO 0 alone."""
-    given = engine_dict(Config(), 1)
-    sizes = {*deepspeed_keys.VALUES, "zero_optimization"}
-    assert set(given) <= {*PASSED, *sizes} and given["zero_optimization"] == {"stage": 0}
-    for name, key in deepspeed_keys.VALUES.items():
+    engine = engine_dict(Config(), 1)
+    sizing_keys = {*deepspeed_keys.FIELD_KEYS, "zero_optimization"}
+    assert set(engine) <= {*PASSED_TO_ENGINE, *sizing_keys} and engine["zero_optimization"] == {"stage": 0}
+    for name, key in deepspeed_keys.FIELD_KEYS.items():
         assert key.field, name
     for name, key in deepspeed_keys.IGNORED.items():
-        assert key.is_ignored and key.about, name
+        assert key.is_ignored and key.description, name
     for section, keys in deepspeed_keys.SECTIONS.items():
-        assert section not in PASSED
+        assert section not in PASSED_TO_ENGINE
         for name, key in keys.items():
-            is_read = key.field or (key.is_ignored and key.about) or key.kind == deepspeed_keys.OBJECT
-            assert is_read or f"{section}.{name}" in ("fp16.enabled", "bf16.enabled", "optimizer.type"), name
+            is_handled = key.field or (key.is_ignored and key.description) or key.value_type == deepspeed_keys.OBJECT
+            assert is_handled or f"{section}.{name}" in ("fp16.enabled", "bf16.enabled", "optimizer.type"), name
     assert all(deepspeed_keys.REJECTED.values())
 
 
-def cases(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any]]:
+def key_value_pairs(table: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any]]:
     return [(key, value) for key, values in table.items() for value in values]
 
 
-@pytest.mark.parametrize(("key", "value"), cases(NEEDS_DEEPSPEED))
-def test_a_feature_of_deepspeed_hands_the_run_to_its_engine(tmp_path: Path, key: str, value: Any) -> None:
-    config = parsed(tmp_path, {key: value})
+@pytest.mark.parametrize(("key", "value"), key_value_pairs(NEEDS_DEEPSPEED))
+def test_deepspeed_feature_selects_deepspeed_engine(tmp_path: Path, key: str, value: Any) -> None:
+    config = parse_json(tmp_path, {key: value})
     assert engine_features(config.deepspeed) == [key]
     assert engine_dict(config, 1)[key] == value
 
 
-@pytest.mark.parametrize(("key", "value"), cases(DEFAULTS))
-def test_a_feature_that_is_off_needs_no_deepspeed_and_no_report(tmp_path: Path, key: str, value: Any) -> None:
-    config = parsed(tmp_path, {key: value})
-    assert engine_features(config.deepspeed) == [] and not notes_of(config, key)
+@pytest.mark.parametrize(("key", "value"), key_value_pairs(DEFAULTS))
+def test_disabled_feature_needs_no_deepspeed_and_no_note(tmp_path: Path, key: str, value: Any) -> None:
+    config = parse_json(tmp_path, {key: value})
+    assert engine_features(config.deepspeed) == [] and not key_notes(config, key)
 
 
-@pytest.mark.parametrize(("key", "value"), cases(REPORTED))
-def test_a_key_without_effect_is_reported(tmp_path: Path, key: str, value: Any) -> None:
-    config = parsed(tmp_path, {key: value})
+@pytest.mark.parametrize(("key", "value"), key_value_pairs(REPORTED))
+def test_key_without_effect_is_noted(tmp_path: Path, key: str, value: Any) -> None:
+    config = parse_json(tmp_path, {key: value})
     assert engine_features(config.deepspeed) == []
-    (note,) = notes_of(config, key)
+    (note,) = key_notes(config, key)
     assert "has no effect" in note
 
 
-def test_steps_per_print_needs_no_report_where_deepspeed_trains(tmp_path: Path) -> None:
+def test_steps_per_print_is_not_noted_with_deepspeed_engine(tmp_path: Path) -> None:
     for content, line in (({"log_level": "info"}, ""), ({}, "--verbose-deepspeed")):
-        assert not notes_of(parsed(tmp_path, {"steps_per_print": 10, **content}, line), "steps_per_print")
+        assert not key_notes(parse_json(tmp_path, {"steps_per_print": 10, **content}, line), "steps_per_print")

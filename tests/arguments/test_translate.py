@@ -12,15 +12,15 @@ from megatron.arguments.parser import parse
 from megatron.config import Config
 from megatron.errors import ConfigError
 
-MEGATRON = {"gpt2": GPT, "bert": BERT, "t5": None, "llama": None}
+MEGATRON_DEFAULTS = {"gpt2": GPT, "bert": BERT, "t5": None, "llama": None}
 
 
-def read(line: str, family: str = "gpt2", *, is_megatron: bool = False, world_size: int = 1) -> Config:
-    defaults = MEGATRON[family] if is_megatron else None
+def parse_line(line: str, family: str = "gpt2", *, is_megatron: bool = False, world_size: int = 1) -> Config:
+    defaults = MEGATRON_DEFAULTS[family] if is_megatron else None
     return parse(line.split(), world_size=world_size, env={}, family=family, defaults=defaults)
 
 
-def value(config: Config, name: str) -> object:
+def get_value(config: Config, name: str) -> object:
     return getattr(config.namespace(), name)
 
 
@@ -77,9 +77,9 @@ def value(config: Config, name: str) -> object:
         ("--num-layers 1_0", {"num_layers": 10}),
     ],
 )
-def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, object]) -> None:
-    config = read(line, world_size=2)
-    assert {name: value(config, name) for name in fields} == fields
+def test_foreign_flag_form_sets_field(line: str, fields: dict[str, object]) -> None:
+    config = parse_line(line, world_size=2)
+    assert {name: get_value(config, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize(
@@ -110,93 +110,97 @@ def test_a_flag_in_another_form_sets_our_field(line: str, fields: dict[str, obje
         ("--profile x --profile-step-start 4", "--profile-step-start must agree with --profile"),
     ],
 )
-def test_what_cannot_be_turned_into_ours_is_refused(line: str, message: str) -> None:
+def test_unconvertible_foreign_flags_raise(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(line, world_size=2)
+        parse_line(line, world_size=2)
 
 
 @pytest.mark.parametrize(
-    ("line", "family", "why"),
+    ("line", "family", "reason"),
     [
         ("--group-query-attention", "t5", "it is supported in decoders only"),
         ("--fim-data", "t5", "T5 already predicts masked spans"),
         ("--use-rope-scaling", "bert", "it is supported in decoders only"),
     ],
 )
-def test_what_sets_a_field_that_does_not_act_in_a_family_is_refused_there(line: str, family: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{line} is not supported: {why}"):
-        read(line, family)
+def test_foreign_flag_of_inactive_field_raises(line: str, family: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line} is not supported: {reason}"):
+        parse_line(line, family)
 
 
-OF_TRAINING = (
+TRAINING_FLAGS = (
     "--save-interval 5", "--async-save", "--rampup-batch-size 2 2 8 --global-batch-size 8", "--num-workers 2",
     "--export-hf-interval 5", "--stability-guard rollback", "--profile --profile-step-start 4 --profile-step-end 6",
     "--debug-nan", "--log-layer-norms", "--pipeline-trace x --pipe-parallel-size 2",
 )  # fmt: skip
 """Flags that --eval-only rejects."""
-OF_LENGTHS = ("--train-samples 80 --lr-warmup-samples 8", "--lr-warmup-iters 30 --train-iters 40 --lr-decay-iters 35")
+LENGTH_FLAGS = ("--train-samples 80 --lr-warmup-samples 8", "--lr-warmup-iters 30 --train-iters 40 --lr-decay-iters 35")
 
 
 @pytest.mark.parametrize("load", ["--load x", ""])
-@pytest.mark.parametrize("flags", [*OF_TRAINING, *OF_LENGTHS])
-def test_skip_train_ignores_what_only_training_uses_and_lists_it(flags: str, load: str) -> None:
+@pytest.mark.parametrize("flags", [*TRAINING_FLAGS, *LENGTH_FLAGS])
+def test_skip_train_ignores_and_lists_training_flags(flags: str, load: str) -> None:
     line = f"{flags} --skip-train {load} --batch-size 1"
-    config = read(line, world_size=2)
+    config = parse_line(line, world_size=2)
     assert config.checkpoint.eval_only == bool(load) and (load or config.batch.train_iters == 0)
-    if flags in OF_TRAINING or not load:
+    if flags in TRAINING_FLAGS or not load:
         assert flags.split()[0] in " ".join(config.ignored), config.ignored
         with pytest.raises(ConfigError, match=f"{flags.split()[0]}.* is rejected by --strict-flags"):
-            read(f"{line} --strict-flags", world_size=2)
-    if load and flags in OF_TRAINING:
+            parse_line(f"{line} --strict-flags", world_size=2)
+    if load and flags in TRAINING_FLAGS:
         with pytest.raises(ConfigError, match="got --eval-only"):
-            read(line.replace("--skip-train", "--eval-only"), world_size=2)
+            parse_line(line.replace("--skip-train", "--eval-only"), world_size=2)
 
 
-def test_skip_train_of_a_first_run_of_theirs_needs_its_checkpoint() -> None:
-    config = read("--load x --save x --skip-train", is_megatron=True)
+def test_skip_train_requires_checkpoint_of_first_run() -> None:
+    config = parse_line("--load x --save x --skip-train", is_megatron=True)
     assert config.checkpoint.eval_only and not config.checkpoint.load_if_exists
 
 
-def test_megatrons_programs_have_its_defaults_where_a_script_is_silent() -> None:
+def test_megatron_programs_use_megatron_defaults() -> None:
     assert PROGRAMS["pretrain_gpt.py"] == ("gpt2", GPT) and PROGRAMS["pretrain_bert.py"] == ("bert", BERT)
-    theirs, ours = read("", is_megatron=True), read("")
-    assert (theirs.model.hidden_bias, theirs.model.activation) == (True, "gelu-tanh")
-    assert (theirs.optimizer.lr_decay_style, theirs.optimizer.warmup) == ("linear", 0.0)
-    assert (theirs.precision.dtype, theirs.model.make_vocab_size_divisible_by) == ("fp32", 128)
-    assert (ours.model.hidden_bias, ours.model.activation, ours.optimizer.warmup) == (False, "gelu", 0.01)
-    assert read("--bf16 --openai-gelu --disable-bias-linear --warmup 0.5", is_megatron=True).optimizer.warmup == 0.5
-    assert not read("--disable-bias-linear", is_megatron=True).model.hidden_bias
-    assert read("--no-bias-gelu-fusion", is_megatron=True).model.activation == "gelu", "as Megatron without its kernel"
-    assert read("", "bert", is_megatron=True).data.tokenizer_type == "BertWordPieceLowerCase"
+    megatron, native = parse_line("", is_megatron=True), parse_line("")
+    assert (megatron.model.hidden_bias, megatron.model.activation) == (True, "gelu-tanh")
+    assert (megatron.optimizer.lr_decay_style, megatron.optimizer.warmup) == ("linear", 0.0)
+    assert (megatron.precision.dtype, megatron.model.make_vocab_size_divisible_by) == ("fp32", 128)
+    assert (native.model.hidden_bias, native.model.activation, native.optimizer.warmup) == (False, "gelu", 0.01)
+    assert (
+        parse_line("--bf16 --openai-gelu --disable-bias-linear --warmup 0.5", is_megatron=True).optimizer.warmup == 0.5
+    )
+    assert not parse_line("--disable-bias-linear", is_megatron=True).model.hidden_bias
+    assert parse_line("--no-bias-gelu-fusion", is_megatron=True).model.activation == "gelu", (
+        "as Megatron without its kernel"
+    )
+    assert parse_line("", "bert", is_megatron=True).data.tokenizer_type == "BertWordPieceLowerCase"
 
 
-def test_a_first_run_of_theirs_names_the_folder_that_it_goes_on_from() -> None:
-    assert read("--load x", is_megatron=True).checkpoint.load_if_exists
-    assert not read("--load x --exit-on-missing-checkpoint", is_megatron=True).checkpoint.load_if_exists
-    assert not read("--load x --finetune", is_megatron=True).checkpoint.load_if_exists
-    assert not read("", is_megatron=True).checkpoint.load_if_exists
-    assert not read("--load x").checkpoint.load_if_exists
+def test_megatron_load_is_optional_on_first_run() -> None:
+    assert parse_line("--load x", is_megatron=True).checkpoint.load_if_exists
+    assert not parse_line("--load x --exit-on-missing-checkpoint", is_megatron=True).checkpoint.load_if_exists
+    assert not parse_line("--load x --finetune", is_megatron=True).checkpoint.load_if_exists
+    assert not parse_line("", is_megatron=True).checkpoint.load_if_exists
+    assert not parse_line("--load x").checkpoint.load_if_exists
 
 
-def test_files_of_paths_are_paths(tmp_path: Path) -> None:
-    listed, each = tmp_path / "paths.txt", tmp_path / "each.json"
-    listed.write_text("0.25 a\n0.75 b\n")
-    each.write_text(json.dumps({"train": ["0.5", "a", "0.5", "b"], "valid": ["c"], "test": ["d"]}))
-    assert read(f"--data-args-path {listed} --dry-run").data.data_path == "0.25 a 0.75 b"
-    data = read(f"--per-split-data-args-path {each} --dry-run").data
+def test_data_args_path_files_set_data_paths(tmp_path: Path) -> None:
+    paths_txt, paths_json = tmp_path / "paths.txt", tmp_path / "each.json"
+    paths_txt.write_text("0.25 a\n0.75 b\n")
+    paths_json.write_text(json.dumps({"train": ["0.5", "a", "0.5", "b"], "valid": ["c"], "test": ["d"]}))
+    assert parse_line(f"--data-args-path {paths_txt} --dry-run").data.data_path == "0.25 a 0.75 b"
+    data = parse_line(f"--per-split-data-args-path {paths_json} --dry-run").data
     assert (data.train_data_path, data.valid_data_path, data.test_data_path) == ("0.5 a 0.5 b", "c", "d")
 
 
-def weighted(*texts: str) -> Config:
+def parse_weighted_splits(*texts: str) -> Config:
     flags = ("--train-weighted-split-paths", "--valid-weighted-split-paths", "--test-weighted-split-paths")
     words = [word for flag, text in zip(flags, texts, strict=False) for word in (flag, text)]
     return parse([*words, "--dry-run"], world_size=1, env={})
 
 
-def test_neighbouring_ranges_of_the_same_corpora_are_a_split() -> None:
-    data = weighted("train: 0.3 0:0.9 a, 0.7 0:0.9 b", "v: 0.3 0.9:0.95 a, 0.7 0.9:0.95 b").data
+def test_consecutive_split_ranges_become_split() -> None:
+    data = parse_weighted_splits("train: 0.3 0:0.9 a, 0.7 0:0.9 b", "v: 0.3 0.9:0.95 a, 0.7 0.9:0.95 b").data
     assert (data.data_path, data.split) == ("0.3 a 0.7 b", "18,1,1")
-    data = weighted("t: 1 0:1 a, 2 0:1 b", "v: 1 0:1 c").data
+    data = parse_weighted_splits("t: 1 0:1 a, 2 0:1 b", "v: 1 0:1 c").data
     assert (data.train_data_path, data.valid_data_path, data.data_path) == ("1 a 2 b", "1 c", None)
 
 
@@ -211,28 +215,30 @@ def test_neighbouring_ranges_of_the_same_corpora_are_a_split() -> None:
         (["t: 1 0:1 a", "v: 1 0:1 b, w: 1 0:1 c"], "which has a second group"),
     ],
 )
-def test_split_paths_that_our_flags_cannot_say_are_refused(texts: list[str], message: str) -> None:
+def test_unsupported_weighted_split_paths_raise(texts: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        weighted(*texts)
+        parse_weighted_splits(*texts)
 
 
-def with_json(content: object, line: str, folder: Path) -> Config:
+def parse_with_json(content: object, line: str, folder: Path) -> Config:
     (folder / "ds.json").write_text(json.dumps(content))
-    return read(f"{line} --deepspeed_config {folder / 'ds.json'}")
+    return parse_line(f"{line} --deepspeed_config {folder / 'ds.json'}")
 
 
-def test_flags_give_the_optimizers_numbers_and_the_json_the_loss_scale(tmp_path: Path) -> None:
+def test_flags_set_optimizer_and_json_sets_loss_scale(tmp_path: Path) -> None:
     """As in Megatron-DeepSpeed, which hands its own optimizer to an engine that scales the loss itself."""
-    config = with_json({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}}, "--lr 0.2", tmp_path)
+    config = parse_with_json(
+        {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}}, "--lr 0.2", tmp_path
+    )
     assert config.optimizer.lr == 0.2
     assert {*config.ignored} == {"optimizer.params.lr", "optimizer.params.torch_adam"}
     fp16 = {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 3}}
-    config = with_json(fp16, "--fp16 --loss-scale 12 --hysteresis 2", tmp_path)
+    config = parse_with_json(fp16, "--fp16 --loss-scale 12 --hysteresis 2", tmp_path)
     assert (config.precision.loss_scale, config.precision.hysteresis) == (0, 3)
     assert {*config.ignored} == {"--loss-scale 12", "--hysteresis 2"}
 
 
-def test_sections_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+def test_ineffective_json_sections_are_accepted(tmp_path: Path) -> None:
     content = {
         "bfloat16": {"enabled": "auto"},
         "zero_optimization": {"stage": 1, "cpu_offload": True, "overlap_comm": True, "reduce_bucket_size": "auto"},
@@ -241,10 +247,10 @@ def test_sections_that_change_nothing_are_accepted(tmp_path: Path) -> None:
         "data_efficiency": {"enabled": True, "data_routing": {"enabled": False}},
         "prescale_gradients": True,
     }
-    config = with_json(content, "", tmp_path)
+    config = parse_with_json(content, "", tmp_path)
     assert (config.optimizer.zero_stage, config.optimizer.offload_optimizer) == (1, True)
     assert {*config.ignored} == {
         "zero_optimization.overlap_comm", "scheduler", "curriculum_learning", "data_efficiency", "prescale_gradients",
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"5 problems(.|\n)*scheduler is rejected by --strict-flags"):
-        with_json(content, "--strict-flags", tmp_path)
+        parse_with_json(content, "--strict-flags", tmp_path)

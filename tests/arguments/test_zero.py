@@ -10,58 +10,58 @@ from megatron.arguments.validate import notes_of
 from megatron.config import parse
 from megatron.errors import ConfigError
 
-LINE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --dry-run"
+BASE_FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --dry-run"
 
 
-def parsed(extra: str, world_size: int = 2, json_file=None):
-    words = [*LINE.split(), *extra.split(), *(["--deepspeed_config", str(json_file)] if json_file else [])]
+def parse_line(extra: str, world_size: int = 2, json_file=None):
+    words = [*BASE_FLAGS.split(), *extra.split(), *(["--deepspeed_config", str(json_file)] if json_file else [])]
     return parse(words, world_size=world_size, env={})
 
 
-def settings_of(folder, section: object, extra: str = "", world_size: int = 2):
+def parse_zero_section(folder, section: object, extra: str = "", world_size: int = 2):
     (folder / "ds.json").write_text(json.dumps({"zero_optimization": section}))
-    return parsed(extra, world_size, folder / "ds.json").optimizer
+    return parse_line(extra, world_size, folder / "ds.json").optimizer
 
 
 @pytest.mark.parametrize("is_json", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_stages_2_and_3_are_refused_with_the_reason_and_what_to_do(stage, is_json, tmp_path):
+def test_zero_2_and_3_with_pipeline_raise(stage, is_json, tmp_path):
     name = "zero_optimization.stage of the JSON" if is_json else "--zero-stage"
     message = f"{name} {stage} is not supported in a pipeline, got .* 2: .* traffic.* Use --zero-stage 1, which"
     with pytest.raises(ConfigError, match=message):
         if is_json:
-            settings_of(tmp_path, {"stage": stage}, "--pipe-parallel-size 2")
+            parse_zero_section(tmp_path, {"stage": stage}, "--pipe-parallel-size 2")
         else:
-            parsed(f"--zero-stage {stage} --pipe-parallel-size 2")
-    assert parsed(f"--zero-stage {stage}").optimizer.zero_stage == stage
+            parse_line(f"--zero-stage {stage} --pipe-parallel-size 2")
+    assert parse_line(f"--zero-stage {stage}").optimizer.zero_stage == stage
 
 
-def test_a_negative_stage_one_that_is_no_number_and_one_of_4_are_refused():
+def test_invalid_zero_stage_raises():
     for stage in ("-1", "one", "4"):
         with pytest.raises(ConfigError, match=f"--zero-stage must be an integer of at least 0 .*, got '?{stage}"):
-            parsed(f"--zero-stage={stage}")
+            parse_line(f"--zero-stage={stage}")
 
 
-def test_adafactor_is_refused_before_anything_starts():
+def test_adafactor_with_zero_raises():
     for stage in (1, 3):
         with pytest.raises(ConfigError, match=f"--optimizer adafactor needs --zero-stage 0, got {stage}"):
-            parsed(f"--zero-stage {stage} --optimizer adafactor")
-    assert parsed("--offload-optimizer --optimizer adafactor").optimizer.offload_optimizer
+            parse_line(f"--zero-stage {stage} --optimizer adafactor")
+    assert parse_line("--offload-optimizer --optimizer adafactor").optimizer.offload_optimizer
 
 
-def test_one_replica_is_told_that_there_is_nothing_to_share():
+def test_zero_with_single_replica_is_noted():
     for stage in (1, 2, 3):
         note = f"ZeRO {stage} has no effect with one replica"
-        assert note in notes_of(parsed(f"--zero-stage {stage} --model-parallel-size 2"), 2)
-        assert note not in notes_of(parsed(f"--zero-stage {stage}"), 2)
-    assert "ZeRO 3 has no effect" not in " ".join(notes_of(parsed("--zero-stage 3 --offload-parameters", 1), 1))
-    assert note not in notes_of(parsed("", 1), 1)
+        assert note in notes_of(parse_line(f"--zero-stage {stage} --model-parallel-size 2"), 2)
+        assert note not in notes_of(parse_line(f"--zero-stage {stage}"), 2)
+    assert "ZeRO 3 has no effect" not in " ".join(notes_of(parse_line("--zero-stage 3 --offload-parameters", 1), 1))
+    assert note not in notes_of(parse_line("", 1), 1)
 
 
-def test_fusion_in_bf16_on_a_cpu_is_said_to_do_nothing():
+def test_bf16_grad_accumulation_fusion_on_cpu_is_noted():
     for line, has_effect in (("--bf16", False), ("--fp32", True), ("--bf16 --no-gradient-accumulation-fusion", True)):
-        found = " ".join(notes_of(parsed(f"--device cpu --gradient-accumulation-fusion {line}"), 2))
-        assert ("--gradient-accumulation-fusion has no effect in bf16 on a CPU" in found) == (not has_effect)
+        notes_text = " ".join(notes_of(parse_line(f"--device cpu --gradient-accumulation-fusion {line}"), 2))
+        assert ("--gradient-accumulation-fusion has no effect in bf16 on a CPU" in notes_text) == (not has_effect)
 
 
 @pytest.mark.parametrize(
@@ -90,37 +90,39 @@ def test_fusion_in_bf16_on_a_cpu_is_said_to_do_nothing():
         ("--zero-stage 2 --checkpoint-format deepspeed", "--checkpoint-format deepspeed .* got --zero-stage 2"),
     ],
 )
-def test_what_cannot_go_together_is_refused(line, message):
+def test_unsupported_combinations_raise(line, message):
     with pytest.raises(ConfigError, match=message):
-        parsed(line)
+        parse_line(line)
 
 
-def test_the_flags_of_cpm_offload_the_optimizer():
-    settings = parsed("--cpu-optimizer --cpu_torch_adam").optimizer
+def test_cpm_flags_enable_optimizer_offload():
+    settings = parse_line("--cpu-optimizer --cpu_torch_adam").optimizer
     assert (settings.offload_optimizer, settings.cpu_adam) == (True, "torch")
-    assert parsed("--zero-stage 3 --offload-parameters --no-pin-memory").optimizer.no_pin_memory
-    assert parsed("--zero-stage 3 --drift-interval 5 --model-parallel-size 2").optimizer.zero_stage == 3
+    assert parse_line("--zero-stage 3 --offload-parameters --no-pin-memory").optimizer.no_pin_memory
+    assert parse_line("--zero-stage 3 --drift-interval 5 --model-parallel-size 2").optimizer.zero_stage == 3
 
 
-def test_the_json_offloads_to_the_cpu_and_to_nothing_else(tmp_path):
-    away = {"device": "cpu", "pin_memory": True}
-    settings = settings_of(tmp_path, {"stage": 3, "offload_optimizer": away, "offload_param": away})
+def test_json_offload_supports_cpu_only(tmp_path):
+    cpu_offload = {"device": "cpu", "pin_memory": True}
+    settings = parse_zero_section(
+        tmp_path, {"stage": 3, "offload_optimizer": cpu_offload, "offload_param": cpu_offload}
+    )
     assert (settings.offload_optimizer, settings.offload_parameters, settings.no_pin_memory) == (True, True, False)
-    settings = settings_of(tmp_path, {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
+    settings = parse_zero_section(tmp_path, {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
     assert (settings.offload_optimizer, settings.offload_parameters, settings.no_pin_memory) == (True, False, True)
-    assert not settings_of(tmp_path, {"offload_optimizer": {"device": "none"}}).offload_optimizer
-    refused = [
+    assert not parse_zero_section(tmp_path, {"offload_optimizer": {"device": "none"}}).offload_optimizer
+    invalid_cases = [
         ({"offload_optimizer": {"device": "nvme"}}, "", "device must be one of cpu, none, got 'nvme'"),
         ({"offload_optimizer": True}, "", "offload_optimizer must be an object"),
         ({"offload_optimizer": {"device": "none"}}, "--offload-optimizer", "must agree, got --offload-optimizer and"),
         ({"offload_param": {"device": "cpu"}}, "--zero-stage 2", "--offload-parameters stores"),
         ({"overlap": True}, "", "unknown key overlap; did you mean .* in zero_optimization: .* tuning keys"),
         (
-            {"stage": 3, "offload_optimizer": away, "offload_param": {"device": "cpu", "pin_memory": False}},
+            {"stage": 3, "offload_optimizer": cpu_offload, "offload_param": {"device": "cpu", "pin_memory": False}},
             "",
             "pin_memory must be the same",
         ),
     ]
-    for section, extra, message in refused:
+    for section, extra, message in invalid_cases:
         with pytest.raises(ConfigError, match=message):
-            settings_of(tmp_path, section, extra)
+            parse_zero_section(tmp_path, section, extra)

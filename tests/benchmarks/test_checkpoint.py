@@ -12,12 +12,12 @@ from benchmarks import checkpoint
 from benchmarks.checkpoint import bars_of, check_load
 
 
-def test_each_bar_divides_the_times_that_it_names() -> None:
+def test_bars_are_ratios_of_named_times() -> None:
     seconds = {"torch.save + fsync": [2.0], "save": [1.0], "stall of an async save": [0.5], "verification": [0.1]}
     assert [bar.quartiles[1] for bar in bars_of(seconds, 50.0)] == [0.5, 0.25, 0.1, 0.01]
 
 
-def test_an_incomplete_load_raises_an_error() -> None:
+def test_incomplete_load_raises() -> None:
     tensors = [torch.ones(4), torch.full((3,), 2.0)]
     copies = [tensor.clone() for tensor in tensors]
     check_load(tensors, lambda: [tensor.copy_(copy) for tensor, copy in zip(tensors, copies, strict=True)])
@@ -25,9 +25,9 @@ def test_an_incomplete_load_raises_an_error() -> None:
         check_load(tensors, lambda: tensors[0].copy_(copies[0]))
 
 
-def test_a_smoke_run_has_every_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--smoke", "--ranks", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
-    team = checkpoint.main(words)["teams"]["1"]
+def test_smoke_run_reports_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--smoke", "--ranks", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    team = checkpoint.main(flags)["teams"]["1"]
     assert {"save", "verification", "torch.save + fsync", "stall of an async save", "reshard"} <= set(team["seconds"])
     assert all(len(values) == 1 and values[0] > 0 for values in team["seconds"].values())
     for name in ("ours", "torch"):

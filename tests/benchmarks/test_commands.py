@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.documented_commands import ROOT, Clone, undocumented
+from tests.helpers.documented_commands import ROOT, Clone, find_smoke_table_problems
 
-SMOKE = {
+SMOKE_COMMANDS = {
     "benchmarks/checkpoint.py": ["python benchmarks/checkpoint.py --json checkpoint.json --smoke --ranks 1"],
     "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke"],
     "benchmarks/gpu/__main__.py": [
@@ -53,12 +53,12 @@ EXEMPT = {
 PACKAGES = ("benchmarks", "megatron", "tds", "tests", "tools")
 
 
-def test_every_benchmark_has_a_smoke_command_that_begins_as_its_docstring_says() -> None:
-    assert undocumented(SMOKE, EXEMPT, "benchmarks") == []
+def test_every_benchmark_has_documented_smoke_command() -> None:
+    assert find_smoke_table_problems(SMOKE_COMMANDS, EXEMPT, "benchmarks") == []
 
 
 @functools.cache
-def _names_of(file: Path) -> set[str]:
+def _find_names(file: Path) -> set[str]:
     """Return the names that a module defines or imports outside of its functions and classes."""
     names: set[str] = set()
     statements: list[ast.stmt] = ast.parse(file.read_text("utf-8")).body
@@ -76,17 +76,17 @@ def _names_of(file: Path) -> set[str]:
     return names
 
 
-def _missing_imports(source: str) -> list[str]:
+def _find_missing_imports(source: str) -> list[str]:
     """Return the imports from this repository, at any depth of ``source``, whose module or name does not exist."""
     missing = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            wanted = [(alias.name, "") for alias in node.names]
+            imports = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            wanted = [(node.module, alias.name) for alias in node.names]
+            imports = [(node.module, alias.name) for alias in node.names]
         else:
             continue
-        for module, name in wanted:
+        for module, name in imports:
             if module.partition(".")[0] in PACKAGES and not _exists(ROOT / module.replace(".", "/"), name):
                 missing.append(f"{module}.{name}".rstrip("."))
     return missing
@@ -98,30 +98,30 @@ def _exists(path: Path, name: str) -> bool:
         return path.is_dir() and (not name or _exists(path / name, ""))
     if not name or (path / name).is_dir() or (path / f"{name}.py").is_file():
         return True
-    names = _names_of(file)
+    names = _find_names(file)
     return name in names or "__getattr__" in names  # which makes names when they are asked for
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tools"])
-def test_every_import_of_a_program_exists_where_it_is_imported_from(folder: str) -> None:
+def test_imports_of_programs_exist(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
-    missing = {file.name: _missing_imports(file.read_text("utf-8")) for file in files}
+    missing = {file.name: _find_missing_imports(file.read_text("utf-8")) for file in files}
     assert {name: names for name, names in missing.items() if names} == {}
 
 
 @pytest.mark.parametrize(
     ("line", "missing"),
     [
-        ("from megatron.training.compile import compiled_here", ["megatron.training.compile.compiled_here"]),
-        ("from megatron.training.callbacks.compile_meter import compiled_here", []),
+        ("from megatron.training.compile import compile_cost", ["megatron.training.compile.compile_cost"]),
+        ("from megatron.training.callbacks.compile_meter import process_compile_cost", []),
         ("def measure():\n    from benchmarks.turned import Team", ["benchmarks.turned.Team"]),
         ("import benchmarks.turns, benchmarks.turned", ["benchmarks.turned"]),
         ("from benchmarks import turns, kill_jobs", ["benchmarks.kill_jobs"]),
         ("from benchmarks.gpu import speed, sped", ["benchmarks.gpu.sped"]),
     ],
 )
-def test_an_import_of_a_name_that_moved_is_found(line: str, missing: list[str]) -> None:
-    assert _missing_imports(line) == missing
+def test_moved_import_is_detected(line: str, missing: list[str]) -> None:
+    assert _find_missing_imports(line) == missing
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("benchmark", SMOKE)
-def test_a_benchmark_runs_by_its_documented_command(benchmark: str, clone: Clone) -> None:
-    for command in SMOKE[benchmark]:
+@pytest.mark.parametrize("benchmark", SMOKE_COMMANDS)
+def test_documented_benchmark_commands_run(benchmark: str, clone: Clone) -> None:
+    for command in SMOKE_COMMANDS[benchmark]:
         clone.run(command)

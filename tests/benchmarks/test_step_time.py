@@ -19,39 +19,43 @@ LLAMA_SIZES = LlamaSizes(
 WORK = Work(sizes=SIZES, batch_size=2, steps=2, kind="cpu", dtype="fp32", threads=1)
 
 
-def losses(rank: int, sizes: Sizes, steps: int, names: list[str]) -> dict[str, list[float]]:
+def train_contenders(rank: int, model_sizes: Sizes, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Train each contender on the same batch, over and over."""
-    builders = contenders.CONTENDERS[sizes.family]
-    assert set(builders) == set(step_time.NAMES[sizes.family])
-    found = {}
+    builders = contenders.CONTENDERS[model_sizes.family]
+    assert set(builders) == set(step_time.NAMES[model_sizes.family])
+    losses_by_name = {}
     for name in names:
-        step = builders[name](sizes, WORK.batch_size, WORK.kind, WORK.dtype)
-        found[name] = [float(step(sizes.batch(WORK.batch_size, 0))) for _ in range(steps)]
-    return found
+        step = builders[name](model_sizes, WORK.batch_size, WORK.kind, WORK.dtype)
+        losses_by_name[name] = [float(step(model_sizes.batch(WORK.batch_size, 0))) for _ in range(steps)]
+    return losses_by_name
 
 
-def check(sizes: Sizes, names: list[str]) -> None:
-    found = run_ranks(1, losses, sizes, 6, names, init=False, deadline_s=400)[0]
-    expected = found["hf"]
+def check_equal_losses(model_sizes: Sizes, names: list[str]) -> None:
+    losses_by_name = run_ranks(1, train_contenders, model_sizes, 6, names, init=False, deadline_s=400)[0]
+    expected = losses_by_name["hf"]
     assert expected[-1] < expected[0] - 1e-3  # the weights have moved, clipped and decayed, in all of them
     for name in names:
-        assert found[name] == pytest.approx(expected, abs=2e-6), name
+        assert losses_by_name[name] == pytest.approx(expected, abs=2e-6), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
-def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
-    check(sizes, [name for name in step_time.NAMES[sizes.family] if not name.endswith("-compiled")])
+@pytest.mark.parametrize("model_sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda model_sizes: model_sizes.family)
+def test_all_contenders_have_equal_losses(model_sizes: Sizes) -> None:
+    check_equal_losses(
+        model_sizes, [name for name in step_time.NAMES[model_sizes.family] if not name.endswith("-compiled")]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
-def test_compiled_contenders_have_the_same_losses_too(sizes: Sizes) -> None:
-    check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name.endswith("-compiled"))])
+@pytest.mark.parametrize("model_sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda model_sizes: model_sizes.family)
+def test_compiled_contenders_have_equal_losses(model_sizes: Sizes) -> None:
+    check_equal_losses(
+        model_sizes, ["hf", *(name for name in step_time.NAMES[model_sizes.family] if name.endswith("-compiled"))]
+    )
 
 
-def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
+def test_mfu_and_speed_are_computed_from_turns() -> None:
     records = {
         "ours": Record(turns_s=[1.0, 4.0, 1.0], cpu_s=[2.0] * 3, losses=[1.0], peak_bytes=1),
         "plain": Record(turns_s=[1.5, 4.0, 1.5], cpu_s=[3.0] * 3, losses=[1.0], peak_bytes=1),
@@ -72,7 +76,7 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     assert any(row.startswith("met ") and "1.5, at least 1.05 speed of ours over plain" in row for row in rows)
 
 
-def test_flops_of_t5_are_those_of_the_note() -> None:
+def test_t5_flops_equal_formula() -> None:
     """Products of both sides, whole attention matrices, the head on the targets; norms are left out."""
     h, f, s_e, s_d = 32, 128, 16, T5_SIZES.target_length
     encoder = s_e * (8 * h * h + 4 * h * f) + 4 * s_e * s_e * h
@@ -90,7 +94,7 @@ def test_flops_of_t5_are_those_of_the_note() -> None:
     assert ours["mfu_whole"] == ours["mfu"]
 
 
-def test_unequal_first_losses_end_a_run() -> None:
+def test_unequal_first_losses_raise() -> None:
     step_time.check_first_losses({"ours": 1.0, "hf": 1.00001}, 1e-4)
     for other in (1.001, float("nan")):
         with pytest.raises(RuntimeError, match="must agree within"):
@@ -98,25 +102,27 @@ def test_unequal_first_losses_end_a_run() -> None:
 
 
 @pytest.mark.parametrize("model, names", [("gpt2", ["plain"]), ("t5", ["hf"])])
-def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch, model: str, names: list[str]) -> None:
+def test_contenders_alternate_in_separate_processes(tmp_path, monkeypatch, model: str, names: list[str]) -> None:
     monkeypatch.setitem(step_time.PRODUCTS, "cpu", (64, 2))
     lengths = {"gpt2": "--seq-length 8", "t5": "--enc-seq-length 16"}[model]
-    tiny = f"--model {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 {lengths}"
-    short = "--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu"
-    place = f"--contenders {' '.join(names)} --json {tmp_path}/out.json"
-    result = step_time.main(f"{tiny} {short} {place}".split(), start_method="fork")
+    model_flags = f"--model {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 {lengths}"
+    run_flags = "--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu"
+    output_flags = f"--contenders {' '.join(names)} --json {tmp_path}/out.json"
+    result = step_time.main(f"{model_flags} {run_flags} {output_flags}".split(), start_method="fork")
     assert (tmp_path / "out.json").exists()
     for name in names:
         row = result["contenders"][name]
         assert len(row["losses"]) == 3 and row["mfu"] > 0.0
 
 
-def test_what_is_to_be_reached_is_asked_of_those_who_took_part() -> None:
+def test_bars_apply_to_measured_contenders_only() -> None:
     ours = {"mfu": 0.73, "mfu_sheet": None, "peak_memory_bytes": 90}
     compiled = {"mfu": 0.79, "mfu_sheet": None, "peak_memory_bytes": 101}
     hf = {"speed_of_ours": {"ours": (1.0, 1.25, 2.0), "ours-compiled": (1.0, 1.39, 2.0)}, "peak_memory_bytes": 100}
-    found = {bar.name: bar.is_met for bar in bars("gpt2", "cpu", {"ours": ours, "ours-compiled": compiled, "hf": hf})}
-    assert found == {
+    is_met_by_bar = {
+        bar.name: bar.is_met for bar in bars("gpt2", "cpu", {"ours": ours, "ours-compiled": compiled, "hf": hf})
+    }
+    assert is_met_by_bar == {
         "MFU of ours": True,
         "MFU of ours-compiled": False,
         "speed of ours over hf": True,
@@ -129,46 +135,48 @@ def test_what_is_to_be_reached_is_asked_of_those_who_took_part() -> None:
 
 
 @pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("t5", 0.42)])
-def test_on_a_gpu_the_better_of_ours_counts_by_the_data_sheet(family: str, share: float) -> None:
-    def judged(*shares: float | None) -> list[bool]:
+def test_gpu_bar_uses_best_contender_and_data_sheet(family: str, share: float) -> None:
+    def are_met(*shares: float | None) -> list[bool]:
         rows = {name: {"mfu_sheet": share} for name, share in zip(step_time.OURS, shares, strict=False)}
         assert not list(bars(family, "cuda", rows)), "of a model that is too small for it nothing is asked"
         return [bar.is_met for bar in bars(family, "cuda", rows, is_large=True)]
 
-    assert judged(share - 0.01, share) == [True]
-    assert judged(share - 0.01) == [False]
-    assert judged(None) == [], "of a GPU that is not known nothing is asked"
+    assert are_met(share - 0.01, share) == [True]
+    assert are_met(share - 0.01) == [False]
+    assert are_met(None) == [], "of a GPU that is not known nothing is asked"
 
 
-def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> None:
-    from benchmarks.contenders import config_of
+def test_large_size_has_1_3b_parameters_and_flags_override_it() -> None:
+    from benchmarks.contenders import make_config
     from megatron.models import registry
 
     for family in step_time.MODELS:
         args = step_time.parse_args(["--model", family, "--size", "1.3b", "--device", "cpu"])
         assert args.contenders == step_time.OURS
-        held = registry.costs_of(config_of(step_time.work_of(args).sizes)).num_parameters
-        assert 1.25e9 < held < 1.35e9, family
+        num_parameters = registry.costs_of(make_config(step_time.work_of(args).sizes)).num_parameters
+        assert 1.25e9 < num_parameters < 1.35e9, family
     args = step_time.parse_args("--size 1.3b --num-layers 2 --batch-size 1".split())
     assert (args.num_layers, args.hidden_size, args.batch_size) == (2, 2048, 1)
 
 
-def test_products_on_a_gpu_are_long_enough_to_hide_their_starts() -> None:
+def test_gpu_products_are_longer_than_launch_overhead() -> None:
     assert step_time.products_of("cpu") == (2048, 8)
-    side, number = step_time.products_of("cuda")
-    assert number * 2 * side**3 / 989e12 > 0.05, "seconds of a turn at best"
+    side, num_products = step_time.products_of("cuda")
+    assert num_products * 2 * side**3 / 989e12 > 0.05, "seconds of a turn at best"
 
 
-def test_strict_ends_with_1_where_something_was_missed(tmp_path, monkeypatch) -> None:
+def test_strict_exits_with_code_1_on_missed_bar(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(step_time.PRODUCTS, "cpu", (64, 2))
-    tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 --seq-length 8 --batch-size 1"
-    short = "--rounds 1 --steps 1 --threads 1 --device cpu --contenders ours --strict --json"
+    model_flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 --seq-length 8 --batch-size 1"
+    )
+    run_flags = "--rounds 1 --steps 1 --threads 1 --device cpu --contenders ours --strict --json"
     with pytest.raises(SystemExit) as end:
-        step_time.main([*tiny.split(), *short.split(), str(tmp_path / "out.json")], start_method="fork")
+        step_time.main([*model_flags.split(), *run_flags.split(), str(tmp_path / "out.json")], start_method="fork")
     assert end.value.code == 1, "so small a model is far from 0.72"
     assert (tmp_path / "out.json").exists()
 
 
-def test_a_package_that_is_not_there_has_no_version() -> None:
+def test_missing_package_has_no_version() -> None:
     assert turns._version("no-such-package") is None
     assert turns._version("torch")

@@ -11,11 +11,11 @@ def test_equal_configurations_pass():
     compare_model_config({"hidden_size": 64, "activation": "gelu"}, {"activation": "gelu", "hidden_size": 64})
 
 
-def test_every_differing_key_is_listed_with_both_values():
+def test_all_differing_keys_are_listed_with_both_values():
     saved = {"hidden_size": 64, "num_layers": 4, "activation": "gelu", "old": 1}
-    now = {"hidden_size": 128, "num_layers": 6, "activation": "gelu", "new": None}
+    current = {"hidden_size": 128, "num_layers": 6, "activation": "gelu", "new": None}
     with pytest.raises(CheckpointError) as caught:
-        compare_model_config(saved, now)
+        compare_model_config(saved, current)
     message = str(caught.value)
     for line in ("hidden_size: saved 64, now 128", "num_layers: saved 4, now 6", "old: saved 1, now absent"):
         assert f"  {line}\n" in message
@@ -33,33 +33,33 @@ def test_every_differing_key_is_listed_with_both_values():
         ("t5", {"relative_attention_max_distance": 64}),
     ],
 )
-def test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on(family, values):
+def test_finetune_accepts_changed_settings_without_shape_effect(family, values):
     saved = config_from_values({"vocab_size": 9}, family=family).identity()
-    plain, fresh = (
+    continued, finetuned = (
         config_from_values({"vocab_size": 9, "finetune": finetune, **values}, family=family)
         for finetune in (False, True)
     )
     with pytest.raises(CheckpointError, match=f"weights also fit other values of {', '.join(values)}: add --finetune"):
-        check_model(saved, plain)
-    check_model(saved, fresh)
+        check_model(saved, continued)
+    check_model(saved, finetuned)
     with pytest.raises(CheckpointError, match="1 values differ:\n  hidden_size: saved 64, now 256"):
-        check_model({**saved, "hidden_size": 64}, fresh)
+        check_model({**saved, "hidden_size": 64}, finetuned)
 
 
-def test_families_of_the_common_decoder_are_one_model_where_their_settings_are():
+def test_common_decoder_families_with_equal_settings_match():
     """So a Qwen's folder, which is read as a LLaMA's, starts a run of pretrain_gpt2.py with its settings."""
-    of_llama = config_from_values({"vocab_size": 9, "qk_norm": "head"}, family="llama")
-    values = {name: getattr(of_llama.model, name) for name in ("normalization", "activation", "untie_embeddings")}
-    given = {"vocab_size": 9, "qk_norm": "head", "position_embedding_type": "rope", **values}
-    check_model(of_llama.identity(), config_from_values(given, family="gpt2"))
-    check_model(config_from_values(given, family="gpt2").identity(), of_llama)
+    llama_config = config_from_values({"vocab_size": 9, "qk_norm": "head"}, family="llama")
+    values = {name: getattr(llama_config.model, name) for name in ("normalization", "activation", "untie_embeddings")}
+    gpt2_values = {"vocab_size": 9, "qk_norm": "head", "position_embedding_type": "rope", **values}
+    check_model(llama_config.identity(), config_from_values(gpt2_values, family="gpt2"))
+    check_model(config_from_values(gpt2_values, family="gpt2").identity(), llama_config)
     with pytest.raises(CheckpointError, match="qk_norm: saved head, now none"):
-        check_model(of_llama.identity(), config_from_values({**given, "qk_norm": "none"}, family="gpt2"))
+        check_model(llama_config.identity(), config_from_values({**gpt2_values, "qk_norm": "none"}, family="gpt2"))
     with pytest.raises(CheckpointError, match="family: saved llama, now bert"):
-        check_model(of_llama.identity(), config_from_values({"vocab_size": 9}, family="bert"))
+        check_model(llama_config.identity(), config_from_values({"vocab_size": 9}, family="bert"))
 
 
-def test_another_vocabulary_is_taken_where_it_is_asked_for():
+def test_resize_vocab_accepts_other_vocab_size():
     saved = config_from_values({"vocab_size": 9}).identity()
     check_model(saved, config_from_values({"vocab_size": 11, "finetune": True, "resize_vocab": True}))
     with pytest.raises(CheckpointError, match="vocab_size: saved 9, now 11") as caught:

@@ -12,11 +12,11 @@ import pytest
 from megatron.checkpoint import open_checkpoint, open_latest, save, verify
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
-from tests.helpers.checkpoint_samples import assert_holds, records_for, save_alone, world_of
+from tests.helpers.checkpoint_samples import assert_equals_sample, make_records, save_on_one_rank, world_group
 from tests.helpers.harness import run_ranks
 
 NUM_FLIPS = 1000
-FLIPS_OF_EACH_REGION = 30
+FLIPS_PER_REGION = 30
 SEGMENTS = (256, verify.SEGMENT_BYTES)  # bytes: a file in many of them, and in one
 MANIFEST_LINES = ("checksum", "version, sequence, step", "state", "files", "index")
 
@@ -36,10 +36,10 @@ class Region:
 
 
 def _save(rank: int, root: Path) -> str:
-    return save(root, 20, records_for(rank, 2, 20), {"step": 20, "seed": 20}, world_of(rank, 2)).name
+    return save(root, 20, make_records(rank, 2, 20), {"step": 20, "seed": 20}, world_group(rank, 2)).name
 
 
-def _regions(path: Path) -> list[Region]:
+def _split_into_regions(path: Path) -> list[Region]:
     """Return the regions of one file, which together are all of it."""
     content = path.read_bytes()
     if path.name == "manifest.json":
@@ -57,19 +57,19 @@ def _regions(path: Path) -> list[Region]:
     return regions
 
 
-def _flips(regions: list[Region]) -> list[tuple[Region, int, int]]:
+def _choose_flips(regions: list[Region]) -> list[tuple[Region, int, int]]:
     """Return (region, place, bit): some of each region, the others anywhere, every bit as likely as any."""
     rng = random.Random(7)
-    chosen = [region for region in regions for _ in range(FLIPS_OF_EACH_REGION)]
+    chosen = [region for region in regions for _ in range(FLIPS_PER_REGION)]
     chosen += rng.choices(regions, [region.num_bits for region in regions], k=NUM_FLIPS - len(chosen))
     return [(region, rng.randrange(region.start, region.stop), rng.randrange(8)) for region in chosen]
 
 
-class Flipped:
+class FlippedBit:
     """One bit of a file is the other way round, as long as the block lasts."""
 
-    def __init__(self, path: Path, place: int, bit: int) -> None:
-        self._path, self._place, self._mask = path, place, 1 << bit
+    def __init__(self, path: Path, offset: int, bit: int) -> None:
+        self._path, self._offset, self._mask = path, offset, 1 << bit
 
     def __enter__(self) -> None:
         self._flip()
@@ -79,8 +79,8 @@ class Flipped:
 
     def _flip(self) -> None:
         descriptor = os.open(self._path, os.O_RDWR)
-        (byte,) = os.pread(descriptor, 1, self._place)
-        os.pwrite(descriptor, bytes([byte ^ self._mask]), self._place)
+        (byte,) = os.pread(descriptor, 1, self._offset)
+        os.pwrite(descriptor, bytes([byte ^ self._mask]), self._offset)
         os.close(descriptor)
 
 
@@ -88,7 +88,7 @@ class Flipped:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that two ranks wrote, and an older one beside it."""
     root = tmp_path_factory.mktemp("flips")
-    save_alone(root, 10)
+    save_on_one_rank(root, 10)
     run_ranks(2, _save, root)
     return root / "step-00000020"
 
@@ -96,37 +96,35 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def regions(saved: Path) -> list[Region]:
     """Every byte of the newer checkpoint."""
-    return [region for path in sorted(saved.iterdir()) for region in _regions(path)]
+    return [region for path in sorted(saved.iterdir()) for region in _split_into_regions(path)]
 
 
-def test_a_thousand_flipped_bits_are_all_found(
-    saved: Path, regions: list[Region], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_flipped_bits_are_detected(saved: Path, regions: list[Region], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(regions) == 2 * 3 + len(MANIFEST_LINES)
-    flips = _flips(regions)
+    flips = _choose_flips(regions)
     assert len(flips) == NUM_FLIPS and {region for region, _, _ in flips} == set(regions)
     missed = []
-    for number, (region, place, bit) in enumerate(flips):
-        monkeypatch.setattr(verify, "SEGMENT_BYTES", SEGMENTS[number % 2])
-        with Flipped(region.path, place, bit):
+    for flip_idx, (region, offset, bit) in enumerate(flips):
+        monkeypatch.setattr(verify, "SEGMENT_BYTES", SEGMENTS[flip_idx % 2])
+        with FlippedBit(region.path, offset, bit):
             try:
                 open_checkpoint(saved, SINGLE)
-                missed.append((region.path.name, region.name, place, bit))
+                missed.append((region.path.name, region.name, offset, bit))
             except CheckpointError as error:
                 assert region.path.name in str(error) and "damaged" in str(error)
     assert not missed
     for segment_bytes in SEGMENTS:  # with every bit back in its place
         monkeypatch.setattr(verify, "SEGMENT_BYTES", segment_bytes)
-        assert_holds(open_checkpoint(saved, SINGLE), 20)
+        assert_equals_sample(open_checkpoint(saved, SINGLE), 20)
 
 
-def test_after_a_flip_in_any_region_the_older_checkpoint_serves(
+def test_flipped_bit_falls_back_to_older_checkpoint(
     saved: Path, regions: list[Region], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[str] = []
     monkeypatch.setattr("megatron.log.warning", messages.append)
     for region in regions:
-        with Flipped(region.path, region.start + (region.stop - region.start) // 2, 3):
-            assert_holds(open_latest(saved.parent, SINGLE), 10)
+        with FlippedBit(region.path, region.start + (region.stop - region.start) // 2, 3):
+            assert_equals_sample(open_latest(saved.parent, SINGLE), 10)
         assert any("falling back to step-00000010" in line for line in messages), region
         messages.clear()

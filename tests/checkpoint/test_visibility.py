@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint import file_visibility, open_checkpoint
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
-from tests.helpers.checkpoint_samples import assert_holds, save_alone
+from tests.helpers.checkpoint_samples import assert_equals_sample, save_on_one_rank
 
 _MOUNTS = """\
 22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -21,19 +21,19 @@ _MOUNTS = """\
 
 
 @pytest.fixture
-def mounts(tmp_path_factory, monkeypatch):
+def mount_nfs(tmp_path_factory, monkeypatch):
     """Let the path that is given lie on NFS."""
-    table = tmp_path_factory.mktemp("mounts") / "mountinfo"
-    monkeypatch.setattr(file_visibility, "MOUNTS", table)
+    mount_table = tmp_path_factory.mktemp("mounts") / "mountinfo"
+    monkeypatch.setattr(file_visibility, "MOUNTINFO", mount_table)
 
     def mount(path):
-        table.write_text(f"{_MOUNTS}44 22 0:39 / {path} rw - nfs server:/x rw\n")
+        mount_table.write_text(f"{_MOUNTS}44 22 0:39 / {path} rw - nfs server:/x rw\n")
 
     return mount
 
 
-def test_the_longest_mount_point_says_what_a_path_lies_on(mounts):
-    mounts("/elsewhere")
+def test_longest_mount_point_determines_file_system(mount_nfs):
+    mount_nfs("/elsewhere")
     for path, expected in {
         "/home/me/runs": True,
         "/home/me/fast disk/runs": False,
@@ -46,9 +46,9 @@ def test_the_longest_mount_point_says_what_a_path_lies_on(mounts):
 
 
 @pytest.mark.parametrize("shown_at_first", [None, 5])
-def test_a_shard_that_is_late_on_nfs_is_waited_for(tmp_path, mounts, shown_at_first):
-    path = save_alone(tmp_path, 10)
-    mounts(tmp_path)
+def test_late_shard_on_nfs_is_awaited(tmp_path, mount_nfs, shown_at_first):
+    path = save_on_one_rank(tmp_path, 10)
+    mount_nfs(tmp_path)
     shard = path / "rank-00000.safetensors"
     content = shard.read_bytes()
     shard.unlink()
@@ -56,37 +56,37 @@ def test_a_shard_that_is_late_on_nfs_is_waited_for(tmp_path, mounts, shown_at_fi
         shard.write_bytes(content[:shown_at_first])
     timer = threading.Timer(0.2, shard.write_bytes, [content])
     timer.start()
-    assert_holds(open_checkpoint(path, SINGLE), 10)
+    assert_equals_sample(open_checkpoint(path, SINGLE), 10)
     timer.join()
 
 
-def test_one_that_never_comes_is_told_after_the_limit(tmp_path, mounts, monkeypatch):
+def test_missing_file_on_nfs_is_reported_after_timeout(tmp_path, mount_nfs, monkeypatch):
     monkeypatch.setattr(file_visibility, "WAIT_S", 0.2)
-    path = save_alone(tmp_path, 10)
-    mounts(tmp_path)
+    path = save_on_one_rank(tmp_path, 10)
+    mount_nfs(tmp_path)
     (path / "rank-00000.safetensors").unlink()
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(CheckpointError, match="rank-00000.safetensors: No such file"):
         open_checkpoint(path, SINGLE)
-    assert time.monotonic() - began >= 0.2
+    assert time.monotonic() - start_time >= 0.2
 
 
-def test_files_that_never_come_are_waited_for_together(tmp_path, mounts, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    mounts(tmp_path)
-    patience = file_visibility.FileVisibility()
-    now[0] = 1000.0
+def test_missing_files_share_one_timeout(tmp_path, mount_nfs, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    mount_nfs(tmp_path)
+    visibility = file_visibility.FileVisibility()
+    clock[0] = 1000.0
     for name in ("a", "b", "c"):
-        patience.wait_for(tmp_path / name)
-    assert file_visibility.WAIT_S <= now[0] - 1000.0 < file_visibility.WAIT_S + 3
+        visibility.wait_for(tmp_path / name)
+    assert file_visibility.WAIT_S <= clock[0] - 1000.0 < file_visibility.WAIT_S + 3
 
 
-def test_on_a_local_disk_nobody_waits(tmp_path, mounts, monkeypatch):
+def test_missing_file_on_local_disk_is_not_awaited(tmp_path, mount_nfs, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a missing file of a local disk was waited for"))
-    mounts("/elsewhere")
-    path = save_alone(tmp_path, 10)
+    mount_nfs("/elsewhere")
+    path = save_on_one_rank(tmp_path, 10)
     (path / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="rank-00000.safetensors: No such file"):
         open_checkpoint(path, SINGLE)

@@ -7,7 +7,7 @@ import pytest
 from megatron.config import parse
 from megatron.errors import ConfigError
 
-BASE = "--data-path none --vocab-size 8 --num-layers 1"
+BASE_FLAGS = "--data-path none --vocab-size 8 --num-layers 1"
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ BASE = "--data-path none --vocab-size 8 --num-layers 1"
         ("--on-save-error ignore", "one of continue, stop"),
     ],
 )
-def test_what_cannot_be_is_refused(flags: str, message: str) -> None:
+def test_invalid_flag_combinations_raise(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse([*BASE.split(), *flags.split()], world_size=1)
+        parse([*BASE_FLAGS.split(), *flags.split()], world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_what_cannot_be_is_refused(flags: str, message: str) -> None:
         ("--save-interval 5 --save-interval-minutes 7", 7.0, False),
     ],
 )
-def test_a_run_that_names_no_interval_saves_by_time(flags: str, minutes: float, is_default: bool) -> None:
-    checkpoint = parse([*BASE.split(), *flags.split()], world_size=1).checkpoint
+def test_default_save_interval_is_by_time(flags: str, minutes: float, is_default: bool) -> None:
+    checkpoint = parse([*BASE_FLAGS.split(), *flags.split()], world_size=1).checkpoint
     assert (checkpoint.minutes, checkpoint.is_default_interval) == (minutes, is_default)

@@ -7,22 +7,24 @@ import pytest
 from megatron.config import DebugConfig, parse
 from megatron.errors import ConfigError
 
-BASE = "--data-path none --num-layers 2 --hidden-size 32 --num-attention-heads 4 --dry-run"
+BASE_FLAGS = "--data-path none --num-layers 2 --hidden-size 32 --num-attention-heads 4 --dry-run"
 
 
 @pytest.mark.parametrize(
     "text, steps", [("1-3", [1, 2, 3]), ("4", [4]), ("1-3,10", [1, 2, 3, 10]), (" 2 , 5 - 6", [2, 5, 6])]
 )
-def test_steps_are_numbers_and_ranges(text: str, steps: list[int]) -> None:
-    assert [step for part in DebugConfig(debug_dump_steps=text).steps() for step in part] == steps
+def test_debug_dump_steps_accept_numbers_and_ranges(text: str, steps: list[int]) -> None:
+    assert [step for step_range in DebugConfig(debug_dump_steps=text).steps() for step in step_range] == steps
 
 
-def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
-    debug = parse(BASE.split(), world_size=1).debug
-    assert not debug.is_on and debug.wanted().search("layers.0")
-    assert parse(f"{BASE} --debug-nan".split(), world_size=1).debug.is_on
-    assert parse(f"{BASE} --debug-dump x".split(), world_size=1).debug.is_on
-    assert parse(f"{BASE} --debug-dump x --debug-dump-steps 9,5 --train-iters 5".split(), world_size=1).debug.is_on
+def test_debugger_is_off_by_default() -> None:
+    debug = parse(BASE_FLAGS.split(), world_size=1).debug
+    assert not debug.is_enabled and debug.name_pattern().search("layers.0")
+    assert parse(f"{BASE_FLAGS} --debug-nan".split(), world_size=1).debug.is_enabled
+    assert parse(f"{BASE_FLAGS} --debug-dump x".split(), world_size=1).debug.is_enabled
+    assert parse(
+        f"{BASE_FLAGS} --debug-dump x --debug-dump-steps 9,5 --train-iters 5".split(), world_size=1
+    ).debug.is_enabled
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,6 @@ def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
         ("--debug-nan --compile", "--debug-nan inspects the modules within layers"),
     ],
 )  # fmt: skip
-def test_what_cannot_act_is_refused(extra: str, message: str) -> None:
+def test_invalid_or_ineffective_flags_raise(extra: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(f"{BASE} {extra}".split(), world_size=1)
+        parse(f"{BASE_FLAGS} {extra}".split(), world_size=1)

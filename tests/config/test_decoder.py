@@ -8,11 +8,11 @@ from megatron.config import Config, parse
 from megatron.config.decoder import has_window, window_pattern
 from megatron.errors import ConfigError
 
-WORDS = "--data-path none --seq-length 64 --vocab-size 101 --device cpu"
+BASE_FLAGS = "--data-path none --seq-length 64 --vocab-size 101 --device cpu"
 
 
-def parsed(words: str, family: str = "gpt2", world_size: int = 1) -> Config:
-    return parse(f"{WORDS} {words}".split(), world_size=world_size, env={}, family=family)
+def parse_line(words: str, family: str = "gpt2", world_size: int = 1) -> Config:
+    return parse(f"{BASE_FLAGS} {words}".split(), world_size=world_size, env={}, family=family)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def parsed(words: str, family: str = "gpt2", world_size: int = 1) -> Config:
         ("--kv-channels 24 --use-rotary-position-embeddings --rotary-percent 0.5", "rotary_percent", 0.5),
     ],
 )
-def test_a_flag_means_what_it_means_to_megatron(words: str, field: str, value: object) -> None:
+def test_megatron_flag_sets_field(words: str, field: str, value: object) -> None:
     for family in ("gpt2", "llama", "mpt"):
         if family == "gpt2" or "norm" not in words:
-            assert getattr(parsed(words, family).model, field) == value
+            assert getattr(parse_line(words, family).model, field) == value
 
 
 @pytest.mark.parametrize(
-    ("text", "layers", "pattern"),
+    ("text", "num_layers", "pattern"),
     [
         ("", 3, "111"),
         ("2", 5, "10101"),
@@ -49,12 +49,20 @@ def test_a_flag_means_what_it_means_to_megatron(words: str, field: str, value: o
         ("2*[1] + [0]*2", 4, "1100"),
     ],
 )
-def test_a_pattern_of_windows_is_megatrons(text: str, layers: int, pattern: str) -> None:
-    assert window_pattern(text, layers) == tuple(each == "1" for each in pattern)
-    words = ["--window-size", "8", "--num-layers", str(layers), *(["--window-attn-skip-freq", text] if text else [])]
-    config = parse([*WORDS.split(), *words], world_size=1, env={})
-    assert [has_window(config.model, layer) for layer in range(layers)] == [each == "1" for each in pattern]
-    assert not has_window(parsed("").model, 0)
+def test_window_pattern_matches_megatron(text: str, num_layers: int, pattern: str) -> None:
+    assert window_pattern(text, num_layers) == tuple(digit == "1" for digit in pattern)
+    words = [
+        "--window-size",
+        "8",
+        "--num-layers",
+        str(num_layers),
+        *(["--window-attn-skip-freq", text] if text else []),
+    ]
+    config = parse([*BASE_FLAGS.split(), *words], world_size=1, env={})
+    assert [has_window(config.model, layer_idx) for layer_idx in range(num_layers)] == [
+        digit == "1" for digit in pattern
+    ]
+    assert not has_window(parse_line("").model, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +81,8 @@ def test_a_pattern_of_windows_is_megatrons(text: str, layers: int, pattern: str)
         "[1]**4",
     ],
 )
-def test_a_pattern_of_windows_that_cannot_be_read_is_refused(text: str) -> None:
-    words = [*WORDS.split(), "--window-size", "8", "--window-attn-skip-freq", text]
+def test_invalid_window_pattern_raises(text: str) -> None:
+    words = [*BASE_FLAGS.split(), "--window-size", "8", "--window-attn-skip-freq", text]
     with pytest.raises(ConfigError, match="--window-attn-skip-freq must be a number of at least 1, or a list"):
         parse(words, world_size=1, env={})
 
@@ -121,14 +129,16 @@ def test_a_pattern_of_windows_that_cannot_be_read_is_refused(text: str) -> None:
         ("--attn-logit-softcapping -1", "--attn-logit-softcapping must be a finite number of at least 0"),
     ],
 )
-def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parsed(words)
-    assert message in str(error.value)
+def test_invalid_or_ineffective_flags_raise(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as exc_info:
+        parse_line(words)
+    assert message in str(exc_info.value)
 
 
-def test_what_comes_with_a_family_is_no_mistake_beside_a_flag() -> None:
+def test_family_defaults_do_not_conflict_with_flags() -> None:
     """MPT's norms do not shift, and RMS norms have nothing to shift: no flag said so."""
-    model = parsed("--normalization RMSNorm --position-embedding-type rope", family="mpt").model
+    model = parse_line("--normalization RMSNorm --position-embedding-type rope", family="mpt").model
     assert (model.normalization, model.norm_bias, model.position_embedding_type) == ("RMSNorm", False, "rope")
-    assert parsed("--seq-length 64 --max-position-embeddings 32 --position-embedding-type none").batch.seq_length == 64
+    assert (
+        parse_line("--seq-length 64 --max-position-embeddings 32 --position-embedding-type none").batch.seq_length == 64
+    )

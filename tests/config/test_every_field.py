@@ -15,7 +15,7 @@
 | place | the run folder and the checkpoint that it starts from, or why there is none |
 | saves | which state is taken up, and what is said and done about saves |
 
-A field that acts in a run alone stands in ``READ_IN``, with the module that reads it: nothing is trained here.
+A field that acts in a run alone stands in ``READING_MODULES``, with the module that reads it: nothing is trained here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron import data, device, mpu, tokenizer
 from megatron.arguments.deepspeed_json import engine_dict
-from megatron.arguments.flag_values import all_options, all_sections, takes
-from megatron.checkpoint.retention import retention_of
+from megatron.arguments.flag_values import accepts_option, all_options, all_sections
+from megatron.checkpoint.retention import make_retention_policy
 from megatron.config import Config, parse
 from megatron.config.option import Option
 from megatron.data.mock_dataset import MockTokenizer
@@ -65,12 +65,12 @@ from megatron.training import (
 )
 from megatron.training import data as training_data
 from megatron.training.callbacks.stability_guard import StabilityGuard
-from megatron.training.data import RunData, samples_wanted
+from megatron.training.data import RunData, num_samples_of_splits
 from megatron.training.dry_run import plan_rows
 from megatron.training.mock_data import random_data
 from megatron.training.restore_options import RestoreOptions
 from megatron.training.world import World
-from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
+from tests.arguments.test_flags_table import FAMILY_REQUIRED_FLAGS, REQUIRED_FLAGS, sample_value
 from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,11 +81,11 @@ SCRIPTS = {
     "mpt": pretrain_mpt,
     "bert": pretrain_bert,
 }
-SMALL = "--vocab-size 101 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --train-iters 40"
-PLAIN = "--seq-length 8 --init-method-std 0.5"
-OWN = {"t5": "--enc-seq-length 12 --vocab-size 200"}
+MODEL_FLAGS = "--vocab-size 101 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --train-iters 40"
+BASE_FLAGS = "--seq-length 8 --init-method-std 0.5"
+FAMILY_FLAGS = {"t5": "--enc-seq-length 12 --vocab-size 200"}
 WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
-ACTS_ON = {
+OBSERVED_FIELDS = {
     "plan": """
         model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_auto_schedules
         pipeline_chunks layers_per_chunk
@@ -149,7 +149,7 @@ ACTS_ON = {
     "device": "device compile",
 }
 """Observable -> the fields that change it."""
-READ_IN = {
+READING_MODULES = {
     "loss_average": "training/setup.py",
     "expert_model_parallel_size": "config/experts.py",
     "expert_tensor_parallel_size": "config/experts.py",
@@ -167,11 +167,11 @@ READ_IN = {
     "drift_interval": "training/run_callbacks.py",
     "debug_dump": "training/callbacks/debugger.py",
     "debug_dump_steps": "training/callbacks/debugger.py:steps()",
-    "debug_dump_modules": "training/callbacks/debugger.py:wanted()",
+    "debug_dump_modules": "training/callbacks/debugger.py:name_pattern()",
     "debug_dump_tensors": "training/callbacks/debugger.py",
     "debug_nan": "training/callbacks/debugger.py",
     "log_layer_norms": "training/run_callbacks.py",
-    "profile": "training/run_callbacks.py:profiled()",
+    "profile": "training/run_callbacks.py:profiled_steps()",
     "sample_prompts": "training/run_callbacks.py",
     "prompt_bos": "training/callbacks/text_samples.py",
     "eod_token": "training/end_of_document.py",
@@ -198,7 +198,7 @@ READ_IN = {
 NO_EFFECT: dict[str, str] = {}
 """Field -> why it changes nothing."""
 
-BESIDE = {
+COMPANION_FLAGS = {
     "dec_seq_length": "--enc-seq-length 6",
     "hidden_size": "--kv-hidden-size 8",
     "num_attention_heads": "--kv-hidden-size 8",
@@ -237,7 +237,7 @@ BESIDE = {
     },
 }
 """Field -> flags without which it is refused or does nothing, before and after; else those of ``test_flags_table``."""
-VALUES = {
+FIELD_VALUES = {
     "activation": "relu",
     "seq_length_schedule": "0:4;9:8",
     "dtype": "bf16",
@@ -272,119 +272,119 @@ VALUES = {
 """Field -> the value that it is given, where ``test_flags_table`` has one that would not show."""
 
 
-def text(value: Any) -> Any:
+def to_comparable(value: Any) -> Any:
     """Return what can be compared: fields, numbers and names of ``value``, however deep."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: text(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_comparable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): text(each) for key, each in value.items()}
+        return {str(key): to_comparable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [text(each) for each in value]
+        return [to_comparable(item) for item in value]
     if isinstance(value, torch.Tensor):
         return [value.shape, value.double().sum().item(), value.tolist() if value.numel() < 200 else 0]
     if isinstance(value, functools.partial):
-        return text([value.func, value.args, value.keywords])
+        return to_comparable([value.func, value.args, value.keywords])
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
-    return repr(value) if type(value).__repr__ is not object.__repr__ else text(vars(value))
+    return repr(value) if type(value).__repr__ is not object.__repr__ else to_comparable(vars(value))
 
 
 def plan(config: Config) -> Any:
     parallel = config.parallel
-    sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
-    topology = Topology.of_world(parallel.replica_size, *sizes)
+    axis_sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
+    topology = Topology.from_world_size(parallel.replica_size, *axis_sizes)
     return [*plan_rows(config, topology, registry.bounds_of(config, topology.pipe), "fp32")]
 
 
 def rates(config: Config) -> Any:
-    made = optimizer_setup.make_learning_rate(config)
-    return [made.at(update) for update in (2, 25, 37)], text(RateTable.of(config))
+    schedule = optimizer_setup.make_lr_scheduler(config)
+    return [schedule.at(update) for update in (2, 25, 37)], to_comparable(RateTable.of(config))
 
 
 def optimizer(config: Config) -> Any:
-    given: list[Any] = []
-    optimizer_setup.build_optimizer = lambda parameters, **how: given.append(how)
+    captured: list[Any] = []
+    optimizer_setup.build_optimizer = lambda parameters, **kwargs: captured.append(kwargs)
     config = dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
     )
     optimizer_setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
-    how = {name: value for name, value in given[0].items() if name not in ("model", "tensor", "data")}
-    return text([how, fused_kernels.uses_adam(config)])
+    kwargs = {name: value for name, value in captured[0].items() if name not in ("model", "tensor", "data")}
+    return to_comparable([kwargs, fused_kernels.uses_apex_adam(config)])
 
 
 def engine(config: Config) -> Any:
     return engine_dict(config, config.parallel.num_stages)
 
 
-def built(config: Config) -> Any:
+def build_model(config: Config) -> Any:
     """Return the script's model of one rank, its weights filled."""
-    global_vars.set_current(config, stand_in(config), setup.make_streams(config, WORLD))
-    made = SCRIPTS[config.family].model_provider()
-    setup.put_in_place(config, made, WORLD)
-    return made
+    global_vars.set_current(config, mock_tokenizer(config), setup.make_streams(config, WORLD))
+    module = SCRIPTS[config.family].model_provider()
+    setup.initialize_and_move(config, module, WORLD)
+    return module
 
 
-def stand_in(config: Config) -> MockTokenizer:
+def mock_tokenizer(config: Config) -> MockTokenizer:
     return MockTokenizer(60, control_tokens={"<|endoftext|>": 0})
 
 
 def model(config: Config) -> Any:
-    made, script, kept = built(config), SCRIPTS[config.family], 0
-    found = RunData({"train": random_data(config, 0)}, None)
+    module, script, num_saved = build_model(config), SCRIPTS[config.family], 0
+    run_data = RunData({"train": random_data(config, 0)}, None)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += tensor.numel()
+    def count_saved(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_saved
+        num_saved += tensor.numel()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss, _ = script.forward_step(found.batches("train", config, WORLD), made)
-    return {name: p.shape for name, p in made.named_parameters()}, text(loss), kept
+    with torch.autograd.graph.saved_tensors_hooks(count_saved, lambda tensor: tensor):
+        loss, _ = script.forward_step(run_data.batches("train", config, WORLD), module)
+    return {name: p.shape for name, p in module.named_parameters()}, to_comparable(loss), num_saved
 
 
 def sizes(config: Config) -> Any:
-    return text(built(config).sizes)
+    return to_comparable(build_model(config).model_args)
 
 
 def provider(config: Config) -> Any:
-    given: list[Any] = []
-    homes = ((data, ""), (span_files, "t5_"), (bert_data, "bert_"))
-    for home, family in homes:
+    values: list[Any] = []
+    modules = ((data, ""), (span_files, "t5_"), (bert_data, "bert_"))
+    for module, family in modules:
         name = f"build_{family}train_valid_test"
-        setattr(home, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
+        setattr(module, name, lambda *args, **kwargs: values.append((args, kwargs)) or (None, None, None))
     data.build_sft_train_valid_test = data.build_train_valid_test
-    chat.find_template = lambda _, given: given  # type: ignore[assignment, return-value]
+    chat.find_template = lambda _, values: values  # type: ignore[assignment, return-value]
     data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
     bert_data.bert_tokens = lambda _: None  # type: ignore[assignment]
     tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
-    global_vars.set_current(config, stand_in(config), None)
+    global_vars.set_current(config, mock_tokenizer(config), None)
     SCRIPTS[config.family].train_valid_test_datasets_provider([1, 1, 1])
-    return text(given)
+    return to_comparable(values)
 
 
 def samples(config: Config) -> Any:
-    return samples_wanted(config, WORLD)
+    return num_samples_of_splits(config, WORLD)
 
 
 def batch(config: Config) -> Any:
-    global_vars.set_current(config, stand_in(config), None)
+    global_vars.set_current(config, mock_tokenizer(config), None)
     length = config.batch.seq_length + 1
     tokens = torch.arange(2 * length).view(2, length) % 7
-    return text(SCRIPTS[config.family].get_batch({"text": tokens}))
+    return to_comparable(SCRIPTS[config.family].get_batch({"text": tokens}))
 
 
 def loader(config: Config) -> Any:
     batch_iterators.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
-    made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
-    return {name: value for name, value in vars(made).items() if name != "dataset"}
+    batches: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
+    return {name: value for name, value in vars(batches).items() if name != "dataset"}
 
 
 def tokenizer_(config: Config) -> Any:
-    given: list[Any] = []
-    vocabulary.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    calls: list[Any] = []
+    vocabulary.build = lambda *args, **kwargs: calls.append((args, kwargs)) or mock_tokenizer(config)  # type: ignore
     vocabulary.choose_eod = lambda *_: None  # type: ignore[assignment]
     vocabulary.with_tokenizer(config)
-    return given
+    return calls
 
 
 def place(config: Config) -> Any:
@@ -396,13 +396,20 @@ def place(config: Config) -> Any:
 
 def saves(config: Config) -> Any:
     flags = config.checkpoint
-    return RestoreOptions.of(flags), retention_of(flags), start_table._saves_row(flags), samples_wanted(config, WORLD)
+    return (
+        RestoreOptions.from_flags(flags),
+        make_retention_policy(flags),
+        start_table._saves_row(flags),
+        num_samples_of_splits(config, WORLD),
+    )
 
 
 def guard(config: Config) -> Any:
-    made = StabilityGuard(config.stability)
-    settings = made.settings
-    return text([settings.stability_patience, settings.is_guarded, vars(made.losses), vars(made.norms)])
+    instance = StabilityGuard(config.stability)
+    settings = instance.settings
+    return to_comparable(
+        [settings.stability_patience, settings.is_guarded, vars(instance.losses), vars(instance.norms)]
+    )
 
 
 def device_(config: Config) -> Any:
@@ -410,7 +417,7 @@ def device_(config: Config) -> Any:
     setup.compile_layers = lambda *_, **__: compiled.append(True)
     setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
     streams = setup.make_streams(config, WORLD)
-    global_vars.set_current(config, stand_in(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)
     try:
         return device.choose(config.parallel.device), compiled
@@ -419,14 +426,14 @@ def device_(config: Config) -> Any:
 
 
 OBSERVABLES: dict[str, Callable[[Config], Any]] = {
-    **{each.__name__.rstrip("_"): each for each in (plan, rates, optimizer, engine, model, sizes, provider, samples)},
-    **{each.__name__.rstrip("_"): each for each in (batch, loader, tokenizer_, place, saves, guard, device_)},
+    **{item.__name__.rstrip("_"): item for item in (plan, rates, optimizer, engine, model, sizes, provider, samples)},
+    **{item.__name__.rstrip("_"): item for item in (batch, loader, tokenizer_, place, saves, guard, device_)},
 }
 OPTIONS = {option.name: (section, option) for section, option in all_options()}
-OF = {field: observable for observable, fields in ACTS_ON.items() for field in fields.split()}
+OBSERVABLE_OF_FIELD = {field: observable for observable, fields in OBSERVED_FIELDS.items() for field in fields.split()}
 
 
-OFF = {
+DISABLING_FLAGS = {
     "overlap_grad_reduce": "--no-overlap-grad-reduce",
     "muon_nesterov": "--muon-no-nesterov",
     "muon_split_qkv": "--muon-no-split-qkv",
@@ -434,55 +441,57 @@ OFF = {
 """Of fields that are on by themselves: the flag that switches them off."""
 
 
-def words_of(option: Option, folder: Path) -> tuple[list[str], list[str]]:
+def command_lines(option: Option, folder: Path) -> tuple[list[str], list[str]]:
     """Return the command line beside which ``option`` acts, and that with the option given as well."""
-    family, flag = family_of(option), option.flag or next(iter(option.constants))
-    flag = OFF.get(option.name, flag)
-    needs = NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
-    beside = BESIDE[option.name].format(folder=folder).split() if option.name in BESIDE else needs
-    if option.kind == "bool" or flag in option.constants:
-        given = [flag]
-    elif option.name in VALUES:
-        given = [flag, *VALUES[option.name].format(folder=folder).split()]
+    family, flag = option_family(option), option.flag or next(iter(option.constants))
+    flag = DISABLING_FLAGS.get(option.name, flag)
+    required_flags = REQUIRED_FLAGS.get(flag, []) + FAMILY_REQUIRED_FLAGS[family].get(flag, [])
+    base_words = (
+        COMPANION_FLAGS[option.name].format(folder=folder).split() if option.name in COMPANION_FLAGS else required_flags
+    )
+    if option.value_type == "bool" or flag in option.constants:
+        flag_words = [flag]
+    elif option.name in FIELD_VALUES:
+        flag_words = [flag, *FIELD_VALUES[option.name].format(folder=folder).split()]
     else:
-        given = [flag, some_value(option, folder)]
-    common = f"{SMALL} {OWN.get(family, PLAIN)}".split()
-    beside = [*common, *([] if "--save" in given else ["--save", str(folder / "run")]), *beside]
-    return beside, [*beside, *given]
+        flag_words = [flag, sample_value(option, folder)]
+    common_words = f"{MODEL_FLAGS} {FAMILY_FLAGS.get(family, BASE_FLAGS)}".split()
+    base_words = [*common_words, *([] if "--save" in flag_words else ["--save", str(folder / "run")]), *base_words]
+    return base_words, [*base_words, *flag_words]
 
 
-def family_of(option: Option) -> str:
+def option_family(option: Option) -> str:
     section, _ = OPTIONS[option.name]
-    return next(family for family in FAMILIES if takes(family, section, option))
+    return next(family for family in FAMILIES if accepts_option(family, section, option))
 
 
-def read_in(words: list[str], family: str) -> Config:
+def parse_words(words: list[str], family: str) -> Config:
     axes = ("--pipe-parallel-size", "--model-parallel-size", "--context-parallel-size")
-    sizes = [max(int(words[words.index(flag) + 1]), 1) for flag in axes if flag in words]
-    return parse(words, world_size=prod(sizes), env={}, family=family, accepts_model="--model" in words)
+    axis_sizes = [max(int(words[words.index(flag) + 1]), 1) for flag in axes if flag in words]
+    return parse(words, world_size=prod(axis_sizes), env={}, family=family, accepts_model="--model" in words)
 
 
 def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[str, str]]:
     """Return the observable of each field without and with it; twice the error where it cannot be made."""
     mpu.initialize_model_parallel()
-    found = {}
+    results = {}
     for field in fields:
-        option, watched = OPTIONS[field][1], OBSERVABLES[OF[field]]
+        option, observable = OPTIONS[field][1], OBSERVABLES[OBSERVABLE_OF_FIELD[field]]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            for home, names in PATCHED.items():
+            for module, names in PATCHED_NAMES.items():
                 for name in names.split():
-                    patch.setattr(home, name, getattr(home, name))  # so that it is put back
+                    patch.setattr(module, name, getattr(module, name))  # so that it is put back
             try:
-                lines = [read_in(words, family_of(option)) for words in words_of(option, folder)]
-                without, with_it = (repr(watched(config)) for config in lines)
+                lines = [parse_words(words, option_family(option)) for words in command_lines(option, folder)]
+                before, after = (repr(observable(config)) for config in lines)
             except Exception as error:
-                without = with_it = f"{type(error).__name__}: {error}"
-        found[field] = without, with_it
-    return found
+                before = after = f"{type(error).__name__}: {error}"
+        results[field] = before, after
+    return results
 
 
-PATCHED: dict[Any, str] = {
+PATCHED_NAMES: dict[Any, str] = {
     setup: "compile_layers make_optimizer",
     optimizer_setup: "build_optimizer",
     chat: "find_template",
@@ -496,32 +505,37 @@ PATCHED: dict[Any, str] = {
 """What observables put in place of our own."""
 
 
-def test_every_field_is_named_once() -> None:
-    """A new field needs a row here: in ``ACTS_ON`` under what it changes, else in one of the other two."""
-    named = [field for fields in ACTS_ON.values() for field in fields.split()] + [*READ_IN, *NO_EFFECT]
-    assert sorted(named) == sorted(OPTIONS)
-    assert ACTS_ON.keys() == OBSERVABLES.keys()
+def test_every_field_is_classified_once() -> None:
+    """A new field needs a row here: in ``OBSERVED_FIELDS`` under what it changes, else in one of the other two."""
+    classified = [field for fields in OBSERVED_FIELDS.values() for field in fields.split()] + [
+        *READING_MODULES,
+        *NO_EFFECT,
+    ]
+    assert sorted(classified) == sorted(OPTIONS)
+    assert OBSERVED_FIELDS.keys() == OBSERVABLES.keys()
 
 
-def test_every_field_changes_what_it_is_named_for(tmp_path: Path) -> None:
+def test_every_field_changes_observable(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text("{}")
     (tmp_path / "flags.json").write_text('{"lr": 0.5}')
     (tmp_path / "deepspeed.json").write_text('{"steps_per_print": 3}')
-    found = run_ranks(1, observe_all, sorted(OF), tmp_path, init=False)[0]
-    idle = {field: before[:300] for field, (before, after) in found.items() if before == after}
-    assert not idle, "a flag changes nothing of what is stated for it"
+    results = run_ranks(1, observe_all, sorted(OBSERVABLE_OF_FIELD), tmp_path, init=False)[0]
+    unchanged = {field: before[:300] for field, (before, after) in results.items() if before == after}
+    assert not unchanged, "a flag changes nothing of what is stated for it"
 
 
-@pytest.mark.parametrize("field", READ_IN)
-def test_a_field_that_acts_in_a_run_is_read_there(field: str, tmp_path: Path) -> None:
-    file, _, name = READ_IN[field].partition(":")
+@pytest.mark.parametrize("field", READING_MODULES)
+def test_runtime_field_is_read_in_named_module(field: str, tmp_path: Path) -> None:
+    file, _, name = READING_MODULES[field].partition(":")
     tree = ast.parse((ROOT / "megatron" / file).read_text(encoding="utf-8"))
-    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    assert (name.removesuffix("()") or field) in read
+    read_names = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    assert (name.removesuffix("()") or field) in read_names
     if not name:
         return
     section, option = OPTIONS[field]
-    value, _ = option.convert(some_value(option, tmp_path), option.flag)
-    kind: Any = all_sections()[section]
-    values = [getattr(each, name.removesuffix("()")) for each in (kind(), kind(**{field: value}))]
-    assert len({repr(each() if name.endswith("()") else each) for each in values}) == 2
+    value, _ = option.convert(sample_value(option, tmp_path), option.flag)
+    section_class: Any = all_sections()[section]
+    values = [getattr(item, name.removesuffix("()")) for item in (section_class(), section_class(**{field: value}))]
+    assert len({repr(item() if name.endswith("()") else item) for item in values}) == 2

@@ -10,36 +10,36 @@ from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-WORDS = ["--data-path", "none", "--seq-length", "64", "--vocab-size", "101", "--device", "cpu"]
+BASE_WORDS = ["--data-path", "none", "--seq-length", "64", "--vocab-size", "101", "--device", "cpu"]
 UNTIED, TIED = "--untie-embeddings-and-output-weights", "--tie-embeddings-and-output-weights"
 
 
-def parsed(*words: str, family: str = "llama", world_size: int = 1, defaults: str = "") -> Config:
-    return parse([*WORDS, *words], world_size=world_size, env={"MEGATRON_DEFAULTS": defaults}, family=family)
+def parse_words(*words: str, family: str = "llama", world_size: int = 1, defaults: str = "") -> Config:
+    return parse([*BASE_WORDS, *words], world_size=world_size, env={"MEGATRON_DEFAULTS": defaults}, family=family)
 
 
-def test_llama_drops_nothing_has_a_gated_silu_and_an_untied_head() -> None:
-    config = parsed("--num-attention-heads", "8")
+def test_llama_defaults_are_no_dropout_gated_silu_untied() -> None:
+    config = parse_words("--num-attention-heads", "8")
     model = config.model
     assert (model.attention_dropout, model.hidden_dropout, model.activation) == (0.0, 0.0, "gated-silu")
     assert model.untie_embeddings and not model.hidden_bias and model.max_position_embeddings == 64
     assert (model.num_query_groups, model.rotary_base, model.rotary_scaling) == (8, 10000.0, "none")
     assert (model.position_embedding_type, model.normalization) == ("rope", "RMSNorm")
     assert config_from_values({}, family="llama").model.untie_embeddings
-    assert "default: gated-silu" in help_text(family="llama", is_whole=True)
-    assert "default: gated-silu" not in help_text(is_whole=True)
+    assert "default: gated-silu" in help_text(family="llama", show_all=True)
+    assert "default: gated-silu" not in help_text(show_all=True)
 
 
-def test_the_defaults_of_a_family_give_way_to_a_recipe_and_this_to_flags() -> None:
-    assert not parsed(defaults=TIED).model.untie_embeddings
-    assert parsed(UNTIED, defaults=TIED).model.untie_embeddings
-    assert not parsed(TIED).model.untie_embeddings and not parsed(TIED, family="gpt2").model.untie_embeddings
-    assert not parsed(TIED, family="gpt2", defaults=UNTIED).model.untie_embeddings
-    assert parsed("--hidden-dropout", "0.1").model.hidden_dropout == 0.1
+def test_recipe_overrides_family_defaults_and_flags_override_recipe() -> None:
+    assert not parse_words(defaults=TIED).model.untie_embeddings
+    assert parse_words(UNTIED, defaults=TIED).model.untie_embeddings
+    assert not parse_words(TIED).model.untie_embeddings and not parse_words(TIED, family="gpt2").model.untie_embeddings
+    assert not parse_words(TIED, family="gpt2", defaults=UNTIED).model.untie_embeddings
+    assert parse_words("--hidden-dropout", "0.1").model.hidden_dropout == 0.1
 
 
-def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identity() -> None:
-    config = parsed("--num-key-value-heads", "2", "--rope-theta", "500000", "--rotary-scaling", "llama3")
+def test_query_groups_and_rope_are_in_model_section_and_identity() -> None:
+    config = parse_words("--num-key-value-heads", "2", "--rope-theta", "500000", "--rotary-scaling", "llama3")
     identity = config.identity()
     assert (identity["family"], identity["num_query_groups"], identity["rotary_base"]) == ("llama", 2, 500000.0)
     assert identity["rotary_scaling"] == "llama3" and "max_position_embeddings" not in identity
@@ -79,14 +79,14 @@ def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identi
         ),
     ],
 )
-def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parsed(*words.split(), world_size=4)
-    assert message in str(error.value)
+def test_invalid_or_ineffective_flags_raise(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as exc_info:
+        parse_words(*words.split(), world_size=4)
+    assert message in str(exc_info.value)
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.kind != "decoder"])
-def test_the_flags_of_decoders_are_refused_elsewhere(family: str) -> None:
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.model_type != "decoder"])
+def test_decoder_flags_raise_in_other_families(family: str) -> None:
     for flag, value in (("--num-query-groups", "2"), ("--rotary-base", "500"), ("--clip-qkv", "6")):
         with pytest.raises(ConfigError, match="it is supported in decoders only; remove it"):
             parse([flag, value], world_size=1, env={}, family=family)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.data_paths import one_word, parse_paths, parse_schedule
+from megatron.config.data_paths import parse_paths, parse_schedule, quote_path
 
 PATHS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=12)
 
 
-def test_one_path_and_several_with_weights() -> None:
+def test_parse_paths_accepts_path_or_weighted_paths() -> None:
     assert parse_paths("data/corpus") == ((1.0, "data/corpus"),)
     assert parse_paths("0.7 a 0.3 b") == ((0.7, "a"), (0.3, "b"))
     assert parse_paths("2 'my corpus' 0 7") == ((2.0, "my corpus"), (0.0, "7"))
@@ -22,21 +22,21 @@ def test_one_path_and_several_with_weights() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(PATHS, min_size=1, max_size=4, unique=True))
-def test_quoted_paths_come_back(paths: list[str]) -> None:
+def test_quoted_paths_round_trip(paths: list[str]) -> None:
     words = [word for path in paths for word in ("1.5", path)]
     assert parse_paths(shlex.join(words)) == tuple((1.5, path) for path in paths)
     if not paths[0].split()[:1] or not paths[0].split()[0].replace(".", "").isdigit():
-        assert parse_paths(one_word(paths[0])) == ((1.0, paths[0]),)
+        assert parse_paths(quote_path(paths[0])) == ((1.0, paths[0]),)
 
 
-def test_one_word_leaves_a_mixture_and_quotes_a_path_with_a_space() -> None:
-    assert one_word("0.7 a 0.3 b") == "0.7 a 0.3 b"
-    assert one_word("data/corpus") == "data/corpus"
-    assert parse_paths(one_word("it's my corpus")) == ((1.0, "it's my corpus"),)
+def test_one_word_preserves_mixture_and_quotes_spaces() -> None:
+    assert quote_path("0.7 a 0.3 b") == "0.7 a 0.3 b"
+    assert quote_path("data/corpus") == "data/corpus"
+    assert parse_paths(quote_path("it's my corpus")) == ((1.0, "it's my corpus"),)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "which contains an empty path"),
         ("1 ''", "which contains an empty path"),
@@ -51,19 +51,19 @@ def test_one_word_leaves_a_mixture_and_quotes_a_path_with_a_space() -> None:
         ("1 'a", "No closing quotation"),
     ],
 )
-def test_wrong_paths_are_told_with_the_flag(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="--valid-data-path must be one path") as raised:
+def test_invalid_paths_error_names_flag(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="--valid-data-path must be one path") as exc_info:
         parse_paths(text, "--valid-data-path")
-    assert said in str(raised.value) and repr(text) in str(raised.value)
+    assert message in str(exc_info.value) and repr(text) in str(exc_info.value)
 
 
-def test_schedules() -> None:
+def test_parse_schedule_reads_entries() -> None:
     expected = ((1_000_000_000, (0.5, 0.5)), (2_000_000_001, (0.0, 0.8)))
     assert parse_schedule("1e9: 0.5 0.5; 2000000001: 0 0.8;", 2) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (";", "which has no entry"),
         ("1e9 0.5 0.5", "no colon"),
@@ -77,7 +77,7 @@ def test_schedules() -> None:
         ("5: 1 1; 5: 1 2", "5 tokens follow 5"),
     ],
 )
-def test_wrong_schedules_are_told(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="--mixture-schedule must be entries") as raised:
+def test_invalid_schedule_raises(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="--mixture-schedule must be entries") as exc_info:
         parse_schedule(text, 2)
-    assert said in str(raised.value)
+    assert message in str(exc_info.value)

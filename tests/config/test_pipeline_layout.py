@@ -10,11 +10,11 @@ from megatron.config.pipeline_layout import layout_bounds, num_layers, parse_lay
 from megatron.errors import ConfigError
 from megatron.models import registry
 
-SMALL = "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --vocab-size 64 --dry-run"
+MODEL_FLAGS = "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --vocab-size 64 --dry-run"
 
 
 @pytest.mark.parametrize(
-    ("text", "pieces"),
+    ("text", "chunks"),
     [
         ("Et|tL", ["Et", "tL"]),
         ("E,t,t|t*2,L", ["Ett", "ttL"]),
@@ -23,17 +23,17 @@ SMALL = "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --vocab-size 64
         ("E t | (t(t|)*2)*2 tL |", ["Et", "tt", "t", "tt", "t", "tL"]),
     ],
 )
-def test_letters_brackets_and_repetition(text: str, pieces: list[str]) -> None:
-    assert parse_layout(text) == pieces
-    assert num_layers(pieces) == sum(piece.count("t") for piece in pieces)
+def test_parse_layout_expands_brackets_and_repetition(text: str, chunks: list[str]) -> None:
+    assert parse_layout(text) == chunks
+    assert num_layers(chunks) == sum(chunk.count("t") for chunk in chunks)
 
 
-def test_the_head_is_norm_and_head() -> None:
+def test_layout_head_includes_final_norm() -> None:
     assert layout_bounds(parse_layout("Et*3|(tt|)*2t|L")) == [0, 4, 6, 8, 9, 11]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("tt|L", "must be E, layers t and L"),
         ("Et|tt", "must be E, layers t and L"),
@@ -43,20 +43,20 @@ def test_the_head_is_norm_and_head() -> None:
         ("E(t|tL", "must be E"),
     ],
 )
-def test_what_is_no_layout_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_layout_raises(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_layout(text)
 
 
-def read(words: str, world_size: int = 2, family: str = "gpt2") -> Config:
-    return parse([*SMALL.split(), *words.split()], world_size=world_size, env={}, family=family)
+def parse_line(words: str, world_size: int = 2, family: str = "gpt2") -> Config:
+    return parse([*MODEL_FLAGS.split(), *words.split()], world_size=world_size, env={}, family=family)
 
 
-def test_a_layout_says_chunks_and_bounds() -> None:
-    config = read("--pipe-parallel-size 2 --pipeline-model-parallel-layout Ett|t|ttt|tL")
+def test_layout_sets_chunks_and_bounds() -> None:
+    config = parse_line("--pipe-parallel-size 2 --pipeline-model-parallel-layout Ett|t|ttt|tL")
     assert (config.parallel.chunks, config.parallel.schedule) == (2, "interleaved")
     assert registry.bounds_of(config, 2) == [0, 3, 4, 7, 10]
-    config = read("--pipe-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Ett|t|ttt|tL")
+    config = parse_line("--pipe-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Ett|t|ttt|tL")
     assert (config.parallel.chunks, config.parallel.placement) == (2, "v")
 
 
@@ -72,37 +72,37 @@ def test_a_layout_says_chunks_and_bounds() -> None:
         ("--pipeline-model-parallel-layout Et*3|t*3", "must be E, layers t and L"),
     ],
 )
-def test_a_layout_that_does_not_go_with_the_rest_is_refused(words: str, message: str) -> None:
+def test_layout_conflicting_with_flags_raises(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(f"--pipe-parallel-size 2 --num-layers 6 {words}")
+        parse_line(f"--pipe-parallel-size 2 --num-layers 6 {words}")
 
 
-def test_a_model_of_two_sides_has_none() -> None:
-    sides = "--enc-seq-length 8 --pipe-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*4L"
+def test_layout_with_encoder_decoder_raises() -> None:
+    line = "--enc-seq-length 8 --pipe-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*4L"
     with pytest.raises(ConfigError, match="does not support encoder-decoder models"):
-        read(sides, family="t5")
+        parse_line(line, family="t5")
 
 
-def test_the_group_of_micro_batches_is_that_of_chunks() -> None:
+def test_micro_batch_group_size_needs_chunks() -> None:
     flag = "--pipe-parallel-size 2 --gas 12 --microbatch-group-size-per-virtual-pipeline-stage"
-    assert read(f"{flag} 4 --pipeline-chunks 2").parallel.group_size == 4
-    plain = read(f"{flag} 4")
-    assert plain.parallel.group_size == 0 and any(
-        "has no effect without several chunks" in note for note in plain.notes
+    assert parse_line(f"{flag} 4 --pipeline-chunks 2").parallel.group_size == 4
+    single_chunk = parse_line(f"{flag} 4")
+    assert single_chunk.parallel.group_size == 0 and any(
+        "has no effect without several chunks" in note for note in single_chunk.notes
     )
     with pytest.raises(ConfigError, match="must be at least --pipe-parallel-size, got 1 and 2"):
-        read(f"{flag} 1 --pipeline-chunks 2")
+        parse_line(f"{flag} 1 --pipeline-chunks 2")
 
 
-def test_a_v_has_its_chunks_and_its_schedules() -> None:
+def test_v_placement_sets_chunks_and_schedules() -> None:
     for words in (
         "--pipeline-schedule zb-v",
         "--pipeline-placement v",
         "--pipeline-schedule auto --pipeline-placement v",
     ):
-        parallel = read(f"--pipe-parallel-size 2 {words}").parallel
+        parallel = parse_line(f"--pipe-parallel-size 2 {words}").parallel
         assert (parallel.chunks, parallel.placement, parallel.loss_stage) == (2, "v", 0)
-    assert read("--pipe-parallel-size 2 --pipeline-placement v").parallel.schedule == "zb-v"
+    assert parse_line("--pipe-parallel-size 2 --pipeline-placement v").parallel.schedule == "zb-v"
     for words, message in (
         ("--pipeline-schedule zb-v --pipeline-chunks 3", "--pipeline-placement v needs 2 chunks per stage"),
         ("--pipeline-schedule zb-v --pipeline-placement loop", "--pipeline-schedule zb-v needs --pipeline-placement v"),
@@ -113,15 +113,15 @@ def test_a_v_has_its_chunks_and_its_schedules() -> None:
         ("--pipeline-schedule zb-v --compile", "needs a schedule with unsplit backward passes"),
     ):
         with pytest.raises(ConfigError, match=message):
-            read(f"--pipe-parallel-size 2 {words}")
+            parse_line(f"--pipe-parallel-size 2 {words}")
 
 
-def test_a_schedule_in_a_file_goes_with_the_rest_or_is_refused(tmp_path: object) -> None:
+def test_schedule_file_sets_layout_and_conflicts_raise(tmp_path: object) -> None:
     path = f"{tmp_path}/order.csv"
     with open(path, "w") as file:
         file.write("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     flag = f"--pipe-parallel-size 2 --pipeline-schedule-file {path}"
-    parallel = read(f"{flag} --gas 1").parallel
+    parallel = parse_line(f"{flag} --gas 1").parallel
     assert (parallel.chunks, parallel.placement, parallel.schedule) == (2, "v", f"file:{path}")
     for words, message in (
         (f"{flag} --gas 4", "is for steps of 1 micro-batches, got --gas 4"),
@@ -133,6 +133,6 @@ def test_a_schedule_in_a_file_goes_with_the_rest_or_is_refused(tmp_path: object)
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            read(words)
+            parse_line(words)
     with pytest.raises(ConfigError, match="must match --pipe-parallel-size 3, got .* with 2 stages"):
-        read(f"--pipe-parallel-size 3 --pipeline-schedule-file {path} --gas 1", 3)
+        parse_line(f"--pipe-parallel-size 3 --pipeline-schedule-file {path} --gas 1", 3)

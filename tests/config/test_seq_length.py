@@ -13,36 +13,36 @@ from megatron.errors import ConfigError
 FLAG = "--seq-length-schedule"
 
 
-def read(schedule: str, extra: str = "", *, family: str = "gpt2", world_size: int = 1) -> Config:
+def parse_schedule(schedule: str, extra: str = "", *, family: str = "gpt2", world_size: int = 1) -> Config:
     words = [*f"--data-path none --seq-length 64 --dry-run {extra}".split(), FLAG, schedule]
     return parse(words, world_size=world_size, env={}, family=family)
 
 
-def test_a_step_has_the_length_of_the_last_entry_that_it_begins_at_or_after() -> None:
+def test_step_uses_length_of_last_reached_entry() -> None:
     lengths = SeqLengths(64, parse_lengths("0: 16; 1e3: 32 ;2_000: 64".replace("_", "")))
     assert lengths.steps == ((0, 16), (1000, 32), (2000, 64)) and lengths.all() == [16, 32, 64]
     assert [lengths.at(tokens) for tokens in (0, 999, 1000, 1999, 2000, 10**15)] == [16, 16, 32, 32, 64, 64]
-    assert [lengths.of_step(samples) for samples in (0, 15, 16, 31, 32)] == [16, 16, 32, 32, 64]
-    assert lengths.starts() == [(0, 0, 16), (1000, 16, 32), (2000, 32, 64)] and lengths.do_change
+    assert [lengths.length_of_step(samples) for samples in (0, 15, 16, 31, 32)] == [16, 16, 32, 32, 64]
+    assert lengths.starts() == [(0, 0, 16), (1000, 16, 32), (2000, 32, 64)] and lengths.is_changing
 
 
 @pytest.mark.parametrize("schedule", [None, "0: 64"])
-def test_one_length_is_that_of_no_schedule(schedule: str | None) -> None:
-    lengths = Config().batch.lengths if schedule is None else read(schedule).batch.lengths
-    assert lengths.all() == [lengths.full] and not lengths.do_change
+def test_single_length_equals_no_schedule(schedule: str | None) -> None:
+    lengths = Config().batch.seq_lengths if schedule is None else parse_schedule(schedule).batch.seq_lengths
+    assert lengths.all() == [lengths.full] and not lengths.is_changing
     assert {lengths.at(tokens) for tokens in (0, 5, 10**12)} == {lengths.full}
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=0, max_size=5, unique=True), st.integers(0, 10**9))
-def test_the_length_never_falls(tokens: list[int], here: int) -> None:
+def test_length_never_decreases(tokens: list[int], num_tokens: int) -> None:
     steps = tuple(zip([0, *sorted(tokens)], (2**n for n in range(6)), strict=False))
     lengths = SeqLengths(steps[-1][1], steps)
-    assert lengths.at(here) == max(length for start, length in steps if start <= here)
-    assert lengths.at(here) <= lengths.at(here + 1)
+    assert lengths.at(num_tokens) == max(length for start, length in steps if start <= num_tokens)
+    assert lengths.at(num_tokens) <= lengths.at(num_tokens + 1)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "message"),
     [
         (" ; ", "which has no entry"),
         ("0 16", "'0 16' has no colon"),
@@ -57,14 +57,14 @@ def test_the_length_never_falls(tokens: list[int], here: int) -> None:
         ("0: 64x", "'64x' is not a length"),
     ],
 )
-def test_a_text_that_is_no_schedule_is_told(schedule: str, said: str) -> None:
-    with pytest.raises(ConfigError, match='must be entries "TOKENS: LENGTH"') as raised:
-        read(schedule)
-    assert said in str(raised.value) and FLAG in str(raised.value)
+def test_invalid_schedule_text_raises(schedule: str, message: str) -> None:
+    with pytest.raises(ConfigError, match='must be entries "TOKENS: LENGTH"') as exc_info:
+        parse_schedule(schedule)
+    assert message in str(exc_info.value) and FLAG in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "extra", "said"),
+    ("schedule", "extra", "message"),
     [
         ("5: 16; 1e3: 64", "", "must start at 0 tokens, got 5 tokens in its first entry. Start with 0: 16"),
         ("0: 16; 9: 32; 9: 64", "", "must increase, got 9 after 9"),
@@ -88,34 +88,36 @@ def test_a_text_that_is_no_schedule_is_told(schedule: str, said: str) -> None:
         ("0: 16; 9: 64", "--eval-only --load x", "--seq-length-schedule applies to training only, got --eval-only"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_told_with_the_way_out(schedule: str, extra: str, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        read(schedule, extra, world_size=4)
-    assert said in str(raised.value)
+def test_invalid_schedule_error_has_fix(schedule: str, extra: str, message: str) -> None:
+    with pytest.raises(ConfigError) as exc_info:
+        parse_schedule(schedule, extra, world_size=4)
+    assert message in str(exc_info.value)
 
 
-def test_all_problems_of_a_schedule_are_told_together_with_others() -> None:
-    with pytest.raises(ConfigError, match="6 problems") as raised:
-        read("7: 32; 3: 24; 9: 32", "--hidden-size 30 --num-attention-heads 4", world_size=1)
-    text = str(raised.value)
+def test_schedule_problems_are_reported_with_other_problems() -> None:
+    with pytest.raises(ConfigError, match="6 problems") as exc_info:
+        parse_schedule("7: 32; 3: 24; 9: 32", "--hidden-size 30 --num-attention-heads 4", world_size=1)
+    text = str(exc_info.value)
     assert all(
-        each in text
-        for each in ("start at 0 tokens", "tokens of", "lengths of", "must divide", "last length", "hidden")
+        fragment in text
+        for fragment in ("start at 0 tokens", "tokens of", "lengths of", "must divide", "last length", "hidden")
     )
 
 
 @pytest.mark.parametrize("family", ["t5", "bert"])
-def test_samples_of_other_kinds_cannot_be_cut(family: str) -> None:
+def test_seq_length_schedule_raises_for_t5_and_bert(family: str) -> None:
     with pytest.raises(ConfigError, match="full length, which cannot be split"):
         parse(["--data-path", "none", FLAG, "0: 8; 9: 512"], world_size=1, env={}, family=family)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "noted"), [("0: 16; 1023: 32; 1024: 64", 4, "64"), ("0: 16; 1023: 64", 5, "")]
+    ("schedule", "steps", "expected_length"), [("0: 16; 1023: 32; 1024: 64", 4, "64"), ("0: 16; 1023: 64", 5, "")]
 )
-def test_lengths_that_a_run_does_not_reach_are_noted(schedule: str, steps: int, noted: str) -> None:
+def test_unreached_lengths_are_noted(schedule: str, steps: int, expected_length: str) -> None:
     """A step is 4 samples of 64 tokens: the fourth begins after 768, and 1,023 tokens lie within it."""
-    notes = read(schedule, f"--batch-size 4 --train-iters {steps}").notes
-    found = [note for note in notes if FLAG in note]
-    assert [f"ends after {256 * steps} tokens" in note for note in found] == [True] * len(found)
-    assert bool(found) == bool(noted) and all(f"the lengths 32, {noted} have" in note for note in found)
+    notes = parse_schedule(schedule, f"--batch-size 4 --train-iters {steps}").notes
+    schedule_notes = [note for note in notes if FLAG in note]
+    assert [f"ends after {256 * steps} tokens" in note for note in schedule_notes] == [True] * len(schedule_notes)
+    assert bool(schedule_notes) == bool(expected_length) and all(
+        f"the lengths 32, {expected_length} have" in note for note in schedule_notes
+    )

@@ -11,29 +11,29 @@ import pytest
 from megatron.arguments import config_from_values, flags_doc
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, ModelConfig, T5Config, decoder, parse
-from megatron.config.data import SET_SUFFIXES
+from megatron.config.data import CPM_SUFFIXES
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
 DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
 
 
-def read(line: str = "", world_size: int = 1, **others: Any) -> Config:
-    env = others.pop("env", {})
-    return parse(line.split(), world_size=world_size, env=env, family="t5", defaults=DEFAULTS, **others)
+def parse_line(line: str = "", world_size: int = 1, **kwargs: Any) -> Config:
+    env = kwargs.pop("env", {})
+    return parse(line.split(), world_size=world_size, env=env, family="t5", defaults=DEFAULTS, **kwargs)
 
 
-def error_of(line: str, world_size: int = 1, **others: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read(line, world_size, **others)
-    return str(caught.value)
+def error_message(line: str, world_size: int = 1, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as exc_info:
+        parse_line(line, world_size, **kwargs)
+    return str(exc_info.value)
 
 
-def test_missing_numbers_follow_from_the_others():
-    config = read("--num-layers 3 --dec-layers 5 --enc-seq-length 512")
-    t5 = config.own
+def test_missing_sizes_are_derived():
+    config = parse_line("--num-layers 3 --dec-layers 5 --enc-seq-length 512")
+    t5 = config.family_config
     assert (t5.enc_layers, t5.dec_layers, config.total_layers) == (3, 5, 8)
-    assert (t5.raw_length, t5.dec_seq_length, t5.most_spans) == (568, 114, 28)
+    assert (t5.raw_length, t5.dec_seq_length, t5.max_num_spans) == (568, 114, 28)
     assert (config.tokens_per_sample, config.loss_tokens_per_sample) == (626, 114)
     assert config.model.max_position_embeddings == 0
     assert (config.model.activation, config.model.layernorm_epsilon) == ("relu", 1e-6)
@@ -41,77 +41,83 @@ def test_missing_numbers_follow_from_the_others():
     assert (gpt2.tokens_per_sample, gpt2.loss_tokens_per_sample, gpt2.total_layers) == (64, 64, 3)
 
 
-def test_a_longer_decoder_pads_and_learned_positions_hold_the_longer_side():
+def test_dec_seq_length_and_learned_positions_use_longer_side():
     learned = "--position-embedding-type learned --enc-seq-length 64"
-    assert read("--enc-seq-length 512 --dec-seq-length 130").own.dec_seq_length == 130
-    assert read(learned).model.max_position_embeddings == 64
-    assert read(f"{learned} --dec-seq-length 100").model.max_position_embeddings == 100
-    assert read(f"{learned} --max-position-embeddings 200").model.max_position_embeddings == 200
+    assert parse_line("--enc-seq-length 512 --dec-seq-length 130").family_config.dec_seq_length == 130
+    assert parse_line(learned).model.max_position_embeddings == 64
+    assert parse_line(f"{learned} --dec-seq-length 100").model.max_position_embeddings == 100
+    assert parse_line(f"{learned} --max-position-embeddings 200").model.max_position_embeddings == 200
 
 
-def test_segments_travel_where_documents_are_apart_or_lengths_differ():
-    assert not read().own.has_segments(False)
-    assert read().own.has_segments(True)
-    assert read("--denoisers R,X,S").own.has_segments(False)
-    assert read("--denoisers R:2,S:1").own.most_spans == read("--denoisers R,S").own.most_spans
+def test_segments_are_needed_for_separate_documents_or_denoisers():
+    assert not parse_line().family_config.has_segments(False)
+    assert parse_line().family_config.has_segments(True)
+    assert parse_line("--denoisers R,X,S").family_config.has_segments(False)
+    assert (
+        parse_line("--denoisers R:2,S:1").family_config.max_num_spans
+        == parse_line("--denoisers R,S").family_config.max_num_spans
+    )
 
 
-def test_a_config_of_t5_can_be_made_without_a_command_line():
+def test_t5_config_is_built_without_command_line():
     model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
-    config = Config(family="t5", model=model, own=T5Config(enc_seq_length=40))
+    config = Config(family="t5", model=model, family_config=T5Config(enc_seq_length=40))
     assert find_problems(config, 1) == []
-    assert config.own.dec_seq_length == config.own.longest_target
+    assert config.family_config.dec_seq_length == config.family_config.max_target_length
     with pytest.raises(ValueError, match=f"family must be {' or '.join(FAMILIES)}, got 'opt'"):
         config_from_values({}, family="opt")
     with pytest.raises(ValueError, match="got 'opt'"):
         parse([], world_size=1, env={}, family="opt")
 
 
-def test_the_namespace_has_megatrons_names():
-    args = read("--enc-seq-length 64 --dec-seq-length 40 --dec-layers 2").namespace()
+def test_namespace_has_megatron_names():
+    args = parse_line("--enc-seq-length 64 --dec-seq-length 40 --dec-layers 2").namespace()
     assert (args.seq_length, args.encoder_seq_length, args.decoder_seq_length) == (64, 64, 40)
     assert (args.encoder_num_layers, args.decoder_num_layers) == (4, 2)
     assert (args.vocab_extra_ids, args.pipeline_model_parallel_split_rank) == (100, 0)
     assert not hasattr(parse([], world_size=1, env={}).namespace(), "enc_seq_length")
 
 
-def test_what_two_models_must_share_is_named_by_family():
+def test_identity_depends_on_family():
     gpt2 = parse(["--vocab-size", "9"], world_size=1, env={})
     assert list(gpt2.identity()) == [
         *("num_layers", "hidden_size", "num_attention_heads", "kv_hidden_size", "ff_hidden_size", "hidden_bias"),
         *("max_position_embeddings", "vocab_size", "untie_embeddings", "activation", *decoder.IDENTITY),
     ]
-    t5 = read("--enc-layers 2 --vocab-size 9").identity()
+    t5 = parse_line("--enc-layers 2 --vocab-size 9").identity()
     assert (t5["family"], t5["enc_layers"], t5["dec_layers"], "num_layers" in t5) == ("t5", 2, 4, False)
-    assert t5 != read("--enc-layers 2 --vocab-size 9 --relative-attention-max-distance 64").identity()
-    assert t5 == read("--num-layers 2 --dec-layers 4 --vocab-size 9 --enc-seq-length 80").identity()
+    assert t5 != parse_line("--enc-layers 2 --vocab-size 9 --relative-attention-max-distance 64").identity()
+    assert t5 == parse_line("--num-layers 2 --dec-layers 4 --vocab-size 9 --enc-seq-length 80").identity()
 
 
-def test_a_config_is_json_with_a_section_of_t5_only_where_it_counts():
-    assert json.loads(json.dumps(read().to_dict()))["t5"]["dec_seq_length"] == read().own.dec_seq_length
+def test_config_json_has_t5_section_for_t5_only():
+    assert (
+        json.loads(json.dumps(parse_line().to_dict()))["t5"]["dec_seq_length"]
+        == parse_line().family_config.dec_seq_length
+    )
     gpt2 = parse([], world_size=1, env={}).to_dict()
     assert gpt2["family"] == "gpt2" and "t5" not in gpt2
 
 
-def test_relative_positions_have_no_end_so_a_number_of_them_is_neutral():
-    config = read("--enc-seq-length 64 --max-position-embeddings 512")
+def test_max_position_embeddings_is_ignored_with_relative_positions():
+    config = parse_line("--enc-seq-length 64 --max-position-embeddings 512")
     assert list(config.ignored) == ["--max-position-embeddings"] and config.model.has_relative_positions
     assert config.model.max_position_embeddings == 0
 
 
-def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
+def test_megatron_t5_script_uses_learned_positions_and_defaults():
     lengths = "--encoder-seq-length 64 --decoder-seq-length 32 --max-position-embeddings 80"
-    config = read(lengths)
+    config = parse_line(lengths)
     assert (config.model.position_embedding_type, config.model.max_position_embeddings) == ("learned_absolute", 80)
     assert (config.model.activation, config.model.hidden_bias) == ("gelu-tanh", True)
     assert (config.optimizer.lr_decay_style, config.optimizer.warmup) == ("linear", 0.0)
     assert any("parsed as a script for Megatron's T5" in note for note in config.notes) and not config.ignored
-    assert read(f"{lengths} --position-embedding-type relative").model.has_relative_positions
-    assert read(lengths.partition(" --max")[0]).model.has_relative_positions, "as before"
+    assert parse_line(f"{lengths} --position-embedding-type relative").model.has_relative_positions
+    assert parse_line(lengths.partition(" --max")[0]).model.has_relative_positions, "as before"
 
 
 @pytest.mark.parametrize(
-    ("line", "parts"),
+    ("line", "fragments"),
     [
         ("--enc-seq-length 2", ["--enc-seq-length must be at least 3", "got 2"]),
         (
@@ -145,14 +151,14 @@ def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
         ("--model-parallel-size 3 --hidden-size 48", ["--num-attention-heads must be a multiple"]),
     ],
 )
-def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
-    message = error_of(line, 3 if "parallel-size 3" in line else 1)
-    for part in parts:
-        assert part in message
+def test_invalid_value_error_has_fix(line, fragments):
+    message = error_message(line, 3 if "parallel-size 3" in line else 1)
+    for fragment in fragments:
+        assert fragment in message
 
 
 @pytest.mark.parametrize(
-    ("line", "world_size", "parts"),
+    ("line", "world_size", "fragments"),
     [
         ("--pipe-parallel-size 9", 9, ["got 4 encoder and 4 decoder layers", "0 to 8", "or 9 layers or more in all"]),
         ("--pipe-parallel-size 4 --pipeline-chunks 3", 4, ["4 x --pipeline-chunks 3 = 12", "1 to 2, or 12 layers"]),
@@ -182,24 +188,24 @@ def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
         ),
     ],
 )
-def test_a_layout_that_does_not_fit_names_the_numbers_that_do(line, world_size, parts):
-    message = error_of(line, world_size)
-    for part in parts:
-        assert part in message
+def test_invalid_layout_error_names_valid_values(line, world_size, fragments):
+    message = error_message(line, world_size)
+    for fragment in fragments:
+        assert fragment in message
 
 
-@pytest.mark.parametrize("stages", [5, 8])
-def test_more_stages_than_a_side_has_layers_work(stages):
-    assert read(f"--pipe-parallel-size {stages}", stages).parallel.num_stages == stages
+@pytest.mark.parametrize("num_stages", [5, 8])
+def test_more_stages_than_layers_per_side_are_accepted(num_stages):
+    assert parse_line(f"--pipe-parallel-size {num_stages}", num_stages).parallel.num_stages == num_stages
 
 
-def test_layers_of_a_chunk_count_both_sides():
+def test_layers_per_chunk_count_both_sides():
     line = "--pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --enc-layers 2 --dec-layers 6"
-    assert read(line, 2).parallel.chunks == 2
+    assert parse_line(line, 2).parallel.chunks == 2
 
 
-def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
-    config = read(env={"MEGATRON_DEFAULTS": "--pipeline-split-rank 1"})
+def test_default_split_rank_without_pipeline_is_noted():
+    config = parse_line(env={"MEGATRON_DEFAULTS": "--pipeline-split-rank 1"})
     assert "--pipeline-split-rank in the defaults has no effect without a pipeline" in config.notes
 
 
@@ -214,8 +220,8 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
         ("--normalization RMSNorm", "RMSNorm with relative"),
     ],
 )
-def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
-    message = error_of(flag)
+def test_gpt2_flags_raise_in_t5(flag, expected):
+    message = error_message(flag)
     assert message.startswith(f"{flag.split()[0]} is not supported: ") and expected in message
 
 
@@ -229,126 +235,131 @@ def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
         ("--relative-attention-num-buckets 8", "use pretrain_t5.py, or remove it"),
     ],
 )
-def test_gpt2_refuses_what_acts_in_t5_only(flag, message):
-    with pytest.raises(ConfigError) as caught:
+def test_t5_flags_raise_in_gpt2(flag, message):
+    with pytest.raises(ConfigError) as exc_info:
         parse(flag.split(), world_size=1, env={})
-    assert str(caught.value).startswith(f"{flag.split()[0]} is not supported: ") and message in str(caught.value)
+    assert str(exc_info.value).startswith(f"{flag.split()[0]} is not supported: ") and message in str(exc_info.value)
 
 
-def test_positions_of_the_other_kind_of_model_are_refused():
-    assert "must be relative (T5) or learned (CPM's T5), got rope" in error_of("--use-rotary-position-embeddings")
-    assert "must be relative (T5) or learned (CPM's T5), got alibi" in error_of("--position-embedding-type alibi")
+def test_position_types_of_other_family_raise():
+    assert "must be relative (T5) or learned (CPM's T5), got rope" in error_message("--use-rotary-position-embeddings")
+    assert "must be relative (T5) or learned (CPM's T5), got alibi" in error_message("--position-embedding-type alibi")
     with pytest.raises(
         ConfigError, match="must be one of learned_absolute, rope, alibi, none in a decoder, got relative"
     ):
         parse(["--position-embedding-type", "relative"], world_size=1, env={})
 
 
-def test_defaults_of_the_other_model_are_told():
+def test_defaults_of_other_family_raise():
     with pytest.raises(ConfigError, match=r"seq_length in the defaults of pretrain\(\) is not supported: T5 has two"):
         parse([], world_size=1, env={}, family="t5", defaults={"seq_length": 4})
-    assert "MEGATRON_DEFAULTS: --seq-length is not supported" in error_of(
+    assert "MEGATRON_DEFAULTS: --seq-length is not supported" in error_message(
         "", env={"MEGATRON_DEFAULTS": "--seq-length 4"}
     )
 
 
-def test_defaults_of_the_script_give_way_to_flags_and_show_in_help(capsys):
-    config = read("--activation gated-gelu --layernorm-epsilon 1e-5")
+def test_flags_override_script_defaults_and_help_shows_them(capsys):
+    config = parse_line("--activation gated-gelu --layernorm-epsilon 1e-5")
     assert (config.model.activation, config.model.layernorm_epsilon) == ("gated-gelu", 1e-5)
     with pytest.raises(SystemExit):
-        read("--help-all")
+        parse_line("--help-all")
     text = " ".join(capsys.readouterr().out.split())
     assert "bash run_t5.sh [flags]" in text and "--denoisers" in text and "(default: relu)" in text
     assert "--seq-length INT" not in text.replace("enc-seq-length", "").replace("dec-seq-length", "")
 
 
-def test_help_of_gpt2_shows_no_flag_of_t5(capsys):
+def test_gpt2_help_omits_t5_flags(capsys):
     with pytest.raises(SystemExit):
         parse(["--help-all"], world_size=1, env={})
     text = capsys.readouterr().out
     assert "--seq-length" in text and "--denoisers" not in text and "\nt5:" not in text
 
 
-def make_set(prefix: Path, *parts: str) -> Path:
-    for part in parts or SET_SUFFIXES:
+def make_three_file_set(prefix: Path, *set_suffixes: str) -> Path:
+    for set_suffix in set_suffixes or CPM_SUFFIXES:
         for suffix in (".idx", ".bin"):
-            Path(f"{prefix}{part}{suffix}").touch()
+            Path(f"{prefix}{set_suffix}{suffix}").touch()
     return prefix
 
 
-def test_a_set_in_three_files_has_any_length_of_targets(tmp_path: Path):
-    line = f"--data-path {make_set(tmp_path / 'corpus')} --enc-seq-length 128"
-    assert read(f"{line} --dec-seq-length 20").own.dec_seq_length == 20
-    assert read(line).own.dec_seq_length == 128
-    assert read(f"{line} --position-embedding-type learned").model.max_position_embeddings == 128
-    assert read(line.replace("length 128", "length 2")).own.dec_seq_length == 2, "too short for a span of ours"
-    assert "--enc-seq-length must be at least 2, a token and the end token, got 1" in error_of(
+def test_three_file_set_allows_any_target_length(tmp_path: Path):
+    line = f"--data-path {make_three_file_set(tmp_path / 'corpus')} --enc-seq-length 128"
+    assert parse_line(f"{line} --dec-seq-length 20").family_config.dec_seq_length == 20
+    assert parse_line(line).family_config.dec_seq_length == 128
+    assert parse_line(f"{line} --position-embedding-type learned").model.max_position_embeddings == 128
+    assert parse_line(line.replace("length 128", "length 2")).family_config.dec_seq_length == 2, (
+        "too short for a span of ours"
+    )
+    assert "--enc-seq-length must be at least 2, a token and the end token, got 1" in error_message(
         line.replace("length 128", "length 1")
     )
-    assert "--dec-seq-length must be at least 29" in error_of("--enc-seq-length 128 --dec-seq-length 20")
+    assert "--dec-seq-length must be at least 29" in error_message("--enc-seq-length 128 --dec-seq-length 20")
 
 
 @pytest.mark.parametrize("flag", ["--noise-density 0.2", "--mean-span-length 4", "--denoisers R", "--denoisers R,X"])
-def test_a_set_in_three_files_refuses_what_would_cut_spans(flag, tmp_path: Path):
-    prefix = make_set(tmp_path / "corpus")
+def test_three_file_set_rejects_span_flags(flag, tmp_path: Path):
+    prefix = make_three_file_set(tmp_path / "corpus")
     message = f"{flag.split()[0]} has no effect on spans that are fixed in the data, got --data-path {prefix}, a set"
-    assert error_of(f"--data-path {prefix} {flag}").startswith(message)
+    assert error_message(f"--data-path {prefix} {flag}").startswith(message)
 
 
 @pytest.mark.parametrize(("denoisers", "message"), [("R,X", "must be one denoiser for --data-path"), ("Q", "must be")])
-def test_a_set_in_three_files_refuses_denoisers_of_the_defaults_that_it_cannot_have(denoisers, message, tmp_path: Path):
+def test_three_file_set_rejects_unsupported_default_denoisers(denoisers, message, tmp_path: Path):
     env = {"MEGATRON_DEFAULTS": f"--denoisers {denoisers}"}
-    assert f"--denoisers {message}" in error_of(f"--data-path {make_set(tmp_path / 'corpus')}", env=env)
+    assert f"--denoisers {message}" in error_message(f"--data-path {make_three_file_set(tmp_path / 'corpus')}", env=env)
 
 
 def make_corpus(prefix: Path) -> Path:
-    return make_set(prefix, "")
+    return make_three_file_set(prefix, "")
 
 
-def test_a_set_in_three_files_among_others_leaves_them_their_flags(tmp_path: Path):
-    line = f"--data-path 0.7 {make_corpus(tmp_path / 'corpus')} 0.3 {make_set(tmp_path / 'fixed')} --enc-seq-length 128"
-    config = read(f"{line} --noise-density 0.2 --mean-span-length 4 --denoisers R")
-    assert config.data.cuts_spans and list(config.data.flag_of_set) == [str(tmp_path / "fixed")]
-    assert config.own.dec_seq_length == 128, "long enough for the set as well"
-    most = read(f"{line} --noise-density 0.6 --mean-span-length 8").own
-    assert most.dec_seq_length == most.longest_target > 128
-    assert "--dec-seq-length must be at least 29" in error_of(f"{line} --dec-seq-length 20")
+def test_three_file_set_in_mixture_allows_span_flags(tmp_path: Path):
+    corpus, fixed = make_corpus(tmp_path / "corpus"), make_three_file_set(tmp_path / "fixed")
+    line = f"--data-path 0.7 {corpus} 0.3 {fixed} --enc-seq-length 128"
+    config = parse_line(f"{line} --noise-density 0.2 --mean-span-length 4 --denoisers R")
+    assert config.data.has_dynamic_spans and list(config.data.flag_of_cpm_set) == [str(tmp_path / "fixed")]
+    assert config.family_config.dec_seq_length == 128, "long enough for the set as well"
+    long_spans = parse_line(f"{line} --noise-density 0.6 --mean-span-length 8").family_config
+    assert long_spans.dec_seq_length == long_spans.max_target_length > 128
+    assert "--dec-seq-length must be at least 29" in error_message(f"{line} --dec-seq-length 20")
     message = (
         f"--denoisers must be one denoiser for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
     )
-    assert error_of(f"{line} --denoisers R,X").startswith(f"{message}fixed, got R,X. Remove it")
-    assert "R,X in the defaults. Remove it" in error_of(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
+    assert error_message(f"{line} --denoisers R,X").startswith(f"{message}fixed, got R,X. Remove it")
+    assert "R,X in the defaults. Remove it" in error_message(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
 
 
-def test_the_set_that_refuses_a_flag_is_named_by_its_own_flag(tmp_path: Path):
-    fixed = [make_set(tmp_path / name) for name in ("a", "b", "c")]
-    line = f"--train-data-path {fixed[0]} --valid-data-path {fixed[1]} --test-data-path {fixed[2]}"
-    assert f"got --train-data-path {fixed[0]}, a set in three files" in error_of(f"{line} --noise-density 0.2")
-    mixed = line.replace(str(fixed[0]), str(make_corpus(tmp_path / "d")))
-    assert read(f"{mixed} --noise-density 0.2").data.cuts_spans
-    assert f"one denoiser for --valid-data-path {fixed[1]}, a set" in error_of(f"{mixed} --denoisers R,S")
+def test_three_file_set_error_names_data_flag(tmp_path: Path):
+    prefixes = [make_three_file_set(tmp_path / name) for name in ("a", "b", "c")]
+    line = f"--train-data-path {prefixes[0]} --valid-data-path {prefixes[1]} --test-data-path {prefixes[2]}"
+    assert f"got --train-data-path {prefixes[0]}, a set in three files" in error_message(f"{line} --noise-density 0.2")
+    mixed_line = line.replace(str(prefixes[0]), str(make_corpus(tmp_path / "d")))
+    assert parse_line(f"{mixed_line} --noise-density 0.2").data.has_dynamic_spans
+    assert f"one denoiser for --valid-data-path {prefixes[1]}, a set" in error_message(f"{mixed_line} --denoisers R,S")
 
 
-def test_files_of_pairs_are_looked_for_where_one_of_them_is(tmp_path: Path):
+def test_missing_pair_files_are_named_if_one_exists(tmp_path: Path):
     prefix = tmp_path / "corpus"
-    assert f"without {prefix}.idx and {prefix}.bin" in error_of(f"--data-path {prefix}")
-    make_set(prefix, "_context", "_target")
-    assert f"without {prefix}_target_offset.idx and {prefix}_target_offset.bin" in error_of(f"--data-path {prefix}")
-    make_set(prefix)
-    assert not read(f"--data-path {prefix}").data.cuts_spans
+    assert f"cannot read {prefix}.idx and {prefix}.bin" in error_message(f"--data-path {prefix}")
+    make_three_file_set(prefix, "_context", "_target")
+    assert f"cannot read {prefix}_target_offset.idx and {prefix}_target_offset.bin" in error_message(
+        f"--data-path {prefix}"
+    )
+    make_three_file_set(prefix)
+    assert not parse_line(f"--data-path {prefix}").data.has_dynamic_spans
     with pytest.raises(ConfigError, match=r"without .*corpus\.idx"):
         parse(["--data-path", str(prefix)], world_size=1, env={})
 
 
-def test_the_recipe_of_t5_is_taken_and_adams_flags_are_not():
+def test_t5_recipe_is_accepted_and_adam_flags_raise():
     line = "--optimizer adafactor --lr-decay-style inverse-square-root"
-    config = read(line)
+    config = parse_line(line)
     assert (config.optimizer.optimizer, config.optimizer.lr_decay_style) == ("adafactor", "inverse-square-root")
-    assert "--adam-beta1 applies to AdamW only, got --optimizer adafactor" in error_of(f"{line} --adam-beta1 0.8")
+    assert "--adam-beta1 applies to AdamW only, got --optimizer adafactor" in error_message(f"{line} --adam-beta1 0.8")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_adafactor_takes_no_padded_vocabulary(family):
+def test_adafactor_rejects_padded_vocabulary(family):
     line = "--optimizer adafactor --make-vocab-size-divisible-by 16".split()
     config = parse(line, world_size=1, env={}, family=family)
     with pytest.raises(ConfigError, match=r"got a vocabulary of 101 that .*-by 16 pads to 112 rows.*--vocab-size 112"):
@@ -358,13 +369,13 @@ def test_adafactor_takes_no_padded_vocabulary(family):
     assert full.with_vocab(101).model.vocab_size == 112
 
 
-def test_the_help_tells_what_dropout_epsilon_and_the_last_step_of_decay_do_in_t5():
+def test_flag_docs_describe_t5_dropout_epsilon_and_decay():
     text = flags_doc.text()
-    for part in (
+    for fragment in (
         "in T5 with relative positions also of the activation and of the final norms",
         "to the mean square in RMS norms",
         "with inverse-square-root it only determines the warm-up",
         "--lr-decay-iters then only determines W",
         "with a set in three files --enc-seq-length |",
     ):
-        assert part in text
+        assert fragment in text

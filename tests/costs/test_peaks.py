@@ -22,9 +22,9 @@ from megatron.costs import memory
         ("AMD Instinct MI300X", 1300),
     ],
 )
-def test_known_gpus_have_their_dense_peak(name, tflops):
+def test_known_gpus_have_dense_peak(name, tflops):
     assert memory.peak_flops(name) == tflops * 1e12
 
 
-def test_an_unknown_device_has_no_peak():
+def test_unknown_device_has_no_peak():
     assert memory.peak_flops("Some CPU") is None

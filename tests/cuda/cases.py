@@ -31,27 +31,27 @@ def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
     Args:
         layers: of an encoder and of a decoder each.
     """
-    own = (
+    family_flags = (
         f"{T5} --enc-layers {layers} --dec-layers {layers}"
         if family == "t5"
         else f"--seq-length 64 --num-layers {layers}"
     )
-    return tuple(f"{SIZES} {own} {extra}".split())
+    return tuple(f"{SIZES} {family_flags} {extra}".split())
 
 
-def can_be(row: Row) -> bool:
+def is_valid_row(row: Row) -> bool:
     """Return whether there is such a run: a pipeline has no ZeRO 2 and 3."""
     return row[2] == "one" or row[3] in ("0", "1")
 
 
-def every_row() -> list[Row]:
+def all_rows() -> list[Row]:
     """Return the whole product."""
-    return [row for row in itertools.product(*AXES) if can_be(row)]
+    return [row for row in itertools.product(*AXES) if is_valid_row(row)]
 
 
-def every_layout() -> list[Row]:
+def all_layouts() -> list[Row]:
     """Return the whole product but for the precisions, which take turns along every other axis."""
-    return [row for row in every_row() if sum(axis.index(value) for axis, value in zip(AXES, row, strict=True)) % 2]
+    return [row for row in all_rows() if sum(axis.index(value) for axis, value in zip(AXES, row, strict=True)) % 2]
 
 
 def pairs_of(row: Row) -> set[tuple[int, str, int, str]]:
@@ -64,7 +64,7 @@ def values_of(row: Row) -> set[tuple[int, str]]:
     return set(enumerate(row))
 
 
-def few(rows: list[Row], items: Callable[[Row], set[Any]]) -> list[Row]:
+def covering_subset(rows: list[Row], items: Callable[[Row], set[Any]]) -> list[Row]:
     """Return few of ``rows`` that together have every item of all rows, always the same ones."""
     missing = {item for row in rows for item in items(row)}
     chosen = []
@@ -78,32 +78,34 @@ def few(rows: list[Row], items: Callable[[Row], set[Any]]) -> list[Row]:
 @functools.cache
 def all_pairs() -> list[Row]:
     """Return few rows that have every pair that some row has."""
-    return few(every_row(), pairs_of)
+    return covering_subset(all_rows(), pairs_of)
 
 
 @functools.cache
-def short_run() -> list[Row]:
+def short_rows() -> list[Row]:
     """Return few of ``all_pairs`` that have every value of every axis."""
-    return few(all_pairs(), values_of)
+    return covering_subset(all_pairs(), values_of)
 
 
-def case_of(row: Row, number: int) -> Case:
+def make_case(row: Row, idx: int) -> Case:
     """Return the run of a row: with two replicas, and as processes one rank of each stage, by turns another one."""
     family, tensor, pipe, zero, precision = row
-    sizes = 1 + (tensor != "one"), 1 + (pipe != "one"), 2
-    topology = Topology.of_world(sizes[0] * sizes[1] * sizes[2], sizes[0], sizes[1])
-    wanted = number % sizes[0], number // 2 % 2
+    parallel_sizes = 1 + (tensor != "one"), 1 + (pipe != "one"), 2
+    topology = Topology.from_world_size(
+        parallel_sizes[0] * parallel_sizes[1] * parallel_sizes[2], parallel_sizes[0], parallel_sizes[1]
+    )
+    selected = idx % parallel_sizes[0], idx // 2 % 2
     ranks = [
         rank
         for rank in range(topology.world_size)
-        if (topology.coordinate(rank).tensor, topology.coordinate(rank).data) == wanted
+        if (topology.coordinate(rank).tensor, topology.coordinate(rank).data) == selected
     ]
     extra = f"{TENSOR[tensor]} {PIPE[pipe]} --zero-stage {zero} --{precision}"
     layers = {"one": 1, "stages": 2, "chunks": 4}[pipe] // (2 if family == "t5" and pipe != "one" else 1)
     return Case(family, flags(family, extra, layers), topology.world_size, tuple(ranks))
 
 
-def named(rows: Iterable[Row]) -> Iterator[tuple[str, Case]]:
+def named_cases(rows: Iterable[Row]) -> Iterator[tuple[str, Case]]:
     """Yield the cases with a name each."""
-    for number, row in enumerate(rows):
-        yield "-".join(row), case_of(row, number)
+    for idx, row in enumerate(rows):
+        yield "-".join(row), make_case(row, idx)

@@ -12,8 +12,8 @@ from tests.cuda.worker import Worker
 
 @pytest.fixture(scope="session")
 def worker() -> Iterator[Worker]:
-    if fake_cuda.compiler() is None:
+    if fake_cuda.find_compiler() is None:
         pytest.skip("no C++ compiler: the device without CUDA cannot be built")
     fake_cuda.build()
-    with Worker() as made:
-        yield made
+    with Worker() as running_worker:
+        yield running_worker

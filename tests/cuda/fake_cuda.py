@@ -19,10 +19,10 @@ from enum import IntEnum
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
-LOADED_FIRST = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so")
+PRELOADED_LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so")
 
 
-class Kind(IntEnum):
+class EventType(IntEnum):
     """What a row of the log tells, and of which two numbers; as in fake_cuda.cpp."""
 
     OPERATOR = 0  # number of the note
@@ -37,7 +37,7 @@ class Kind(IntEnum):
     KEEP = 9  # storage, stream: Tensor.record_stream
 
 
-def compiler() -> str | None:
+def find_compiler() -> str | None:
     """Return the C++ compiler, or None."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
@@ -53,21 +53,21 @@ def build() -> Path:
     built = Path(tempfile.gettempdir()) / f"fake-cuda-{os.getuid()}-{name}.so"
     if built.exists():
         return built
-    found = compiler()
-    if found is None:
+    compiler_path = find_compiler()
+    if compiler_path is None:
         raise RuntimeError("the device without CUDA needs a C++ compiler (g++ or $CXX), found none")
     torch = _torch_folder()
     partial = built.with_suffix(f".{os.getpid()}")
-    done = subprocess.run(
+    result = subprocess.run(
         [
-            found, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch / 'include'}",
+            compiler_path, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch / 'include'}",
             f"-I{torch / 'include/torch/csrc/api/include'}", str(SOURCE), "-o", str(partial), f"-L{torch / 'lib'}",
             "-lc10", "-ltorch_cpu",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the device without CUDA cannot be compiled by {found}:\n{done.stderr[-4000:]}")
+    if result.returncode:
+        raise RuntimeError(f"the device without CUDA cannot be compiled by {compiler_path}:\n{result.stderr[-4000:]}")
     os.replace(partial, built)
     return built
 
@@ -77,23 +77,23 @@ def load() -> FakeCuda:
     if "torch" in sys.modules:
         raise RuntimeError("the device without CUDA must be loaded ahead of torch, which is imported already")
     built = build()
-    for name in LOADED_FIRST:
+    for name in PRELOADED_LIBRARIES:
         ctypes.CDLL(str(_torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     return FakeCuda(ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL))
 
 
 def _torch_folder() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 class FakeCuda:
     """The functions of the library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.note = library.fake_cuda_note
-        self.note.argtypes, self.note.restype = [ctypes.c_int64] * 3, None
+        self.log_event = library.fake_cuda_note
+        self.log_event.argtypes, self.log_event.restype = [ctypes.c_int64] * 3, None
         self.storage = library.fake_cuda_storage
         self.storage.argtypes, self.storage.restype = [ctypes.c_void_p], ctypes.c_int64
         self.stream = library.fake_cuda_stream

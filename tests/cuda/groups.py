@@ -30,11 +30,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 from tds import torch_api
 from tests.cuda.device import Device, Operator, tensors_in
-from tests.cuda.fake_cuda import Kind
+from tests.cuda.fake_cuda import EventType
 
 FIRST_STREAM, FIRST_EVENT = 2**30, 2**40
 """Numbers of NCCL's own streams and events, behind all others."""
-COMPUTATION = 0
+COMPUTE_STREAM = 0
 SOURCES = {
     "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,),
     "all_gather_single": (1,), "all_to_all_single": (1,), "reduce_scatter_tensor": (1,),
@@ -43,27 +43,29 @@ SOURCES = {
 """Which arguments a collective reads; all tensors of the first argument are written but for a send."""
 
 
-PLAIN = {name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")}
+ORIGINAL = {
+    name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")
+}
 """torch's own functions."""
 
 
-class Line:
+class PeerConnection:
     """Messages to and from the process of another rank in one run, each under a key."""
 
-    def __init__(self, end: socket.socket, run: int = 0) -> None:
-        self._file, self._run = end.makefile("rwb"), run
-        self._kept: dict[Any, deque[Any]] = defaultdict(deque)
+    def __init__(self, sock: socket.socket, run: int = 0) -> None:
+        self._file, self._run = sock.makefile("rwb"), run
+        self._received: dict[Any, deque[Any]] = defaultdict(deque)
 
     def send(self, key: Any, value: Any) -> None:
         pickle.dump((self._run, key, value), self._file)
         self._file.flush()
 
     def receive(self, key: Any) -> Any:
-        while not self._kept[key]:
-            run, found, value = pickle.load(self._file)
+        while not self._received[key]:
+            run, message_key, value = pickle.load(self._file)
             if run == self._run:  # else an earlier run left it
-                self._kept[found].append(value)
-        return self._kept[key].popleft()
+                self._received[message_key].append(value)
+        return self._received[key].popleft()
 
 
 class Work:
@@ -76,13 +78,13 @@ class Work:
         if self._on_wait is not None:
             self._on_wait()
         if self._event is not None:
-            self._groups.library.note(Kind.WAIT, self._event, self._groups.library.stream())
+            self._groups.library.log_event(EventType.WAIT, self._event, self._groups.library.stream())
         self._tensors, self._on_wait = (), None
         return True
 
     def is_completed(self) -> bool:
         if self._event is not None:
-            self._groups.library.note(Kind.QUERY, self._event, 0)
+            self._groups.library.log_event(EventType.QUERY, self._event, 0)
         return True
 
 
@@ -90,7 +92,7 @@ class Groups:
     """What ``install`` puts in the place of torch's functions.
 
     Args:
-        lines: by rank, to those that are processes.
+        connections: by rank, to those that are processes.
 
     Attributes:
         wrong: what a backend could not have sent: a tensor of the other device, or one that is not contiguous.
@@ -98,28 +100,30 @@ class Groups:
         on_missing: given a tensor of the host that a rank sends which is no process; fills it.
     """
 
-    def __init__(self, device: Device, rank: int, size: int, lines: dict[int, Line] | None = None) -> None:
+    def __init__(
+        self, device: Device, rank: int, size: int, connections: dict[int, PeerConnection] | None = None
+    ) -> None:
         self.device, self.library = device, device.library
-        self.rank, self.size, self.lines = rank, size, lines or {}
+        self.rank, self.size, self.connections = rank, size, connections or {}
         self.wrong: Counter[str] = Counter()
         self.started: Counter[str] = Counter()
-        self.asked: dict[Any, str] = {}
+        self.backend_names: dict[Any, str] = {}
         self.on_missing: Callable[[torch.Tensor], None] = lambda tensor: None
-        self._held: list[Any] = []
+        self._retained_works: list[Any] = []
         self._streams: dict[Any, int] = {}
         self._events = itertools.count(FIRST_EVENT)
 
     def install(self) -> None:
         """Let ``torch.distributed`` be this from now on."""
-        init, new_group = PLAIN["init_process_group"], PLAIN["new_group"]
+        init, new_group = ORIGINAL["init_process_group"], ORIGINAL["new_group"]
 
         def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
             init("fake", store=dist.HashStore(), rank=self.rank, world_size=self.size)
-            self.asked[dist.group.WORLD] = str(backend)
+            self.backend_names[dist.group.WORLD] = str(backend)
 
         def make_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
             group = new_group(ranks, backend="fake")
-            self.asked[group] = backend or self.asked[dist.group.WORLD]
+            self.backend_names[group] = backend or self.backend_names[dist.group.WORLD]
             return group
 
         functions: dict[str, Callable[..., Any]] = {name: self._collective(name) for name in SOURCES}
@@ -140,12 +144,12 @@ class Groups:
 
     def _split(self, make_group: Callable[..., Any], pairs: list[list[int]], backend: str) -> Any:
         """Return the group of this rank among those of disjoint ``pairs``, or None."""
-        made = [make_group(pair, backend=backend) for pair in pairs]
+        groups = [make_group(pair, backend=backend) for pair in pairs]
         self._count("split_group", None)
-        return next((group for group, pair in zip(made, pairs, strict=True) if self.rank in pair), None)
+        return next((group for group, pair in zip(groups, pairs, strict=True) if self.rank in pair), None)
 
     def backend(self, group: Any = None) -> str:
-        return self.asked.get(group or dist.group.WORLD, "nccl")
+        return self.backend_names.get(group or dist.group.WORLD, "nccl")
 
     def _count(self, name: str, group: Any) -> None:
         self.started[f"{name} {self.backend(group)}"] += 1
@@ -155,36 +159,38 @@ class Groups:
 
     # Objects travel over the host.
 
-    def _gather_objects(self, into: list[Any], value: Any, group: Any = None) -> None:
+    def _gather_objects(self, output: list[Any], value: Any, group: Any = None) -> None:
         self._count("all_gather_object", group)
-        into[:] = [value] * len(into)
+        output[:] = [value] * len(output)
 
-    def _gather_object(self, value: Any, into: Any = None, dst: int = 0, group: Any = None, **_: Any) -> None:
+    def _gather_object(self, value: Any, output: Any = None, dst: int = 0, group: Any = None, **_: Any) -> None:
         self._count("gather_object", group)
-        if into is not None:
-            into[:] = [value] * len(into)
+        if output is not None:
+            output[:] = [value] * len(output)
 
-    def _broadcast_objects(self, box: list[Any], src: int = 0, group: Any = None, **_: Any) -> None:
+    def _broadcast_objects(self, objects: list[Any], src: int = 0, group: Any = None, **_: Any) -> None:
         self._count("broadcast_object_list", group)
 
     # Tensors.
 
     def _collective(self, name: str) -> Callable[..., Any]:
-        names = list(inspect.signature(PLAIN[name]).parameters)
+        names = list(inspect.signature(ORIGINAL[name]).parameters)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(names, args, strict=False))
-            args = tuple(kwargs.pop(each) for each in names[:2] if each in kwargs)
+            args = tuple(kwargs.pop(key) for key in names[:2] if key in kwargs)
             group, async_op = kwargs.pop("group", None), kwargs.pop("async_op", False)
             self._count(name, group)
             tensors = list(tensors_in(args))
-            kind = self.backend(group)
+            backend = self.backend(group)
             for tensor in tensors:
                 is_fake = isinstance(tensor, FakeTensor)
-                if is_fake != (kind != "gloo"):
-                    self.wrong[f"{name}: {kind} was given a tensor of {tensor.device} in {self.device.place()}"] += 1
+                if is_fake != (backend != "gloo"):
+                    self.wrong[
+                        f"{name}: {backend} was given a tensor of {tensor.device} in {self.device.location()}"
+                    ] += 1
                 if not tensor.is_contiguous():
-                    self.wrong[f"{name} was given a tensor that is not contiguous in {self.device.place()}"] += 1
+                    self.wrong[f"{name} was given a tensor that is not contiguous in {self.device.location()}"] += 1
             work = self._start(name, args, kwargs, group, tensors)
             if async_op or name in ("isend", "irecv"):
                 return work
@@ -194,34 +200,34 @@ class Groups:
         return call
 
     def _start(self, name: str, args: Any, kwargs: Any, group: Any, tensors: list[torch.Tensor]) -> Work:
-        on_wait = self._move(name, args, kwargs, group)
+        on_wait = self._apply(name, args, kwargs, group)
         if not tensors or not isinstance(tensors[0], FakeTensor):
             return Work(self, None, on_wait=on_wait)
-        note, is_message = self.library.note, name in ("isend", "irecv", "send", "recv")
-        if name == "irecv" and self.library.stream() == COMPUTATION:
-            self.wrong[f"irecv waits for what is given to the computation in {self.device.place()}"] += 1
+        log_event, is_message = self.library.log_event, name in ("isend", "irecv", "send", "recv")
+        if name == "irecv" and self.library.stream() == COMPUTE_STREAM:
+            self.wrong[f"irecv waits for what is given to the computation in {self.device.location()}"] += 1
         stream = self._streams.setdefault((group, is_message), FIRST_STREAM + len(self._streams))
-        begins, ends = next(self._events), next(self._events)
-        sources = [t for place in SOURCES[name] for t in tensors_in(args[place])]
+        start_event, end_event = next(self._events), next(self._events)
+        sources = [t for idx in SOURCES[name] for t in tensors_in(args[idx])]
         targets = [] if name in ("isend", "send") else list(tensors_in(args[0]))
         reads = tuple(self.device.storage(t) for t in sources)
         writes = tuple(self.device.storage(t) for t in targets)
-        note(Kind.RECORD, begins, self.library.stream())
-        note(Kind.WAIT, begins, stream)
-        self.device.operators.append(Operator(name, self.device.place(), reads, writes))
-        note(Kind.OPERATOR, len(self.device.operators) - 1, stream)
-        note(Kind.RECORD, ends, stream)
-        work = Work(self, ends, tensors, on_wait)
-        self._held.append(work)  # what nobody waits for keeps its tensors
+        log_event(EventType.RECORD, start_event, self.library.stream())
+        log_event(EventType.WAIT, start_event, stream)
+        self.device.operators.append(Operator(name, self.device.location(), reads, writes))
+        log_event(EventType.OPERATOR, len(self.device.operators) - 1, stream)
+        log_event(EventType.RECORD, end_event, stream)
+        work = Work(self, end_event, tensors, on_wait)
+        self._retained_works.append(work)  # what nobody waits for keeps its tensors
         return work
 
-    def _move(self, name: str, args: Any, kwargs: Any, group: Any) -> Callable[[], None] | None:
+    def _apply(self, name: str, args: Any, kwargs: Any, group: Any) -> Callable[[], None] | None:
         """Give tensors the numbers that they get; return what is to be done when they are waited for."""
         size = len(self._ranks(group))
         if name == "all_reduce":
             op = args[1] if len(args) > 1 else dist.ReduceOp.SUM
             if op == dist.ReduceOp.SUM:
-                self._change(args[0], lambda numbers: numbers.mul_(size))
+                self._update_values(args[0], lambda values: values.mul_(size))
         elif name in ("all_gather", "all_gather_into_tensor", "all_gather_single"):
             self._gather(args[0], args[1], size)
         elif name == "broadcast":
@@ -229,27 +235,31 @@ class Groups:
         elif name in ("isend", "irecv", "send", "recv") and not isinstance(args[0], FakeTensor):
             peer, key = args[1], ("message", kwargs.get("tag", 0))
             if name in ("isend", "send"):
-                self.lines[peer].send(key, args[0].clone())
+                self.connections[peer].send(key, args[0].clone())
             else:
-                return lambda: args[0].copy_(self.lines[peer].receive(key))
+                return lambda: args[0].copy_(self.connections[peer].receive(key))
         return None
 
-    def _change(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> None:
+    def _update_values(self, tensor: torch.Tensor, update: Callable[[torch.Tensor], Any]) -> None:
         if not isinstance(tensor, FakeTensor):
-            change(tensor)
+            update(tensor)
         elif tensor.untyped_storage().nbytes() <= self.device.small:
-            change(self.device.numbers(tensor))
+            update(self.device.values_of(tensor))
 
-    def _gather(self, into: Any, part: torch.Tensor, size: int) -> None:
-        if isinstance(part, FakeTensor):
-            part = self.device.numbers(part) if part.untyped_storage().nbytes() <= self.device.small else torch.ones(1)
-        if isinstance(into, torch.Tensor):
-            if part.numel() * size == into.numel():
-                self._change(into, lambda numbers: numbers.copy_(torch.cat([part.reshape(-1)] * size).view_as(numbers)))
+    def _gather(self, output: Any, local: torch.Tensor, size: int) -> None:
+        if isinstance(local, FakeTensor):
+            local = (
+                self.device.values_of(local) if local.untyped_storage().nbytes() <= self.device.small else torch.ones(1)
+            )
+        if isinstance(output, torch.Tensor):
+            if local.numel() * size == output.numel():
+                self._update_values(
+                    output, lambda values: values.copy_(torch.cat([local.reshape(-1)] * size).view_as(values))
+                )
             return
-        for each in into:
-            if part.numel() == each.numel():
-                self._change(each, lambda numbers: numbers.copy_(part.view_as(numbers)))
+        for target in output:
+            if local.numel() == target.numel():
+                self._update_values(target, lambda values: values.copy_(local.view_as(values)))
 
     def _broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> None:
         ranks = self._ranks(group)
@@ -257,12 +267,12 @@ class Groups:
         is_known = not isinstance(tensor, FakeTensor) or tensor.untyped_storage().nbytes() <= self.device.small
         if not is_known:
             return
-        numbers = self.device.numbers(tensor) if isinstance(tensor, FakeTensor) else tensor
+        values = self.device.values_of(tensor) if isinstance(tensor, FakeTensor) else tensor
         if source == self.rank:
-            for rank, line in self.lines.items():
+            for rank, connection in self.connections.items():
                 if rank in ranks:
-                    line.send(key, numbers.clone())
-        elif source in self.lines:
-            numbers.copy_(self.lines[source].receive(key))
+                    connection.send(key, values.clone())
+        elif source in self.connections:
+            values.copy_(self.connections[source].receive(key))
         elif not isinstance(tensor, FakeTensor):
             self.on_missing(tensor)

@@ -20,22 +20,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tests.cuda.device import HOST, Operator
-from tests.cuda.fake_cuda import Kind
+from tests.cuda.fake_cuda import EventType
 
 Clock = dict[int, int]
 
 
 @dataclass
-class Use:
+class StorageUse:
     """The last uses of a storage: by stream the number of the operator there, and its name."""
 
-    made_on: int = 0
+    allocation_stream: int = 0
     write: tuple[int, int, str] | None = None
     reads: dict[int, tuple[int, str]] = field(default_factory=dict)
-    kept_for: set[int] = field(default_factory=set)
+    retained_for: set[int] = field(default_factory=set)
 
 
-class Order:
+class StreamOrder:
     """Follows a log.
 
     Attributes:
@@ -47,35 +47,35 @@ class Order:
         self._clocks: dict[int, Clock] = defaultdict(dict)
         self._events: dict[int, Clock] = {}
         self._counts: dict[int, int] = defaultdict(int)
-        self._uses: dict[int, Use] = defaultdict(Use)
+        self._uses: dict[int, StorageUse] = defaultdict(StorageUse)
 
-    def follow(self, log: Iterable[tuple[int, int, int]], operators: Sequence[Operator]) -> None:
+    def replay(self, log: Iterable[tuple[int, int, int]], operators: Sequence[Operator]) -> None:
         """Take note of all rows of ``log``."""
-        for kind, first, second in log:
-            if kind == Kind.OPERATOR:
-                self._run(operators[first], second)
-            elif kind == Kind.RECORD:
+        for event_type, first, second in log:
+            if event_type == EventType.OPERATOR:
+                self._run_operator(operators[first], second)
+            elif event_type == EventType.RECORD:
                 self._events[first] = dict(self._clocks[second])
-            elif kind == Kind.WAIT:
+            elif event_type == EventType.WAIT:
                 _join(self._clocks[second], self._events.get(first, {}))
-            elif kind in (Kind.HOST_EVENT, Kind.QUERY):
-                self._host_knows(self._events.get(first, {}))
-            elif kind == Kind.HOST_STREAM:
-                self._host_knows(self._clocks[first])
-            elif kind == Kind.HOST_DEVICE:
+            elif event_type in (EventType.HOST_EVENT, EventType.QUERY):
+                self._synchronize_host(self._events.get(first, {}))
+            elif event_type == EventType.HOST_STREAM:
+                self._synchronize_host(self._clocks[first])
+            elif event_type == EventType.HOST_DEVICE:
                 for clock in list(self._clocks.values()):
-                    self._host_knows(clock)
-            elif kind == Kind.MADE:
-                self._uses[first] = Use(made_on=second)
-            elif kind == Kind.KEEP:
-                self._uses[first].kept_for.add(second)
-            elif kind == Kind.FREE:
+                    self._synchronize_host(clock)
+            elif event_type == EventType.MADE:
+                self._uses[first] = StorageUse(allocation_stream=second)
+            elif event_type == EventType.KEEP:
+                self._uses[first].retained_for.add(second)
+            elif event_type == EventType.FREE:
                 self._free(first)
 
-    def _host_knows(self, clock: Clock) -> None:
+    def _synchronize_host(self, clock: Clock) -> None:
         _join(self._clocks[HOST], clock)
 
-    def _run(self, operator: Operator, stream: int) -> None:
+    def _run_operator(self, operator: Operator, stream: int) -> None:
         clock = self._clocks[stream]
         if stream != HOST:
             _join(clock, self._clocks[HOST])
@@ -85,42 +85,42 @@ class Order:
                 self._fault("read too early", operator, use.write[2])
         for storage in operator.writes:
             use = self._uses[storage]
-            earlier = [(at, count, name) for at, (count, name) in use.reads.items()]
-            for each in [*earlier, *([use.write] if use.write is not None else [])]:
-                if not _is_done(each, clock, stream):
-                    self._fault("written too early", operator, each[2])
+            earlier = [(use_stream, count, name) for use_stream, (count, name) in use.reads.items()]
+            for previous in [*earlier, *([use.write] if use.write is not None else [])]:
+                if not _is_done(previous, clock, stream):
+                    self._fault("written too early", operator, previous[2])
         self._counts[stream] += 1
         clock[stream] = count = self._counts[stream]
-        said = f"{operator.name} in {operator.place or 'backward'}"
+        description = f"{operator.name} in {operator.location or 'backward'}"
         for storage in operator.reads:
-            self._uses[storage].reads[stream] = count, said
+            self._uses[storage].reads[stream] = count, description
         for storage in operator.writes:
             use = self._uses[storage]
-            use.write = stream, count, said
+            use.write = stream, count, description
             use.reads.clear()
 
     def _free(self, storage: int) -> None:
         use = self._uses.pop(storage, None)
         if use is None:
             return
-        clock = dict(self._clocks[use.made_on])
-        for stream in (HOST, *use.kept_for):  # for the latter an event of now is waited for
+        clock = dict(self._clocks[use.allocation_stream])
+        for stream in (HOST, *use.retained_for):  # for the latter an event of now is waited for
             _join(clock, self._clocks[stream])
-        last = [(at, count, name) for at, (count, name) in use.reads.items()]
-        last += [use.write] if use.write is not None else []
-        for at, count, name in last:
-            if not _is_done((at, count, name), clock, use.made_on):
+        last_uses = [(use_stream, count, name) for use_stream, (count, name) in use.reads.items()]
+        last_uses += [use.write] if use.write is not None else []
+        for use_stream, count, name in last_uses:
+            if not _is_done((use_stream, count, name), clock, use.allocation_stream):
                 self._fault("freed too early", None, name)
 
-    def _fault(self, what: str, operator: Operator | None, other: str) -> None:
-        by = "" if operator is None else f": {operator.name} in {operator.place or 'backward'}"
-        text = f"{what}{by}, while another stream may not be through with {other}"
+    def _fault(self, fault_type: str, operator: Operator | None, other_use: str) -> None:
+        operator_text = "" if operator is None else f": {operator.name} in {operator.location or 'backward'}"
+        text = f"{fault_type}{operator_text}, while another stream may not be through with {other_use}"
         self.faults[text] = self.faults.get(text, 0) + 1
 
 
 def _is_done(use: tuple[int, int, str], clock: Clock, stream: int) -> bool:
-    at, count, _ = use
-    return at == stream or clock.get(at, 0) >= count
+    use_stream, count, _ = use
+    return use_stream == stream or clock.get(use_stream, 0) >= count
 
 
 def _join(clock: Clock, other: Clock) -> None:

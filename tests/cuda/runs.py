@@ -31,15 +31,15 @@ from megatron.ops import document_attention, flex_attention
 from megatron.training import capture, global_vars, initialize, setup, train_progress
 from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
-from tests.cuda.device import Device, Seen
+from tests.cuda.device import Device, PhaseStats
 from tests.cuda.fake_cuda import FakeCuda
-from tests.cuda.groups import PLAIN as PLAIN_GROUPS
-from tests.cuda.groups import Groups, Line
-from tests.cuda.order import Order
+from tests.cuda.groups import ORIGINAL as PLAIN_GROUPS
+from tests.cuda.groups import Groups, PeerConnection
+from tests.cuda.order import StreamOrder
 
 ROOT = Path(__file__).resolve().parents[2]
-FULL = (dict, list, set, deque, defaultdict, OrderedDict)
-CACHED = type(functools.cache(lambda: None))
+CONTAINER_TYPES = (dict, list, set, deque, defaultdict, OrderedDict)
+CACHED_FUNCTION_TYPE = type(functools.cache(lambda: None))
 PHASES = ("start", "build", "step 1", "step 2", "evaluation", "save")
 
 
@@ -47,7 +47,7 @@ PHASES = ("start", "build", "step 1", "step 2", "evaluation", "save")
 class Outcome:
     """What one rank has seen, by phase."""
 
-    phases: dict[str, Seen] = field(default_factory=dict)
+    phases: dict[str, PhaseStats] = field(default_factory=dict)
     wrong: Counter[str] = field(default_factory=Counter)
     started: Counter[str] = field(default_factory=Counter)
     faults: dict[str, int] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Outcome:
     cpu_s: float = 0.0
 
 
-PLAIN = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
-READS = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy")}
-BROADCAST = data._broadcast
+ORIGINAL_CONSTRUCTORS = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+READ_METHODS = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy")}
+ORIGINAL_BROADCAST = data._broadcast
 
 
-def program_of(family: str) -> Any:
+def load_program(family: str) -> Any:
     """Return the pretrain program of a family."""
     folder = ROOT if family in ("gpt2", "t5") else ROOT / "examples" / family
     sys.path.insert(0, str(folder))
@@ -74,26 +74,33 @@ def import_all() -> None:
 
     deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # of a compiler that costs 3 s to import
     for family in FAMILIES:
-        program_of(family)
-        for part in (FAMILIES[family].model, FAMILIES[family].pipeline, FAMILIES[family].costs, FAMILIES[family].data):
-            if part:
-                importlib.import_module(part.partition(":")[0])
+        load_program(family)
+        for module_path in (
+            FAMILIES[family].model,
+            FAMILIES[family].pipeline,
+            FAMILIES[family].costs,
+            FAMILIES[family].data,
+        ):
+            if module_path:
+                importlib.import_module(module_path.partition(":")[0])
 
 
-LEFT_IN = ("megatron", "tds", "deepspeed", "torch.distributed")
+RESTORED_PACKAGES = ("megatron", "tds", "deepspeed", "torch.distributed")
 """Packages whose modules a run leaves something in."""
 
 
 @contextlib.contextmanager
-def leaving_nothing(library: FakeCuda) -> Iterator[None]:
+def restore_state(library: FakeCuda) -> Iterator[None]:
     """Put back behind a run what it leaves in modules, in torch and in the environment, for the next one."""
-    modules = [m for name, m in list(sys.modules.items()) if f"{name}.".startswith(tuple(f"{p}." for p in LEFT_IN))]
-    names = [(vars(module), dict(vars(module))) for module in modules]
-    held = {
+    modules = [
+        m for name, m in list(sys.modules.items()) if f"{name}.".startswith(tuple(f"{p}." for p in RESTORED_PACKAGES))
+    ]
+    namespaces = [(vars(module), dict(vars(module))) for module in modules]
+    containers = {
         id(value): (value, value.copy())
-        for _, before in names
+        for _, before in namespaces
         for name, value in before.items()
-        if type(value) in FULL and not name.startswith("__")
+        if type(value) in CONTAINER_TYPES and not name.startswith("__")
     }
     environment = dict(os.environ)
     library.take_log()
@@ -102,16 +109,16 @@ def leaving_nothing(library: FakeCuda) -> Iterator[None]:
     finally:
         if torch.distributed.is_initialized():
             PLAIN_GROUPS["destroy_process_group"]()
-        for now, before in names:
-            for name in [name for name in now if name not in before]:
-                del now[name]
-            now.update(before)
-        for value, before in held.values():
+        for namespace, before in namespaces:
+            for name in [name for name in namespace if name not in before]:
+                del namespace[name]
+            namespace.update(before)
+        for value, before in containers.values():
             value.clear()
             value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
-        for _, before in names:
+        for _, before in namespaces:
             for value in before.values():
-                if isinstance(value, CACHED):
+                if isinstance(value, CACHED_FUNCTION_TYPE):
                     value.cache_clear()
         os.environ.clear()
         os.environ.update(environment)
@@ -119,77 +126,77 @@ def leaving_nothing(library: FakeCuda) -> Iterator[None]:
         gc.collect()
 
 
-def become(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None:
+def replace_parameter(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None:
     """Let ``parameter`` be ``fake`` and stay the object that it is, with the attributes that it has."""
-    kind, parts = type(fake), dict(fake.__dict__)
+    tensor_class, attributes = type(fake), dict(fake.__dict__)
     torch._C._swap_tensor_impl(parameter, fake)
-    parameter.__class__ = kind if kind is FakeTensor else torch.nn.Parameter
-    parameter.__dict__.update(parts)
+    parameter.__class__ = tensor_class if tensor_class is FakeTensor else torch.nn.Parameter
+    parameter.__dict__.update(attributes)
 
 
-def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Let ``parameter`` hold ``tensor``, as ``megatron.device.give`` does."""
+def set_parameter_tensor(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """Let ``parameter`` hold ``tensor``, as ``megatron.device.replace_data`` does."""
     if isinstance(parameter, FakeTensor) == isinstance(tensor, FakeTensor):
         parameter.data = tensor
         return
-    become(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
+    replace_parameter(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
 
 
-def move(module: torch.nn.Module, place: torch.device) -> None:
+def move_module(module: torch.nn.Module, target: torch.device) -> None:
     """Put ``module`` on the device, as ``tds.device.move`` does where ``Parameter.data`` can be set."""
     for parameter in module.parameters():
         if not isinstance(parameter, FakeTensor):
-            become(parameter, torch.nn.Parameter(parameter.detach().to(place), parameter.requires_grad))
-    for each in module.modules():
-        for name, buffer in each._buffers.items():
+            replace_parameter(parameter, torch.nn.Parameter(parameter.detach().to(target), parameter.requires_grad))
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                each._buffers[name] = buffer.to(place)
+                submodule._buffers[name] = buffer.to(target)
 
 
-def move_as_asked(module: torch.nn.Module, *asked: Any, **named: Any) -> torch.nn.Module:
+def fake_module_to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Take the place of ``Module.to``, which would put other objects in the place of the parameters."""
-    place = next((torch.device(each) for each in asked if isinstance(each, (str, torch.device))), None)
-    if place is not None and place.type == "cuda":
-        move(module, place)
+    target = next((torch.device(arg) for arg in args if isinstance(arg, (str, torch.device))), None)
+    if target is not None and target.type == "cuda":
+        move_module(module, target)
     return module
 
 
 class Run:
     """One rank of a run."""
 
-    def __init__(self, library: FakeCuda, case: Any, rank: int, lines: dict[int, Line]) -> None:
+    def __init__(self, library: FakeCuda, case: Any, rank: int, connections: dict[int, PeerConnection]) -> None:
         self.case, self.rank = case, rank
         self.device = Device(library)
-        self.groups = Groups(self.device, rank, case.size, lines)
+        self.groups = Groups(self.device, rank, case.size, connections)
         self.outcome = Outcome()
         self.names: list[str] = []
         self.shapes: dict[str, torch.Size] = {}
 
-    def tell_shapes(self, table: torch.Tensor) -> None:
+    def fill_shapes(self, table: torch.Tensor) -> None:
         """Fill what the first tensor rank would tell, which is no process: the shapes of the tensors of a batch."""
         for row, name in zip(table, self.names, strict=True):
             shape = self.shapes[name]
             row[: len(shape)] = torch.tensor(shape)
 
     def phase(self, name: str) -> None:
-        self.device.seen = self.outcome.phases[name] = Seen()
+        self.device.seen = self.outcome.phases[name] = PhaseStats()
 
-    def take(self) -> Outcome:
+    def execute(self) -> Outcome:
         """Do all phases."""
-        self._began = time.process_time()
+        self._start_cpu_s = time.process_time()
         self.groups.install()
         _patch(self)
         with self.device:
             self._start_and_step()
         self.outcome.wrong, self.outcome.started = self.groups.wrong, self.groups.started
-        self.outcome.cpu_s = time.process_time() - self._began
-        order = Order()
-        order.follow(self.device.library.take_log(), self.device.operators)
+        self.outcome.cpu_s = time.process_time() - self._start_cpu_s
+        order = StreamOrder()
+        order.replay(self.device.library.take_log(), self.device.operators)
         self.outcome.faults = order.faults
         return self.outcome
 
     def _start_and_step(self) -> None:
-        program = program_of(self.case.family)
+        program = load_program(self.case.family)
         config = parse(
             self.case.argv,
             world_size=self.case.size,
@@ -197,28 +204,30 @@ class Run:
             defaults=getattr(program, "DEFAULTS", None),
         )
         self.phase("start")
-        here = initialize.start(config)
-        config = resolve_dtype(config, device.default_precision(here.kind))
-        streams = setup.make_streams(config, here)
+        world = initialize.start(config)
+        config = resolve_dtype(config, device.default_precision(world.device_type))
+        streams = setup.make_streams(config, world)
         global_vars.set_current(config, mock_tokenizer(config), streams)
         self.phase("build")
-        engine = setup.build_engine(config, here, streams, program.model_provider, program.forward_step)
-        found = RunData({"train": random_data(config), "valid": random_data(config)} if here.reads_data else {}, None)
-        batches = found.batches("train", config, here)
-        samples = RunData({"train": random_data(config)}, None).batches("train", config, here)
+        engine = setup.build_engine(config, world, streams, program.model_provider, program.forward_step)
+        run_data = RunData(
+            {"train": random_data(config), "valid": random_data(config)} if world.reads_data else {}, None
+        )
+        batches = run_data.batches("train", config, world)
+        samples = RunData({"train": random_data(config)}, None).batches("train", config, world)
         self.shapes = {name: tensor.shape for name, tensor in next(iter(samples)).items()}
         for step in range(self.case.steps):
             self.phase(f"step {step + 1}")
             share = Share(0, min(step + 1, self.case.gas), min(step + 1, self.case.gas))
             self.outcome.loss = engine.train_step(batches, step, share).loss
-        if not self.case.is_whole:
+        if not self.case.runs_all_phases:
             return
         self.phase("evaluation")
-        engine.evaluate_batch(found.batches("valid", config, here))
+        engine.evaluate_batch(run_data.batches("valid", config, world))
         self.phase("save")
         progress = train_progress.TrainProgress(2, 2, 0)
-        parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
-        self._save(capture.capture(progress, fingerprint=None, **parts).records)
+        state = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": world}
+        self._save(capture.capture(progress, fingerprint=None, **state).records)
 
     def _save(self, records: list[Any]) -> None:
         """Copy as for ``--async-save``, and look at the copies; then write as a save that is waited for."""
@@ -231,17 +240,17 @@ class Run:
             shard_file.write_shard_file(Path(folder) / "shard", tensors)
 
 
-def made_on_the_host(plain: Callable[..., Any]) -> Callable[..., Any]:
+def create_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``torch.tensor``, which copies numbers to the device and waits."""
 
     def make(values: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        made = plain(values, *args, **kwargs)
-        return made if device is None else made.to(device)
+        tensor = original(values, *args, **kwargs)
+        return tensor if device is None else tensor.to(device)
 
     return make
 
 
-def as_on_a_gpu(
+def gpu_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
@@ -250,8 +259,8 @@ def as_on_a_gpu(
     16-bit numbers without a mask go to flash attention, all others to the memory-efficient kernel.
     """
     if enable_gqa:
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        num_repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
@@ -265,53 +274,55 @@ def as_on_a_gpu(
     )[0]
 
 
-def looking(device: Device, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``plain``, a method of tensors by which the host reads them, under the watch of ``device``."""
+def watch_reads(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original``, a method of tensors by which the host reads them, under the watch of ``device``."""
 
-    def look(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        device.look_at(tensor)
-        return plain(tensor, *args, **kwargs)
+    def watched_read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device.record_host_read(tensor)
+        return original(tensor, *args, **kwargs)
 
-    return look
+    return watched_read
 
 
 def _patch(run: Run) -> None:
     """Put aside what fake tensors cannot do: a parameter's ``data`` cannot be a fake tensor where it was none."""
-    setup.move = move
-    device.give = give
-    for name in PLAIN:
-        setattr(torch, name, made_on_the_host(PLAIN[name]))
+    setup.move = move_module
+    device.replace_data = set_parameter_tensor
+    for name in ORIGINAL_CONSTRUCTORS:
+        setattr(torch, name, create_on_host(ORIGINAL_CONSTRUCTORS[name]))
 
     def broadcast(names: list[str], *args: Any) -> Any:
         run.names = names
-        return BROADCAST(names, *args)
+        return ORIGINAL_BROADCAST(names, *args)
 
     data._broadcast = broadcast
-    run.groups.on_missing = run.tell_shapes
+    run.groups.on_missing = run.fill_shapes
     initialize.rendezvous = lambda *_: None
-    torch.nn.Module.to = move_as_asked
-    for name, read in READS.items():  # which no operator stands for
-        setattr(torch.Tensor, name, looking(run.device, read))
+    torch.nn.Module.to = fake_module_to
+    for name, read in READ_METHODS.items():  # which no operator stands for
+        setattr(torch.Tensor, name, watch_reads(run.device, read))
     FakeTensor.tolist = lambda tensor: run.device.tolist(tensor)
     FakeTensor.data_ptr = lambda tensor: run.device.storage(tensor) * 2**40 + tensor.storage_offset()
     torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         if attn_mask is not None:
-            seen = run.device.seen
-            seen.masks[run.device.place()] += 1
-            seen.largest_mask = max(seen.largest_mask, attn_mask.numel())
-        return as_on_a_gpu(query, key, value, attn_mask, *args, **kwargs)
+            stats = run.device.seen
+            stats.masks[run.device.location()] += 1
+            stats.largest_mask = max(stats.largest_mask, attn_mask.numel())
+        return gpu_attention(query, key, value, attn_mask, *args, **kwargs)
 
     torch.nn.functional.scaled_dot_product_attention = attention
 
-    def by_blocks(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
+    def block_attention(
+        query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
+    ) -> Any:
         run.device.seen.by_blocks.append(sum(x.numel() for x in block_mask.as_tuple() if isinstance(x, torch.Tensor)))
-        return as_on_a_gpu(query, key, value, scale=scale, enable_gqa=enable_gqa)  # Triton's has these shapes
+        return gpu_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)  # Triton's has these shapes
 
-    def takes_flash(parameters: Any) -> bool:  # a CPU build of torch denies all
+    def can_use_flash(parameters: Any) -> bool:  # a CPU build of torch denies all
         return parameters.query.dtype in (torch.bfloat16, torch.float16)
 
-    document_attention.can_use_flash_attention = takes_flash
+    document_attention.can_use_flash_attention = can_use_flash
     document_attention.has_triton = lambda: True
-    flex_attention.flexible_attention = by_blocks
+    flex_attention.flexible_attention = block_attention

@@ -9,10 +9,10 @@ import pytest
 from tests.cuda.cases import flags
 from tests.cuda.worker import Case, Worker
 
-CEILING = {"gpt2": 60, "llama": 145}
+MAX_LAUNCHES = {"gpt2": 60, "llama": 145}
 """Launches of one more layer in a step of one micro-batch, those of its norm and update included; RMSNorm and the
 gradient of SiLU, each a kernel on a GPU, are some thirty here, for fake tensors take them apart."""
-BY_CHANCE = {
+NONDETERMINISTIC = {
     "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward",
     "avg_pool3d_backward",
     "max_pool3d_with_indices_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
@@ -26,19 +26,19 @@ BY_CHANCE = {
 """Operators that ``torch.use_deterministic_algorithms`` refuses on CUDA, of which ``median`` and ``cumsum`` in part."""
 
 
-def step_of(worker: Worker, family: str, layers: int) -> Any:
+def run_second_step(worker: Worker, family: str, layers: int) -> Any:
     """Return what the second step has seen, of one micro-batch in one process, under ``--deterministic``."""
-    case = Case(family, flags(family, "--bf16 --deterministic --gas 1", layers), 1, (0,), gas=1, is_whole=False)
+    case = Case(family, flags(family, "--bf16 --deterministic --gas 1", layers), 1, (0,), gas=1, runs_all_phases=False)
     return worker.run(case)[0].phases["step 2"]
 
 
-@pytest.mark.parametrize("family", CEILING)
-def test_a_layer_launches_few_kernels_and_none_of_chance(worker: Worker, family: str) -> None:
-    one, two = (step_of(worker, family, layers).launches for layers in (1, 2))
-    assert 0 < two.total() - one.total() <= CEILING[family]
-    assert two["mm"] and not BY_CHANCE & two.keys()
+@pytest.mark.parametrize("family", MAX_LAUNCHES)
+def test_layer_launches_few_deterministic_kernels(worker: Worker, family: str) -> None:
+    one_layer, two_layers = (run_second_step(worker, family, layers).launches for layers in (1, 2))
+    assert 0 < two_layers.total() - one_layer.total() <= MAX_LAUNCHES[family]
+    assert two_layers["mm"] and not NONDETERMINISTIC & two_layers.keys()
 
 
-def test_a_deterministic_step_of_t5_has_no_operator_of_chance(worker: Worker) -> None:
-    found = step_of(worker, "t5", layers=1).launches
-    assert found["mm"] and not BY_CHANCE & found.keys()
+def test_t5_deterministic_step_has_no_nondeterministic_kernels(worker: Worker) -> None:
+    launches = run_second_step(worker, "t5", layers=1).launches
+    assert launches["mm"] and not NONDETERMINISTIC & launches.keys()

@@ -6,48 +6,59 @@ import pytest
 
 from tests.cuda.cases import flags
 from tests.cuda.device import HOST, Operator
-from tests.cuda.fake_cuda import Kind
-from tests.cuda.order import Order
-from tests.cuda.test_matrix import check
+from tests.cuda.fake_cuda import EventType
+from tests.cuda.order import StreamOrder
+from tests.cuda.test_matrix import check_outcomes
 from tests.cuda.worker import Case, Worker
 
 WRITES = Operator("writes", "here", (), (7,))
 READS = Operator("reads", "there", (7,), ())
-MADE = (Kind.MADE, 7, 1)
-WRITTEN = (Kind.OPERATOR, 0, 1)
-ON_ANOTHER = (Kind.OPERATOR, 1, 2)
-EVENT = [(Kind.RECORD, 5, 1), (Kind.WAIT, 5, 2)]
-BACK = [(Kind.RECORD, 6, 2), (Kind.WAIT, 6, 1)]
-FREED = (Kind.FREE, 7, 0)
+ALLOCATED = (EventType.MADE, 7, 1)
+WRITTEN = (EventType.OPERATOR, 0, 1)
+READ_ON_OTHER_STREAM = (EventType.OPERATOR, 1, 2)
+EVENT = [(EventType.RECORD, 5, 1), (EventType.WAIT, 5, 2)]
+RETURN_EVENT = [(EventType.RECORD, 6, 2), (EventType.WAIT, 6, 1)]
+FREED = (EventType.FREE, 7, 0)
 
 
-def faults(*log: tuple[int, int, int]) -> list[str]:
-    order = Order()
-    order.follow(log, [WRITES, READS])
+def find_faults(*log: tuple[int, int, int]) -> list[str]:
+    order = StreamOrder()
+    order.replay(log, [WRITES, READS])
     return [fault.partition(",")[0] for fault in order.faults]
 
 
-def test_a_read_behind_an_event_is_in_order_and_one_without_is_not() -> None:
-    assert faults(MADE, WRITTEN, *EVENT, ON_ANOTHER, *BACK, FREED) == []
-    assert faults(MADE, WRITTEN, ON_ANOTHER) == ["read too early: reads in there"]
-    assert faults(MADE, WRITTEN, EVENT[1], EVENT[0], ON_ANOTHER) == ["read too early: reads in there"]
-    assert faults(MADE, WRITTEN, (Kind.HOST_STREAM, 1, 0), ON_ANOTHER, *BACK, FREED) == []
+def test_read_requires_event_after_write() -> None:
+    assert find_faults(ALLOCATED, WRITTEN, *EVENT, READ_ON_OTHER_STREAM, *RETURN_EVENT, FREED) == []
+    assert find_faults(ALLOCATED, WRITTEN, READ_ON_OTHER_STREAM) == ["read too early: reads in there"]
+    assert find_faults(ALLOCATED, WRITTEN, EVENT[1], EVENT[0], READ_ON_OTHER_STREAM) == [
+        "read too early: reads in there"
+    ]
+    assert (
+        find_faults(ALLOCATED, WRITTEN, (EventType.HOST_STREAM, 1, 0), READ_ON_OTHER_STREAM, *RETURN_EVENT, FREED) == []
+    )
 
 
-def test_memory_is_freed_behind_its_last_use_or_kept_for_the_stream() -> None:
-    assert faults(MADE, WRITTEN, *EVENT, ON_ANOTHER, FREED) == ["freed too early"]
-    assert faults(MADE, WRITTEN, *EVENT, ON_ANOTHER, (Kind.KEEP, 7, 2), FREED) == []
-    assert faults(MADE, WRITTEN, *EVENT, ON_ANOTHER, (Kind.HOST_DEVICE, 0, 0), FREED) == []
+def test_memory_is_freed_after_last_use_or_record_stream() -> None:
+    assert find_faults(ALLOCATED, WRITTEN, *EVENT, READ_ON_OTHER_STREAM, FREED) == ["freed too early"]
+    assert find_faults(ALLOCATED, WRITTEN, *EVENT, READ_ON_OTHER_STREAM, (EventType.KEEP, 7, 2), FREED) == []
+    assert find_faults(ALLOCATED, WRITTEN, *EVENT, READ_ON_OTHER_STREAM, (EventType.HOST_DEVICE, 0, 0), FREED) == []
 
 
-def test_a_write_waits_for_reads_on_other_streams() -> None:
-    assert faults(MADE, WRITTEN, *EVENT, ON_ANOTHER, WRITTEN) == ["written too early: writes in here"]
-    assert faults(MADE, WRITTEN, *EVENT, ON_ANOTHER, *BACK, WRITTEN) == []
+def test_write_waits_for_reads_on_other_streams() -> None:
+    assert find_faults(ALLOCATED, WRITTEN, *EVENT, READ_ON_OTHER_STREAM, WRITTEN) == [
+        "written too early: writes in here"
+    ]
+    assert find_faults(ALLOCATED, WRITTEN, *EVENT, READ_ON_OTHER_STREAM, *RETURN_EVENT, WRITTEN) == []
 
 
-def test_the_host_reads_what_has_come() -> None:
-    assert faults(MADE, WRITTEN, (Kind.OPERATOR, 1, HOST)) == ["read too early: reads in there"]
-    assert faults(MADE, WRITTEN, (Kind.RECORD, 5, 1), (Kind.HOST_EVENT, 5, 0), (Kind.OPERATOR, 1, HOST)) == []
+def test_host_read_requires_synchronization() -> None:
+    assert find_faults(ALLOCATED, WRITTEN, (EventType.OPERATOR, 1, HOST)) == ["read too early: reads in there"]
+    assert (
+        find_faults(
+            ALLOCATED, WRITTEN, (EventType.RECORD, 5, 1), (EventType.HOST_EVENT, 5, 0), (EventType.OPERATOR, 1, HOST)
+        )
+        == []
+    )
 
 
 STREAMS = {
@@ -59,19 +70,19 @@ STREAMS = {
     "stages": ("gpt2", "--bf16 --pipe-parallel-size 2 --num-layers 2", 2, (0, 1)),
 }
 """What copies, sums and comes beside the computation: family, flags, ranks, those that run."""
-QUICK = ("weights a layer ahead", "sums beside the backward", "stages")
+FAST_CASES = ("weights a layer ahead", "sums beside the backward", "stages")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STREAMS]
+    "name", [pytest.param(name, marks=() if name in FAST_CASES else pytest.mark.slow) for name in STREAMS]
 )
-def test_what_runs_beside_the_computation_is_waited_for(worker: Worker, name: str) -> None:
-    family, extra, size, ranks = STREAMS[name]
-    case = Case(family, flags(family, extra), size, ranks)
-    check(case, worker.run(case))
+def test_side_streams_are_waited_for(worker: Worker, name: str) -> None:
+    family, extra, world_size, ranks = STREAMS[name]
+    case = Case(family, flags(family, extra), world_size, ranks)
+    check_outcomes(case, worker.run(case))
 
 
-def test_an_offloaded_optimizer_waits_for_its_gradients(worker: Worker) -> None:
+def test_offloaded_optimizer_waits_for_gradients(worker: Worker) -> None:
     case = Case("gpt2", flags("gpt2", "--bf16 --offload-optimizer"), 1, (0,))
-    (seen,) = worker.run(case)
-    assert not seen.faults and not seen.wrong
+    (outcome,) = worker.run(case)
+    assert not outcome.faults and not outcome.wrong

@@ -23,13 +23,13 @@ ANSWERS: dict[str, Any] = {
     "reset_max_memory_cached": None, "set_device": None, "is_current_stream_capturing": False,
     "_is_in_bad_fork": False,
 }  # fmt: skip
-OF_ACCELERATOR: dict[str, Any] = {
+ACCELERATOR_ANSWERS: dict[str, Any] = {
     "get_memory_info": (TOTAL_BYTES, TOTAL_BYTES), "memory_reserved": 0, "max_memory_allocated": 0,
     "memory_allocated": 0, "memory_stats": {}, "empty_cache": None, "reset_peak_memory_stats": None,
 }  # fmt: skip
 
 
-def answering(value: Any) -> Callable[..., Any]:
+def returning(value: Any) -> Callable[..., Any]:
     """Return a function that returns ``value``."""
     return lambda *args, **kwargs: value
 
@@ -38,14 +38,14 @@ def install() -> None:
     """Let torch answer so from now on."""
     cuda, accelerator = torch.cuda, torch.accelerator
     for name, value in ANSWERS.items():
-        setattr(cuda, name, answering(value))
-    for name, value in OF_ACCELERATOR.items():
-        setattr(accelerator, name, answering(value))
+        setattr(cuda, name, returning(value))
+    for name, value in ACCELERATOR_ANSWERS.items():
+        setattr(accelerator, name, returning(value))
     cuda.default_generators = (torch.Generator(),)
     cuda.get_rng_state = lambda *_: cuda.default_generators[0].get_state()
     cuda.set_rng_state = lambda state, *_: cuda.default_generators[0].set_state(state)
-    cuda.current_stream = cuda.default_stream = lambda place=None: accelerator.current_stream()
-    cuda.synchronize = lambda place=None: accelerator.synchronize()
-    cuda.nccl.version = answering((2, 27, 3))
+    cuda.current_stream = cuda.default_stream = lambda device=None: accelerator.current_stream()
+    cuda.synchronize = lambda device=None: accelerator.synchronize()
+    cuda.nccl.version = returning((2, 27, 3))
     for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, answering(None))
+        setattr(cuda.nvtx, name, returning(None))

@@ -20,14 +20,20 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
-MOST_RANKS = 2
+MAX_RANKS = 2
 """Of a case that are processes."""
 GONE = "gone"
 """A rank's words that the other one, or its process, is not there."""
 
 
 class Case(NamedTuple):
-    """One run: ``ranks`` are those that are processes, of ``size``; an evaluation and a save where it ``is_whole``."""
+    """One run.
+
+    Args:
+        size: number of ranks.
+        ranks: the ranks that run as processes; the others are simulated.
+        runs_all_phases: evaluate and save after the steps.
+    """
 
     family: str
     argv: tuple[str, ...]
@@ -35,7 +41,7 @@ class Case(NamedTuple):
     ranks: tuple[int, ...]
     steps: int = 2
     gas: int = 2
-    is_whole: bool = True
+    runs_all_phases: bool = True
 
 
 class Failed(AssertionError):
@@ -48,7 +54,7 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._files: list[tuple[IO[bytes], IO[bytes]]] = []  # of each process: requests, answers
-        self._number = 0
+        self._run_idx = 0
 
     def __enter__(self) -> Worker:
         return self
@@ -64,28 +70,28 @@ class Worker:
         """
         if self._process is None:
             self._start()
-        self._number += 1
-        used = self._files[: len(case.ranks)]
-        for requests, _ in used:
-            pickle.dump((case, self._number), requests)
+        self._run_idx += 1
+        active_files = self._files[: len(case.ranks)]
+        for requests, _ in active_files:
+            pickle.dump((case, self._run_idx), requests)
             requests.flush()
-        found = [_answer(answers) for _, answers in used]
-        failed = [each for each in found if isinstance(each, str)]
-        if failed:
+        outcomes = [_answer(answers) for _, answers in active_files]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if errors:
             self._stop()
-            raise Failed(f"{case}\n" + "\n".join(sorted(failed, key=lambda text: GONE in text)))
-        return found
+            raise Failed(f"{case}\n" + "\n".join(sorted(errors, key=lambda text: GONE in text)))
+        return outcomes
 
     def _start(self) -> None:
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}
-        pipes = [(os.pipe(), os.pipe()) for _ in range(MOST_RANKS)]
-        theirs = [end for (requests, _), (_, answers) in pipes for end in (requests, answers)]
-        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, theirs)]
-        self._process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=theirs)
+        pipes = [(os.pipe(), os.pipe()) for _ in range(MAX_RANKS)]
+        child_fds = [fd for (requests, _), (_, answers) in pipes for fd in (requests, answers)]
+        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, child_fds)]
+        self._process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=child_fds)
         self._files = [(os.fdopen(requests, "wb"), os.fdopen(answers, "rb")) for (_, requests), (answers, _) in pipes]
-        for end in theirs:
-            os.close(end)
+        for fd in child_fds:
+            os.close(fd)
 
     def _stop(self) -> None:
         for requests, answers in self._files:
@@ -105,8 +111,8 @@ def _answer(answers: IO[bytes]) -> Any:
         return f"{GONE}: the rank died"
 
 
-def serve(ends: list[int]) -> None:
-    """Load the device, import, become two processes and answer requests; ``ends`` are theirs of the pipes."""
+def serve(fds: list[int]) -> None:
+    """Load the device, import, become two processes and answer requests; ``fds`` are theirs of the pipes."""
     from tests.cuda import fake_cuda
 
     library = fake_cuda.load()
@@ -119,47 +125,47 @@ def serve(ends: list[int]) -> None:
     runs.import_all()
     gc.freeze()
     gc.disable()  # what is left in cycles is freed between runs
-    lines = socket.socketpair()
-    other = os.fork()
-    place = 0 if other else 1
-    lines[1 - place].close()
-    for end in ends[2 * (1 - place) :][:2]:
-        os.close(end)
-    requests, answers = (os.fdopen(ends[2 * place + n], mode) for n, mode in enumerate(("rb", "wb")))
+    sockets = socket.socketpair()
+    child_pid = os.fork()
+    process_idx = 0 if child_pid else 1
+    sockets[1 - process_idx].close()
+    for fd in fds[2 * (1 - process_idx) :][:2]:
+        os.close(fd)
+    requests, answers = (os.fdopen(fds[2 * process_idx + n], mode) for n, mode in enumerate(("rb", "wb")))
     while True:
         try:
-            case, number = pickle.load(requests)
+            case, run_idx = pickle.load(requests)
         except EOFError:
             break
         signal.alarm(DEADLINE_S)
-        answer = _outcome(library, case, number, place, lines[place])
+        answer = _outcome(library, case, run_idx, process_idx, sockets[process_idx])
         signal.alarm(0)
         pickle.dump(answer, answers)
         answers.flush()
         if isinstance(answer, str):
             break
-    lines[place].close()
-    if other:
-        os.waitpid(other, 0)
+    sockets[process_idx].close()
+    if child_pid:
+        os.waitpid(child_pid, 0)
     os._exit(0)
 
 
-def _outcome(library: Any, case: Case, number: int, place: int, end: socket.socket) -> Any:
+def _outcome(library: Any, case: Case, run_idx: int, process_idx: int, sock: socket.socket) -> Any:
     """Return what the rank of this process has seen, or a traceback."""
-    from tests.cuda.groups import Line
-    from tests.cuda.runs import Run, leaving_nothing
+    from tests.cuda.groups import PeerConnection
+    from tests.cuda.runs import Run, restore_state
 
-    rank = case.ranks[place]
-    peers = {peer: Line(end, number) for peer in case.ranks if peer != rank}
-    own = {"RANK": rank, "WORLD_SIZE": case.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": case.size}
+    rank = case.ranks[process_idx]
+    peers = {peer: PeerConnection(sock, run_idx) for peer in case.ranks if peer != rank}
+    rank_environment = {"RANK": rank, "WORLD_SIZE": case.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": case.size}
     try:
-        with leaving_nothing(library):
-            os.environ.update({name: str(value) for name, value in own.items()})
+        with restore_state(library):
+            os.environ.update({name: str(value) for name, value in rank_environment.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-            return Run(library, case, rank, peers).take()
+            return Run(library, case, rank, peers).execute()
     except BaseException as error:
         return f"{GONE if isinstance(error, EOFError) else 'failed'}: {traceback.format_exc()}"
 
 
 if __name__ == "__main__":
-    serve([int(each) for each in sys.argv[1:]])
+    serve([int(fd) for fd in sys.argv[1:]])

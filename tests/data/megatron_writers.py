@@ -13,44 +13,44 @@ from pathlib import Path
 import numpy as np
 
 CODES_2020 = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float": 6, "double": 7, "uint16": 8}
-CODES_NOW = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+CODES_CORE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
 
 
 def write_2020(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str) -> None:
     """Documents of sentences, with an array each of sizes, pointers and document index; no document starts twice."""
-    sizes, starts, content = [], [0], b""
+    lengths, starts, content = [], [0], b""
     for document in documents:
         for sentence in document:
             content += np.array(sentence, dtype).tobytes(order="C")
-            sizes.append(len(sentence))
-        starts.append(len(sizes))
+            lengths.append(len(sentence))
+        starts.append(len(lengths))
     pointers, address = [], 0
-    for size in sizes:
+    for length in lengths:
         pointers.append(address)
-        address += size * np.dtype(dtype).itemsize
+        address += length * np.dtype(dtype).itemsize
     with open(f"{prefix}.idx", "wb") as index:
         index.write(b"MMIDIDX\x00\x00")
         index.write(struct.pack("<Q", 1))
         index.write(struct.pack("<B", CODES_2020[dtype]))
-        index.write(struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(starts)))
-        index.write(np.array(sizes, np.int32).tobytes() + np.array(pointers, np.int64).tobytes())
+        index.write(struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(starts)))
+        index.write(np.array(lengths, np.int32).tobytes() + np.array(pointers, np.int64).tobytes())
         index.write(np.array(starts, np.int64).tobytes())
     Path(f"{prefix}.bin").write_bytes(content)
 
 
-def write_now(
+def write_core(
     prefix: Path,
     documents: Sequence[Sequence[Sequence[int]]],
     dtype: str,
     modes: Sequence[int] | None = None,
-    code: int | None = None,
+    dtype_code: int | None = None,
 ) -> None:
     """The same header and arrays; multimodal sets end with a mode (int8) for each sequence."""
     lengths = [len(sequence) for document in documents for sequence in document]
     ends = np.cumsum([0, *lengths], dtype=np.int64) * np.dtype(dtype).itemsize
     starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
     flat = [token for document in documents for sequence in document for token in sequence]
-    index = struct.pack("<9sQB", b"MMIDIDX\x00\x00", 1, CODES_NOW[dtype] if code is None else code)
+    index = struct.pack("<9sQB", b"MMIDIDX\x00\x00", 1, CODES_CORE[dtype] if dtype_code is None else dtype_code)
     index += struct.pack("<QQ", len(lengths), len(starts))
     index += np.array(lengths, np.int32).tobytes() + ends[:-1].tobytes() + starts.tobytes()
     if modes is not None:

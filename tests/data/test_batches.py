@@ -15,115 +15,140 @@ from megatron.config.batch_rampup import BatchSizes
 from megatron.data import DataLoader, GPTDataset
 from megatron.data.prefetch_workers import PrefetchWorkers
 from megatron.errors import DataError, SampleError
-from tests.helpers.token_data import write
+from tests.helpers.token_data import write_documents
 
 
-class Numbered:
+class IndexedSamples:
     """Sample i is [i, i]."""
 
     def __getitem__(self, index: int) -> np.ndarray:
         return np.full(2, index, np.int64)
 
 
-def read(d: int, m: int, b: int, *, consumed: int = 0, steps: int = 3) -> list[list[int]]:
+def read_batches(
+    data_size: int, num_micro_batches: int, micro_batch_size: int, *, consumed: int = 0, num_steps: int = 3
+) -> list[list[int]]:
     """Return the samples of each global batch, all replicas together in their order."""
     replicas = [
         DataLoader(
-            Numbered(),
-            micro_batch_size=b,
-            num_micro_batches=m,
+            IndexedSamples(),
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
             data_rank=rank,
-            data_size=d,
+            data_size=data_size,
             samples_consumed=consumed,
         )
-        for rank in range(d)
+        for rank in range(data_size)
     ]
     iterators = [iter(replica) for replica in replicas]
     batches = []
-    for _ in range(steps):
-        parts = [[next(it)["text"] for _ in range(m)] for it in iterators]
-        batches.append([int(row[0]) for part in parts for micro in part for row in micro])
+    for _ in range(num_steps):
+        local_batches = [[next(iterator)["text"] for _ in range(num_micro_batches)] for iterator in iterators]
+        batches.append(
+            [int(row[0]) for local_batch in local_batches for micro_batch in local_batch for row in micro_batch]
+        )
     return batches
 
 
-@pytest.mark.parametrize("d, m, b", [(1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)])
-def test_global_batches_are_the_same_in_every_layout(d: int, m: int, b: int) -> None:
-    assert read(d, m, b) == [list(range(8 * k, 8 * k + 8)) for k in range(3)]
+@pytest.mark.parametrize(
+    "data_size, num_micro_batches, micro_batch_size", [(1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)]
+)
+def test_global_batches_are_identical_in_every_layout(
+    data_size: int, num_micro_batches: int, micro_batch_size: int
+) -> None:
+    assert read_batches(data_size, num_micro_batches, micro_batch_size) == [
+        list(range(8 * step, 8 * step + 8)) for step in range(3)
+    ]
 
 
-@pytest.mark.parametrize("d, m, b", [(2, 2, 2), (1, 2, 3), (3, 1, 5)])
-def test_resume_goes_on_where_it_stopped_in_any_layout(d: int, m: int, b: int) -> None:
-    before = [sample for batch in read(2, 2, 2) for sample in batch]
-    after = [sample for batch in read(d, m, b, consumed=len(before)) for sample in batch]
+@pytest.mark.parametrize("data_size, num_micro_batches, micro_batch_size", [(2, 2, 2), (1, 2, 3), (3, 1, 5)])
+def test_resume_continues_with_next_sample_in_any_layout(
+    data_size: int, num_micro_batches: int, micro_batch_size: int
+) -> None:
+    before = [sample for batch in read_batches(2, 2, 2) for sample in batch]
+    after = [
+        sample
+        for batch in read_batches(data_size, num_micro_batches, micro_batch_size, consumed=len(before))
+        for sample in batch
+    ]
     assert before + after == list(range(len(before) + len(after)))
 
 
-def test_reading_ahead_gives_the_same(tmp_path: Path) -> None:
-    samples = GPTDataset(write(tmp_path / "a", [40, 50]), documents=(0, 2), seq_length=8, seed=1)
-    here, ahead = (
-        DataLoader(samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, num_workers=n)
-        for n in (0, 2)
+def test_prefetched_batches_equal_direct_batches(tmp_path: Path) -> None:
+    samples = GPTDataset(write_documents(tmp_path / "a", [40, 50]), documents=(0, 2), seq_length=8, seed=1)
+    direct, prefetched = (
+        DataLoader(samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, num_workers=num_workers)
+        for num_workers in (0, 2)
     )
-    reading = iter(ahead)
-    pairs = list(itertools.islice(zip(here, reading, strict=True), 8))
-    reading.close()  # type: ignore[attr-defined]
-    assert len(pairs) == 8 and all(a["text"].equal(b["text"]) for a, b in pairs)
+    prefetch_iterator = iter(prefetched)
+    pairs = list(itertools.islice(zip(direct, prefetch_iterator, strict=True), 8))
+    prefetch_iterator.close()  # type: ignore[attr-defined]
+    assert len(pairs) == 8 and all(expected["text"].equal(batch["text"]) for expected, batch in pairs)
     assert pairs[0][0]["text"].shape == (2, 9)
 
 
-def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() -> None:
-    sizes = BatchSizes(16, 4, 4, 40)
-    wanted, consumed = [], [0]
-    while len(wanted) < 7:
-        wanted.append(list(range(consumed[-1], consumed[-1] + sizes.at(consumed[-1]))))
-        consumed.append(consumed[-1] + len(wanted[-1]))
-    assert [len(batch) for batch in wanted] == [4, 4, 4, 4, 8, 8, 12]
-    for d, b, first in itertools.product((1, 2, 4), (1, 2, 4), (0, 3, 5)):
-        if d * b > 4:
+def test_batch_size_rampup_is_identical_in_every_layout_and_after_resume() -> None:
+    batch_sizes = BatchSizes(16, 4, 4, 40)
+    expected, consumed = [], [0]
+    while len(expected) < 7:
+        expected.append(list(range(consumed[-1], consumed[-1] + batch_sizes.at(consumed[-1]))))
+        consumed.append(consumed[-1] + len(expected[-1]))
+    assert [len(batch) for batch in expected] == [4, 4, 4, 4, 8, 8, 12]
+    for data_size, micro_batch_size, first_step in itertools.product((1, 2, 4), (1, 2, 4), (0, 3, 5)):
+        if data_size * micro_batch_size > 4:
             continue
         replicas = [
             DataLoader(
-                Numbered(),
-                micro_batch_size=b,
-                num_micro_batches=16 // (b * d),
+                IndexedSamples(),
+                micro_batch_size=micro_batch_size,
+                num_micro_batches=16 // (micro_batch_size * data_size),
                 data_rank=rank,
-                data_size=d,
-                samples_consumed=consumed[first],
-                sizes=sizes,
+                data_size=data_size,
+                samples_consumed=consumed[first_step],
+                batch_sizes=batch_sizes,
             )
-            for rank in range(d)
+            for rank in range(data_size)
         ]
         iterators = [replica.micro_batches() for replica in replicas]
-        for step in range(first, 7):
-            number = replicas[0].share_at(consumed[step]).num_micro_batches
-            assert number == len(wanted[step]) // (b * d)
-            assert [i for it in iterators for _ in range(number) for i in next(it).indices] == wanted[step]
+        for step in range(first_step, 7):
+            num_micro_batches = replicas[0].share_at(consumed[step]).num_micro_batches
+            assert num_micro_batches == len(expected[step]) // (micro_batch_size * data_size)
+            assert [
+                idx for iterator in iterators for _ in range(num_micro_batches) for idx in next(iterator).indices
+            ] == expected[step]
 
 
-def test_a_step_that_replicas_cannot_share_is_refused() -> None:
+def test_step_not_divisible_by_replicas_is_rejected() -> None:
     with pytest.raises(ValueError, match="multiple of 2 samples .*for each of 2 replicas, got 2 samples"):
         DataLoader(
-            Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=2, sizes=BatchSizes(8, 2, 2, 10)
+            IndexedSamples(),
+            micro_batch_size=2,
+            num_micro_batches=2,
+            data_rank=0,
+            data_size=2,
+            batch_sizes=BatchSizes(8, 2, 2, 10),
         )
 
 
-@pytest.mark.parametrize(("d", "numbers"), [(3, [3, 3, 2]), (5, [2, 2, 2, 1, 1]), (8, [1] * 8)])
-def test_replicas_take_unequal_parts_of_a_step_in_the_same_order(d: int, numbers: list[int]) -> None:
+@pytest.mark.parametrize(("data_size", "num_micro_batches"), [(3, [3, 3, 2]), (5, [2, 2, 2, 1, 1]), (8, [1] * 8)])
+def test_replicas_share_unequal_batches_in_sample_order(data_size: int, num_micro_batches: list[int]) -> None:
     """Eight micro-batches of two samples; the parts of all replicas, one after the other, are the step."""
     for step in range(2):
-        taken = []
-        for rank in range(d):
+        indices = []
+        for rank in range(data_size):
             loader = DataLoader(
-                Numbered(), micro_batch_size=2, num_micro_batches=9, data_rank=rank, data_size=d,
-                sizes=BatchSizes(16), samples_consumed=16 * step,
+                IndexedSamples(), micro_batch_size=2, num_micro_batches=9, data_rank=rank, data_size=data_size,
+                batch_sizes=BatchSizes(16), samples_consumed=16 * step,
             )  # fmt: skip
             batches = loader.micro_batches()
-            taken.append([next(batches).indices for _ in range(numbers[rank])])
-            assert next(batches).indices[0] == 16 * (step + 1) + taken[-1][0][0] - 16 * step, "the next step"
-        assert [i for part in taken for micro_batch in part for i in micro_batch] == [*range(16 * step, 16 * step + 16)]
+            indices.append([next(batches).indices for _ in range(num_micro_batches[rank])])
+            assert next(batches).indices[0] == 16 * (step + 1) + indices[-1][0][0] - 16 * step, "the next step"
+        assert [idx for local_indices in indices for micro_batch in local_indices for idx in micro_batch] == [
+            *range(16 * step, 16 * step + 16)
+        ]
 
 
-class Failing(Numbered):
+class FailingSamples(IndexedSamples):
     """Sample 3 fails as asked for, sample 9 ends the process that reads it."""
 
     def __init__(self, error: Exception | None = None) -> None:
@@ -148,22 +173,22 @@ def first_error(dataset: object, num_workers: int, consumed: int = 0, micro_batc
         samples_consumed=consumed,
         num_workers=num_workers,
     )
-    reading = iter(batches)
+    iterator = iter(batches)
     try:
         while True:
-            next(reading)
+            next(iterator)
     except Exception as error:
         return error.with_traceback(None)  # which would keep the reading processes
     finally:
-        if isinstance(reading, PrefetchWorkers):
-            reading.close()
+        if isinstance(iterator, PrefetchWorkers):
+            iterator.close()
 
 
-def test_a_reading_process_that_dies_ends_the_reading_at_once() -> None:
-    started = time.monotonic()
-    error = first_error(Failing(), 1, consumed=8)
+def test_dead_prefetch_worker_raises_immediately() -> None:
+    start_time = time.monotonic()
+    error = first_error(FailingSamples(), 1, consumed=8)
     assert type(error) is RuntimeError and re.search("data-loading process died.*--num-workers 0", str(error))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - start_time < 5
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -180,25 +205,25 @@ def test_a_reading_process_that_dies_ends_the_reading_at_once() -> None:
     ],
     ids=["told", "data", "own", "stop"],
 )
-def test_a_sample_that_cannot_be_read_is_named_once_with_and_without_workers(
+def test_unreadable_sample_is_named_once_with_and_without_workers(
     error: Exception, text: str, num_workers: int
 ) -> None:
-    found = first_error(Failing(error), num_workers)
-    assert type(found) is SampleError and re.search(text, str(found)), found
+    raised = first_error(FailingSamples(error), num_workers)
+    assert type(raised) is SampleError and re.search(text, str(raised)), raised
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_arrays_of_unequal_shape_are_told_with_their_samples(num_workers: int) -> None:
-    class Ragged(Numbered):
+def test_unequal_array_shapes_are_reported_with_sample_indices(num_workers: int) -> None:
+    class Ragged(IndexedSamples):
         def __getitem__(self, index: int) -> np.ndarray:
             return np.zeros(index + 1, np.int64)
 
-    found = first_error(Ragged(), num_workers, consumed=2, micro_batch_size=2)
-    assert type(found) is SampleError
-    assert re.search(r"'text' must be .* one shape .*\(3,\), \(4,\).* samples \[2, 3\]", str(found))
+    raised = first_error(Ragged(), num_workers, consumed=2, micro_batch_size=2)
+    assert type(raised) is SampleError
+    assert re.search(r"'text' must be .* one shape .*\(3,\), \(4,\).* samples \[2, 3\]", str(raised))
 
 
-class Finite:
+class FiniteSamples:
     """Five samples, each a dictionary."""
 
     def __init__(self, length: int = 5) -> None:
@@ -217,7 +242,7 @@ class Finite:
         }
 
 
-def batches_of(dataset: object, num_workers: int = 0) -> DataLoader:
+def make_loader(dataset: object, num_workers: int = 0) -> DataLoader:
     return DataLoader(
         dataset,  # type: ignore[arg-type]
         micro_batch_size=2,
@@ -230,32 +255,34 @@ def batches_of(dataset: object, num_workers: int = 0) -> DataLoader:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_dictionaries_are_stacked_key_by_key_and_a_finite_data_set_starts_anew(num_workers: int) -> None:
-    batches = list(itertools.islice(batches_of(Finite(), num_workers), 3))
-    assert [batch["tokens"].tolist() for batch in batches] == [[[i] * 3, [j] * 3] for i, j in ((2, 3), (4, 0), (1, 2))]
+def test_dictionaries_are_stacked_by_key_and_finite_dataset_restarts(num_workers: int) -> None:
+    batches = list(itertools.islice(make_loader(FiniteSamples(), num_workers), 3))
+    assert [batch["tokens"].tolist() for batch in batches] == [
+        [[first] * 3, [second] * 3] for first, second in ((2, 3), (4, 0), (1, 2))
+    ]
     assert batches[0]["is_pad"].dtype == torch.bool and batches[0]["is_pad"].tolist() == [[False, False], [True, False]]
     assert batches[1]["weight"].tolist() == [2.0, 0.0]
 
 
-def test_samples_that_cannot_be_used_are_told() -> None:
-    class Ragged(Finite):
+def test_unusable_samples_are_reported() -> None:
+    class Ragged(FiniteSamples):
         def __getitem__(self, index: int) -> dict[str, object]:
             return {"tokens": np.zeros(index + 1)}
 
     with pytest.raises(DataError, match=r"'tokens' must be .* one shape .*\(3,\), \(4,\).* samples \[2, 3\]"):
-        next(iter(batches_of(Ragged())))
+        next(iter(make_loader(Ragged())))
     with pytest.raises(DataError, match="at least one sample"):
-        iter(batches_of(Finite(0)))
+        iter(make_loader(FiniteSamples(0)))
 
-    class Short(Finite):
+    class FailingItems(FiniteSamples):
         def __getitem__(self, index: int) -> dict[str, object]:
             raise OSError("gone")
 
     with pytest.raises(SampleError, match=r"^sample 2 cannot be read: OSError: gone"):
-        next(iter(batches_of(Short())))
-    with pytest.raises(SampleError, match=r"^sample 2 \(item 0 of Short\) cannot be read: OSError: gone"):
-        next(iter(batches_of(Short(2))))
+        next(iter(make_loader(FailingItems())))
+    with pytest.raises(SampleError, match=r"^sample 2 \(item 0 of FailingItems\) cannot be read: OSError: gone"):
+        next(iter(make_loader(FailingItems(2))))
 
 
-def test_gpt2_samples_have_no_end() -> None:
+def test_gpt2_dataset_has_no_length() -> None:
     assert not hasattr(GPTDataset, "__len__")

@@ -19,87 +19,94 @@ ANSWER = {"role": "assistant", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "add", "description": "é <b>"}}
 
 
-def parsed(**record: Any) -> Conversation:
+def parse_conversation(**record: Any) -> Conversation:
     return parse_record(json.dumps(record).encode())
 
 
-def test_tools_given_as_json_text_are_a_list() -> None:
-    conversation = parsed(messages=[QUESTION, ANSWER], tools=json.dumps([TOOL]))
-    assert conversation.more == {"tools": [TOOL]}
-    assert conversation.differs_from_v1 and not parsed(messages=[ANSWER], tools=[TOOL]).differs_from_v1
-    for nothing in ("", " ", "[]", "null", [], None):
-        assert parsed(messages=[ANSWER], tools=nothing).more == {}
+def test_tools_given_as_json_text_are_parsed() -> None:
+    conversation = parse_conversation(messages=[QUESTION, ANSWER], tools=json.dumps([TOOL]))
+    assert conversation.template_variables == {"tools": [TOOL]}
+    assert conversation.differs_from_v1 and not parse_conversation(messages=[ANSWER], tools=[TOOL]).differs_from_v1
+    for empty_tools in ("", " ", "[]", "null", [], None):
+        assert parse_conversation(messages=[ANSWER], tools=empty_tools).template_variables == {}
 
 
 @pytest.mark.parametrize("tools", ["[{]", "7", '{"name": "add"}', {"name": "add"}, ["add"], "[" * 9999])
-def test_tools_of_another_form_are_rejected(tools: Any) -> None:
+def test_tools_of_another_type_are_rejected(tools: Any) -> None:
     with pytest.raises(ValueError, match='"tools" must be a list of objects, or that list as JSON text, got'):
-        parsed(messages=[ANSWER], tools=tools)
+        parse_conversation(messages=[ANSWER], tools=tools)
 
 
 @pytest.mark.parametrize("key", ["weight", "loss", "train"])
-def test_a_message_of_weight_0_has_no_loss_and_the_template_does_not_see_the_key(key: str) -> None:
+def test_zero_weight_message_has_no_loss_and_key_is_hidden_from_template(key: str) -> None:
     messages = [QUESTION, {**ANSWER, key: 0}, QUESTION, {**ANSWER, key: True}, QUESTION, {**ANSWER, key: False}]
-    conversation = parsed(messages=[*messages, QUESTION, {**ANSWER, key: None}])
+    conversation = parse_conversation(messages=[*messages, QUESTION, {**ANSWER, key: None}])
     assert conversation.without_loss == {1, 5}
     assert conversation.messages == [QUESTION, ANSWER] * 4
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", key: 0.0}]
-    assert parsed(system="s", conversations=sharegpt).without_loss == {2}
-    for wrong in (0.5, "false", [0], 2):
+    assert parse_conversation(system="s", conversations=sharegpt).without_loss == {2}
+    for invalid_value in (0.5, "false", [0], 2):
         with pytest.raises(ValueError, match=f'message 2: "{key}" must be 0 or 1 .false or true., got'):
-            parsed(messages=[QUESTION, {**ANSWER, key: wrong}])
+            parse_conversation(messages=[QUESTION, {**ANSWER, key: invalid_value}])
 
 
-def test_a_loss_on_another_role_is_reported_or_rejected() -> None:
-    assert parsed(messages=[{**QUESTION, "weight": 0, "train": False}, ANSWER]).unread == set()
-    assert parsed(messages=[{**QUESTION, "weight": 1}, ANSWER]).unread == {"weight of user messages"}
+def test_loss_weight_on_other_role_is_reported_or_rejected() -> None:
+    assert parse_conversation(messages=[{**QUESTION, "weight": 0, "train": False}, ANSWER]).unused_keys == set()
+    assert parse_conversation(messages=[{**QUESTION, "weight": 1}, ANSWER]).unused_keys == {"weight of user messages"}
     with pytest.raises(ValueError, match='message 1 must not have "train": true, got the role "user"'):
-        parsed(messages=[{**QUESTION, "train": True}, ANSWER])
+        parse_conversation(messages=[{**QUESTION, "train": True}, ANSWER])
 
 
-def test_system_next_to_messages_opens_the_conversation() -> None:
+def test_system_field_becomes_first_message() -> None:
     system = {"role": "system", "content": "s"}
     for form in ({"messages": [QUESTION, ANSWER]}, {"conversations": [QUESTION, ANSWER]}):
-        assert parsed(system="s", **form).messages == [system, QUESTION, ANSWER]
-        assert parsed(system="", **form).messages == parsed(system=None, **form).messages == [QUESTION, ANSWER]
-    assert parsed(system="s", messages=[system, QUESTION, ANSWER]).messages == [system, QUESTION, ANSWER]
+        assert parse_conversation(system="s", **form).messages == [system, QUESTION, ANSWER]
+        assert (
+            parse_conversation(system="", **form).messages
+            == parse_conversation(system=None, **form).messages
+            == [QUESTION, ANSWER]
+        )
+    assert parse_conversation(system="s", messages=[system, QUESTION, ANSWER]).messages == [system, QUESTION, ANSWER]
     with pytest.raises(ValueError, match=r'"system" \("s"\) and the first message .* \("t"\) differ'):
-        parsed(system="s", messages=[{"role": "system", "content": "t"}, ANSWER])
+        parse_conversation(system="s", messages=[{"role": "system", "content": "t"}, ANSWER])
     with pytest.raises(ValueError, match='"system" must be a string, got 3'):
-        parsed(system=3, messages=[ANSWER])
+        parse_conversation(system=3, messages=[ANSWER])
 
 
-def test_alpaca_is_a_question_with_its_answer() -> None:
-    assert parsed(instruction="q", input="", output="a").messages == [QUESTION, ANSWER]
-    assert parsed(instruction="q", output="a").messages == [QUESTION, ANSWER]
-    assert parsed(instruction="q", input="x", output="a").messages == [{"role": "user", "content": "q\nx"}, ANSWER]
-    longer = parsed(instruction="q", output="a", history=[["q", "a"]], system="s", text="rendered")
-    assert longer.messages == [{"role": "system", "content": "s"}, QUESTION, ANSWER, QUESTION, ANSWER]
-    assert longer.unread == {"text"}
-    for wrong in (
+def test_alpaca_record_becomes_question_and_answer() -> None:
+    assert parse_conversation(instruction="q", input="", output="a").messages == [QUESTION, ANSWER]
+    assert parse_conversation(instruction="q", output="a").messages == [QUESTION, ANSWER]
+    assert parse_conversation(instruction="q", input="x", output="a").messages == [
+        {"role": "user", "content": "q\nx"},
+        ANSWER,
+    ]
+    with_history = parse_conversation(instruction="q", output="a", history=[["q", "a"]], system="s", text="rendered")
+    assert with_history.messages == [{"role": "system", "content": "s"}, QUESTION, ANSWER, QUESTION, ANSWER]
+    assert with_history.unused_keys == {"text"}
+    for invalid_record in (
         {"instruction": "q"},
         {"instruction": 3, "output": "a"},
         {"instruction": "q", "output": "a", "input": 3},
     ):
         with pytest.raises(ValueError, match='must have the strings "instruction" and "output"'):
-            parsed(**wrong)
+            parse_conversation(**invalid_record)
     with pytest.raises(ValueError, match=r'"history" must be a list of \[question, answer\], got \["q"\]'):
-        parsed(instruction="q", output="a", history=["q"])
+        parse_conversation(instruction="q", output="a", history=["q"])
 
 
-def test_keys_without_effect_are_named() -> None:
-    conversation = parsed(
+def test_ignored_keys_are_reported() -> None:
+    conversation = parse_conversation(
         id=7, source=None, messages=[QUESTION, {**ANSWER, "name": "n"}], tools=[TOOL], chat_template_kwargs={"x": 1}
     )
-    assert conversation.unread == {"id"}
-    assert conversation.passed == {"messages[].name": "name", "tools": "tools", "x": "x"}
-    sharegpt = parsed(conversations=[{"from": "gpt", "value": "a", "score": 1}])
-    assert sharegpt.unread == {"conversations[].score"}
+    assert conversation.unused_keys == {"id"}
+    assert conversation.template_keys == {"messages[].name": "name", "tools": "tools", "x": "x"}
+    sharegpt = parse_conversation(conversations=[{"from": "gpt", "value": "a", "score": 1}])
+    assert sharegpt.unused_keys == {"conversations[].score"}
 
 
-def test_deep_nesting_is_an_error_of_the_record() -> None:
+def test_deeply_nested_record_raises() -> None:
     for record in (b'{"messages": ' + b"[" * 100_000, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
-        with pytest.raises(ValueError, match="a line must"):
+        with pytest.raises(ValueError, match="a line is nested too deeply"):
             parse_record(record)
 
 
@@ -117,17 +124,17 @@ ARRAY = '\ufeff [{"n": 1},\n\n  {"n":\n "é"}\r\n, {"n": 3} ]\n'
 
 
 @pytest.mark.parametrize(("text", "lines"), [(LINES, [1, 3, 4]), (ARRAY, [1, 3, 5])])
-def test_lines_and_arrays_plain_or_compressed_give_the_same_records(
+def test_json_lines_and_arrays_yield_same_records_with_any_compression(
     tmp_path: Path, text: str, lines: list[int]
 ) -> None:
     data = text.encode()
-    found, digests = [], set()
+    read_records, digests = [], set()
     for name, content in (("a", data), ("b.gz", gzip.compress(data)), ("c.zst", zstandard.compress(data))):
         (tmp_path / name).write_bytes(content)
-        found.append(records(tmp_path / name))
+        read_records.append(records(tmp_path / name))
         with RecordFile(tmp_path / name) as file:
             digests.add((file.digest, file.size))
-    assert found == [list(zip(lines, [{"n": 1}, {"n": "é"}, {"n": 3}], strict=True))] * 3
+    assert read_records == [list(zip(lines, [{"n": 1}, {"n": "é"}, {"n": 3}], strict=True))] * 3
     assert len(digests) == 1
 
 
@@ -149,19 +156,19 @@ def test_lines_and_arrays_plain_or_compressed_give_the_same_records(
         ),
         (
             zstandard.compress(b"{}\n" * 99_999 + bytes(range(256)))[:-40],
-            "f must be .* in the middle of a zstandard frame",
+            "f cannot be read as a file of JSON lines: it ends in the middle of a zstandard frame",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_broken_file_is_named_with_line(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(DataError, match=problem):
         records(tmp_path / "f")
 
 
 @pytest.mark.parametrize("format", ["parquet", "stream", "file"])
-def test_rows_of_tables_are_records_without_the_nulls_of_absent_keys(
+def test_table_rows_become_records_without_null_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -177,8 +184,8 @@ def test_rows_of_tables_are_records_without_the_nulls_of_absent_keys(
             writer = (arrow.ipc.new_stream if format == "stream" else arrow.ipc.new_file)(file, table.schema)
             writer.write_table(table)
             writer.close()
-    found = records(path)
-    assert found == [
+    read_records = records(path)
+    assert read_records == [
         (1, {"messages": [QUESTION, {**ANSWER, "weight": 0}], "id": 1}),
         (2, {"messages": [QUESTION, ANSWER]}),
     ]

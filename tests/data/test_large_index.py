@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from megatron.data import IndexedDataset, IndexedDatasetBuilder, document_table, large_index
 from megatron.data.cache import IndexCache
 from megatron.errors import DataError
-from tests.data.megatron_writers import write_2020, write_now
-from tests.helpers.token_data import write
+from tests.data.megatron_writers import write_2020, write_core
+from tests.helpers.token_data import write_documents
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6], []], [], [[7, 8, 9, 10]], [[11]]]
-JOINED = [[1, 2, 3], [4, 5, 6], [], [7, 8, 9, 10], [11]]
+JOINED_DOCUMENTS = [[1, 2, 3], [4, 5, 6], [], [7, 8, 9, 10], [11]]
 
 
 @pytest.fixture(params=["small", "large"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def index_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "large":
-        as_large(monkeypatch)
+        treat_all_files_as_large(monkeypatch)
     return request.param
 
 
-def as_large(patch: pytest.MonkeyPatch) -> None:
+def treat_all_files_as_large(patch: pytest.MonkeyPatch) -> None:
     """Let every file count as large, in blocks of few."""
-    patch.setattr(document_table, "LARGE", 0)
+    patch.setattr(document_table, "LARGE_FROM_SEQUENCES", 0)
     patch.setattr(large_index, "STRIDE", 2)
     patch.setattr(large_index, "_BLOCK", 4)
-    patch.setattr(large_index, "_DOCUMENTS_JOINED", 2)
+    patch.setattr(large_index, "_DOCUMENTS_PER_BLOCK", 2)
 
 
 def texts(file: IndexedDataset) -> list[list[int]]:
@@ -40,32 +40,32 @@ def texts(file: IndexedDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
-def test_files_of_both_writers_of_megatron_open(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_files_of_both_megatron_writers_open(tmp_path: Path, index_size: str, dtype: str) -> None:
     write_2020(tmp_path / "a", DOCUMENTS, dtype)
-    write_now(tmp_path / "b", DOCUMENTS, dtype)
+    write_core(tmp_path / "b", DOCUMENTS, dtype)
     assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
     for reader in ("mmap", "pread"):
         file = IndexedDataset(tmp_path / "b", reader=reader)
-        assert texts(file) == JOINED and file.dtype == dtype and file.num_tokens == 11
+        assert texts(file) == JOINED_DOCUMENTS and file.dtype == dtype and file.num_tokens == 11
         assert file.starts.tolist() == [0, 3, 6, 6, 10, 11] and file.byte_offset(3, 1) == 7 * file.dtype.itemsize
-        assert file.first_outside(8) == (3, 1, 8) and file.first_outside(12) is None
+        assert file.find_invalid_id(8) == (3, 1, 8) and file.find_invalid_id(12) is None
 
 
 @pytest.mark.parametrize("code", [0, 6, 7, 9])
-def test_another_token_type_is_refused_with_its_code(tmp_path: Path, kind: str, code: int) -> None:
-    write_now(tmp_path / "a", DOCUMENTS, "int32", code=code)
+def test_unsupported_token_type_is_rejected_with_code(tmp_path: Path, index_size: str, code: int) -> None:
+    write_core(tmp_path / "a", DOCUMENTS, "int32", dtype_code=code)
     with pytest.raises(DataError, match=rf"a.idx: token type code must be one of .*, got {code}"):
         IndexedDataset(tmp_path / "a")
 
 
-def test_a_multimodal_set_is_refused_as_such(tmp_path: Path, kind: str) -> None:
-    write_now(tmp_path / "a", DOCUMENTS, "uint16", modes=[0, 0, 1, 0, 0, 1])
+def test_multimodal_dataset_is_rejected(tmp_path: Path, index_size: str) -> None:
+    write_core(tmp_path / "a", DOCUMENTS, "uint16", modes=[0, 0, 1, 0, 0, 1])
     with pytest.raises(DataError, match="6 more than 6 sequences .* multimodal"):
         IndexedDataset(tmp_path / "a")
 
 
-def test_the_lazy_kind_is_refused_as_such(tmp_path: Path) -> None:
-    write(tmp_path / "a", [3])
+def test_lazy_format_is_rejected(tmp_path: Path) -> None:
+    write_documents(tmp_path / "a", [3])
     (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + struct.pack("<6Q", 1, 4, 4, 0, 0, 1))
     with pytest.raises(DataError, match="lazy and cached .* --dataset-impl mmap"):
         IndexedDataset(tmp_path / "a")
@@ -73,28 +73,34 @@ def test_the_lazy_kind_is_refused_as_such(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=20), st.data())
-def test_large_and_small_readers_agree(tmp_path: Path, lengths: list[int], data: st.DataObject) -> None:
-    cuts = data.draw(st.sets(st.integers(0, len(lengths))))
-    bounds = data.draw(st.sampled_from([sorted({0, len(lengths), *cuts}), list(range(len(lengths) + 1))]))
+def test_large_and_small_index_readers_agree(tmp_path: Path, lengths: list[int], data: st.DataObject) -> None:
+    inner_bounds = data.draw(st.sets(st.integers(0, len(lengths))))
+    bounds = data.draw(st.sampled_from([sorted({0, len(lengths), *inner_bounds}), list(range(len(lengths) + 1))]))
     tokens, start = [], 0
     for length in lengths:
         tokens.append(list(range(start, start + length)))
         start += length
-    write_now(tmp_path / "a", [tokens[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], "uint16")
+    write_core(
+        tmp_path / "a",
+        [tokens[start_idx:stop_idx] for start_idx, stop_idx in zip(bounds, bounds[1:], strict=False)],
+        "uint16",
+    )
     small = IndexedDataset(tmp_path / "a")
     with pytest.MonkeyPatch.context() as patch:
-        as_large(patch)
+        treat_all_files_as_large(patch)
         for reader in ("mmap", "pread"):
             for cache in (None, IndexCache(tmp_path / "cache")):
                 large = IndexedDataset(tmp_path / "a", reader=reader, cache=cache)
-                assert large.sizes.tolist() == small.sizes.tolist() and texts(large) == texts(small)
+                assert large.document_lengths.tolist() == small.document_lengths.tolist() and texts(large) == texts(
+                    small
+                )
                 assert large.starts.tolist() == small.starts.tolist()
-                for place in range(start):
-                    assert large._table.find(place) == small._table.find(place)
+                for token_idx in range(start):
+                    assert large._table.find_document(token_idx) == small._table.find_document(token_idx)
 
 
 @pytest.mark.parametrize(
-    "place, new, text",
+    "offset, replacement, text",
     [
         (34, struct.pack("<i", -1), "must not be negative, but sequence 0 has -1"),
         (34 + 4 * 4, struct.pack("<i", -5), "must not be negative, but sequence 4 has -5"),
@@ -107,35 +113,35 @@ def test_large_and_small_readers_agree(tmp_path: Path, lengths: list[int], data:
     ],
 )
 @pytest.mark.parametrize("has_sidecar", [True, False])
-def test_a_damaged_index_is_refused(
-    tmp_path: Path, kind: str, has_sidecar: bool, place: int, new: bytes, text: str
+def test_damaged_index_is_rejected(
+    tmp_path: Path, index_size: str, has_sidecar: bool, offset: int, replacement: bytes, text: str
 ) -> None:
-    write(tmp_path / "a", [3, 4, 2, 1, 6])
+    write_documents(tmp_path / "a", [3, 4, 2, 1, 6])
     if not has_sidecar:
         (tmp_path / "a.meta.json").unlink()
     data = bytearray((tmp_path / "a.idx").read_bytes())
-    data[place : place + len(new)] = new
+    data[offset : offset + len(replacement)] = replacement
     (tmp_path / "a.idx").write_bytes(bytes(data))
     with pytest.raises(DataError, match=text):
         IndexedDataset(tmp_path / "a")
 
 
-def test_lengths_that_do_not_add_up_to_the_bin_are_refused(tmp_path: Path, kind: str) -> None:
-    write(tmp_path / "a", [3, 4])
+def test_lengths_not_matching_bin_size_are_rejected(tmp_path: Path, index_size: str) -> None:
+    write_documents(tmp_path / "a", [3, 4])
     (tmp_path / "a.bin").write_bytes(bytes(13))
     with pytest.raises(DataError, match="must have 14 bytes .* has 13"):
         IndexedDataset(tmp_path / "a")
 
 
-def test_the_sidecar_of_other_files_is_refused(tmp_path: Path, kind: str) -> None:
-    write(tmp_path / "a", [3, 4])
-    write(tmp_path / "b", [4, 3, 1])
+def test_sidecar_of_other_files_is_rejected(tmp_path: Path, index_size: str) -> None:
+    write_documents(tmp_path / "a", [3, 4])
+    write_documents(tmp_path / "b", [4, 3, 1])
     (tmp_path / "b.meta.json").rename(tmp_path / "a.meta.json")
     with pytest.raises(DataError, match="describes another .idx"):
         IndexedDataset(tmp_path / "a")
 
 
-def test_a_document_of_too_many_tokens_is_named(tmp_path: Path, kind: str) -> None:
+def test_oversized_document_is_named(tmp_path: Path, index_size: str) -> None:
     lengths = np.full(3, 2**30, "<i4")
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 1, 3, 3)
     offsets, starts = np.arange(3, dtype="<i8") * 2**30, np.array([0, 1, 3], "<i8")
@@ -146,24 +152,24 @@ def test_a_document_of_too_many_tokens_is_named(tmp_path: Path, kind: str) -> No
         IndexedDataset(tmp_path / "a")
 
 
-def test_the_fingerprint_of_a_large_file_follows_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_large(monkeypatch)
-    write(tmp_path / "a", [3, 4, 2, 1, 6])
-    prints = [IndexedDataset(tmp_path / "a", reader=reader).fingerprint for reader in ("mmap", "pread")]
+def test_fingerprint_of_large_file_depends_on_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    treat_all_files_as_large(monkeypatch)
+    write_documents(tmp_path / "a", [3, 4, 2, 1, 6])
+    fingerprints = [IndexedDataset(tmp_path / "a", reader=reader).fingerprint for reader in ("mmap", "pread")]
     (tmp_path / "a.meta.json").unlink()
-    prints.append(IndexedDataset(tmp_path / "a").fingerprint)
-    assert len(set(prints)) == 1
-    write(tmp_path / "a", [3, 4, 1, 2, 6])
-    assert IndexedDataset(tmp_path / "a").fingerprint not in prints
+    fingerprints.append(IndexedDataset(tmp_path / "a").fingerprint)
+    assert len(set(fingerprints)) == 1
+    write_documents(tmp_path / "a", [3, 4, 1, 2, 6])
+    assert IndexedDataset(tmp_path / "a").fingerprint not in fingerprints
 
 
-def test_fingerprints_are_the_same_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_fingerprints_are_stable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints hold them; the first was written down before large files were told apart."""
     with IndexedDatasetBuilder(tmp_path / "a", vocab_size=99) as writer:
         writer.add(np.arange(9), np.array([4, 5]))
-    small = IndexedDataset(tmp_path / "a").fingerprint
-    as_large(monkeypatch)
-    assert (small, IndexedDataset(tmp_path / "a").fingerprint) == FINGERPRINTS
+    small_fingerprint = IndexedDataset(tmp_path / "a").fingerprint
+    treat_all_files_as_large(monkeypatch)
+    assert (small_fingerprint, IndexedDataset(tmp_path / "a").fingerprint) == FINGERPRINTS
 
 
 FINGERPRINTS = ("47b7d05bd0075d0f", "20346886385b03a7")

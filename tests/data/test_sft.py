@@ -21,7 +21,7 @@ from megatron.data.sft_dataset import ConversationFile, SFTDataset
 from megatron.errors import DataError
 from megatron.tokenizer import build
 from megatron.tokenizer.chat import ChatTemplate, find_template
-from tests.helpers.chats import ALTERNATING, CHATML, SOME, turns, write_conversations, write_tokenizer
+from tests.helpers.chats import ALTERNATING, CHATML, CONVERSATIONS, make_messages, write_conversations, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     return find_template(build("TokenizersJSON", tokenizer_path=folder))
 
 
-def opened(path: Path, template: ChatTemplate, capacity: int = 400, **others: Any) -> ConversationFile:
-    return ConversationFile(path, template, capacity=capacity, **others)
+def open_conversations(path: Path, template: ChatTemplate, capacity: int = 400, **options: Any) -> ConversationFile:
+    return ConversationFile(path, template, capacity=capacity, **options)
 
 
-def made(file: ConversationFile, seq_length: int, seed: int = 1) -> SFTDataset:
+def make_dataset(file: ConversationFile, seq_length: int, seed: int = 1) -> SFTDataset:
     return SFTDataset(
         file,  # type: ignore[arg-type]
         documents=(0, file.num_documents),
@@ -44,13 +44,15 @@ def made(file: ConversationFile, seq_length: int, seed: int = 1) -> SFTDataset:
     )
 
 
-def test_both_forms_of_a_line_are_one() -> None:
-    one = b'{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'  # noqa: E501
-    two = b'{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'  # noqa: E501
-    three = b'\xef\xbb\xbf{"system": "s", "conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}\r\n'  # noqa: E501
-    assert parse_record(one) == parse_record(two) == parse_record(three)
-    given = b'{"messages": [{"role": "assistant", "tool_calls": [1]}], "tools": [{}], "chat_template_kwargs": {"x": 3}}'
-    assert parse_record(given).more == {"x": 3, "tools": [{}]}
+def test_openai_and_sharegpt_lines_parse_equally() -> None:
+    openai = b'{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'  # noqa: E501
+    sharegpt = b'{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'  # noqa: E501
+    sharegpt_with_system = b'\xef\xbb\xbf{"system": "s", "conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}\r\n'  # noqa: E501
+    assert parse_record(openai) == parse_record(sharegpt) == parse_record(sharegpt_with_system)
+    with_tools = (
+        b'{"messages": [{"role": "assistant", "tool_calls": [1]}], "tools": [{}], "chat_template_kwargs": {"x": 3}}'
+    )
+    assert parse_record(with_tools).template_variables == {"x": 3, "tools": [{}]}
 
 
 @pytest.mark.parametrize(
@@ -85,73 +87,76 @@ def test_both_forms_of_a_line_are_one() -> None:
         ),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, template: ChatTemplate, line: str, problem: str) -> None:
-    path = write_conversations(tmp_path / "c.jsonl", SOME[:1])
+def test_bad_line_is_named(tmp_path: Path, template: ChatTemplate, line: str, problem: str) -> None:
+    path = write_conversations(tmp_path / "c.jsonl", CONVERSATIONS[:1])
     path.write_text(path.read_text() + "\n" + line + "\n" + path.read_text())
     with pytest.raises(DataError, match=f"c.jsonl:3: .*{problem}"):
-        opened(path, template)
+        open_conversations(path, template)
 
 
-def test_a_lone_surrogate_in_the_name_of_an_unread_key_is_shown_escaped(
+def test_surrogate_in_ignored_key_is_escaped(
     tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr("megatron.log.warn_once_per_job", shown.append)
+    warnings: list[str] = []
+    monkeypatch.setattr("megatron.log.warn_once_per_job", warnings.append)
     path = tmp_path / "c.jsonl"
     path.write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "\\udfff": 1}'
     )
-    opened(path, template)
-    assert [line.encode() for line in shown if "keys that have no effect" in line and "\\udfff" in line]
+    open_conversations(path, template)
+    assert [line.encode() for line in warnings if "keys that have no effect" in line and "\\udfff" in line]
 
 
-def test_what_a_template_refuses_is_named(tmp_path: Path, template: ChatTemplate) -> None:
+def test_template_rejection_is_named(tmp_path: Path, template: ChatTemplate) -> None:
     strict = ChatTemplate(ALTERNATING, template.tokenizer, source="strict", special=template.special)
-    path = write_conversations(tmp_path / "c.jsonl", [SOME[0], turns("a", "b", system="s")])
+    path = write_conversations(tmp_path / "c.jsonl", [CONVERSATIONS[0], make_messages("a", "b", system="s")])
     with pytest.raises(
         DataError, match="c.jsonl:2: the chat template .strict. rejects the conversation: roles must alternate"
     ):
-        opened(path, strict)
+        open_conversations(path, strict)
 
 
-def test_files_without_conversations_are_refused(tmp_path: Path, template: ChatTemplate) -> None:
+def test_files_without_conversations_are_rejected(tmp_path: Path, template: ChatTemplate) -> None:
     (tmp_path / "blank.jsonl").write_text("\n \n")
     with pytest.raises(DataError, match="blank.jsonl must have a conversation on each line, got none"):
-        opened(tmp_path / "blank.jsonl", template)
-    with pytest.raises(DataError, match="none.jsonl must be a file"):
-        opened(tmp_path / "none.jsonl", template)
+        open_conversations(tmp_path / "blank.jsonl", template)
+    with pytest.raises(DataError, match="none.jsonl cannot be read as a file of JSON lines"):
+        open_conversations(tmp_path / "none.jsonl", template)
 
 
-def test_each_conversation_is_a_document_with_its_mask(tmp_path: Path, template: ChatTemplate) -> None:
-    file = opened(write_conversations(tmp_path / "c.jsonl", SOME), template)
-    assert file.num_documents == len(SOME)
-    for number, messages in enumerate(SOME):
-        wanted, signed = template.encode(messages), file.read(number)
-        assert np.where(signed < 0, ~signed, signed).tolist() == wanted.ids
-        assert (signed < 0).tolist() == wanted.is_said
-        assert file.read(number, 2, 3).tolist() == signed[2:5].tolist()
-    whole = np.concatenate([file.read(number) for number in range(len(SOME))])
-    assert file.read_tokens(3, 50).tolist() == whole[3:53].tolist()
-    assert file.num_tokens == len(whole) == int(file.starts_of(0, len(SOME))[-1])
+def test_each_conversation_is_document_with_loss_mask(tmp_path: Path, template: ChatTemplate) -> None:
+    file = open_conversations(write_conversations(tmp_path / "c.jsonl", CONVERSATIONS), template)
+    assert file.num_documents == len(CONVERSATIONS)
+    for document_idx, messages in enumerate(CONVERSATIONS):
+        expected, tokens = template.encode(messages), file.read(document_idx)
+        assert np.where(tokens < 0, ~tokens, tokens).tolist() == expected.ids
+        assert (tokens < 0).tolist() == expected.has_loss
+        assert file.read(document_idx, 2, 3).tolist() == tokens[2:5].tolist()
+    all_tokens = np.concatenate([file.read(document_idx) for document_idx in range(len(CONVERSATIONS))])
+    assert file.read_tokens(3, 50).tolist() == all_tokens[3:53].tolist()
+    assert file.num_tokens == len(all_tokens) == int(file.starts_of(0, len(CONVERSATIONS))[-1])
 
 
-def test_packed_samples_by_hand(tmp_path: Path, template: ChatTemplate) -> None:
+def test_packed_sample_fields_match_conversations(tmp_path: Path, template: ChatTemplate) -> None:
     """Labels, loss mask, positions and documents of a packed sample, computed from the conversations alone."""
-    path = write_conversations(tmp_path / "c.jsonl", [turns("a", "bc"), turns("d", "e", "f", "g")])
-    encoded = [template.encode(turns("d", "e", "f", "g")), template.encode(turns("a", "bc"))]  # the longest first
-    sizes = [len(one.ids) for one in encoded]
-    length = sum(sizes) + 2  # three tokens of padding in L + 1
-    sample = made(opened(path, template, length + 1), length)[0]
+    path = write_conversations(tmp_path / "c.jsonl", [make_messages("a", "bc"), make_messages("d", "e", "f", "g")])
+    encoded = [
+        template.encode(make_messages("d", "e", "f", "g")),
+        template.encode(make_messages("a", "bc")),
+    ]  # the longest first
+    lengths = [len(conversation.ids) for conversation in encoded]
+    length = sum(lengths) + 2  # three tokens of padding in L + 1
+    sample = make_dataset(open_conversations(path, template, length + 1), length)[0]
     rows = {name: torch.from_numpy(array)[None] for name, array in sample.items()}
     fields = gpt2_fields(rows["text"], segments=rows["segments"], loss_mask=rows["loss_mask"])
-    ids = [token for one in encoded for token in one.ids]
+    ids = [token for conversation in encoded for token in conversation.ids]
     assert fields["tokens"][0, : len(ids)].tolist() == ids
-    assert fields["position_ids"][0, : len(ids)].tolist() == [*range(sizes[0]), *range(sizes[1])]
-    assert fields["segment_ids"][0].tolist() == [0] * sizes[0] + [1] * sizes[1] + [-1] * (length - len(ids))
+    assert fields["position_ids"][0, : len(ids)].tolist() == [*range(lengths[0]), *range(lengths[1])]
+    assert fields["segment_ids"][0].tolist() == [0] * lengths[0] + [1] * lengths[1] + [-1] * (length - len(ids))
     predicted = []
-    for one in encoded:
-        steps = zip(one.ids, one.ids[1:], one.is_said[1:], strict=False)
-        predicted += [(token, label) for token, label, is_said in steps if is_said]
+    for conversation in encoded:
+        transitions = zip(conversation.ids, conversation.ids[1:], conversation.has_loss[1:], strict=False)
+        predicted += [(token, label) for token, label, has_label in transitions if has_label]
     has_loss = fields["loss_mask"][0] > 0
     tokens, labels = (fields[name][0, has_loss].tolist() for name in ("tokens", "labels"))
     assert list(zip(tokens, labels, strict=True)) == predicted
@@ -160,136 +165,141 @@ def test_packed_samples_by_hand(tmp_path: Path, template: ChatTemplate) -> None:
     assert fields["loss_mask"].dtype == torch.float32
 
 
-def test_long_ones_are_cut_from_the_end_and_counted(
+def test_long_conversations_are_truncated_and_counted(
     tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "warn_once", said.append)
-    conversations = [turns("a", "b" * 50), turns("c" * 80, "d"), turns("e", "f")]
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+    conversations = [make_messages("a", "b" * 50), make_messages("c" * 80, "d"), make_messages("e", "f")]
     path = write_conversations(tmp_path / "c.jsonl", conversations)
-    file = opened(path, template, 40)
-    assert file.sizes.tolist() == [40, 0, len(template.encode(conversations[2]).ids)]
-    assert file.read(0).tolist() == opened(path, template).read(0)[:40].tolist()
-    assert len(said) == 1
+    file = open_conversations(path, template, 40)
+    assert file.document_lengths.tolist() == [40, 0, len(template.encode(conversations[2]).ids)]
+    assert file.read(0).tolist() == open_conversations(path, template).read(0)[:40].tolist()
+    assert len(warnings) == 1
     assert (
         "2 of 3 conversations are longer than --seq-length + 1 = 40 tokens and are truncated at the end; 1 have"
-        in said[0]
+        in warnings[0]
     )
     with pytest.raises(DataError, match=r"c.jsonl:1: .* at most --seq-length \+ 1 = 40 tokens, got .*--sft-overlong"):
-        opened(path, template, 40, overlong="refuse")
-    assert {int(n) for i in range(4) for n in made(file, 39)[i]["text"]} <= set(range(template.tokenizer.vocab_size))
+        open_conversations(path, template, 40, overlong="refuse")
+    assert {int(token) for idx in range(4) for token in make_dataset(file, 39)[idx]["text"]} <= set(
+        range(template.tokenizer.vocab_size)
+    )
 
 
-def test_a_conversation_whose_only_loss_is_on_its_first_token_is_left_out(
-    tmp_path: Path, template: ChatTemplate
-) -> None:
+def test_conversation_with_loss_only_on_first_token_is_skipped(tmp_path: Path, template: ChatTemplate) -> None:
     text = "{% for m in messages %}{% if loop.first %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-    plain = ChatTemplate(text + "{{ m.content }}{% endif %}{% endfor %}", template.tokenizer, source="", special={})
-    lines = [[{"role": "assistant", "content": said}, {"role": "user", "content": "!"}] for said in ("x", "xy")]
-    file = opened(write_conversations(tmp_path / "c.jsonl", lines), plain)
-    assert plain.encode(lines[0]).is_said == [True, False]
-    assert (file.sizes.tolist(), file.num_left_out) == ([0, 3], 1)
+    content_template = ChatTemplate(
+        text + "{{ m.content }}{% endif %}{% endfor %}", template.tokenizer, source="", special={}
+    )
+    lines = [[{"role": "assistant", "content": content}, {"role": "user", "content": "!"}] for content in ("x", "xy")]
+    file = open_conversations(write_conversations(tmp_path / "c.jsonl", lines), content_template)
+    assert content_template.encode(lines[0]).has_loss == [True, False]
+    assert (file.document_lengths.tolist(), file.num_dropped) == ([0, 3], 1)
 
 
-def test_other_programs_keys_take_effect_or_are_reported_once(
+def test_foreign_keys_take_effect_or_are_reported_once(
     tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read on a first start and from the cache, where nothing is parsed, in parts of two."""
-    said: list[str] = []
-    monkeypatch.setattr(log, "warn_once_per_job", said.append)
-    monkeypatch.setattr(sft_dataset, "_LINES_AT_ONCE", 2)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once_per_job", warnings.append)
+    monkeypatch.setattr(sft_dataset, "_CHUNK_CONVERSATIONS", 2)
     monkeypatch.setattr(sft_dataset, "_IN_MEMORY_BELOW_BYTES", 0)
-    silent = [*turns("a", "b"), *turns("c", "d")]
-    silent[1] = {**silent[1], "weight": 0}  # type: ignore[dict-item]
+    masked_messages = [*make_messages("a", "b"), *make_messages("c", "d")]
+    masked_messages[1] = {**masked_messages[1], "weight": 0}  # type: ignore[dict-item]
     records = [
-        {"messages": silent, "id": 1},
-        {"messages": turns("a", "b"), "system": "s", "source": "x"},
+        {"messages": masked_messages, "id": 1},
+        {"messages": make_messages("a", "b"), "system": "s", "source": "x"},
         {"instruction": "a", "output": "b", "id": 2, "é": 1},
-        {"messages": [{**turns("a")[0], "name": "n"}, turns("a", "b")[1]], "tools": "[{}]"},
+        {"messages": [{**make_messages("a")[0], "name": "n"}, make_messages("a", "b")[1]], "tools": "[{}]"},
     ]
     path = tmp_path / "c.json.gz"
     path.write_bytes(gzip.compress(json.dumps(records, indent=1).encode()))
     expected = [
-        template.encode(turns("a", "b", "c", "d"), without_loss={1}),
-        template.encode(turns("a", "b", system="s")),
-        template.encode(turns("a", "b")),
-        template.encode(turns("a", "b")),
+        template.encode(make_messages("a", "b", "c", "d"), without_loss={1}),
+        template.encode(make_messages("a", "b", system="s")),
+        template.encode(make_messages("a", "b")),
+        template.encode(make_messages("a", "b")),
     ]
     for _ in range(2):
-        file = opened(path, template, cache=IndexCache(tmp_path / "cache"))
-        rows = [file.read(number) for number in range(4)]
-        assert [np.where(row < 0, ~row, row).tolist() for row in rows] == [one.ids for one in expected]
-        assert [(row < 0).tolist() for row in rows] == [one.is_said for one in expected]
-        assert file.unread == ["id", "messages[].name", "source", "tools", "é"]
-        (line,) = said
+        file = open_conversations(path, template, cache=IndexCache(tmp_path / "cache"))
+        rows = [file.read(document_idx) for document_idx in range(4)]
+        assert [np.where(row < 0, ~row, row).tolist() for row in rows] == [
+            conversation.ids for conversation in expected
+        ]
+        assert [(row < 0).tolist() for row in rows] == [conversation.has_loss for conversation in expected]
+        assert file.unused_keys == ["id", "messages[].name", "source", "tools", "é"]
+        (line,) = warnings
         assert line.startswith(f"{path}: keys that have no effect") and "messages[].name, source, tools, é" in line
-        said.clear()
+        warnings.clear()
         monkeypatch.setattr(ChatTemplate, "encode", None)
 
 
-def test_a_file_that_is_read_otherwise_than_before_has_another_fingerprint(
-    tmp_path: Path, template: ChatTemplate
-) -> None:
-    with_tools = {"messages": turns("a", "b"), "tools": [{}]}
+def test_parsing_changes_change_fingerprint(tmp_path: Path, template: ChatTemplate) -> None:
+    with_tools = {"messages": make_messages("a", "b"), "tools": [{}]}
 
     def fingerprint(record: dict[str, Any], template: ChatTemplate = template) -> tuple[str, str]:
         (tmp_path / "c.jsonl").write_text(json.dumps(record) + "\n")
-        file = opened(tmp_path / "c.jsonl", template)
+        file = open_conversations(tmp_path / "c.jsonl", template)
         return file.fingerprint, hashlib.sha256(f"{file._digest}:{template.key}".encode()).hexdigest()[:16]
 
-    both = ChatTemplate(
+    with_named_templates = ChatTemplate(
         CHATML, template.tokenizer, source="", special=template.special, named={"tool_use": CHATML, "rag": "x"}
     )
-    for record in (with_tools, {"messages": turns("a", "b", system="s")}):
-        found, before = fingerprint(record)  # checkpoints of 8c23b9e6 contain the second
-        assert found == before
-    assert fingerprint({"messages": turns("a", "b")}, both)[0] == fingerprint({"messages": turns("a", "b")})[1]
-    for record, one in ((with_tools, both), ({**with_tools, "tools": "[{}]"}, template)):
-        found, before = fingerprint(record, one)
-        assert found != before
+    for record in (with_tools, {"messages": make_messages("a", "b", system="s")}):
+        fingerprint_value, old_fingerprint = fingerprint(record)  # checkpoints of 8c23b9e6 contain the second
+        assert fingerprint_value == old_fingerprint
+    assert (
+        fingerprint({"messages": make_messages("a", "b")}, with_named_templates)[0]
+        == fingerprint({"messages": make_messages("a", "b")})[1]
+    )
+    for record, chat_template in ((with_tools, with_named_templates), ({**with_tools, "tools": "[{}]"}, template)):
+        fingerprint_value, old_fingerprint = fingerprint(record, chat_template)
+        assert fingerprint_value != old_fingerprint
 
 
-def test_a_template_without_an_end_of_turn_is_reported(
+def test_missing_end_of_turn_token_is_reported(
     tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "warn_once_per_job", said.append)
-    path = write_conversations(tmp_path / "c.jsonl", SOME)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once_per_job", warnings.append)
+    path = write_conversations(tmp_path / "c.jsonl", CONVERSATIONS)
     for text in (CHATML, CHATML.replace("im_end", "stop")):
-        other = ChatTemplate(text, template.tokenizer, source="", special=template.special)
+        other_template = ChatTemplate(text, template.tokenizer, source="", special=template.special)
         paths, needed = BlendPaths(data_path=str(path), split="1"), (True, False, False)
-        build_sft_train_valid_test(paths, seq_length=200, seed=1, template=other, needed=needed)
-    (line,) = said
+        build_sft_train_valid_test(paths, seq_length=200, seed=1, template=other_template, needed=needed)
+    (line,) = warnings
     assert "tools/train_tokenizer.py --special-tokens '<|stop|>'" in line
 
 
-def test_parts_are_kept_for_other_processes(
+def test_encoded_chunks_are_cached_for_other_processes(
     tmp_path: Path, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_conversations(tmp_path / "c.jsonl", SOME * 3)
-    plain = opened(path, template)
-    sizes, whole = plain.sizes.tolist(), plain.read_tokens(0, plain.num_tokens).tolist()
-    rows = [plain.read(number).tolist() for number in range(12)]
-    monkeypatch.setattr(sft_dataset, "_LINES_AT_ONCE", 5)
+    path = write_conversations(tmp_path / "c.jsonl", CONVERSATIONS * 3)
+    uncached = open_conversations(path, template)
+    lengths, all_tokens = uncached.document_lengths.tolist(), uncached.read_tokens(0, uncached.num_tokens).tolist()
+    rows = [uncached.read(document_idx).tolist() for document_idx in range(12)]
+    monkeypatch.setattr(sft_dataset, "_CHUNK_CONVERSATIONS", 5)
     monkeypatch.setattr(sft_dataset, "_IN_MEMORY_BELOW_BYTES", 0)
     cache = IndexCache(tmp_path / "cache")
     for _ in range(2):
-        file = opened(path, template, cache=cache)
-        assert file.sizes.tolist() == sizes
-        assert [file.read(number).tolist() for number in range(12)] == rows
-        assert file.read_tokens(7, 300).tolist() == whole[7:307]
-        assert [file.place(n) for n in (0, 11)] == [f"{path}:1", f"{path}:12"]
+        file = open_conversations(path, template, cache=cache)
+        assert file.document_lengths.tolist() == lengths
+        assert [file.read(document_idx).tolist() for document_idx in range(12)] == rows
+        assert file.read_tokens(7, 300).tolist() == all_tokens[7:307]
+        assert [file.location(document_idx) for document_idx in (0, 11)] == [f"{path}:1", f"{path}:12"]
         monkeypatch.setattr(ChatTemplate, "encode", None)  # the second time nothing is encoded
 
 
-def test_the_fingerprint_covers_file_template_and_tokenizer(tmp_path: Path, template: ChatTemplate) -> None:
-    path = write_conversations(tmp_path / "c.jsonl", SOME)
-    other = ChatTemplate("{# other #}" + CHATML, template.tokenizer, source="", special=template.special)
-    more = write_tokenizer(tmp_path / "other", CHATML)
-    fields = json.loads((more / "tokenizer.json").read_text())
+def test_fingerprint_covers_file_template_and_tokenizer(tmp_path: Path, template: ChatTemplate) -> None:
+    path = write_conversations(tmp_path / "c.jsonl", CONVERSATIONS)
+    other_template = ChatTemplate("{# other #}" + CHATML, template.tokenizer, source="", special=template.special)
+    other_folder = write_tokenizer(tmp_path / "other", CHATML)
+    fields = json.loads((other_folder / "tokenizer.json").read_text())
     fields["normalizer"] = {"type": "NFC"}
-    (more / "tokenizer.json").write_text(json.dumps(fields))
-    apart = find_template(build("TokenizersJSON", tokenizer_path=more))
+    (other_folder / "tokenizer.json").write_text(json.dumps(fields))
+    other_tokenizer_template = find_template(build("TokenizersJSON", tokenizer_path=other_folder))
 
     def fingerprint(template: ChatTemplate, path: Path = path, seed: int = 1, length: int = 200) -> str:
         paths = BlendPaths(data_path=str(path), split="1")
@@ -299,73 +309,77 @@ def test_the_fingerprint_covers_file_template_and_tokenizer(tmp_path: Path, temp
         assert train is not None
         return str(train.order.state(0)["fingerprints"])
 
-    changed = write_conversations(tmp_path / "d.jsonl", [*SOME[:-1], turns("one", "2")])
-    every = [
-        fingerprint(template), fingerprint(other), fingerprint(apart), fingerprint(template, changed),
-        fingerprint(template, seed=2), fingerprint(template, length=201),
+    changed = write_conversations(tmp_path / "d.jsonl", [*CONVERSATIONS[:-1], make_messages("one", "2")])
+    fingerprints = [
+        fingerprint(template), fingerprint(other_template), fingerprint(other_tokenizer_template),
+        fingerprint(template, changed), fingerprint(template, seed=2), fingerprint(template, length=201),
     ]  # fmt: skip
-    assert len({text.partition(":")[2] for text in every}) == len(every)
-    assert fingerprint(template) == every[0]
+    assert len({text.partition(":")[2] for text in fingerprints}) == len(fingerprints)
+    assert fingerprint(template) == fingerprints[0]
 
 
 @pytest.mark.parametrize("split_by", ["range", "hash"])
-def test_splits_share_no_conversation_and_an_epoch_has_each_once(
+def test_splits_share_no_conversation_and_epoch_contains_each_once(
     tmp_path: Path, template: ChatTemplate, split_by: str
 ) -> None:
-    conversations = [turns(f"q{number}", f"answer {number}") for number in range(60)]
+    conversations = [make_messages(f"q{idx}", f"answer {idx}") for idx in range(60)]
     path = write_conversations(tmp_path / "c.jsonl", conversations)
     paths = BlendPaths(data_path=str(path), split="6,3,1", split_by=split_by)
     splits = build_sft_train_valid_test(paths, seq_length=100, seed=3, template=template)
-    found = []
+    texts = []
     for dataset in splits:
         assert dataset is not None
-        part = next(iter(dataset.parts.values()))
-        pieces = [piece for index in range(part.samples_per_epoch) for piece in _texts(part[index], template)]
-        assert len(pieces) == len(set(pieces))
-        found += pieces
-    assert sorted(found) == sorted(template.render(one) for one in conversations)
+        split = next(iter(dataset.parts.values()))
+        split_texts = [
+            text for index in range(split.samples_per_epoch) for text in _decode_segments(split[index], template)
+        ]
+        assert len(split_texts) == len(set(split_texts))
+        texts += split_texts
+    assert sorted(texts) == sorted(template.render(conversation) for conversation in conversations)
     assert splits[0] is not None and splits[0].order.epochs(0) == {"c.jsonl": 0.0}
 
 
-def _texts(sample: dict[str, np.ndarray], template: ChatTemplate) -> list[str]:
+def _decode_segments(sample: dict[str, np.ndarray], template: ChatTemplate) -> list[str]:
     segments = sample["segments"]
     return [
-        template.tokenizer.decode(sample["text"][segments == number].tolist()) for number in range(segments.max() + 1)
+        template.tokenizer.decode(sample["text"][segments == segment].tolist()) for segment in range(segments.max() + 1)
     ]
 
 
-def test_validation_may_have_a_file_of_its_own_and_files_are_mixed(tmp_path: Path, template: ChatTemplate) -> None:
-    one = write_conversations(tmp_path / "a.jsonl", SOME)
-    two = write_conversations(tmp_path / "b.jsonl", [turns("x", "y")])
-    paths = BlendPaths(train_data_path=f"3 {one} 1 {two}", valid_data_path=str(two))
+def test_validation_file_is_separate_and_train_files_are_blended(tmp_path: Path, template: ChatTemplate) -> None:
+    first = write_conversations(tmp_path / "a.jsonl", CONVERSATIONS)
+    second = write_conversations(tmp_path / "b.jsonl", [make_messages("x", "y")])
+    paths = BlendPaths(train_data_path=f"3 {first} 1 {second}", valid_data_path=str(second))
     train, valid, test = build_sft_train_valid_test(
         paths, seq_length=200, seed=3, template=template, needed=(True, True, False)
     )
     assert train is not None and valid is not None and test is None
     assert train.order.cursors(40) == {"a.jsonl": 30, "b.jsonl": 10}
-    assert _texts(valid[0], template) == [template.render(turns("x", "y"))]
+    assert _decode_segments(valid[0], template) == [template.render(make_messages("x", "y"))]
 
 
-def test_micro_batches_go_on_in_mid_epoch(tmp_path: Path, template: ChatTemplate) -> None:
-    file = opened(write_conversations(tmp_path / "c.jsonl", SOME * 9), template, 101)
-    dataset = made(file, 100)
+def test_micro_batches_resume_mid_epoch(tmp_path: Path, template: ChatTemplate) -> None:
+    file = open_conversations(write_conversations(tmp_path / "c.jsonl", CONVERSATIONS * 9), template, 101)
+    dataset = make_dataset(file, 100)
     assert dataset.samples_per_epoch > 7
 
-    def batches(start: int, count: int) -> list[dict[str, torch.Tensor]]:
+    def read_batches(start: int, count: int) -> list[dict[str, torch.Tensor]]:
         loader = DataLoader(
             dataset, micro_batch_size=1, num_micro_batches=2, data_rank=0, data_size=1, samples_consumed=start
         )
         iterator = iter(loader)
         return [next(iterator) for _ in range(count)]
 
-    whole, rest = batches(0, 12), batches(6, 6)
-    for one, other in zip(whole[6:], rest, strict=True):
-        assert set(one) == {"text", "segments", "loss_mask"}
-        assert all(torch.equal(one[key], other[key]) for key in one)
-    assert all(bool(batch["loss_mask"].any()) for batch in whole)
+    batches_from_start, resumed_batches = read_batches(0, 12), read_batches(6, 6)
+    for expected, resumed in zip(batches_from_start[6:], resumed_batches, strict=True):
+        assert set(expected) == {"text", "segments", "loss_mask"}
+        assert all(torch.equal(expected[key], resumed[key]) for key in expected)
+    assert all(bool(batch["loss_mask"].any()) for batch in batches_from_start)
 
 
-def test_json_of_any_script_is_kept(tmp_path: Path, template: ChatTemplate) -> None:
+def test_escaped_unicode_is_decoded(tmp_path: Path, template: ChatTemplate) -> None:
     path = tmp_path / "c.jsonl"
-    path.write_text(json.dumps({"messages": SOME[2]}, ensure_ascii=True) + "\r\n")
-    assert template.tokenizer.decode(np.abs(opened(path, template).read(0)[:10]).tolist()).startswith("<|im_start|>")
+    path.write_text(json.dumps({"messages": CONVERSATIONS[2]}, ensure_ascii=True) + "\r\n")
+    assert template.tokenizer.decode(np.abs(open_conversations(path, template).read(0)[:10]).tolist()).startswith(
+        "<|im_start|>"
+    )

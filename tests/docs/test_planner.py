@@ -20,27 +20,27 @@ EXAMPLES = re.findall(
 NAMES = ("best layouts", "one layout that does not fit", "experts")
 
 
-def said(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    plan.main(shlex.split(words, comments=True))
+def run_planner(command_line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    plan.main(shlex.split(command_line, comments=True))
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "number",
+    "example_idx",
     [pytest.param(n, marks=pytest.mark.slow if name == "best layouts" else ()) for n, name in enumerate(NAMES)],
     ids=NAMES,
 )
-def test_the_page_has_what_the_planner_prints(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    words, output = EXAMPLES[number]
-    assert said(words, capsys).strip() == output.strip()
+def test_documented_output_equals_planner_output(example_idx: int, capsys: pytest.CaptureFixture[str]) -> None:
+    command_line, output = EXAMPLES[example_idx]
+    assert run_planner(command_line, capsys).strip() == output.strip()
 
 
-def test_every_output_of_the_page_has_its_command() -> None:
+def test_every_documented_output_has_command() -> None:
     text = (DOCS / "planner.md").read_text("utf-8")
     assert len(EXAMPLES) == len(NAMES) == len(re.findall(r"^```\n.*?^```$", text, flags=re.M | re.S))
 
 
-def figures(output: str) -> set[str]:
+def parse_figures(output: str) -> set[str]:
     """Return the GB of a rank's memory and of its tensor messages, and the step, as a page tells them."""
     (memory,) = re.findall(r"stage 0 .* ([\d.]+) GB +\d+ %", output)
     (sent,) = re.findall(r"tensor +([\d.]+) GB", output)
@@ -49,12 +49,12 @@ def figures(output: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ["parallelism.md", "zh/parallelism.md"])
-def test_the_price_of_sequence_parallelism_is_the_planners(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequence_parallel_cost_equals_planner(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / page).read_text("utf-8")
-    (words,) = re.findall(r"^    python tools/plan\.py (.* --sequence-parallel)$", text, flags=re.M)
-    wanted = set()
+    (command_line,) = re.findall(r"^    python tools/plan\.py (.* --sequence-parallel)$", text, flags=re.M)
+    expected = set()
     for gpu in ("a100-80g", "l40s"):
-        for flags in (words, words.removesuffix(" --sequence-parallel")):
-            wanted |= figures(said(flags.replace("a100-80g", gpu), capsys))
-    documented = set(re.findall(r"\d+(?:\.\d+)?", text.split(words)[1].split("\n\n")[1]))
-    assert len(wanted) == 8 and wanted <= documented
+        for flags in (command_line, command_line.removesuffix(" --sequence-parallel")):
+            expected |= parse_figures(run_planner(flags.replace("a100-80g", gpu), capsys))
+    documented = set(re.findall(r"\d+(?:\.\d+)?", text.split(command_line)[1].split("\n\n")[1]))
+    assert len(expected) == 8 and expected <= documented

@@ -12,53 +12,53 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.optim.optimizer import MixedPrecisionOptimizer
-from tests.helpers.runs import flags, train_ranks, write_corpus
+from tests.helpers.runs import make_flags, train_ranks, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/reading_order.md", "docs/zh/reading_order.md")
 
 
-def files_in_sittings(page: str) -> list[str]:
+def read_sitting_files(page: str) -> list[str]:
     """Return the files of megatron and tds in the rows of the five sittings."""
     rows = re.findall(r"^\| [1-5] \|.*$", (ROOT / page).read_text("utf-8"), flags=re.M)
     return [file for row in rows for file in re.findall(r"`((?:megatron|tds)/[\w/]+\.py)`", row)]
 
 
 @pytest.fixture(scope="module")
-def files_that_ran(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def executed_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Return the files whose functions ran in the third step of a run on one stage or on two."""
     corpus, folder = write_corpus(tmp_path_factory.mktemp("corpus")), tmp_path_factory.mktemp("files")
 
     def record_third_step(rank: int) -> None:
-        ran: set[str] = set()
+        executed: set[str] = set()
         updates = 0
 
         def on_event(frame: Any, event: str, _: Any) -> None:
             if event == "call":
-                ran.add(frame.f_code.co_filename)
+                executed.add(frame.f_code.co_filename)
 
         def after_update(optimizer: Any, *_: Any) -> None:
             nonlocal updates
             updates += isinstance(optimizer, MixedPrecisionOptimizer)
             sys.setprofile(on_event if updates == 2 else None)
             if updates == 3:
-                (folder / f"{num_stages}-{rank}.json").write_text(json.dumps(sorted(ran)))
+                (folder / f"{num_stages}-{rank}.json").write_text(json.dumps(sorted(executed)))
 
         register_optimizer_step_post_hook(after_update)
 
     for num_stages in (1, 2):
-        words = f"--train-iters 4 --log-interval 10 --eval-iters 0 --pipe-parallel-size {num_stages}"
+        run_flags = f"--train-iters 4 --log-interval 10 --eval-iters 0 --pipe-parallel-size {num_stages}"
         run_dir = tmp_path_factory.mktemp("run") / "run"
-        codes, _ = train_ranks(num_stages, flags(corpus, run_dir, words), record_third_step)
+        codes, _ = train_ranks(num_stages, make_flags(corpus, run_dir, run_flags), record_third_step)
         assert codes == [0] * num_stages
     files = {Path(file) for path in folder.iterdir() for file in json.loads(path.read_text())}
     return {file.relative_to(ROOT).as_posix() for file in files if file.is_relative_to(ROOT)}
 
 
-def test_a_step_runs_every_file_of_the_sittings(files_that_ran: set[str]) -> None:
-    files = files_in_sittings(PAGES[0])
-    assert files and [file for file in files if file not in files_that_ran] == []
+def test_training_step_executes_every_listed_file(executed_files: set[str]) -> None:
+    files = read_sitting_files(PAGES[0])
+    assert files and [file for file in files if file not in executed_files] == []
 
 
-def test_both_pages_name_the_same_files() -> None:
-    assert files_in_sittings(PAGES[1]) == files_in_sittings(PAGES[0])
+def test_pages_list_equal_files() -> None:
+    assert read_sitting_files(PAGES[1]) == read_sitting_files(PAGES[0])

@@ -14,7 +14,7 @@ TESTS: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "reliability" / "h
 """Row of the page -> its tests as ``file::function``."""
 
 
-def table_rows(page: Path) -> dict[str, list[str]]:
+def read_rows(page: Path) -> dict[str, list[str]]:
     """Return the cells of each numbered row by its number."""
     lines = page.read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
@@ -24,7 +24,7 @@ def table_rows(page: Path) -> dict[str, list[str]]:
 
 
 @functools.cache
-def functions_in(file: Path) -> dict[str, bool]:
+def read_test_functions(file: Path) -> dict[str, bool]:
     """Return the test functions of a file, True for slow ones; the file is parsed, not imported."""
     if not file.exists():
         return {}
@@ -35,20 +35,20 @@ def functions_in(file: Path) -> dict[str, bool]:
     }
 
 
-def test_every_row_has_tests_that_exist_and_one_that_is_not_slow() -> None:
-    assert TESTS.keys() == table_rows(PAGES[0]).keys()
+def test_every_row_has_existing_fast_test() -> None:
+    assert TESTS.keys() == read_rows(PAGES[0]).keys()
     for row, tests in TESTS.items():
         is_slow = {}
         for test in tests:
             file, _, name = test.partition("::")
-            functions = functions_in(ROOT / file)
+            functions = read_test_functions(ROOT / file)
             assert name in functions, f"{row}: {test} does not exist"
             is_slow[test] = functions[name]
         assert not all(is_slow.values()), f"{row} has slow tests only"
 
 
-def test_both_pages_have_the_same_rows_and_exit_codes() -> None:
-    english, chinese = map(table_rows, PAGES)
+def test_pages_have_equal_rows_and_exit_codes() -> None:
+    english, chinese = map(read_rows, PAGES)
     assert list(english) == list(chinese)
     codes = [
         [re.findall(r"\d+", cells[-1]) for row, cells in rows.items() if row[0] != "E"] for rows in (english, chinese)

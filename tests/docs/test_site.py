@@ -17,39 +17,39 @@ from tools import docs
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-LEFT_OUT = set(SETTINGS["exclude_docs"].replace("/", "").split())
-PAGES = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - LEFT_OUT
+EXCLUDED_PAGES = set(SETTINGS["exclude_docs"].replace("/", "").split())
+PAGES = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - EXCLUDED_PAGES
 
 
-def in_nav(entry: Any) -> Iterator[str]:
+def iter_nav_pages(entry: Any) -> Iterator[str]:
     """Yield the pages of the navigation."""
     if isinstance(entry, str):
         yield entry
-    for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
-        yield from in_nav(part)
+    for child in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+        yield from iter_nav_pages(child)
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
-    named = list(in_nav(SETTINGS["nav"]))
+def test_every_page_is_in_navigation_once() -> None:
+    named = list(iter_nav_pages(SETTINGS["nav"]))
     assert sorted(named) == sorted(PAGES)
 
 
-def test_the_ledger_of_experiments_is_no_page_and_no_page_links_to_it() -> None:
-    assert sorted(LEFT_OUT) == ["experiments.md"] and (ROOT / "docs" / "experiments.md").is_file()
+def test_experiments_ledger_is_excluded_and_not_linked() -> None:
+    assert sorted(EXCLUDED_PAGES) == ["experiments.md"] and (ROOT / "docs" / "experiments.md").is_file()
     linking = [page for page in sorted(PAGES) if "experiments.md)" in (ROOT / "docs" / page).read_text("utf-8")]
     assert linking == []
 
 
-def test_every_page_has_a_sibling_in_chinese_or_a_reason() -> None:
+def test_every_page_has_chinese_version_or_reason() -> None:
     reasons = SETTINGS["extra"]["english_only"]
     english = {page for page in PAGES if not page.startswith("zh/")}
-    alone = {page for page in english if f"zh/{page}" not in PAGES}
-    assert alone == set(reasons) and all(reasons.values())
+    untranslated = {page for page in english if f"zh/{page}" not in PAGES}
+    assert untranslated == set(reasons) and all(reasons.values())
     assert {page for page in PAGES - english if page.removeprefix("zh/") not in english} == {"zh/README.md"}
 
 
 @pytest.mark.parametrize(
-    "page, link, there",
+    "page, link, expected",
     [
         ("pipelines.md", "../tds/README.md", "repository/tds/README.md"),
         ("zh/t5.md", "../glossary.md#t5", "../glossary.md#t5"),
@@ -60,20 +60,20 @@ def test_every_page_has_a_sibling_in_chinese_or_a_reason() -> None:
         ("index.md", "#here", "#here"),
     ],
 )
-def test_links_out_of_the_pages_and_into_them_are_pointed_at_copies(page: str, link: str, there: str) -> None:
-    assert docs.retarget(f"see [this]({link}), and", page) == f"see [this]({there}), and"
+def test_retarget_points_links_to_copies(page: str, link: str, expected: str) -> None:
+    assert docs.rewrite_links(f"see [this]({link}), and", page) == f"see [this]({expected}), and"
 
 
-def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+def build_site(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(folder / "mkdocs.yml"), "-d", str(site)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
-    built = build(ROOT, tmp_path / "site")
-    assert built.returncode == 0, built.stderr[-3000:]
+def test_site_builds_without_warnings_or_remote_resources(tmp_path: Path) -> None:
+    result = build_site(ROOT, tmp_path / "site")
+    assert result.returncode == 0, result.stderr[-3000:]
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "zh/index.html", "zh/t5.html", "repository/tds/index.html"} <= pages
     assert not any("experiments" in page for page in pages)
@@ -87,7 +87,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
     assert not fetched
 
 
-def test_dead_links_anchors_and_pictures_end_the_build(tmp_path: Path) -> None:
+def test_dead_links_fail_build(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "theme").mkdir()
     (tmp_path / "theme" / "main.html").write_text("{{ page.content }}")
@@ -97,10 +97,10 @@ def test_dead_links_anchors_and_pictures_end_the_build(tmp_path: Path) -> None:
     settings = {key: SETTINGS[key] for key in ("site_name", "validation", "use_directory_urls")}
     settings |= {"hooks": [str(ROOT / "tools" / "docs.py")], "theme": {"name": None, "custom_dir": "theme"}}
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({**settings, "plugins": [], "nav": ["index.md", "t5.md"]}))
-    built = build(tmp_path, tmp_path / "site")
-    assert built.returncode != 0
+    result = build_site(tmp_path, tmp_path / "site")
+    assert result.returncode != 0
     warnings = (
-        built.stderr.count("WARNING"),
-        [name for name in ("page", "heading", "picture") if f"gone-{name}" in built.stderr],
+        result.stderr.count("WARNING"),
+        [name for name in ("page", "heading", "picture") if f"gone-{name}" in result.stderr],
     )
     assert warnings == (3, ["page", "heading", "picture"])

@@ -13,60 +13,60 @@ from megatron.errors import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "docs" / "troubleshooting.md", ROOT / "docs" / "zh" / "troubleshooting.md"]
-LEAST = 9
-"""Letters of the longest piece of a message, so that it says something."""
+MIN_LETTERS = 9
+"""Letters of the longest fragment of a message, so that it says something."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=["english", "chinese"])
 
 
 @functools.cache
-def texts() -> tuple[str, ...]:
+def source_strings() -> tuple[str, ...]:
     """Return the strings of the source, with a line feed in place of each formatted value."""
-    found: set[str] = set()
+    strings: set[str] = set()
     for folder in ("megatron", "tds"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found |= {_template(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
-    return tuple(text for text in found if text and len(text) >= LEAST)
+            strings |= {_template(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
+    return tuple(text for text in strings if text and len(text) >= MIN_LETTERS)
 
 
 def _template(node: ast.AST) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
+        return "".join(value.value if isinstance(value, ast.Constant) else "\n" for value in node.values)
     return ""
 
 
-def messages(page: Path) -> list[str]:
+def read_messages(page: Path) -> list[str]:
     """Return the first cells of the tables whose first column is "message"."""
-    parts = re.split(r"^\| (?:message|报错) \|.*\n\|[-|]+\|\n", page.read_text(encoding="utf-8"), flags=re.M)[1:]
-    tables = [part.split("\n\n")[0] for part in parts]
+    sections = re.split(r"^\| (?:message|报错) \|.*\n\|[-|]+\|\n", page.read_text(encoding="utf-8"), flags=re.M)[1:]
+    tables = [section.split("\n\n")[0] for section in sections]
     return [row.split("`")[1] for table in tables for row in table.splitlines() if row.startswith("| `")]
 
 
-def occurs(message: str) -> bool:
-    """Return whether some text of the source has the pieces of ``message`` in their order."""
-    pieces = [piece.strip() for piece in message.split("...") if piece.strip()]
-    assert max(map(len, pieces)) >= LEAST, f"{message}: too short to be found"
-    pattern = re.compile(".*".join(map(re.escape, pieces)), re.S)
-    longest = max(pieces, key=len)
-    return any(longest in text and pattern.search(text) for text in texts())
+def is_in_source(message: str) -> bool:
+    """Return whether some text of the source has the fragments of ``message`` in their order."""
+    fragments = [fragment.strip() for fragment in message.split("...") if fragment.strip()]
+    assert max(map(len, fragments)) >= MIN_LETTERS, f"{message}: too short to be found"
+    pattern = re.compile(".*".join(map(re.escape, fragments)), re.S)
+    longest = max(fragments, key=len)
+    return any(longest in text and pattern.search(text) for text in source_strings())
 
 
 @every_page
-def test_each_message_is_in_the_source(page: Path) -> None:
-    documented = messages(page)
+def test_documented_messages_are_in_source(page: Path) -> None:
+    documented = read_messages(page)
     assert documented and len(set(documented)) == len(documented)
-    assert [message for message in documented if not occurs(message)] == []
+    assert [message for message in documented if not is_in_source(message)] == []
 
 
-def test_a_message_that_nobody_says_is_found_out() -> None:
-    assert not occurs("the loss must be pretty, got ...")
-    assert not occurs("got ... the loss must be finite")
+def test_unknown_message_is_not_found() -> None:
+    assert not is_in_source("the loss must be pretty, got ...")
+    assert not is_in_source("got ... the loss must be finite")
 
 
 @every_page
-def test_both_pages_have_the_messages_and_the_exit_codes(page: Path) -> None:
-    assert messages(page) == messages(PAGES[0])
+def test_pages_have_equal_messages_and_exit_codes(page: Path) -> None:
+    assert read_messages(page) == read_messages(PAGES[0])
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", page.read_text(encoding="utf-8"), flags=re.M)}
     assert codes == {1, *EXIT_CODES.values()}

@@ -14,25 +14,27 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGLISH = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 
 
-def commands(text: str) -> list[str]:
+def read_commands(text: str) -> list[str]:
     return re.findall(r"^    (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.M)
 
 
 def test_tests_named_in_commands_exist() -> None:
-    named = [word for line in commands(ENGLISH) if " -m pytest " in line for word in shlex.split(line) if "::" in word]
-    assert named
-    for word in named:
+    test_ids = [
+        word for line in read_commands(ENGLISH) if " -m pytest " in line for word in shlex.split(line) if "::" in word
+    ]
+    assert test_ids
+    for word in test_ids:
         file, _, test = word.partition("::")
         assert f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), word
 
 
-def test_the_lock_file_has_no_package_that_must_be_compiled() -> None:
-    [line] = [line for line in commands(ENGLISH) if line.startswith("grep ")]
-    done = subprocess.run(shlex.split(line), cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.stdout == "0\n" and "\n```\n0\n```\n" in ENGLISH
+def test_lock_file_has_no_source_packages() -> None:
+    [line] = [line for line in read_commands(ENGLISH) if line.startswith("grep ")]
+    result = subprocess.run(shlex.split(line), cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert result.stdout == "0\n" and "\n```\n0\n```\n" in ENGLISH
 
 
-def test_opening_a_corpus_leaves_no_file_beside_it(tmp_path: Path) -> None:
+def test_opening_corpus_creates_no_files(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     train, _, _ = data.build_train_valid_test(

@@ -28,7 +28,7 @@ from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.huggingface.convert import export
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.checkpoint.one_process import open_folder
-from megatron.evaluation.all_ranks import ModelOfAllRanks
+from megatron.evaluation.all_ranks import DistributedModel
 from megatron.evaluation.options import parse_args
 from megatron.evaluation.tasks import LoadedTasks, Suite
 from megatron.generate import load
@@ -37,7 +37,7 @@ from megatron.tokenizer import build
 from megatron.tokenizer.chat import find_template
 from tests.helpers.chats import MARKED, write_tokenizer
 from tests.helpers.harness import run_ranks
-from tests.helpers.modern_decoders import in_its_own_dtype
+from tests.helpers.modern_decoders import disable_upcasts
 from tests.helpers.saved_models import save_model
 from tools import evaluate
 
@@ -80,23 +80,23 @@ TEXTS = ["x", "the lamp stood in the window", "灯在窗前。", *(_LETTERS[:n] 
 
 
 @functools.cache
-def their_class() -> Any:
+def lm_eval_model_class() -> Any:
     """Return lm_eval's model of Hugging Face."""
     import transformers  # noqa: F401  ahead of the stand-in: it looks for accelerate itself
 
-    lacking = [] if importlib.util.find_spec("accelerate") else ["accelerate", "accelerate.utils"]
-    for name in lacking:
-        sys.modules[name] = Nothing(name)
+    missing_modules = [] if importlib.util.find_spec("accelerate") else ["accelerate", "accelerate.utils"]
+    for name in missing_modules:
+        sys.modules[name] = EmptyModule(name)
     try:
         from lm_eval.models.huggingface import HFLM
 
         return HFLM
     finally:
-        for name in lacking:
+        for name in missing_modules:
             del sys.modules[name]
 
 
-class Nothing(ModuleType):
+class EmptyModule(ModuleType):
     """Has every name, and None behind it."""
 
     __path__: list[str] = []
@@ -106,7 +106,7 @@ class Nothing(ModuleType):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def without_a_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def offline_datasets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import datasets
     import transformers
 
@@ -117,149 +117,160 @@ def without_a_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with (
         patch.object(datasets.config, "HF_DATASETS_CACHE", folder),
         patch.object(datasets.config, "HF_HUB_OFFLINE", True),
-        pytest.MonkeyPatch.context() as changed,
+        pytest.MonkeyPatch.context() as monkeypatch,
     ):
-        changed.chdir(TASKS.parents[2])  # which the tasks' files are named from
+        monkeypatch.chdir(TASKS.parents[2])  # which the tasks' files are named from
         yield
 
 
-Place = Callable[[str], Path]
+RunDirOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def run_dir_of(tmp_path_factory: pytest.TempPathFactory) -> RunDirOf:
     """The run folder of a model, with the exported folder in it."""
 
     @functools.cache
-    def run_of(name: str) -> Path:
-        run = tmp_path_factory.mktemp(name)
+    def make_run(name: str) -> Path:
+        run_dir = tmp_path_factory.mktemp(name)
         family, values = MODELS[name]
-        save_model(run, family, max_position_embeddings=LENGTH, **values)
-        export(open_folder(run), run / "hf")
-        return run
+        save_model(run_dir, family, max_position_embeddings=LENGTH, **values)
+        export(open_folder(run_dir), run_dir / "hf")
+        return run_dir
 
-    return run_of
+    return make_run
 
 
-def theirs(folder: Path, batch_size: int = 3, **more: Any) -> Any:
+def make_reference_model(folder: Path, batch_size: int = 3, **options: Any) -> Any:
     """Return lm_eval's own model of an exported folder, in fp64."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, local_files_only=True)
-    given = {"tokenizer": str(folder), "batch_size": batch_size, "max_length": LENGTH, "softmax_dtype": "float64"}
-    return their_class()(pretrained=model.eval(), **given, **more)
+    model_options = {
+        "tokenizer": str(folder),
+        "batch_size": batch_size,
+        "max_length": LENGTH,
+        "softmax_dtype": "float64",
+    }
+    return lm_eval_model_class()(pretrained=model.eval(), **model_options, **options)
 
 
-def ours(run: Path, max_tokens: int = 200, *, is_chat: bool = False, **more: Any) -> Any:
+def make_our_model(run_dir: Path, max_tokens: int = 200, *, is_chat: bool = False, **options: Any) -> Any:
     """Return our model of a run, in fp64, on this process."""
     from megatron.evaluation.lm import DecoderLM
 
-    checkpoint = open_folder(run)
+    checkpoint = open_folder(run_dir)
     config = saved_config(checkpoint.metadata)
     vocabulary = vocabulary_of(config, None)
     assert vocabulary is not None
-    part = load(checkpoint, config, dtype=torch.float64)
+    stage = load(checkpoint, config, dtype=torch.float64)
     tokenizer = vocabulary.tokenizer
-    model = ModelOfAllRanks(part, Prompts(tokenizer, None), max_length=LENGTH, max_tokens=max_tokens)
-    return DecoderLM(model, chat=find_template(tokenizer) if is_chat else None, **more)
+    model = DistributedModel(stage, Prompts(tokenizer, None), max_length=LENGTH, max_tokens=max_tokens)
+    return DecoderLM(model, chat=find_template(tokenizer) if is_chat else None, **options)
 
 
-def asked(kind: str, *args: tuple[Any, ...]) -> list[Any]:
+def make_requests(request_type: str, *args: tuple[Any, ...]) -> list[Any]:
     """Return lm_eval's requests for these arguments."""
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, each, number, metadata=("t", number, 1)) for number, each in enumerate(args)]  # type: ignore[arg-type]
+    return [Instance(request_type, {}, arguments, idx, metadata=("t", idx, 1)) for idx, arguments in enumerate(args)]  # type: ignore[arg-type]
 
 
-def assert_equal(found: list[tuple[float, bool]], wanted: list[tuple[float, bool]]) -> None:
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
-    for (ours, _), (theirs, _) in zip(found, wanted, strict=True):
-        assert abs(ours - theirs) <= ROUNDING * abs(theirs), (ours, theirs)
+def assert_scores_equal(scores: list[tuple[float, bool]], expected_scores: list[tuple[float, bool]]) -> None:
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected_scores]
+    for (logprob, _), (expected_logprob, _) in zip(scores, expected_scores, strict=True):
+        assert abs(logprob - expected_logprob) <= ROUNDING * abs(expected_logprob), (logprob, expected_logprob)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_log_likelihoods_are_those_of_lm_evals_own_model(name: str, run_of: Place) -> None:
-    pairs = asked("loglikelihood", *PAIRS)
-    with in_its_own_dtype():
-        wanted = [theirs(run_of(name) / "hf", size).loglikelihood(pairs, disable_tqdm=True) for size in (1, 5)]
-    assert_equal(*wanted)
+def test_log_likelihoods_equal_reference_model(name: str, run_dir_of: RunDirOf) -> None:
+    pairs = make_requests("loglikelihood", *PAIRS)
+    with disable_upcasts():
+        expected = [
+            make_reference_model(run_dir_of(name) / "hf", batch_size).loglikelihood(pairs, disable_tqdm=True)
+            for batch_size in (1, 5)
+        ]
+    assert_scores_equal(*expected)
     for max_tokens in (1, 100, 10_000):
-        assert_equal(ours(run_of(name), max_tokens).loglikelihood(pairs), wanted[0])
-    assert len({round(logprob, 9) for logprob, _ in wanted[0]}) >= len(PAIRS) - 2
+        assert_scores_equal(make_our_model(run_dir_of(name), max_tokens).loglikelihood(pairs), expected[0])
+    assert len({round(logprob, 9) for logprob, _ in expected[0]}) >= len(PAIRS) - 2
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_likeliest_text_is_called_so_by_both(name: str, run_of: Place) -> None:
+def test_greedy_continuation_is_greedy_for_both_models(name: str, run_dir_of: RunDirOf) -> None:
     contexts = [context for context, _ in PAIRS if context.strip() and len(context) < 40]
-    lm = ours(run_of(name))
-    how = {"until": [], "max_gen_toks": 3}
-    answers = lm.generate_until(asked("generate_until", *((context.rstrip(), how) for context in contexts)))
+    lm = make_our_model(run_dir_of(name))
+    options = {"until": [], "max_gen_toks": 3}
+    answers = lm.generate_until(make_requests("generate_until", *((context.rstrip(), options) for context in contexts)))
     pairs = [(context.rstrip(), answer) for context, answer in zip(contexts, answers, strict=True) if answer.strip()]
-    with in_its_own_dtype():
-        wanted = theirs(run_of(name) / "hf").loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
-    assert_equal(lm.loglikelihood(asked("loglikelihood", *pairs)), wanted)
-    assert any(greedy for _, greedy in wanted)
+    with disable_upcasts():
+        expected = make_reference_model(run_dir_of(name) / "hf").loglikelihood(
+            make_requests("loglikelihood", *pairs), disable_tqdm=True
+        )
+    assert_scores_equal(lm.loglikelihood(make_requests("loglikelihood", *pairs)), expected)
+    assert any(greedy for _, greedy in expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_rolling_log_likelihoods_are_those_of_lm_evals_own_model(name: str, run_of: Place) -> None:
-    texts = asked("loglikelihood_rolling", *((text,) for text in TEXTS))
-    with in_its_own_dtype():
-        wanted = theirs(run_of(name) / "hf").loglikelihood_rolling(texts, disable_tqdm=True)
+def test_rolling_log_likelihoods_equal_reference_model(name: str, run_dir_of: RunDirOf) -> None:
+    texts = make_requests("loglikelihood_rolling", *((text,) for text in TEXTS))
+    with disable_upcasts():
+        expected = make_reference_model(run_dir_of(name) / "hf").loglikelihood_rolling(texts, disable_tqdm=True)
     for max_tokens in (1, 100, 10_000):
-        found = ours(run_of(name), max_tokens).loglikelihood_rolling(texts)
-        assert_equal([(value, True) for value in found], [(value, True) for value in wanted])
-    assert len(set(wanted)) == len(TEXTS)
+        scores = make_our_model(run_dir_of(name), max_tokens).loglikelihood_rolling(texts)
+        assert_scores_equal([(value, True) for value in scores], [(value, True) for value in expected])
+    assert len(set(expected)) == len(TEXTS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", [{"until": ["e", "窗"]}, {"until": "the"}, {"until": []}, {}])
-def test_written_texts_are_those_of_lm_evals_own_model(name: str, how: dict[str, Any], run_of: Place) -> None:
+@pytest.mark.parametrize("options", [{"until": ["e", "窗"]}, {"until": "the"}, {"until": []}, {}])
+def test_generated_texts_equal_reference_model(name: str, options: dict[str, Any], run_dir_of: RunDirOf) -> None:
     contexts = [context.strip() for context, _ in PAIRS if context.strip()]
-    requests = asked("generate_until", *((context, {**how, "max_gen_toks": 9}) for context in contexts))
-    with in_its_own_dtype():
-        wanted = theirs(run_of(name) / "hf").generate_until(requests, disable_tqdm=True)
+    requests = make_requests("generate_until", *((context, {**options, "max_gen_toks": 9}) for context in contexts))
+    with disable_upcasts():
+        expected = make_reference_model(run_dir_of(name) / "hf").generate_until(requests, disable_tqdm=True)
     for max_tokens in (1, 100):
-        assert ours(run_of(name), max_tokens).generate_until(requests) == wanted
-    assert len(set(wanted)) > 4
+        assert make_our_model(run_dir_of(name), max_tokens).generate_until(requests) == expected
+    assert len(set(expected)) > 4
 
 
 # Whole tasks, through simple_evaluate: those of examples/evaluation.
 
 
-def their_results(lm: Any, **how: Any) -> dict[str, Any]:
+def evaluate_reference(lm: Any, **options: Any) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(TASKS))
-    with in_its_own_dtype():
-        return lm_eval.simple_evaluate(model=lm, tasks=["stories"], task_manager=manager, **how)  # type: ignore[no-any-return]
+    with disable_upcasts():
+        return lm_eval.simple_evaluate(model=lm, tasks=["stories"], task_manager=manager, **options)  # type: ignore[no-any-return]
 
 
-def answers_of(samples: dict[str, list[dict[str, Any]]]) -> dict[str, list[list[Any]]]:
+def responses_by_task(samples: dict[str, list[dict[str, Any]]]) -> dict[str, list[list[Any]]]:
     """Return what was answered to each question of each task, in order."""
     return {
-        name: [one["resps"] for one in sorted(each, key=lambda one: one["doc_id"])] for name, each in samples.items()
+        name: [sample["resps"] for sample in sorted(samples_of_task, key=lambda sample: sample["doc_id"])]
+        for name, samples_of_task in samples.items()
     }
 
 
-def assert_same_answers(found: Any, wanted: Any) -> None:
+def assert_nested_equal(actual: Any, expected: Any) -> None:
     """Compare nested lists: numbers to their rounding, all else exactly."""
-    if isinstance(wanted, float):
-        assert abs(found - wanted) <= ROUNDING * abs(wanted), (found, wanted)
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            assert_same_answers(found[key], value)
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert_same_answers(one, other)
+    if isinstance(expected, float):
+        assert abs(actual - expected) <= ROUNDING * abs(expected), (actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_nested_equal(actual[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            assert_nested_equal(actual_item, expected_item)
     else:
-        assert found == wanted
+        assert actual == expected
 
 
-def numbers(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+def float_metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {
         name: {key: value for key, value in values.items() if isinstance(value, float)}
         for name, values in results.items()
@@ -267,86 +278,91 @@ def numbers(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def of_one_process(run: Path) -> dict[str, Any]:
-    return results_of_tool(0, run, 1, 1)
+def single_process_results(run_dir: Path) -> dict[str, Any]:
+    return run_tool(0, run_dir, 1, 1)
 
 
-def results_of_tool(rank: int, run: Path, tensor: int, pipe: int, max_tokens: int = 500) -> dict[str, Any]:
+def run_tool(rank: int, run_dir: Path, tensor: int, pipe: int, max_tokens: int = 500) -> dict[str, Any]:
     """Return what tools/evaluate.py writes, or nothing on ranks beyond 0."""
-    words: list[Any] = ["--load", run, "--tasks", "stories", "--include-path", TASKS, "--dtype", "fp64"]
-    words += ["--device", "cpu", "--max-length", LENGTH, "--max-tokens", max_tokens, "--log-samples"]
-    words += ["--model-parallel-size", tensor, "--pipe-parallel-size", pipe, "--num-fewshot", 1]
-    output = run / f"results-{tensor}-{pipe}-{max_tokens}.json"
-    shown = io.StringIO()
-    with redirect_stdout(shown):
-        evaluate.run(parse_args("", [str(word) for word in [*words, "--output", output]]), {})
-    assert bool(shown.getvalue()) == (rank == 0)
+    arguments: list[Any] = ["--load", run_dir, "--tasks", "stories", "--include-path", TASKS, "--dtype", "fp64"]
+    arguments += ["--device", "cpu", "--max-length", LENGTH, "--max-tokens", max_tokens, "--log-samples"]
+    arguments += ["--model-parallel-size", tensor, "--pipe-parallel-size", pipe, "--num-fewshot", 1]
+    output = run_dir / f"results-{tensor}-{pipe}-{max_tokens}.json"
+    output_text = io.StringIO()
+    with redirect_stdout(output_text):
+        evaluate.run(parse_args("", [str(word) for word in [*arguments, "--output", output]]), {})
+    assert bool(output_text.getvalue()) == (rank == 0)
     return json.loads(output.read_text(encoding="utf-8")) if rank == 0 else {}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tasks_have_the_answers_and_metrics_of_lm_evals_own_model(name: str, run_of: Place) -> None:
-    wanted = their_results(theirs(run_of(name) / "hf", batch_size=4), num_fewshot=1)
-    found = of_one_process(run_of(name))
-    assert_same_answers(
-        answers_of(found["samples"]), answers_of(json.loads(json.dumps(wanted["samples"], default=str)))
+def test_task_responses_and_metrics_equal_reference_model(name: str, run_dir_of: RunDirOf) -> None:
+    expected = evaluate_reference(make_reference_model(run_dir_of(name) / "hf", batch_size=4), num_fewshot=1)
+    results = single_process_results(run_dir_of(name))
+    assert_nested_equal(
+        responses_by_task(results["samples"]),
+        responses_by_task(json.loads(json.dumps(expected["samples"], default=str))),
     )
-    assert {len(each) for each in found["samples"].values()} == {12, 24}
-    for task, metrics in numbers(wanted["results"]).items():
+    assert {len(task_samples) for task_samples in results["samples"].values()} == {12, 24}
+    for task, metrics in float_metrics(expected["results"]).items():
         for key, value in metrics.items():
             if "bootstrap" not in key and "_stderr" not in key:  # which is drawn
-                assert_same_answers(found["tasks"][task][key.removesuffix(",none")], value)
-    assert {"acc", "acc_norm"} <= set(found["tasks"]["stories_zh"]) and "perplexity" in found["tasks"]["stories_next"]
-    assert "bits_per_byte" in found["tasks"]["stories_text"]
+                assert_nested_equal(results["tasks"][task][key.removesuffix(",none")], value)
+    assert {"acc", "acc_norm"} <= set(results["tasks"]["stories_zh"]) and "perplexity" in results["tasks"][
+        "stories_next"
+    ]
+    assert "bits_per_byte" in results["tasks"]["stories_text"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_and_batch_size_has_the_results_of_one_process(
-    name: str, layout: tuple[int, int, int], run_of: Place
+def test_every_layout_and_batch_size_equals_single_process(
+    name: str, layout: tuple[int, int, int], run_dir_of: RunDirOf
 ) -> None:
-    run, (tensor, pipe, data) = run_of(name), layout
-    wanted = of_one_process(run)
+    run_dir, (tensor, pipe, data) = run_dir_of(name), layout
+    expected = single_process_results(run_dir)
     max_tokens = 60 if name == "gpt2" else 700
-    first, *_ = run_ranks(tensor * pipe * data, results_of_tool, run, tensor, pipe, max_tokens, deadline_s=110)
-    assert_same_answers(answers_of(first["samples"]), answers_of(wanted["samples"]))
-    assert_same_answers(first["tasks"], wanted["tasks"])
+    first, *_ = run_ranks(tensor * pipe * data, run_tool, run_dir, tensor, pipe, max_tokens, deadline_s=110)
+    assert_nested_equal(responses_by_task(first["samples"]), responses_by_task(expected["samples"]))
+    assert_nested_equal(first["tasks"], expected["tasks"])
 
 
-def with_control_tokens(run: Path) -> Path:
+def make_chat_run(run_dir: Path) -> Path:
     """Return the run folder of a GPT-2 with a chat template and a token for the beginning of texts, as above."""
-    tokenizer = build(tokenizer_path=write_tokenizer(run / "words", MARKED) / "tokenizer.json")
-    path = run / "words" / "tokenizer.json"
-    save_model(run, "gpt2", max_position_embeddings=LENGTH, vocab_size=tokenizer.vocab_size, tokenizer_path=str(path))
-    export(open_folder(run), run / "hf")
-    return run
+    tokenizer = build(tokenizer_path=write_tokenizer(run_dir / "words", MARKED) / "tokenizer.json")
+    path = run_dir / "words" / "tokenizer.json"
+    save_model(
+        run_dir, "gpt2", max_position_embeddings=LENGTH, vocab_size=tokenizer.vocab_size, tokenizer_path=str(path)
+    )
+    export(open_folder(run_dir), run_dir / "hf")
+    return run_dir
 
 
-def test_conversations_have_the_answers_of_lm_evals_own_model(tmp_path: Path) -> None:
-    run = with_control_tokens(tmp_path)
-    (run / "hf" / "chat_template.jinja").write_text(MARKED)
+def test_chat_responses_equal_reference_model(tmp_path: Path) -> None:
+    run_dir = make_chat_run(tmp_path)
+    (run_dir / "hf" / "chat_template.jinja").write_text(MARKED)
     chat: dict[str, Any] = {"apply_chat_template": True, "system_instruction": "Be brief.", "num_fewshot": 2}
     for is_multiturn in (True, False):
-        how = {**chat, "fewshot_as_multiturn": is_multiturn}
-        wanted = their_results(theirs(run / "hf"), **how)
-        lm = ours(run, is_chat=True, add_bos_token=False)
-        suite = Suite(("stories_en", "stories_zh", "stories_next", "stories_who"), TASKS, **how)
-        found = LoadedTasks(suite).evaluate(lm, keeps_samples=True)
-        wanted["samples"].pop("stories_text")
-        assert_same_answers(answers_of(found.samples), answers_of(wanted["samples"]))
-        contexts = [one["arguments"][0][0] for one in found.samples["stories_en"]]
-        assert contexts == [one["arguments"][0][0] for one in wanted["samples"]["stories_en"]]
+        options = {**chat, "fewshot_as_multiturn": is_multiturn}
+        expected = evaluate_reference(make_reference_model(run_dir / "hf"), **options)
+        lm = make_our_model(run_dir, is_chat=True, add_bos_token=False)
+        suite = Suite(("stories_en", "stories_zh", "stories_next", "stories_who"), TASKS, **options)
+        results = LoadedTasks(suite).evaluate(lm, should_keep_samples=True)
+        expected["samples"].pop("stories_text")
+        assert_nested_equal(responses_by_task(results.samples), responses_by_task(expected["samples"]))
+        contexts = [sample["arguments"][0][0] for sample in results.samples["stories_en"]]
+        assert contexts == [sample["arguments"][0][0] for sample in expected["samples"]["stories_en"]]
         assert all(text.count("<|im_start|>user") == (3 if is_multiturn else 1) for text in contexts)
 
 
-def test_a_beginning_of_texts_is_that_of_lm_evals_own_model(tmp_path: Path) -> None:
-    run = with_control_tokens(tmp_path)
+def test_bos_token_scores_equal_reference_model(tmp_path: Path) -> None:
+    run_dir = make_chat_run(tmp_path)
     shutil.copy(
-        run / "words" / "tokenizer_config.json", run / "hf"
+        run_dir / "words" / "tokenizer_config.json", run_dir / "hf"
     )  # an exported folder has the end of documents there
-    texts = asked("loglikelihood_rolling", *((text,) for text in TEXTS))
-    with in_its_own_dtype():
-        wanted = theirs(run / "hf").loglikelihood_rolling(texts, disable_tqdm=True)
-    found = ours(run, add_bos_token=True).loglikelihood_rolling(texts)
-    assert_same_answers(found, wanted)
-    assert ours(run).loglikelihood_rolling(texts) != found
+    texts = make_requests("loglikelihood_rolling", *((text,) for text in TEXTS))
+    with disable_upcasts():
+        expected = make_reference_model(run_dir / "hf").loglikelihood_rolling(texts, disable_tqdm=True)
+    scores = make_our_model(run_dir, add_bos_token=True).loglikelihood_rolling(texts)
+    assert_nested_equal(scores, expected)
+    assert make_our_model(run_dir).loglikelihood_rolling(texts) != scores

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from tests.helpers.runs import ROOT, flags, start_script, write_corpus
+from tests.helpers.runs import ROOT, launch_script, make_flags, write_corpus
 
 PLUGIN = ROOT / "examples" / "accelerator_sim"
 
@@ -34,15 +34,15 @@ def main() -> None:
     corpus = folder / "texts" if (folder / "texts.idx").exists() else write_corpus(folder)
     codes = {}
     for run in sys.argv[2:]:
-        name, _, asked = run.partition("=")
-        ranks, _, extra = asked.partition(":")
-        argv = flags(corpus, folder / name, extra)
-        at = argv.index("--device")  # that of all tests; the other one is of this run
-        codes[name] = start_script(int(ranks), argv[:at] + argv[at + 2 :], folder / f"{name}.log")
+        name, _, run_spec = run.partition("=")
+        ranks, _, extra = run_spec.partition(":")
+        argv = make_flags(corpus, folder / name, extra)
+        device_idx = argv.index("--device")  # that of all tests; the other one is of this run
+        codes[name] = launch_script(int(ranks), argv[:device_idx] + argv[device_idx + 2 :], folder / f"{name}.log")
     table = StringIO()
     with redirect_stdout(table):
-        checked = check_accelerator.main(["--device", "sim"])
-    result = {"codes": codes, "checked": checked, "table": table.getvalue()}
+        check_exit_code = check_accelerator.main(["--device", "sim"])
+    result = {"codes": codes, "checked": check_exit_code, "table": table.getvalue()}
     (folder / "result.json").write_text(json.dumps(result))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-PLACE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "kubernetes"
-FILES = sorted(PLACE.glob("*.yaml"))
+KUBERNETES_DIR = Path(__file__).resolve().parents[2] / "examples" / "launch" / "kubernetes"
+FILES = sorted(KUBERNETES_DIR.glob("*.yaml"))
 VERSIONS = ("1.31", "1.36")
 """The first in which podFailurePolicy is stable, and a late one."""
 
@@ -26,34 +26,34 @@ pytestmark = [
 """The small siblings are the tests of these files in test_examples.py."""
 
 
-def objects(file: Path) -> Iterator[dict[str, Any]]:
+def iter_objects(file: Path) -> Iterator[dict[str, Any]]:
     """Yield what Kubernetes knows of a file: its objects, of a PyTorchJob the templates of pods."""
-    for each in yaml.safe_load_all(file.read_text()):
-        if each["kind"] != "PyTorchJob":
-            yield each
+    for document in yaml.safe_load_all(file.read_text()):
+        if document["kind"] != "PyTorchJob":
+            yield document
             continue
-        for name, replica in each["spec"]["pytorchReplicaSpecs"].items():
+        for name, replica in document["spec"]["pytorchReplicaSpecs"].items():
             metadata = {"name": name.lower()}
             yield {"apiVersion": "v1", "kind": "PodTemplate", "metadata": metadata, "template": replica["template"]}
 
 
-def validate(found: dict[str, Any], version: str) -> None:
+def validate(manifests: dict[str, Any], version: str) -> None:
     import kubernetes_validate
 
-    kubernetes_validate.validate(found, version, strict=True)
+    kubernetes_validate.validate(manifests, version, strict=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
-def test_files_are_of_kubernetes_schema(file: Path, version: str) -> None:
-    found = list(objects(file))
-    assert len(found) == 2, "a service and a job, or two templates"
-    for each in found:
-        validate(each, version)
+def test_files_match_kubernetes_schema(file: Path, version: str) -> None:
+    manifests = list(iter_objects(file))
+    assert len(manifests) == 2, "a service and a job, or two templates"
+    for manifest in manifests:
+        validate(manifest, version)
 
 
-def pod_of(found: dict[str, Any]) -> Any:
-    return (found["spec"]["template"] if found["kind"] == "Job" else found["template"])["spec"]
+def get_pod(manifests: dict[str, Any]) -> Any:
+    return (manifests["spec"]["template"] if manifests["kind"] == "Job" else manifests["template"])["spec"]
 
 
 MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -67,10 +67,10 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
-def test_a_planted_mistake_is_found(file: Path, mistake: str) -> None:
+def test_schema_rejects_mistakes(file: Path, mistake: str) -> None:
     import kubernetes_validate
 
-    found = copy.deepcopy(list(objects(file))[-1])
-    MISTAKES[mistake](pod_of(found))
+    manifests = copy.deepcopy(list(iter_objects(file))[-1])
+    MISTAKES[mistake](get_pod(manifests))
     with pytest.raises(kubernetes_validate.ValidationError):
-        validate(found, VERSIONS[-1])
+        validate(manifests, VERSIONS[-1])

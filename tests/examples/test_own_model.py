@@ -44,24 +44,26 @@ def load_script() -> Any:
 own_model = load_script()
 
 
-def test_the_blocks_of_the_page_stand_in_the_example_in_their_order() -> None:
+def test_documented_blocks_are_in_example_in_order() -> None:
     script = SCRIPT.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
-    places = [script.find(f"\n\n{block}") for block in blocks]
-    assert len(places) >= 4 and -1 not in places and places == sorted(places)
+    positions = [script.find(f"\n\n{block}") for block in blocks]
+    assert len(positions) >= 4 and -1 not in positions and positions == sorted(positions)
 
 
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
     """What each rank runs: three steps in fp64."""
     argv = [*SIZES, "--fp64", "--train-iters", "3", *layout.split()]
     config = parse(argv, world_size=world_size, extra_args_provider=own_model.add_flags)
-    here = initialize.start(config)
+    world = initialize.start(config)
     dataset = own_model.MaskedBytes(config.batch.seq_length, range(18))
-    return trace_steps(config, here, dataset, own_model.model_provider, own_model.forward_step, steps=3, eval_every=3)
+    return trace_steps(
+        config, world, dataset, own_model.model_provider, own_model.forward_step, num_steps=3, eval_every=3
+    )
 
 
 @functools.cache
-def serial() -> Trace:
+def trace_one_process() -> Trace:
     return run_ranks(1, trace_rank, "--batch-size 2 --gas 4", 1)[0]
 
 
@@ -71,23 +73,23 @@ def serial() -> Trace:
         pytest.param(4, "--model-parallel-size 2 --pipe-parallel-size 2 --gas 4", marks=pytest.mark.slow),
         (2, "--pipe-parallel-size 2 --gas 4 --pipeline-chunks 2"),
         *(
-            pytest.param(2, f"{each} --gas 4", marks=pytest.mark.slow)
-            for each in ("--pipe-parallel-size 2", "--pipe-parallel-size 2 --pipeline-schedule zb-h1")
+            pytest.param(2, f"{flags} --gas 4", marks=pytest.mark.slow)
+            for flags in ("--pipe-parallel-size 2", "--pipe-parallel-size 2 --pipeline-schedule zb-h1")
         ),
         pytest.param(2, "--model-parallel-size 2 --gas 4", marks=pytest.mark.slow),
     ],
 )
-def test_every_layout_has_the_losses_and_gradients_of_one_process(num_ranks: int, layout: str) -> None:
-    found = compare(serial(), run_ranks(num_ranks, trace_rank, f"--batch-size 2 {layout}", num_ranks))
-    assert found.loss <= 1e-12 and found.norm <= 1e-12
-    assert found.gradient <= 1e-11, found.worst
+def test_every_layout_equals_one_process(num_ranks: int, layout: str) -> None:
+    differences = compare(trace_one_process(), run_ranks(num_ranks, trace_rank, f"--batch-size 2 {layout}", num_ranks))
+    assert differences.loss <= 1e-12 and differences.norm <= 1e-12
+    assert differences.gradient <= 1e-11, differences.worst_gradient
 
 
-def bits(ranks: Sequence[Trace]) -> list[Any]:
+def collect_values(ranks: Sequence[Trace]) -> list[Any]:
     """Return losses, norms and every gradient and weight of each rank."""
     return [
-        (t.losses, t.eval_losses, t.grad_norms, [(n, v.tolist()) for part in (t.gradients, t.weights)
-         for n, (_, v) in part.items()])
+        (t.losses, t.eval_losses, t.grad_norms, [(n, v.tolist()) for tensors_by_name in (t.gradients, t.weights)
+         for n, (_, v) in tensors_by_name.items()])
         for t in ranks
     ]  # fmt: skip
 
@@ -103,14 +105,16 @@ def bits(ranks: Sequence[Trace]) -> list[Any]:
         pytest.param(4, "--pipe-parallel-size 2 --model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
-def test_the_loss_as_the_last_layer_trains_to_the_same_bits(num_ranks: int, layout: str) -> None:
+def test_loss_as_layer_is_bitwise_equal(num_ranks: int, layout: str) -> None:
     argv = f"--batch-size 2 --gas 4 {layout}"
-    function, layer = (run_ranks(num_ranks, trace_rank, argv + more, num_ranks) for more in ("", " --loss-as-layer"))
-    assert bits(function) == bits(layer)
-    assert len(layer[0].losses) == 3 and layer[0].losses[2] < layer[0].losses[0]
+    loss_function_traces, loss_layer_traces = (
+        run_ranks(num_ranks, trace_rank, argv + extra_flags, num_ranks) for extra_flags in ("", " --loss-as-layer")
+    )
+    assert collect_values(loss_function_traces) == collect_values(loss_layer_traces)
+    assert len(loss_layer_traces[0].losses) == 3 and loss_layer_traces[0].losses[2] < loss_layer_traces[0].losses[0]
 
 
-def test_the_flag_of_the_example_is_refused_without_a_pipeline() -> None:
+def test_loss_as_layer_is_rejected_without_pipeline() -> None:
     with pytest.raises(AssertionError, match="--loss-as-layer requires a pipeline"):
         run_ranks(1, trace_rank, "--batch-size 2 --gas 4 --loss-as-layer", 1)
 
@@ -124,7 +128,7 @@ def run_script(rank: int, world_size: int, folder: str, flags: list[str]) -> Non
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_the_script_runs_as_written_alone_and_on_two_stages_of_two_slices(tmp_path: Path) -> None:
+def test_script_runs_on_one_rank_and_in_2x2_layout(tmp_path: Path) -> None:
     flags = "--train-iters 4 --gas 2 --log-interval 1 --eval-interval 2 --eval-iters 1 --progress plain"
     layouts = {1: "", 4: "--model-parallel-size 2 --pipe-parallel-size 2"}
     losses: dict[int, Any] = {}
@@ -144,11 +148,11 @@ def test_the_script_runs_as_written_alone_and_on_two_stages_of_two_slices(tmp_pa
     assert losses[1][-1] < losses[1][0]
 
 
-def test_samples_are_functions_of_their_number_and_hide_some_text() -> None:
+def test_samples_depend_on_index_and_mask_text() -> None:
     samples = own_model.MaskedBytes(24, range(18, 19))
     for index in (0, len(samples) - 1):
-        sample, again = samples[index], samples[index]
-        assert all((sample[key] == again[key]).all() for key in own_model.KEYS)
+        sample, same_sample = samples[index], samples[index]
+        assert all((sample[key] == same_sample[key]).all() for key in own_model.KEYS)
         is_masked = sample["is_masked"].astype(bool)
         assert is_masked.any() and (sample["tokens"][is_masked] == own_model.MASK).all()
         assert (sample["tokens"][~is_masked] == sample["labels"][~is_masked]).all()

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config import parse
 from megatron.launch.options import parse as parse_launch
-from tests.helpers.runs import SIZES, write_corpus
+from tests.helpers.runs import BASE_FLAGS, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "examples" / "slurm" / "gpt2.sh"
@@ -33,23 +33,25 @@ while :; do sleep 0.02; done
 """
 
 
-def test_the_options_and_flags_of_the_job_exist(tmp_path):
+def test_job_options_and_flags_parse(tmp_path):
     text = JOB.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", text, re.M))
     assert options["ntasks-per-node"] == "1"
     assert re.fullmatch(r"B:USR1@\d+", options["signal"])
     assert "requeue" in options and options["open-mode"] == "append"
-    used = re.search(r"bash run_gpt2\.sh (.*?) \"\$@\"", text.replace("\\\n", " "), re.S)
-    assert used is not None
-    words = used.group(1).replace('"$run"', "runs/x").split()
-    cut = words.index("--max-restarts")
-    others = [*SIZES, "--seq-length", "32", "--data-path", str(write_corpus(tmp_path))]
-    parse([*others, *words[:cut], *words[cut + 2 :]], world_size=1)
-    assert parse_launch([*words[cut : cut + 2], str(JOB)], {"DS_ACCELERATOR": "cpu"}).max_restarts > 0
+    match = re.search(r"bash run_gpt2\.sh (.*?) \"\$@\"", text.replace("\\\n", " "), re.S)
+    assert match is not None
+    args = match.group(1).replace('"$run"', "runs/x").split()
+    launcher_start = args.index("--max-restarts")
+    base_flags = [*BASE_FLAGS, "--seq-length", "32", "--data-path", str(write_corpus(tmp_path))]
+    parse([*base_flags, *args[:launcher_start], *args[launcher_start + 2 :]], world_size=1)
+    assert (
+        parse_launch([*args[launcher_start : launcher_start + 2], str(JOB)], {"DS_ACCELERATOR": "cpu"}).max_restarts > 0
+    )
 
 
 @pytest.mark.parametrize(
-    ("code", "number", "state", "ends", "is_requeued"),
+    ("code", "signum", "state", "exit_code", "is_requeued"),
     [
         ("wait", signal.SIGUSR1, "RUNNING", 75, True),
         ("wait", signal.SIGTERM, "CANCELLED", 75, False),
@@ -59,7 +61,7 @@ def test_the_options_and_flags_of_the_job_exist(tmp_path):
     ],
     ids=["warned", "cancelled", "left by itself", "died", "done"],
 )
-def test_the_job_is_requeued_on_75_alone(code, number, state, ends, is_requeued, tmp_path):
+def test_job_is_requeued_only_on_exit_code_75(code, signum, state, exit_code, is_requeued, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in {
@@ -72,18 +74,18 @@ def test_the_job_is_requeued_on_75_alone(code, number, state, ends, is_requeued,
     env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "PLACE": str(tmp_path)}
     env["SLURM_CPUS_PER_TASK"] = "32"
     job = subprocess.Popen(["bash", str(JOB), "--lr", "1e-3"], env=env, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while not (tmp_path / "started").exists():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    if number is not None:
-        job.send_signal(number)
-    assert job.wait(20) == ends
+    if signum is not None:
+        job.send_signal(signum)
+    assert job.wait(20) == exit_code
     assert (tmp_path / "scontrol").exists() == is_requeued
     if is_requeued:
         assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
-    words = (tmp_path / "srun").read_text()
-    assert words.startswith("32 --kill-on-bad-exit=0 bash run_gpt2.sh") and words.endswith("--lr 1e-3\n")
+    args = (tmp_path / "srun").read_text()
+    assert args.startswith("32 --kill-on-bad-exit=0 bash run_gpt2.sh") and args.endswith("--lr 1e-3\n")
 
 
 SBATCH = """\
@@ -94,7 +96,7 @@ echo "NNODES=$NNODES NODE_RANK=$NODE_RANK NODE_LIST=$NODE_LIST PORT=$MASTER_PORT
 """
 
 
-def submitted(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def submit_elastic(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run elastic.sh, whose jobs are noted in ``tmp_path`` / "jobs"."""
     (tmp_path / "sbatch").write_text(SBATCH)
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$3" > "$PLACE/hosts"; printf "n4\\nn5\\nn9\\n"\n')
@@ -107,9 +109,11 @@ def submitted(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_an_elastic_run_is_a_job_for_each_host_with_the_same_nodes_port_and_folder(tmp_path):
-    done = submitted(tmp_path, HOSTS="n[4-5],n9", MIN_NODES="2", SBATCH_FLAGS="--gpus-per-node=4 --partition=long")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_elastic_run_submits_one_job_per_host(tmp_path):
+    result = submit_elastic(
+        tmp_path, HOSTS="n[4-5],n9", MIN_NODES="2", SBATCH_FLAGS="--gpus-per-node=4 --partition=long"
+    )
+    assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "hosts").read_text() == "n[4-5],n9\n"
     lines = (tmp_path / "jobs").read_text().splitlines()
     jobs, variables = lines[::2], lines[1::2]
@@ -121,10 +125,10 @@ def test_an_elastic_run_is_a_job_for_each_host_with_the_same_nodes_port_and_fold
         assert (
             script and f"--nodes=1 --nodelist={host} " in head and head.endswith("--gpus-per-node=4 --partition=long")
         )
-        launch, _, others = flags.partition(" --lr ")
-        assert others == "1e-3"
+        launcher_flags, _, remaining = flags.partition(" --lr ")
+        assert remaining == "1e-3"
         nodes = ["--nnodes", "2:3", "--node-list", "n4,n5,n9", "--node-rank", str(rank)]
-        assert parse_launch([*launch.split(), *nodes, str(JOB)], {"DS_ACCELERATOR": "cpu"}).is_elastic
+        assert parse_launch([*launcher_flags.split(), *nodes, str(JOB)], {"DS_ACCELERATOR": "cpu"}).is_elastic
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_an_elastic_run_is_a_job_for_each_host_with_the_same_nodes_port_and_fold
     ],
     ids=["no hosts", "no fewest", "too many", "no number", "refused by sbatch"],
 )
-def test_what_no_elastic_run_can_be_made_of_is_refused(env, code, message, tmp_path):
-    done = submitted(tmp_path, **env)
-    assert done.returncode == code and message in done.stderr
+def test_invalid_elastic_settings_are_rejected(env, code, message, tmp_path):
+    result = submit_elastic(tmp_path, **env)
+    assert result.returncode == code and message in result.stderr
     assert (tmp_path / "jobs").exists() == ("LOST" in env)

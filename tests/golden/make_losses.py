@@ -12,7 +12,7 @@ from types import ModuleType
 import pretrain_gpt2
 import pretrain_t5
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.helpers.runs import flags, train_ranks, write_corpus
+from tests.helpers.runs import make_flags, train_ranks, write_corpus
 
 FILES = {pretrain_gpt2: Path(__file__).with_name("losses.txt"), pretrain_t5: Path(__file__).with_name("losses_t5.txt")}
 EXTRA = "--fp64 --hidden-dropout 0 --attention-dropout 0 --seed 42 --eval-iters 0"
@@ -21,7 +21,7 @@ EXTRA = "--fp64 --hidden-dropout 0 --attention-dropout 0 --seed 42 --eval-iters 
 def golden_losses(script: ModuleType, num_ranks: int, layout: str, folder: Path) -> list[float]:
     """Train ``script`` 20 steps in ``layout`` on ``num_ranks`` ranks; return the loss of each."""
     prefix = write_corpus(folder)
-    argv = flags(prefix, folder / "run", f"{EXTRA} {layout}", script)
+    argv = make_flags(prefix, folder / "run", f"{EXTRA} {layout}", script)
     codes, _ = train_ranks(num_ranks, argv, script=script)
     if any(codes):
         raise RuntimeError(f"training ended with exit codes {codes}")

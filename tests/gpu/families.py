@@ -17,11 +17,11 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.ops.attention import positions_in_segments
-from tests.gpu.near import moved
+from tests.gpu.near import to_device
 from tests.helpers.llama_samples import LLAMA
 from tests.helpers.mpt_samples import MPT
 
-VOCAB, SEQ, S_D, BATCH = 211, 61, 37, 3
+VOCAB, SEQ, DECODER_SEQ, BATCH = 211, 61, 37, 3
 COMMON = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "kv_hidden_size": 16, "ff_hidden_size": 96,
     "vocab_size": VOCAB, "max_position_embeddings": 64,
@@ -30,10 +30,15 @@ T5 = {
     **COMMON, "enc_layers": 2, "dec_layers": 2, "hidden_bias": False, "layernorm_epsilon": 1e-6, "activation": "relu",
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
 }  # fmt: skip
-ROUGH = {torch.float16: 8.0, torch.bfloat16: 3.0}
+EXTRA_TOLERANCE = {torch.float16: 8.0, torch.bfloat16: 3.0}
 """Of T5 and clipped MPT: how much more is allowed than ``near.ALLOWED`` says."""
 V1_1 = {"activation": "gated-gelu", "untie_embeddings": True}
-AS_CPM = {"position_embedding_type": "learned", "hidden_bias": True, "activation": "gelu", "layernorm_epsilon": 1e-5}
+CPM_SETTINGS = {
+    "position_embedding_type": "learned",
+    "hidden_bias": True,
+    "activation": "gelu",
+    "layernorm_epsilon": 1e-5,
+}
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,14 @@ class Family:
     """How a model is built, and what it is given.
 
     Args:
-        batch: from whether documents are apart to what ``forward`` takes, by name; labels make it a loss.
-        rough: as ``ROUGH``.
+        make_batch: from whether documents are apart to what ``forward`` takes, by name; labels make it a loss.
+        tolerance_factors: as ``EXTRA_TOLERANCE``.
     """
 
-    model: Callable[..., torch.nn.Module]
-    sizes: Any
-    batch: Callable[[bool], dict[str, Any]]
-    rough: Mapping[torch.dtype, float] = field(default_factory=dict)
+    model_class: Callable[..., torch.nn.Module]
+    args: Any
+    make_batch: Callable[[bool], dict[str, Any]]
+    tolerance_factors: Mapping[torch.dtype, float] = field(default_factory=dict)
 
 
 def decoder_batch(has_documents: bool) -> dict[str, Any]:
@@ -71,15 +76,15 @@ def mpt_batch(has_documents: bool) -> dict[str, Any]:
 def t5_batch(has_documents: bool) -> dict[str, Any]:
     """Return what a T5 takes; with documents some, and padding, of which the decoder has more than the encoder."""
     generator = torch.Generator().manual_seed(8)
-    lengths = {"enc_tokens": SEQ, "dec_tokens": S_D, "labels": S_D}
+    lengths = {"enc_tokens": SEQ, "dec_tokens": DECODER_SEQ, "labels": DECODER_SEQ}
     batch: dict[str, Any] = {
         name: torch.randint(0, VOCAB, (BATCH, s), generator=generator) for name, s in lengths.items()
     }
-    batch["loss_mask"] = torch.ones(BATCH, S_D)
+    batch["loss_mask"] = torch.ones(BATCH, DECODER_SEQ)
     if has_documents:
         enc = [[0] * 30 + [1] * 21 + [-1] * 10, [0] * SEQ, [0] * 40 + [1] * 21]
         dec = [[0] * 15 + [1] * 15 + [-1] * 7, [0] * 30 + [-1] * 7, [0] * 20 + [1] * 17]
-        batch["enc_segments"], batch["dec_segments"] = (torch.tensor(each, dtype=torch.int32) for each in (enc, dec))
+        batch["enc_segments"], batch["dec_segments"] = (torch.tensor(rows, dtype=torch.int32) for rows in (enc, dec))
         batch["loss_mask"] = (batch["dec_segments"] >= 0).float()
     return batch
 
@@ -88,16 +93,16 @@ def bert_batch(has_documents: bool) -> dict[str, Any]:
     """Return what a BERT takes, padded where documents are asked for."""
     generator = torch.Generator().manual_seed(9)
     tokens, labels = (torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator) for _ in range(2))
-    places = torch.arange(SEQ).expand(BATCH, SEQ)
-    real = places < torch.tensor([[SEQ], [50], [33]]) if has_documents else places >= 0
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    is_real = positions < torch.tensor([[SEQ], [50], [33]]) if has_documents else positions >= 0
     batch = {
         "tokens": tokens,
-        "token_types": (places >= 20).long(),
+        "token_types": (positions >= 20).long(),
         "labels": labels,
-        "loss_mask": ((torch.rand(BATCH, SEQ, generator=generator) < 0.2) & real).float(),
+        "loss_mask": ((torch.rand(BATCH, SEQ, generator=generator) < 0.2) & is_real).float(),
         "is_random": torch.tensor([0, 1, 1]),
     }
-    return batch | ({"segments": real.int() - 1} if has_documents else {})
+    return batch | ({"segments": is_real.int() - 1} if has_documents else {})
 
 
 FAMILIES = {
@@ -113,14 +118,14 @@ FAMILIES = {
         ),
         decoder_batch,
     ),
-    "t5": Family(T5Model, T5ModelArgs(**T5), t5_batch, ROUGH),
+    "t5": Family(T5Model, T5ModelArgs(**T5), t5_batch, EXTRA_TOLERANCE),
     "t5 v1.1": Family(
-        T5Model, T5ModelArgs(**{**T5, "activation": "gated-gelu", "untie_embeddings": True}), t5_batch, ROUGH
+        T5Model, T5ModelArgs(**{**T5, "activation": "gated-gelu", "untie_embeddings": True}), t5_batch, EXTRA_TOLERANCE
     ),
-    "t5 as CPM": Family(T5Model, T5ModelArgs(**{**T5, **AS_CPM}), t5_batch),
+    "t5 as CPM": Family(T5Model, T5ModelArgs(**{**T5, **CPM_SETTINGS}), t5_batch),
     "llama": Family(DecoderModel, ModelArgs(**COMMON, **LLAMA, num_query_groups=2), decoder_batch),
     "mpt": Family(DecoderModel, ModelArgs(**COMMON, **MPT), mpt_batch),
-    "mpt clipped": Family(DecoderModel, ModelArgs(**COMMON, **MPT, clip_qkv=1.0), mpt_batch, ROUGH),
+    "mpt clipped": Family(DecoderModel, ModelArgs(**COMMON, **MPT, clip_qkv=1.0), mpt_batch, EXTRA_TOLERANCE),
     "bert": Family(BertModel, BertModelArgs(**{**COMMON, "layernorm_epsilon": 1e-12}), bert_batch),
 }
 
@@ -132,36 +137,36 @@ def known_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return values * 0.8 / shape[-1] ** 0.5 if len(shape) > 1 else 0.1 * values + name.endswith("norm.weight")
 
 
-def built(
-    family: Family, dtype: torch.dtype, place: torch.device, where: ParallelContext | None = None, **changes: Any
+def build_model(
+    family: Family, dtype: torch.dtype, torch_device: torch.device, where: ParallelContext | None = None, **changes: Any
 ) -> torch.nn.Module:
-    """Return the family's model of ``dtype`` on ``place``, with known weights that ``dtype`` can hold.
+    """Return the family's model of ``dtype`` on ``torch_device``, with known weights that ``dtype`` can hold.
 
     Args:
         where: its groups and dropout; None: one process.
         changes: of its sizes.
     """
-    model = family.model(replace(family.sizes, **changes), where)
+    model = family.model_class(replace(family.args, **changes), where)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(known_weight(name, tuple(parameter.shape)).to(torch.float32))
     for parameter in model.to(dtype).parameters():  # they stay the objects that they are, as in a run
-        device.give(parameter, parameter.detach().to(place))
-    return model.to(place)
+        device.replace_data(parameter, parameter.detach().to(torch_device))
+    return model.to(torch_device)
 
 
-def reference_of(
+def build_reference(
     family: Family, dtype: torch.dtype, where: ParallelContext | None = None, **changes: Any
 ) -> torch.nn.Module:
     """Return the same model in fp64 on the CPU, its weights rounded as ``dtype`` rounds them."""
     cpu = torch.device("cpu")
-    rounded = built(family, dtype, cpu, where, **changes)
+    rounded = build_model(family, dtype, cpu, where, **changes)
     return rounded.double()
 
 
-def given(family: Family, place: torch.device, has_documents: bool = False) -> dict[str, Any]:
-    """Return the family's batch on ``place``."""
-    return {name: moved(value, place) for name, value in family.batch(has_documents).items()}
+def make_inputs(family: Family, torch_device: torch.device, has_documents: bool = False) -> dict[str, Any]:
+    """Return the family's batch on ``torch_device``."""
+    return {name: to_device(value, torch_device) for name, value in family.make_batch(has_documents).items()}
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -170,9 +175,9 @@ def loss_of(output: Any) -> torch.Tensor:
     return total / count
 
 
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the gradients of all parameters, each of which must have one."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    missing = [name for name, gradient in found.items() if gradient is None]
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    missing = [name for name, gradient in grads.items() if gradient is None]
     assert not missing, "no gradient has come here"
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    return {name: gradient for name, gradient in grads.items() if gradient is not None}

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ALLOWED = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-FLOOR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+NORM_FLOORS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
 def name_of(value: Any) -> str:
@@ -33,39 +33,42 @@ def name_of(value: Any) -> str:
     return str(value).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
 
 
-def moved(value: Any, place: torch.device) -> Any:
-    """Return a tensor on ``place``; anything else as it is."""
-    return value.to(place) if isinstance(value, torch.Tensor) else value
+def to_device(value: Any, torch_device: torch.device) -> Any:
+    """Return a tensor on ``torch_device``; anything else as it is."""
+    return value.to(torch_device) if isinstance(value, torch.Tensor) else value
 
 
 def assert_near(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], dtype: torch.dtype, factor: float = 1.0
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], dtype: torch.dtype, factor: float = 1.0
 ) -> None:
     """Compare tensors by name, each as in the table, the worst one told by name.
 
     Args:
-        dtype: in which ``found`` was computed.
+        dtype: in which ``actual`` was computed.
         factor: on what is allowed.
     """
-    assert sorted(found) == sorted(wanted)
-    there = {name: tensor.detach().cpu().double() for name, tensor in found.items()}
-    whole = torch.stack([tensor.detach().double().norm() for tensor in wanted.values()]).norm()
-    assert whole > 0, "there is nothing to compare"
-    floor, allowed = FLOOR[dtype] * whole, factor * ALLOWED[dtype]
-    off = {
-        name: float((there[name] - w.detach().double()).norm() / torch.maximum(w.detach().double().norm(), floor))
-        for name, w in wanted.items()
+    assert sorted(actual) == sorted(expected)
+    host_tensors = {name: tensor.detach().cpu().double() for name, tensor in actual.items()}
+    total_norm = torch.stack([tensor.detach().double().norm() for tensor in expected.values()]).norm()
+    assert total_norm > 0, "there is nothing to compare"
+    floor, tolerance = NORM_FLOORS[dtype] * total_norm, factor * TOLERANCES[dtype]
+    errors = {
+        name: float(
+            (host_tensors[name] - reference.detach().double()).norm()
+            / torch.maximum(reference.detach().double().norm(), floor)
+        )
+        for name, reference in expected.items()
     }
-    bad = {name: f"{error:.2g}" for name, error in off.items() if not error <= allowed}  # a NaN is not
-    assert not bad, f"off by more than {allowed:g}, which is allowed in {name_of(dtype)}"
+    failures = {name: f"{error:.2g}" for name, error in errors.items() if not error <= tolerance}  # a NaN is not
+    assert not failures, f"off by more than {tolerance:g}, which is allowed in {name_of(dtype)}"
 
 
-def noise(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def random_values(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return random numbers of the CPU that ``dtype`` can hold, in fp64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).double()
 
 
-def leaf(x: torch.Tensor, place: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x`` on ``place`` as something that gets a gradient."""
-    return x.detach().to(dtype).to(place).requires_grad_()
+def make_leaf(x: torch.Tensor, torch_device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x`` on ``torch_device`` as something that gets a gradient."""
+    return x.detach().to(dtype).to(torch_device).requires_grad_()

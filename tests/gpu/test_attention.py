@@ -10,17 +10,17 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron.ops import attention
-from megatron.ops.biased_attention import biased_attention, without_future
+from megatron.ops.biased_attention import biased_attention, mask_future
 from megatron.ops.causal_attention import causal_self_attention
-from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
-from tests.gpu.near import ALLOWED, DTYPES, assert_near, leaf, moved, name_of, noise
+from megatron.ops.positions import alibi_bias, alibi_slopes, mask_other_documents
+from tests.gpu.near import DTYPES, TOLERANCES, assert_near, make_leaf, name_of, random_values, to_device
 
 pytestmark = pytest.mark.gpu
 B, A, D = 2, 4, 16
 CPU = torch.device("cpu")
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-FUSED = {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION}
-OF_MASKS = {SDPBackend.EFFICIENT_ATTENTION}
+FUSED_BACKENDS = {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION}
+MASK_BACKENDS = {SDPBackend.EFFICIENT_ATTENTION}
 OPERATORS = {
     "aten::_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
     "aten::_scaled_dot_product_flash_attention_for_cpu": SDPBackend.FLASH_ATTENTION,
@@ -28,7 +28,7 @@ OPERATORS = {
     "aten::_scaled_dot_product_efficient_attention": SDPBackend.EFFICIENT_ATTENTION,
     "aten::_scaled_dot_product_attention_math": SDPBackend.MATH,
 }
-KERNELS = {
+KERNEL_NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.EFFICIENT_ATTENTION: "fmha",
@@ -36,97 +36,103 @@ KERNELS = {
 """What the names of CUDA's kernels hold."""
 
 
-def formula(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added: torch.Tensor, scale: float
+def reference_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Return ``softmax(q k^T scale + added) v``, a key and value for each query head."""
-    each = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)
-    scores = torch.einsum("baid,bajd->baij", query, key) * scale + added
+    heads_per_group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(heads_per_group, 1), value.repeat_interleave(heads_per_group, 1)
+    scores = torch.einsum("baid,bajd->baij", query, key) * scale + bias
     return torch.einsum("baij,bajd->baid", scores.softmax(-1), value)
 
 
-def hidden(mask: torch.Tensor) -> torch.Tensor:
+def mask_bias(mask: torch.Tensor) -> torch.Tensor:
     """Return what is added to scores: nothing where ``mask`` is True, else what leaves no share."""
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30)
 
 
-def segments(s: int) -> torch.Tensor:
+def make_segments(s: int) -> torch.Tensor:
     """Return documents [B, s] of two samples, the second one whole."""
     return torch.stack([torch.arange(s) // max(s // 3, 1), torch.zeros(s, dtype=torch.long)])
 
 
-def inputs_of(s: int, s_k: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def make_inputs(s: int, s_k: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return query, key and value in fp64 that ``dtype`` can hold."""
-    return [noise(i, B, h, n, D, dtype=dtype) for i, (h, n) in enumerate(((A, s), (groups, s_k), (groups, s_k)))]
+    return [
+        random_values(i, B, h, n, D, dtype=dtype) for i, (h, n) in enumerate(((A, s), (groups, s_k), (groups, s_k)))
+    ]
 
 
 def self_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return what ``causal_self_attention`` makes of parts that lie as a layer's product has them."""
-    return causal_self_attention(torch.stack([part.permute(2, 0, 1, 3) for part in (q, k, v)], dim=3))
+    return causal_self_attention(torch.stack([tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)], dim=3))
 
 
-def distances(dtype: torch.dtype, s: int) -> torch.Tensor:
-    return noise(9, A, 2 * s - 1, dtype=dtype)
+def distance_bias(dtype: torch.dtype, s: int) -> torch.Tensor:
+    return random_values(9, A, 2 * s - 1, dtype=dtype)
 
 
-Path = tuple[Callable[..., torch.Tensor], Callable[[int, int], torch.Tensor], float, int, Any]
+AttentionPath = tuple[Callable[..., torch.Tensor], Callable[[int, int], torch.Tensor], float, int, Any]
 """What is called with (query, key, value, mask or None); what the formula adds; its scale; groups; mask."""
 
 
-def causal(s: int, s_k: int) -> torch.Tensor:
-    return hidden(torch.ones(s, s_k, dtype=torch.bool).tril())
+def causal_bias(s: int, s_k: int) -> torch.Tensor:
+    return mask_bias(torch.ones(s, s_k, dtype=torch.bool).tril())
 
 
-def documents(s: int, _: int) -> torch.Tensor:
-    return hidden(attention.document_mask(segments(s)))
+def document_bias(s: int, _: int) -> torch.Tensor:
+    return mask_bias(attention.document_mask(make_segments(s)))
 
 
-def alibi(s: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def alibi_document_bias(s: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return the bias of ALiBi within documents: [B, A, s, s]."""
-    slopes, places = torch.tensor(alibi_slopes(A), dtype=torch.float64), torch.arange(s)
-    return within_documents(alibi_bias(slopes, places.unsqueeze(0), places, dtype), segments(s))
+    slopes, positions = torch.tensor(alibi_slopes(A), dtype=torch.float64), torch.arange(s)
+    return mask_other_documents(alibi_bias(slopes, positions.unsqueeze(0), positions, dtype), make_segments(s))
 
 
 SCALED = D**-0.5
-PATHS: dict[str, Path] = {
-    "causal self-attention": (lambda q, k, v, _: self_attention(q, k, v), causal, SCALED, A, None),
-    "causal": (lambda q, k, v, _: attention.attention(q, k, v), causal, SCALED, A, None),
-    "causal, grouped": (lambda q, k, v, _: attention.attention(q, k, v), causal, SCALED, 2, None),
+PATHS: dict[str, AttentionPath] = {
+    "causal self-attention": (lambda q, k, v, _: self_attention(q, k, v), causal_bias, SCALED, A, None),
+    "causal": (lambda q, k, v, _: attention.attention(q, k, v), causal_bias, SCALED, A, None),
+    "causal, grouped": (lambda q, k, v, _: attention.attention(q, k, v), causal_bias, SCALED, 2, None),
     "everything": (
         lambda q, k, v, _: attention.attention(q, k, v, is_causal=False),
         lambda s, k: torch.zeros(s, k), SCALED, A, None,
     ),
     "documents": (
-        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask), documents, SCALED, A,
-        lambda s, _: attention.document_mask(segments(s)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask), document_bias, SCALED, A,
+        lambda s, _: attention.document_mask(make_segments(s)),
     ),
     "documents, grouped": (
-        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask), documents, SCALED, 2,
-        lambda s, _: attention.document_mask(segments(s)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask), document_bias, SCALED, 2,
+        lambda s, _: attention.document_mask(make_segments(s)),
     ),
     "alibi": (
         lambda q, k, v, mask: attention.attention(q, k, v, mask=mask.to(q.dtype)),
-        lambda s, _: alibi(s).clamp(min=-1e30), SCALED, A,
-        lambda s, _: alibi(s, torch.float32),
+        lambda s, _: alibi_document_bias(s).clamp(min=-1e30), SCALED, A,
+        lambda s, _: alibi_document_bias(s, torch.float32),
     ),
     "documents, dropped": (
-        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask, drop=lambda x: x), documents, SCALED, A,
-        lambda s, _: attention.document_mask(segments(s)),
+        lambda q, k, v, mask: attention.attention(q, k, v, mask=mask, drop=lambda x: x), document_bias, SCALED, A,
+        lambda s, _: attention.document_mask(make_segments(s)),
     ),
     "grouped, dropped": (
-        lambda q, k, v, _: attention.attention(q, k, v, drop=lambda x: x), causal, SCALED, 2, None,
+        lambda q, k, v, _: attention.attention(q, k, v, drop=lambda x: x), causal_bias, SCALED, 2, None,
     ),
 }  # fmt: skip
 
 
-def both_ways(
-    call: Callable[..., torch.Tensor], parts: list[torch.Tensor], others: list[Any], place: torch.device, dtype: Any
+def forward_backward(
+    call: Callable[..., torch.Tensor],
+    inputs: list[torch.Tensor],
+    extra_args: list[Any],
+    torch_device: torch.device,
+    dtype: Any,
 ) -> dict[str, torch.Tensor]:
-    """Return what ``call`` gives and the gradients of ``parts``, all on ``place``."""
-    leaves = [leaf(part, place, dtype) for part in parts]
-    out = call(*leaves, *(moved(other, place) for other in others))
-    out.backward(noise(77, *out.shape, dtype=torch.bfloat16).to(out.dtype).to(place))
+    """Return what ``call`` gives and the gradients of ``inputs``, all on ``torch_device``."""
+    leaves = [make_leaf(tensor, torch_device, dtype) for tensor in inputs]
+    out = call(*leaves, *(to_device(arg, torch_device) for arg in extra_args))
+    out.backward(random_values(77, *out.shape, dtype=torch.bfloat16).to(out.dtype).to(torch_device))
     names = ("of query", "of key", "of value", "of bias")
     return {"output": out.detach()} | {n: x.grad for n, x in zip(names, leaves, strict=False) if x.grad is not None}
 
@@ -134,154 +140,170 @@ def both_ways(
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("s", [61, 64, 192])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_is_the_formula(path: str, s: int, dtype: torch.dtype, place: torch.device) -> None:
-    call, added, scale, groups, mask = PATHS[path]
-    parts = inputs_of(s, s, groups, dtype)
-    given = None if mask is None else mask(s, s)
+def test_path_matches_formula(path: str, s: int, dtype: torch.dtype, torch_device: torch.device) -> None:
+    call, make_bias, scale, groups, make_mask = PATHS[path]
+    inputs = make_inputs(s, s, groups, dtype)
+    mask_tensor = None if make_mask is None else make_mask(s, s)
     if path == "alibi":  # as the path rounds it
-        wanted_added = given.to(dtype).double().clamp(min=-1e30)
+        expected_bias = mask_tensor.to(dtype).double().clamp(min=-1e30)
     else:
-        wanted_added = added(s, s)
-    found = both_ways(call, parts, [given], place, dtype)
-    wanted = both_ways(lambda q, k, v: formula(q, k, v, wanted_added, scale), parts, [], CPU, torch.float64)
-    assert_near(found, wanted, dtype)
+        expected_bias = make_bias(s, s)
+    actual = forward_backward(call, inputs, [mask_tensor], torch_device, dtype)
+    expected = forward_backward(
+        lambda q, k, v: reference_attention(q, k, v, expected_bias, scale), inputs, [], CPU, torch.float64
+    )
+    assert_near(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("s", [61, 192])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["both directions", "causal"])
-def test_a_bias_by_distance_is_the_formula_with_its_own_gradient(
-    is_causal: bool, s: int, dtype: torch.dtype, place: torch.device
+def test_distance_bias_and_its_gradient_match_formula(
+    is_causal: bool, s: int, dtype: torch.dtype, torch_device: torch.device
 ) -> None:
-    parts = [0.5 * part for part in inputs_of(s, s, A, dtype)] + [distances(dtype, s)]
-    rows = torch.arange(s).unsqueeze(0) - torch.arange(s).unsqueeze(1) + s - 1  # [s, s]: which number is added
-    mask = attention.segment_mask(segments(s), segments(s))
+    inputs = [0.5 * tensor for tensor in make_inputs(s, s, A, dtype)] + [distance_bias(dtype, s)]
+    bias_idx = torch.arange(s).unsqueeze(0) - torch.arange(s).unsqueeze(1) + s - 1  # [s, s]: which number is added
+    mask = attention.segment_mask(make_segments(s), make_segments(s))
 
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return biased_attention(q, k, v, without_future(bias) if is_causal else bias, mask=seen)
+    def biased(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        return biased_attention(q, k, v, mask_future(bias) if is_causal else bias, mask=visible)
 
-    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        seen = mask & torch.ones(s, s, dtype=torch.bool).tril() if is_causal else mask
-        return formula(q, k, v, bias[:, rows] + hidden(seen), 1.0)
+    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        visible = mask & torch.ones(s, s, dtype=torch.bool).tril() if is_causal else mask
+        return reference_attention(q, k, v, bias[:, bias_idx] + mask_bias(visible), 1.0)
 
-    found = both_ways(ours, parts, [mask], place, dtype)
-    assert_near(found, both_ways(theirs, parts, [], CPU, torch.float64), dtype)
+    actual = forward_backward(biased, inputs, [mask], torch_device, dtype)
+    assert_near(actual, forward_backward(reference, inputs, [], CPU, torch.float64), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("low", [0.0, -40.0], ids=["", "low scores"])
 @pytest.mark.parametrize(("s", "s_k"), [(1, 5), (61, 61), (64, 64), (192, 192), (320, 320), (37, 192), (64, 129)])
-def test_gradients_are_numbers_whatever_the_shape_and_though_a_query_may_look_nowhere(
-    s: int, s_k: int, low: float, dtype: torch.dtype, place: torch.device
+def test_gradients_are_finite_for_any_shape_and_fully_masked_queries(
+    s: int, s_k: int, low: float, dtype: torch.dtype, torch_device: torch.device
 ) -> None:
     """cuDNN's, for one, are none with a mask where s % 128 is 64; and -inf in a whole row would give NaN to any."""
-    parts = inputs_of(s, s_k, A, dtype)
-    seen = torch.arange(s_k) < torch.tensor([[s_k], [max(s_k // 2, 1)]])
-    mask = seen.view(B, 1, 1, s_k).expand(B, 1, s, s_k).clone()
+    inputs = make_inputs(s, s_k, A, dtype)
+    visible = torch.arange(s_k) < torch.tensor([[s_k], [max(s_k // 2, 1)]])
+    mask = visible.view(B, 1, 1, s_k).expand(B, 1, s, s_k).clone()
     mask[1, :, s // 2 :] = False  # queries that may look nowhere
-    added = torch.full((B, 1, s, s_k), low, dtype=torch.float64)
+    score_bias = torch.full((B, 1, s, s_k), low, dtype=torch.float64)
 
-    def by_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        bias = attention.additive(seen, q.dtype) + low
+    def by_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        bias = attention.additive_mask(visible, q.dtype) + low
         return attention.attention(q, k, v, mask=bias, is_causal=False)
 
-    found = both_ways(by_bias, parts, [mask], place, dtype)
-    assert all(torch.isfinite(tensor).all() for tensor in found.values())
-    uniform = biased_attention(*(leaf(part, place, dtype) for part in parts), mask=moved(mask, place)).detach()
-    blind = uniform[1, :, s // 2 :].cpu().double()
+    actual = forward_backward(by_bias, inputs, [mask], torch_device, dtype)
+    assert all(torch.isfinite(tensor).all() for tensor in actual.values())
+    uniform = biased_attention(
+        *(make_leaf(tensor, torch_device, dtype) for tensor in inputs), mask=to_device(mask, torch_device)
+    ).detach()
+    masked_output = uniform[1, :, s // 2 :].cpu().double()
     if dtype != torch.float16:  # where a score above 8 still counts beside the lowest number
-        mean = parts[2][1].mean(dim=1, keepdim=True).expand_as(blind)
-        assert_near({"blind": blind}, {"blind": mean}, dtype)
-    own = {name: tensor[0] for name, tensor in found.items()}  # the sample in which all look somewhere
-    wanted = both_ways(lambda q, k, v: formula(q, k, v, hidden(mask) + added, SCALED), parts, [], CPU, torch.float64)
-    assert_near(own, {name: tensor[0] for name, tensor in wanted.items()}, dtype)
+        mean = inputs[2][1].mean(dim=1, keepdim=True).expand_as(masked_output)
+        assert_near({"blind": masked_output}, {"blind": mean}, dtype)
+    first_sample = {name: tensor[0] for name, tensor in actual.items()}  # the sample in which all look somewhere
+    expected = forward_backward(
+        lambda q, k, v: reference_attention(q, k, v, mask_bias(mask) + score_bias, SCALED),
+        inputs,
+        [],
+        CPU,
+        torch.float64,
+    )
+    assert_near(first_sample, {name: tensor[0] for name, tensor in expected.items()}, dtype)
 
 
-def chosen(run: Callable[[], Any], kind: str) -> tuple[set[SDPBackend], list[str]]:
+def chosen_backends(run: Callable[[], Any], device_type: str) -> tuple[set[SDPBackend], list[str]]:
     """Return the kernels that torch chose within ``run``, by the operators it called, and CUDA's own names for them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if kind == "cuda":
+    if device_type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         run()
     events = profile.events() or []
-    found = {OPERATORS[event.name] for event in events if event.name in OPERATORS}
-    return found, sorted({event.name for event in events if event.device_type != torch.autograd.DeviceType.CPU})
+    backends = {OPERATORS[event.name] for event in events if event.name in OPERATORS}
+    return backends, sorted({event.name for event in events if event.device_type != torch.autograd.DeviceType.CPU})
 
 
-CHOICES: dict[str, tuple[tuple[torch.dtype, ...], set[SDPBackend]]] = {
-    "causal self-attention": (SIXTEEN_BITS, FUSED),
-    "causal": (SIXTEEN_BITS, FUSED),
-    "causal, grouped": (SIXTEEN_BITS, FUSED),
-    "everything": (SIXTEEN_BITS, FUSED),
-    "documents": ((*SIXTEEN_BITS, torch.float32), OF_MASKS),
-    "alibi": ((*SIXTEEN_BITS, torch.float32), OF_MASKS),
-    "documents, grouped": (SIXTEEN_BITS, {*OF_MASKS, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}),
+EXPECTED_BACKENDS: dict[str, tuple[tuple[torch.dtype, ...], set[SDPBackend]]] = {
+    "causal self-attention": (SIXTEEN_BITS, FUSED_BACKENDS),
+    "causal": (SIXTEEN_BITS, FUSED_BACKENDS),
+    "causal, grouped": (SIXTEEN_BITS, FUSED_BACKENDS),
+    "everything": (SIXTEEN_BITS, FUSED_BACKENDS),
+    "documents": ((*SIXTEEN_BITS, torch.float32), MASK_BACKENDS),
+    "alibi": ((*SIXTEEN_BITS, torch.float32), MASK_BACKENDS),
+    "documents, grouped": (SIXTEEN_BITS, {*MASK_BACKENDS, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}),
 }
 """What a path must go to on a GPU. Keys that a group shares, with a mask, only torch's own steps take until some
 release: all scores are in memory then, which is allowed here and told."""
 
 
 @pytest.mark.parametrize(
-    ("path", "dtype"), [(path, dtype) for path, (dtypes, _) in CHOICES.items() for dtype in dtypes], ids=name_of
+    ("path", "dtype"),
+    [(path, dtype) for path, (dtypes, _) in EXPECTED_BACKENDS.items() for dtype in dtypes],
+    ids=name_of,
 )
-def test_the_kernel_that_runs_is_a_fused_one(
-    path: str, dtype: torch.dtype, place: torch.device, kind: str, record_property: Callable[[str, object], None]
+def test_attention_runs_fused_kernel(
+    path: str,
+    dtype: torch.dtype,
+    torch_device: torch.device,
+    device_type: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Forward and backward of heads of 64; what ran is told in the report (``--junitxml``)."""
-    if kind == "sim":
+    if device_type == "sim":
         pytest.skip("the simulated device brings its own attention")
-    call, _, _, groups, mask = PATHS[path]
+    call, _, _, groups, make_mask = PATHS[path]
     heads = (A, groups, groups)
-    s = 512 if kind == "cuda" else 64
-    leaves = [leaf(noise(i, B, h, s, 64), place, dtype) for i, h in enumerate(heads)]
-    given = None if mask is None else moved(mask(s, s), place)
+    s = 512 if device_type == "cuda" else 64
+    leaves = [make_leaf(random_values(i, B, h, s, 64), torch_device, dtype) for i, h in enumerate(heads)]
+    mask_tensor = None if make_mask is None else to_device(make_mask(s, s), torch_device)
 
     def run() -> None:
-        call(*leaves, given).sum().backward()
+        call(*leaves, mask_tensor).sum().backward()
 
     run()
-    found, names = chosen(run, kind)
-    record_property("kernel", f"{path}, {name_of(dtype)}: {', '.join(sorted(each.name for each in found))}")
-    if kind == "cpu":  # torch has two there, and this project a third in fp32
-        assert found <= {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH} and (found or dtype == torch.float32)
+    backends, kernel_names = chosen_backends(run, device_type)
+    record_property("kernel", f"{path}, {name_of(dtype)}: {', '.join(sorted(backend.name for backend in backends))}")
+    if device_type == "cpu":  # torch has two there, and this project a third in fp32
+        assert backends <= {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH} and (backends or dtype == torch.float32)
         return
     has_flash = torch.cuda.get_device_capability() >= (8, 0)  # Ampere; V100 and T4 have torch's older kernels
-    allowed = CHOICES[path][1] if has_flash else {*OF_MASKS, SDPBackend.MATH}
-    assert len(found) == 1 and found <= allowed
-    of_kernel = KERNELS.get(next(iter(found)))
-    if names and of_kernel is not None:  # none where the machine lets nobody profile its kernels
-        assert any(of_kernel in name.lower() for name in names), names
+    allowed_backends = EXPECTED_BACKENDS[path][1] if has_flash else {*MASK_BACKENDS, SDPBackend.MATH}
+    assert len(backends) == 1 and backends <= allowed_backends
+    name_fragment = KERNEL_NAMES.get(next(iter(backends)))
+    if kernel_names and name_fragment is not None:  # none where the machine lets nobody profile its kernels
+        assert any(name_fragment in name.lower() for name in kernel_names), kernel_names
 
 
-def test_a_mask_is_kept_from_cudnn(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_disabled_only_for_masks(torch_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is switched off while a mask goes to torch, and only then."""
-    plain, seen = torch.nn.functional.scaled_dot_product_attention, []
+    original, is_enabled = torch.nn.functional.scaled_dot_product_attention, []
 
-    def spied(*args: Any, **how: Any) -> torch.Tensor:
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return plain(*args, **how)
+    def record_call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        is_enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record_call)
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    q, k, v = (part.to(place, torch.float32) for part in inputs_of(8, 8, A, torch.float32))
-    attention.attention(q, k, v, mask=moved(attention.document_mask(segments(8)), place))
+    q, k, v = (tensor.to(torch_device, torch.float32) for tensor in make_inputs(8, 8, A, torch.float32))
+    attention.attention(q, k, v, mask=to_device(attention.document_mask(make_segments(8)), torch_device))
     attention.attention(q, k, v)
-    assert seen == [False, before] and torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert is_enabled == [False, before] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
-def test_dropout_within_the_kernel_keeps_the_mean_and_is_the_same_for_a_seed(
-    dtype: torch.dtype, place: torch.device
-) -> None:
-    q, k, v = (noise(i, 4, 8, 64, 64).to(place, dtype) for i in range(3))
+def test_kernel_dropout_keeps_mean_and_repeats_for_seed(dtype: torch.dtype, torch_device: torch.device) -> None:
+    q, k, v = (random_values(i, 4, 8, 64, 64).to(torch_device, dtype) for i in range(3))
     ones = torch.ones_like(v)
 
-    def drawn(seed: int) -> torch.Tensor:
+    def draw(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return attention.attention(q, k, ones, is_causal=False, dropout=0.25).double()
 
-    first = drawn(3)
-    assert torch.equal(first, drawn(3)) and not torch.equal(first, drawn(4))
-    assert abs(float(first.mean()) - 1.0) < 0.02, "what is left is scaled up"
-    assert float(first.std()) > 10 * ALLOWED[torch.float32], "something is dropped"
+    first_draw = draw(3)
+    assert torch.equal(first_draw, draw(3)) and not torch.equal(first_draw, draw(4))
+    assert abs(float(first_draw.mean()) - 1.0) < 0.02, "what is left is scaled up"
+    assert float(first_draw.std()) > 10 * TOLERANCES[torch.float32], "something is dropped"

@@ -14,7 +14,7 @@ from megatron.checkpoint import AsyncSaver, CapturedState, open_latest, save
 from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.training.state_records import make_moments, optimizer_records, weight_records
-from tests.gpu.families import FAMILIES, built, given, loss_of
+from tests.gpu.families import FAMILIES, build_model, loss_of, make_inputs
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
@@ -22,15 +22,15 @@ FAMILY = FAMILIES["llama"]
 Trained = tuple[torch.nn.Module, MixedPrecisionOptimizer]
 
 
-def made(place: torch.device, dtype: torch.dtype) -> Trained:
-    model = built(FAMILY, torch.float32, place)
+def make_trained(torch_device: torch.device, dtype: torch.dtype) -> Trained:
+    model = build_model(FAMILY, torch.float32, torch_device)
     return model, build_optimizer(model.parameters(), dtype=dtype, lr=1e-2)
 
 
-def train(trained: Trained, steps: int, place: torch.device) -> None:
+def train(trained: Trained, steps: int, torch_device: torch.device) -> None:
     model, optimizer = trained
     for _ in range(steps):
-        loss_of(model(**given(FAMILY, place))).backward()
+        loss_of(model(**make_inputs(FAMILY, torch_device))).backward()
         optimizer.end_micro_batch()
         optimizer.step()
 
@@ -43,53 +43,53 @@ def values_of(trained: Trained) -> dict[str, torch.Tensor]:
     return {record.name: record.tensor.detach().cpu().clone() for record in records_of(trained)}
 
 
-def content(path: Path) -> dict[str, bytes]:
+def read_files(path: Path) -> dict[str, bytes]:
     return {child.name: child.read_bytes() for child in path.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_on_the_device_and_loaded_on_the_cpu_and_back_to_the_bit(
-    tmp_path: Path, dtype: torch.dtype, place: torch.device
+def test_checkpoint_moves_between_device_and_cpu_bitwise(
+    tmp_path: Path, dtype: torch.dtype, torch_device: torch.device
 ) -> None:
-    trained = made(place, dtype)
-    train(trained, 2, place)
+    trained = make_trained(torch_device, dtype)
+    train(trained, 2, torch_device)
     first = save(tmp_path / "device", 2, records_of(trained), {}, SINGLE)
-    on_cpu = made(CPU, dtype)
+    on_cpu = make_trained(CPU, dtype)
     make_moments(on_cpu[1])
     open_latest(tmp_path / "device", SINGLE).load(records_of(on_cpu))
     on_cpu[1].copy_main_params_to_parameters()
-    wanted = values_of(trained)
-    assert wanted.keys() == values_of(on_cpu).keys() and any("exp_avg_sq" in name for name in wanted)
-    assert all(torch.equal(value, wanted[name]) for name, value in values_of(on_cpu).items())
+    expected = values_of(trained)
+    assert expected.keys() == values_of(on_cpu).keys() and any("exp_avg_sq" in name for name in expected)
+    assert all(torch.equal(value, expected[name]) for name, value in values_of(on_cpu).items())
     second = save(tmp_path / "cpu", 2, records_of(on_cpu), {}, SINGLE)
-    assert content(first) == content(second), "the files themselves"
-    back = made(place, dtype)
-    make_moments(back[1])
-    open_latest(tmp_path / "cpu", SINGLE).load(records_of(back))
-    back[1].copy_main_params_to_parameters()
-    assert all(torch.equal(value, wanted[name]) for name, value in values_of(back).items())
-    for parameter, other in zip(back[0].parameters(), trained[0].parameters(), strict=True):
-        assert parameter.device.type == place.type and torch.equal(parameter, other)
+    assert read_files(first) == read_files(second), "the files themselves"
+    reloaded = make_trained(torch_device, dtype)
+    make_moments(reloaded[1])
+    open_latest(tmp_path / "cpu", SINGLE).load(records_of(reloaded))
+    reloaded[1].copy_main_params_to_parameters()
+    assert all(torch.equal(value, expected[name]) for name, value in values_of(reloaded).items())
+    for parameter, other in zip(reloaded[0].parameters(), trained[0].parameters(), strict=True):
+        assert parameter.device.type == torch_device.type and torch.equal(parameter, other)
 
 
-def test_a_save_in_the_background_has_the_values_of_its_time(
-    tmp_path: Path, place: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_background_save_stores_values_at_save_time(
+    tmp_path: Path, torch_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = made(place, torch.bfloat16)
-    train(trained, 1, place)
-    wanted = values_of(trained)
-    has_trained_on = threading.Event()
-    monkeypatch.setattr(files, "before_operation", lambda operation, path: has_trained_on.wait(60))
+    trained = make_trained(torch_device, torch.bfloat16)
+    train(trained, 1, torch_device)
+    expected = values_of(trained)
+    has_continued = threading.Event()
+    monkeypatch.setattr(files, "before_operation", lambda operation, path: has_continued.wait(60))
     saver = AsyncSaver(SINGLE)
     saver.save(tmp_path, CapturedState(1, records_of(trained), {"step": 1}))
-    train(trained, 2, place)
+    train(trained, 2, torch_device)
     assert saver.poll() is None, "no byte is written before the training has gone on"
-    has_trained_on.set()
+    has_continued.set()
     durable = saver.finish()
     saver.close()
     assert durable is not None and durable.step == 1
     after = values_of(trained)
-    assert any(not torch.equal(after[name], value) for name, value in wanted.items())
+    assert any(not torch.equal(after[name], value) for name, value in expected.items())
     checkpoint = open_latest(tmp_path, SINGLE)
     for record in records_of(trained):
-        assert torch.equal(checkpoint.read(record.name, record.shard), wanted[record.name]), record.name
+        assert torch.equal(checkpoint.read(record.name, record.shard), expected[record.name]), record.name

@@ -13,38 +13,42 @@ from megatron.mpu.groups import Group
 from megatron.mpu.philox_dropout import PhiloxDropout
 from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.ops.attention import attention
-from tests.gpu.families import FAMILIES, built, given, gradients, loss_of, reference_of
-from tests.gpu.near import assert_near, noise
+from tests.gpu.families import FAMILIES, build_model, build_reference, loss_of, make_inputs, named_gradients
+from tests.gpu.near import assert_near, random_values
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
 P = 0.3
 
 
-def mask_of(streams: DropoutStreams, place: torch.device, layer: int = 0, site: str = "here", is_cut: bool = False):
+def draw_mask(
+    streams: DropoutStreams, torch_device: torch.device, layer: int = 0, site: str = "here", is_sharded: bool = False
+):
     """Return which of [32, 3, 64] ones are left."""
-    ones = torch.ones(32, 3, 64, device=place)
-    return streams.dropout(ones, P, training=True, layer=layer, site=site, is_cut=is_cut).cpu() != 0
+    ones = torch.ones(32, 3, 64, device=torch_device)
+    return streams.dropout(ones, P, training=True, layer=layer, site=site, is_sharded=is_sharded).cpu() != 0
 
 
-def test_a_mask_is_the_same_for_a_key_and_another_for_any_other(place: torch.device) -> None:
+def test_mask_repeats_for_key_and_differs_for_other_keys(torch_device: torch.device) -> None:
     streams = DropoutStreams(7)
-    first = mask_of(streams, place)
+    first = draw_mask(streams, torch_device)
     assert abs(float(first.float().mean()) - (1 - P)) < 0.03
-    assert torch.equal(first, mask_of(streams, place)) and torch.equal(first, mask_of(DropoutStreams(7), place))
+    assert torch.equal(first, draw_mask(streams, torch_device)) and torch.equal(
+        first, draw_mask(DropoutStreams(7), torch_device)
+    )
     others = [
-        mask_of(streams, place, layer=1),
-        mask_of(streams, place, site="there"),
-        mask_of(DropoutStreams(8), place),
+        draw_mask(streams, torch_device, layer=1),
+        draw_mask(streams, torch_device, site="there"),
+        draw_mask(DropoutStreams(8), torch_device),
     ]
     for position in (DropoutKey(1, 0), DropoutKey(0, 1)):
         with streams.at(position):
-            others.append(mask_of(streams, place))
+            others.append(draw_mask(streams, torch_device))
     assert not any(torch.equal(first, other) for other in others)
 
 
-def test_what_is_left_is_scaled_up_and_the_gradient_goes_there_alone(place: torch.device) -> None:
-    x = noise(1, 8, 3, 16).float().to(place).requires_grad_()
+def test_retained_values_and_gradients_are_scaled_up(torch_device: torch.device) -> None:
+    x = random_values(1, 8, 3, 16).float().to(torch_device).requires_grad_()
     out = DropoutStreams(7).dropout(x, P, training=True, layer=0, site="here")
     out.sum().backward()
     factor = (out.detach() / x.detach()).cpu()
@@ -53,98 +57,103 @@ def test_what_is_left_is_scaled_up_and_the_gradient_goes_there_alone(place: torc
     assert DropoutStreams(7).dropout(x, P, training=False, layer=0, site="here") is x
 
 
-def test_tensor_ranks_draw_alike_for_copies_and_otherwise_for_their_slices(place: torch.device) -> None:
+def test_tensor_ranks_share_masks_only_for_replicated_tensors(torch_device: torch.device) -> None:
     ranks = [DropoutStreams(7, tensor=Group((0, 1), rank)) for rank in range(2)]
-    copies = [mask_of(streams, place) for streams in ranks]
-    slices = [mask_of(streams, place, is_cut=True) for streams in ranks]
+    copies = [draw_mask(streams, torch_device) for streams in ranks]
+    slices = [draw_mask(streams, torch_device, is_sharded=True) for streams in ranks]
     assert torch.equal(*copies) and not torch.equal(*slices)
-    replicas = [mask_of(DropoutStreams(7, data=Group((0, 1), rank)), place) for rank in range(2)]
+    replicas = [draw_mask(DropoutStreams(7, data=Group((0, 1), rank)), torch_device) for rank in range(2)]
     assert not torch.equal(*replicas)
 
 
-def test_keyed_masks_leave_the_default_generator_alone_and_its_state_comes_back(place: torch.device) -> None:
+def test_keyed_masks_do_not_advance_default_generator(torch_device: torch.device) -> None:
     device.seed(3)
-    states = device.rng_states(place.type)
-    assert set(states) == {"cpu", place.type} and all(each.device.type == "cpu" for each in states.values())
-    first = torch.rand(100, device=place)
+    states = device.rng_states(torch_device.type)
+    assert set(states) == {"cpu", torch_device.type} and all(state.device.type == "cpu" for state in states.values())
+    first_draw = torch.rand(100, device=torch_device)
     device.seed(3)
-    mask_of(DropoutStreams(7), place)
-    assert torch.equal(torch.rand(100, device=place), first)
-    later = torch.rand(100, device=place)
-    assert not torch.equal(later, first)
+    draw_mask(DropoutStreams(7), torch_device)
+    assert torch.equal(torch.rand(100, device=torch_device), first_draw)
+    later_draw = torch.rand(100, device=torch_device)
+    assert not torch.equal(later_draw, first_draw)
     device.set_rng_states(states)
-    assert torch.equal(torch.rand(100, device=place), first) and torch.equal(torch.rand(100, device=place), later)
+    assert torch.equal(torch.rand(100, device=torch_device), first_draw) and torch.equal(
+        torch.rand(100, device=torch_device), later_draw
+    )
     device.seed(4)
-    assert not torch.equal(torch.rand(100, device=place), first)
+    assert not torch.equal(torch.rand(100, device=torch_device), first_draw)
 
 
-def test_masks_of_any_layout_are_the_cpus_to_the_bit(place: torch.device) -> None:
-    for tensor, is_cut in ((Group((0,), 0), False), (Group((0, 1), 1), True)):
+def test_layout_independent_masks_are_bitwise_cpu_masks(torch_device: torch.device) -> None:
+    for tensor, is_sharded in ((Group((0,), 0), False), (Group((0, 1), 1), True)):
         streams = PhiloxDropout(3, 7, tensor=tensor)
         for position in (DropoutKey(), DropoutKey(5, 1, 4)):
             with streams.at(position):
                 for site in ("mlp output", "embedding"):
-                    found = [mask_of(streams, where, 2, site, is_cut) for where in (place, CPU)]
-                    assert torch.equal(*found) and 0.6 < float(found[0].float().mean()) < 0.8
+                    masks = [
+                        draw_mask(streams, mask_device, 2, site, is_sharded) for mask_device in (torch_device, CPU)
+                    ]
+                    assert torch.equal(*masks) and 0.6 < float(masks[0].float().mean()) < 0.8
 
 
-def test_masks_of_probabilities_in_any_layout_are_the_cpus_to_the_bit(place: torch.device) -> None:
+def test_layout_independent_probability_masks_are_bitwise_cpu_masks(torch_device: torch.device) -> None:
     """Large enough to be made in several blocks on a CPU."""
-    seen = []
-    for where in (place, CPU):
+    masks = []
+    for mask_device in (torch_device, CPU):
         streams = PhiloxDropout(2, 7)
-        drawn: list[torch.Tensor] = []
+        recorded: list[torch.Tensor] = []
 
-        def spy(x: torch.Tensor, *, drop, drawn: list[torch.Tensor] = drawn) -> torch.Tensor:
-            drawn.append(drop(torch.ones_like(x)).cpu() != 0)
+        def record_mask(x: torch.Tensor, *, drop, recorded: list[torch.Tensor] = recorded) -> torch.Tensor:
+            recorded.append(drop(torch.ones_like(x)).cpu() != 0)
             return x
 
-        x = torch.ones(2, 4, 96, 96, device=where)
-        streams.attend(partial(spy, x), P, device=where, layer=1, site="attention", is_cut=False)
-        seen.append(drawn[0])
-    assert torch.equal(*seen) and 0.6 < float(seen[0].float().mean()) < 0.8
+        x = torch.ones(2, 4, 96, 96, device=mask_device)
+        streams.attend(partial(record_mask, x), P, device=mask_device, layer=1, site="attention", is_sharded=False)
+        masks.append(recorded[0])
+    assert torch.equal(*masks) and 0.6 < float(masks[0].float().mean()) < 0.8
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "mpt", "bert"])
-def test_a_model_with_layout_independent_dropout_has_the_cpus_loss_and_gradients(
-    name: str, place: torch.device
-) -> None:
+def test_layout_independent_dropout_matches_cpu_loss_and_gradients(name: str, torch_device: torch.device) -> None:
     rates = {"hidden_dropout": P, "attention_dropout": P}
-    family, found = FAMILIES[name], []
+    family, results = FAMILIES[name], []
     dtype = torch.float32
-    for make, where in ((partial(built, place=place), place), (reference_of, CPU)):
-        model = make(family, dtype, where=ParallelContext(streams=PhiloxDropout(3, 11)), **rates)
-        loss = loss_of(model(**given(family, where)))
+    for make_model, run_device in (
+        (partial(build_model, torch_device=torch_device), torch_device),
+        (build_reference, CPU),
+    ):
+        model = make_model(family, dtype, where=ParallelContext(streams=PhiloxDropout(3, 11)), **rates)
+        loss = loss_of(model(**make_inputs(family, run_device)))
         loss.backward()
-        found.append(({"loss": loss.detach()}, gradients(model)))
-    assert_near(found[0][0], found[1][0], dtype)
-    assert_near(found[0][1], found[1][1], dtype)
+        results.append(({"loss": loss.detach()}, named_gradients(model)))
+    assert_near(results[0][0], results[1][0], dtype)
+    assert_near(results[0][1], results[1][1], dtype)
 
 
 @pytest.mark.parametrize("changes", [{"checkpoint_activations": True}, {"recompute_attention": True}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "mpt", "bert"])
-def test_what_is_recomputed_drops_what_the_forward_dropped(
-    name: str, changes: dict[str, bool], place: torch.device
-) -> None:
+def test_recompute_draws_forward_dropout_masks(name: str, changes: dict[str, bool], torch_device: torch.device) -> None:
     """With another mask in the second forward gradients would be off by tens of per cent."""
-    family, found = FAMILIES[name], []
-    for more in ({}, changes):
-        where = ParallelContext(streams=DropoutStreams(11))
-        model = built(family, torch.float32, place, where, hidden_dropout=P, attention_dropout=P, **more)
-        loss = loss_of(model(**given(family, place)))
-        device.seed(len(found))  # what the default generator would draw in backward
+    family, results = FAMILIES[name], []
+    for options in ({}, changes):
+        parallel = ParallelContext(streams=DropoutStreams(11))
+        model = build_model(
+            family, torch.float32, torch_device, parallel, hidden_dropout=P, attention_dropout=P, **options
+        )
+        loss = loss_of(model(**make_inputs(family, torch_device)))
+        device.seed(len(results))  # what the default generator would draw in backward
         loss.backward()
-        found.append((loss.item(), gradients(model)))
-    assert found[0][0] == found[1][0]
-    assert_near(found[1][1], {key: value.cpu() for key, value in found[0][1].items()}, torch.float32)
+        results.append((loss.item(), named_gradients(model)))
+    assert results[0][0] == results[1][0]
+    assert_near(results[1][1], {key: value.cpu() for key, value in results[0][1].items()}, torch.float32)
 
 
-def test_dropped_probabilities_are_drawn_within_torchs_kernel_by_the_key(place: torch.device) -> None:
-    q, k, v = (noise(i, 2, 4, 64, 32).to(place, torch.bfloat16) for i in range(3))
+def test_kernel_dropout_is_keyed(torch_device: torch.device) -> None:
+    q, k, v = (random_values(i, 2, 4, 64, 32).to(torch_device, torch.bfloat16) for i in range(3))
     streams = DropoutStreams(7)
 
-    def drawn(layer: int) -> torch.Tensor:
+    def draw(layer: int) -> torch.Tensor:
         run = partial(attention, q, k, v, is_causal=True)
-        return streams.attend(run, P, device=place, layer=layer, site="attention", is_cut=False)
+        return streams.attend(run, P, device=torch_device, layer=layer, site="attention", is_sharded=False)
 
-    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))

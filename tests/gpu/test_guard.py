@@ -16,24 +16,24 @@ from megatron.optim import build_optimizer
 pytestmark = pytest.mark.gpu
 
 
-def guarded(place: torch.device) -> tuple[Any, Any, torch.nn.Parameter]:
+def make_guard(torch_device: torch.device) -> tuple[Any, Any, torch.nn.Parameter]:
     """Return a guard that skips bad steps, its optimizer and the one weight."""
     from megatron.training.callbacks.stability_guard import StabilityGuard  # DeepSpeed comes with it
 
-    weight = torch.nn.Parameter(torch.ones(4, 4, device=place))
+    weight = torch.nn.Parameter(torch.ones(4, 4, device=torch_device))
     optimizer = build_optimizer([weight], lr=0.1)
     guard = StabilityGuard(StabilityConfig(stability_guard="skip"))
     guard.trainer = SimpleNamespace(  # type: ignore[assignment]
-        find=lambda kind: None,
+        find=lambda callback_type: None,
         progress=SimpleNamespace(step=0),
         engine=SimpleNamespace(optimizer=optimizer),
-        world=SimpleNamespace(rank=1, decision_group=(SINGLE, place)),  # rank 0 writes a journal
+        world=SimpleNamespace(rank=1, decision_group=(SINGLE, torch_device)),  # rank 0 writes a journal
     )
     guard.on_train_start()
     return guard, optimizer, weight
 
 
-def take(guard: Any, optimizer: Any, weight: torch.nn.Parameter, factor: float) -> None:
+def run_step(guard: Any, optimizer: Any, weight: torch.nn.Parameter, factor: float) -> None:
     loss = (weight * factor).sum()
     loss.backward()
     optimizer.end_micro_batch()
@@ -41,19 +41,23 @@ def take(guard: Any, optimizer: Any, weight: torch.nn.Parameter, factor: float) 
     optimizer.step()
 
 
-def test_a_good_step_moves_and_a_bad_one_leaves_the_weights_to_the_bit(place: torch.device) -> None:
-    guard, optimizer, weight = guarded(place)
-    take(guard, optimizer, weight, 1.0)
-    assert guard.seen == (16.0, 4.0) and not optimizer.was_refused and not torch.equal(weight, torch.ones_like(weight))
+def test_guard_skips_anomalous_steps_bitwise(torch_device: torch.device) -> None:
+    guard, optimizer, weight = make_guard(torch_device)
+    run_step(guard, optimizer, weight, 1.0)
+    assert (
+        guard.last_checked == (16.0, 4.0)
+        and not optimizer.was_rejected
+        and not torch.equal(weight, torch.ones_like(weight))
+    )
     before = weight.detach().clone()
-    take(guard, optimizer, weight, math.nan)
-    assert optimizer.was_refused and torch.equal(weight, before)
-    assert guard.seen[0] == math.inf and math.isnan(guard.seen[1])
+    run_step(guard, optimizer, weight, math.nan)
+    assert optimizer.was_rejected and torch.equal(weight, before)
+    assert guard.last_checked[0] == math.inf and math.isnan(guard.last_checked[1])
     loss = weight.sum()
     (loss * math.inf).backward()  # a sound loss with gradients that are none
     optimizer.end_micro_batch()
     guard.on_before_update(loss.item())
     optimizer.step()
-    assert optimizer.was_refused and torch.equal(weight, before) and guard.seen[1] == math.inf
-    take(guard, optimizer, weight, 1.0)
-    assert not optimizer.was_refused and not torch.equal(weight, before)
+    assert optimizer.was_rejected and torch.equal(weight, before) and guard.last_checked[1] == math.inf
+    run_step(guard, optimizer, weight, 1.0)
+    assert not optimizer.was_rejected and not torch.equal(weight, before)

@@ -16,9 +16,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def bert_sizes(**changes: Any) -> BertModelArgs:
-    """Return the args of the small model, with ``changes``."""
-    return BertModelArgs(**{**SMALL, **changes})
+def bert_model_args(**overrides: Any) -> BertModelArgs:
+    """Return the args of the small model, with ``overrides``."""
+    return BertModelArgs(**{**SMALL, **overrides})
 
 
 @dataclass
@@ -33,18 +33,20 @@ class BertBatch:
     is_random: torch.Tensor
 
 
-def bert_batch(seed: int = 0, *, is_padded: bool = True, rows: int = BATCH, length: int = SEQ) -> BertBatch:
+def make_bert_batch(seed: int = 0, *, is_padded: bool = True, num_rows: int = BATCH, length: int = SEQ) -> BertBatch:
     """Return random samples of two segments, with labels for some tokens; with ``is_padded`` their lengths differ."""
     generator = torch.Generator().manual_seed(seed)
     # Id 0 is left out: it is Hugging Face's padding id, whose embedding row never gets a gradient there.
-    tokens, labels = (torch.randint(1, VOCAB, (rows, length), generator=generator) for _ in range(2))
-    positions = torch.arange(length).expand(rows, length)
-    boundaries = torch.randint(2, length - 4, (rows, 1), generator=generator)
+    tokens, labels = (torch.randint(1, VOCAB, (num_rows, length), generator=generator) for _ in range(2))
+    positions = torch.arange(length).expand(num_rows, length)
+    boundaries = torch.randint(2, length - 4, (num_rows, 1), generator=generator)
     is_real = (
-        positions < torch.randint(length - 3, length, (rows, 1), generator=generator) if is_padded else positions >= 0
+        positions < torch.randint(length - 3, length, (num_rows, 1), generator=generator)
+        if is_padded
+        else positions >= 0
     )
-    mask = (torch.rand(rows, length, generator=generator) < 0.2 + 0.1 * (seed % 4)) & is_real
+    mask = (torch.rand(num_rows, length, generator=generator) < 0.2 + 0.1 * (seed % 4)) & is_real
     mask[:, 1] = True
-    is_random = torch.randint(0, 2, (rows,), generator=generator)
+    is_random = torch.randint(0, 2, (num_rows,), generator=generator)
     segments = is_real.int() - 1 if is_padded else None
     return BertBatch(tokens, (positions >= boundaries).long(), segments, labels, mask.float(), is_random)

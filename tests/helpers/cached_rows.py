@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import torch
 
-from megatron.models.common.generation import DecoderReader
+from megatron.models.common.generation import CachedDecoder
 from tests.helpers.model_samples import VOCAB
 
-ROUNDING = 1e-13
-LENGTHS, STEPS = [4, 1, 6], 5
+TOLERANCE = 1e-13
+LENGTHS, NUM_STEPS = [4, 1, 6], 5
 
 
-def rows_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
+def random_rows(lengths: list[int], seed: int) -> list[torch.Tensor]:
     """Return a row of random tokens for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
 
 
-def differ(found: torch.Tensor | None, wanted: list[torch.Tensor]) -> float:
+def relative_difference(logits: torch.Tensor | None, expected_rows: list[torch.Tensor]) -> float:
     """Return the largest difference between logits, relative to the largest expected logit; padding is ignored."""
-    assert found is not None
-    expected = torch.stack(wanted)
-    return float((found[:, :VOCAB] - expected[:, :VOCAB]).abs().max() / expected.abs().max())
+    assert logits is not None
+    expected = torch.stack(expected_rows)
+    return float((logits[:, :VOCAB] - expected[:, :VOCAB]).abs().max() / expected.abs().max())
 
 
-def check_passes(reader: DecoderReader, rows: list[torch.Tensor], alone: list[torch.Tensor]) -> None:
+def check_cached_logits(reader: CachedDecoder, rows: list[torch.Tensor], expected_logits: list[torch.Tensor]) -> None:
     """Check the logits of a first pass over three rows with ``LENGTHS`` tokens, then of passes over one token per row.
 
     The second row is dropped after two passes.
 
     Args:
-        alone: expected logits [s, v] of each row, computed separately and without a cache.
+        expected_logits: expected logits [s, v] of each row, computed separately and without a cache.
     """
     tokens = torch.full((3, max(LENGTHS)), 7)
-    for row, length, padded in zip(rows, LENGTHS, tokens, strict=True):
-        padded[:length] = row[:length]
+    for row, length, padded_row in zip(rows, LENGTHS, tokens, strict=True):
+        padded_row[:length] = row[:length]
     last_positions = torch.tensor(LENGTHS) - 1
     logits = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last_positions)
-    assert differ(logits, [padded[length - 1] for padded, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
+    assert (
+        relative_difference(
+            logits, [padded_row[length - 1] for padded_row, length in zip(expected_logits, LENGTHS, strict=True)]
+        )
+        < TOLERANCE
+    )
     active_rows = [0, 1, 2]
-    for step in range(STEPS):
+    for step in range(NUM_STEPS):
         if step == 2:
             reader.keep([0, 2])
             active_rows = [0, 2]
@@ -49,6 +54,8 @@ def check_passes(reader: DecoderReader, rows: list[torch.Tensor], alone: list[to
         ]
         logits = reader.read(tokens, torch.tensor(positions)[:, None], torch.zeros(len(active_rows), dtype=torch.long))
         assert (
-            differ(logits, [alone[row][position] for row, position in zip(active_rows, positions, strict=True)])
-            < ROUNDING
+            relative_difference(
+                logits, [expected_logits[row][position] for row, position in zip(active_rows, positions, strict=True)]
+            )
+            < TOLERANCE
         )

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-CONTROL = (
+CONTROL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<pad>",
 )  # fmt: skip
@@ -41,7 +41,7 @@ LLAMA3 = (
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-FORGETTING = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+UNMARKED = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 """Template without generation marks that removes the reasoning of all turns but the last.
 
 The text of the first turns is therefore not a prefix of the text of the whole conversation.
@@ -53,28 +53,28 @@ ALTERNATING = (
 )
 """Template without a generation prompt, like Llama 2's."""
 TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama3": LLAMA3, "alternating": ALTERNATING}
-SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+SPECIAL_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
 
 
 def write_tokenizer(folder: Path, template: str | None = None) -> Path:
-    """Write a tokenizer of bytes, some words and ``CONTROL``, and its template, as a Hugging Face folder."""
+    """Write a tokenizer of bytes, some words and ``CONTROL_TOKENS``, and its template, as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "s"), ("Ġ", "a"), ("Ċ", "Ċ"), ("e", "r"), ("u", "s"), ("us", "er")]
-    words = [*letters, *("".join(pair) for pair in merges)]
-    library = tokenizers.Tokenizer(models.BPE({word: token_id for token_id, word in enumerate(words)}, merges))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(list(CONTROL))
-    library.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+    vocab = [*letters, *("".join(pair) for pair in merges)]
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: token_id for token_id, token in enumerate(vocab)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(CONTROL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL_TOKENS}
     if template is not None:
-        settings["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer_config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
 
-def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+def make_messages(*texts: str, system: str | None = None) -> list[dict[str, str]]:
     """Return messages that alternate between user and assistant."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -89,9 +89,9 @@ def write_conversations(path: Path, conversations: list[list[dict[str, str]]]) -
     return path
 
 
-SOME = [
-    turns("What is red?", "A rose, as user says."),
-    turns("Sing", "la", "again", "la la\n\n"),
-    turns("你好，世界", "好的。🙂 as a", "and?", "\n\nNothing <b>more</b> & as 'that'"),
-    turns("one <|im_end|> spelled", "two", "three", ""),
+CONVERSATIONS = [
+    make_messages("What is red?", "A rose, as user says."),
+    make_messages("Sing", "la", "again", "la la\n\n"),
+    make_messages("你好，世界", "好的。🙂 as a", "and?", "\n\nNothing <b>more</b> & as 'that'"),
+    make_messages("one <|im_end|> spelled", "two", "three", ""),
 ]

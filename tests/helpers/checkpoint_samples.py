@@ -14,7 +14,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard
 
 # name -> dimension along which tensor ranks shard the tensor
-CUTS = {
+PARTITION_DIMS = {
     "embedding.word.weight": 0,
     "layers.0.mlp.up.weight": 0,
     "layers.0.mlp.down.weight": 1,
@@ -26,7 +26,7 @@ CUTS = {
 }
 
 
-def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def make_global_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the global tensors; the vocabulary of 13 needs padding on 2 and 4 ranks."""
     rng = torch.Generator().manual_seed(seed)
     return {
@@ -41,67 +41,67 @@ def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def shard_for(name: str, whole: torch.Tensor, rank: int, size: int) -> tuple[Shard, int]:
+def make_shard(name: str, tensor: torch.Tensor, rank: int, size: int) -> tuple[Shard, int]:
     """Return the shard of tensor rank ``rank`` of ``size``, and the number of padding rows of its local tensor."""
-    dim = CUTS[name]
+    dim = PARTITION_DIMS[name]
     if dim is None:
-        return Shard(tuple(whole.shape)), 0
-    rows_per_rank = -(-whole.shape[dim] // size)
-    start = min(rank * rows_per_rank, whole.shape[dim])
-    length = min(rows_per_rank, whole.shape[dim] - start)
-    return Shard(tuple(whole.shape), dim, start, length), rows_per_rank - length
+        return Shard(tuple(tensor.shape)), 0
+    rows_per_rank = -(-tensor.shape[dim] // size)
+    start = min(rank * rows_per_rank, tensor.shape[dim])
+    length = min(rows_per_rank, tensor.shape[dim] - start)
+    return Shard(tuple(tensor.shape), dim, start, length), rows_per_rank - length
 
 
-def records_for(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
+def make_records(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
     """Return the records that tensor rank ``rank`` of ``size`` passes to ``save``."""
     records = []
-    for name, whole in whole_tensors(seed).items():
-        shard, padding = shard_for(name, whole, rank, size)
-        local = shard.cut(whole)
+    for name, tensor in make_global_tensors(seed).items():
+        shard, padding = make_shard(name, tensor, rank, size)
+        local = shard.narrow(tensor)
         if padding:
             local = torch.cat([local, local.new_zeros(padding, *local.shape[1:])])
         records.append(TensorRecord(name, local, shard, is_owner=shard.is_partitioned or rank == 0))
     return records
 
 
-def save_alone(root: Path, step: int, seed: int | None = None, **retention: Any) -> Path:
+def save_on_one_rank(root: Path, step: int, seed: int | None = None, **retention: Any) -> Path:
     """Save the sample as a single rank; ``seed`` is the step by default."""
     seed = step if seed is None else seed
     state = {"step": step, "seed": seed}
-    return save(root, step, records_for(0, 1, seed), state, SINGLE, RetentionPolicy(**retention))
+    return save(root, step, make_records(0, 1, seed), state, SINGLE, RetentionPolicy(**retention))
 
 
-def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
+def assert_equals_sample(checkpoint: Checkpoint, seed: int) -> None:
     """Assert that every global tensor in ``checkpoint`` equals the sample of ``seed`` bit for bit."""
-    expected = whole_tensors(seed)
+    expected = make_global_tensors(seed)
     assert sorted(checkpoint.names()) == sorted(expected)
-    for name, whole in expected.items():
-        loaded = checkpoint.read(name, Shard(tuple(whole.shape)))
-        assert loaded.dtype == whole.dtype and torch.equal(loaded, whole), name
+    for name, tensor in expected.items():
+        loaded = checkpoint.read(name, Shard(tuple(tensor.shape)))
+        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
 
 
-def world_of(rank: int, size: int) -> Group:
+def world_group(rank: int, size: int) -> Group:
     """Return the world group of a rank forked by ``run_ranks``."""
     handle = torch.distributed.group.WORLD if size > 1 else None
     return Group(ranks=tuple(range(size)), rank=rank, handle=handle)
 
 
 class FailAt:
-    """Context manager that calls ``fault`` once, before the ``k``-th file operation in the block, counted from 0.
+    """Context manager that calls ``fault`` once, before file operation ``operation_idx`` (from 0) of the block.
 
     Args:
-        only: count operations with this name only; None to count all.
+        only_operation: count operations with this name only; None to count all.
     """
 
-    def __init__(self, k: int, fault: object, only: str | None = None) -> None:
-        self.k, self.fault, self.only = k, fault, only
-        self.names: list[str] = []
+    def __init__(self, operation_idx: int, fault: object, only_operation: str | None = None) -> None:
+        self.operation_idx, self.fault, self.only_operation = operation_idx, fault, only_operation
+        self.operations: list[str] = []
 
     def __call__(self, operation: str, path: Path) -> None:
-        if self.only is not None and operation != self.only:
+        if self.only_operation is not None and operation != self.only_operation:
             return
-        self.names.append(operation)
-        if len(self.names) == self.k + 1:
+        self.operations.append(operation)
+        if len(self.operations) == self.operation_idx + 1:
             self.fault()
 
     def __enter__(self) -> FailAt:
@@ -109,4 +109,4 @@ class FailAt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        files.before_operation = files._nothing
+        files.before_operation = files._no_op

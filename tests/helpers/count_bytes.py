@@ -14,51 +14,51 @@ from megatron.mpu import context_parallel
 
 
 @contextmanager
-def bytes_kept(model: torch.nn.Module) -> Iterator[dict[int, int]]:
+def count_saved_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
     """Yield address -> bytes of each storage that autograd saves in the block, without the weights of ``model``."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     saved_bytes: dict[int, int] = {}
     saved_tensors: list[torch.Tensor] = []  # prevents reuse of an address
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        memory = x.untyped_storage()
-        if memory.data_ptr() not in weights:
-            saved_bytes[memory.data_ptr()] = memory.nbytes()
+    def record_saved(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
             saved_tensors.append(x)
         return x
 
-    pack = context_attention._KeptAsPart.pack
+    pack = context_attention._SavedShardHooks.pack
 
-    def pack_part(self: Any, x: torch.Tensor) -> Any:
+    def pack_shard(self: Any, x: torch.Tensor) -> Any:
         packed = pack(self, x)
-        keep(packed if isinstance(packed, torch.Tensor) else self._part)
+        record_saved(packed if isinstance(packed, torch.Tensor) else self._shard)
         return packed
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with hooks, patch.object(context_attention._KeptAsPart, "pack", pack_part):
+    hooks = torch.autograd.graph.saved_tensors_hooks(record_saved, lambda x: x)
+    with hooks, patch.object(context_attention._SavedShardHooks, "pack", pack_shard):
         yield saved_bytes
 
 
 @contextmanager
-def bytes_sent(size: int, sent: list[float] | None = None) -> Iterator[list[float]]:
-    """Yield a list that receives the bytes sent by each collective over ``size`` context ranks in the block.
+def count_sent_bytes(num_ranks: int, sent: list[float] | None = None) -> Iterator[list[float]]:
+    """Yield a list that receives the bytes sent by each collective over ``num_ranks`` context ranks in the block.
 
     Args:
         sent: list to extend; None for a new one.
     """
     log = [] if sent is None else sent
 
-    def counting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        def counted(*tensors: torch.Tensor, **how: Any) -> Any:
-            log.append(tensors[number].nbytes * (size - 1) / size)
-            return call(*tensors, **how)
+    def count_call(call: Callable[..., Any], arg_idx: int) -> Callable[..., Any]:
+        def wrapper(*tensors: torch.Tensor, **kwargs: Any) -> Any:
+            log.append(tensors[arg_idx].nbytes * (num_ranks - 1) / num_ranks)
+            return call(*tensors, **kwargs)
 
-        return counted
+        return wrapper
 
     with ExitStack() as stack:
-        for module, name, number in (
+        for module, name, arg_idx in (
             (context_parallel, "all_gather_single", 0), (context_parallel, "reduce_scatter_single", 1),
             (context_parallel.dist, "all_to_all_single", 0),
         ):  # fmt: skip
-            stack.enter_context(patch.object(module, name, counting(getattr(module, name), number)))
+            stack.enter_context(patch.object(module, name, count_call(getattr(module, name), arg_idx)))
         yield log

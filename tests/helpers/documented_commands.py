@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CLONE = (
+CLONED_PATHS = (
     "benchmarks", "docs", "examples", "megatron", "tds", "tests", "tools", "README.md",
     "ds_config_gpt2.json", "pretrain_gpt2.py", "run_gpt2.sh",
 )  # fmt: skip
-MAIN = 'if __name__ == "__main__"'
+MAIN_GUARD = 'if __name__ == "__main__"'
 
 Smoke = Mapping[str, Sequence[str]]
 """Program (its path in the repository) -> its commands in the order in which they run.
@@ -26,13 +26,13 @@ command with other numbers, files or folders, because the last value is used.
 """
 
 
-def programs(folder: str) -> list[str]:
+def find_programs(folder: str) -> list[str]:
     """Return the paths in the repository of all programs in ``folder``."""
     files = sorted((ROOT / folder).rglob("*.py"))
-    return [file.relative_to(ROOT).as_posix() for file in files if MAIN in file.read_text("utf-8")]
+    return [file.relative_to(ROOT).as_posix() for file in files if MAIN_GUARD in file.read_text("utf-8")]
 
 
-def documented(program: str) -> list[str]:
+def documented_commands(program: str) -> list[str]:
     """Return the commands in the docstring of ``program``, without comments."""
     docstring = ast.get_docstring(ast.parse((ROOT / program).read_text("utf-8"))) or ""
     lines = re.sub(r"\\\n\s*", "", docstring).splitlines()
@@ -44,25 +44,25 @@ def _is_command(line: str) -> bool:
     return any(word in line for word in ("python ", "bash "))
 
 
-def undocumented(smoke: Smoke, exempt: Mapping[str, str], folder: str) -> list[str]:
+def find_smoke_table_problems(smoke: Smoke, exempt: Mapping[str, str], folder: str) -> list[str]:
     """Return the problems of the table ``smoke`` as text.
 
     Every program in ``folder`` must have an entry or be exempt, and the commands of an entry must start with commands
     in the docstring of its program.
     """
-    existing = set(programs(folder))
-    faults = [f"{name} has no smoke command" for name in sorted(existing - smoke.keys() - exempt.keys())]
-    faults += [f"{name} is no program" for name in sorted((smoke.keys() | exempt.keys()) - existing)]
+    existing = set(find_programs(folder))
+    problems = [f"{name} has no smoke command" for name in sorted(existing - smoke.keys() - exempt.keys())]
+    problems += [f"{name} is no program" for name in sorted((smoke.keys() | exempt.keys()) - existing)]
     for name in sorted(existing & smoke.keys()):
-        commands = documented(name)
-        own_lines = [line for line in smoke[name] if any(word in line for word in (Path(name).stem, "gpu/run.sh"))]
-        if not own_lines:
-            faults.append(f"{name} has no smoke command that starts it")
-        for line in own_lines:
-            words = shlex.join(shlex.split(line.rpartition("&& ")[2]))
-            if not any(words == command or words.startswith(command + " ") for command in commands):
-                faults.append(f"{line!r} does not begin with a command of the docstring of {name}: {commands}")
-    return faults
+        commands = documented_commands(name)
+        smoke_commands = [line for line in smoke[name] if any(word in line for word in (Path(name).stem, "gpu/run.sh"))]
+        if not smoke_commands:
+            problems.append(f"{name} has no smoke command that starts it")
+        for line in smoke_commands:
+            normalized = shlex.join(shlex.split(line.rpartition("&& ")[2]))
+            if not any(normalized == command or normalized.startswith(command + " ") for command in commands):
+                problems.append(f"{line!r} does not begin with a command of the docstring of {name}: {commands}")
+    return problems
 
 
 class Clone:
@@ -75,7 +75,7 @@ class Clone:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        for name in CLONE:
+        for name in CLONED_PATHS:
             (folder / name).symlink_to(ROOT / name)
 
     def run(self, command: str, timeout_s: float = 600.0) -> str:

@@ -11,36 +11,36 @@ from torch.nn.attention.flex_attention import BlockMask
 from megatron.ops.attention import document_mask, segment_mask
 
 SLOPES = [0.5, 0.25, 0.1, 0.7]
-HEADS, GROUPS, SIZE = 4, 2, 8
+NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 8
 
 
-def lengths_of(length: int, longest: int) -> st.SearchStrategy[list[int]]:
+def draw_document_lengths(length: int, max_length: int) -> st.SearchStrategy[list[int]]:
     """Return a Hypothesis strategy for lists of document lengths, some longer than a sample of ``length`` tokens."""
-    return st.lists(st.one_of(st.just(1), st.integers(1, longest), st.just(length + 3)), min_size=1, max_size=12)
+    return st.lists(st.one_of(st.just(1), st.integers(1, max_length), st.just(length + 3)), min_size=1, max_size=12)
 
 
-def segments_of(lengths: Sequence[int], length: int) -> torch.Tensor:
+def segment_ids_from_lengths(lengths: Sequence[int], length: int) -> torch.Tensor:
     """Return the document id of each token of a sample [length].
 
     The documents have ``lengths``, repeated as often as needed; the last one is truncated.
     """
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    times = -(-length // len(ids))
-    return torch.cat([ids + i * len(lengths) for i in range(times)])[:length]
+    num_repeats = -(-length // len(ids))
+    return torch.cat([ids + i * len(lengths) for i in range(num_repeats)])[:length]
 
 
-def inputs_of(rows: int, length: int, seed: int = 0) -> list[torch.Tensor]:
+def make_attention_inputs(batch_size: int, length: int, seed: int = 0) -> list[torch.Tensor]:
     """Return random query, key, value [b, heads, s, d] and a factor of the context for a loss, in fp64.
 
     Two query heads share each head of keys and values.
     """
     generator = torch.Generator().manual_seed(seed)
-    shapes = (HEADS, GROUPS, GROUPS, HEADS)
-    tensors = [torch.randn(rows, n, length, SIZE, dtype=torch.float64, generator=generator) for n in shapes]
+    shapes = (NUM_HEADS, NUM_GROUPS, NUM_GROUPS, NUM_HEADS)
+    tensors = [torch.randn(batch_size, n, length, HEAD_DIM, dtype=torch.float64, generator=generator) for n in shapes]
     return [*[x.requires_grad_() for x in tensors[:3]], tensors[3]]
 
 
-def by_formula(
+def reference_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ids: torch.Tensor, *, window: int = 0,
     cap: float = 0.0, slopes: Sequence[float] | None = None, scale: float | None = None, is_causal: bool = True,
 ) -> torch.Tensor:  # fmt: skip
@@ -57,18 +57,18 @@ def by_formula(
     return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
 
 
-def by_sequence(
+def reference_varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_query: torch.Tensor, cu_key: torch.Tensor,
     max_query: int, max_key: int, *, scale: float, window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Reference for ``varlen_attention`` that computes one sequence at a time and checks the kernel's assumptions."""
-    starts, starts_of_keys = cu_query.tolist(), cu_key.tolist()
+    query_starts, key_starts = cu_query.tolist(), cu_key.tolist()
     assert cu_query.dtype == cu_key.dtype == torch.int32
-    assert starts == sorted(starts) and starts_of_keys == sorted(starts_of_keys)
-    assert (starts[0], starts[-1]) == (0, len(query)) and (starts_of_keys[0], starts_of_keys[-1]) == (0, len(key))
-    parts = []
-    for i in range(len(starts) - 1):
-        query_range, key_range = (slice(*boundaries[i : i + 2]) for boundaries in (starts, starts_of_keys))
+    assert query_starts == sorted(query_starts) and key_starts == sorted(key_starts)
+    assert (query_starts[0], query_starts[-1]) == (0, len(query)) and (key_starts[0], key_starts[-1]) == (0, len(key))
+    outputs = []
+    for i in range(len(query_starts) - 1):
+        query_range, key_range = (slice(*boundaries[i : i + 2]) for boundaries in (query_starts, key_starts))
         num_queries, num_keys = query_range.stop - query_range.start, key_range.stop - key_range.start
         assert num_queries <= max_query and num_keys <= max_key and (num_keys >= num_queries)
         distance = torch.arange(num_queries).unsqueeze(1) + num_keys - num_queries - torch.arange(num_keys)
@@ -76,22 +76,24 @@ def by_sequence(
         k, v = (x[key_range].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[query_range], k) * scale
         probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        parts.append(torch.einsum("hqk,khd->qhd", probs, v))
-    return torch.cat(parts)
+        outputs.append(torch.einsum("hqk,khd->qhd", probs, v))
+    return torch.cat(outputs)
 
 
-def gradients(context: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def output_and_grads(context: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the context and the gradients of query, key and value."""
     *leaves, factor = inputs
     return [context, *torch.autograd.grad((context * factor).sum(), leaves)]
 
 
-def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+def max_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Return the largest difference between two lists of tensors; NaN if one contains NaN."""
-    return float(torch.stack([(a - b).detach().double().abs().max() for a, b in zip(found, wanted, strict=True)]).max())
+    return float(
+        torch.stack([(a - b).detach().double().abs().max() for a, b in zip(actual, expected, strict=True)]).max()
+    )
 
 
-def by_blocks(
+def reference_flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, score_mod: Callable[..., torch.Tensor] | None,
     block_mask: BlockMask, scale: float | None, enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
@@ -105,10 +107,10 @@ def by_blocks(
     )
     if score_mod is not None:
         scores = score_mod(scores, batch, head, query_idx, key_idx)
-    return scores.masked_fill(~mask_of(block_mask), float("-inf")).softmax(-1) @ value
+    return scores.masked_fill(~expand_block_mask(block_mask), float("-inf")).softmax(-1) @ value
 
 
-def mask_of(block_mask: BlockMask, *, by_keys: bool = False) -> torch.Tensor:
+def expand_block_mask(block_mask: BlockMask, *, by_keys: bool = False) -> torch.Tensor:
     """Return the mask of ``block_mask``, bool [b, 1, s, s_k], from the lists of blocks that kernels read.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from megatron.evaluation.all_ranks import Writing
+from megatron.evaluation.all_ranks import GenerationArgs
 from megatron.evaluation.scoring import Row, Score
 from megatron.generate.text import Prompts
 from megatron.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from megatron.tokenizer import Tokenizer
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 
 
-class _Hook:
+class _CacheHook:
     def add_partial(self, attr: str, req: Any, res: Any) -> None: ...
 
 
@@ -25,10 +25,10 @@ class _LM:
     """Stub of lm_eval's base class, with the methods that our class uses."""
 
     def __init__(self) -> None:
-        self.cache_hook: Any = _Hook()
+        self.cache_hook: Any = _CacheHook()
 
 
-def decoder_lm() -> Any:
+def import_decoder_lm() -> Any:
     """Import ``megatron.evaluation.lm``, with a stub of lm_eval if lm_eval is not installed, and return the module."""
     if not HAS_LM_EVAL and "lm_eval" not in sys.modules:
         names = ("lm_eval", "lm_eval.api", "lm_eval.api.model")
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass
-class Model:
+class FakeModel:
     """Fake model that records its requests.
 
     The score of a row is minus the sum of its scored token ids; the text generated for a prompt of N tokens is
@@ -63,7 +63,7 @@ class Model:
     tokenizer: Tokenizer
     max_length: int = 16
     rows: list[Row] = field(default_factory=list)
-    written: list[tuple[list[int], Writing]] = field(default_factory=list)
+    generate_calls: list[tuple[list[int], GenerationArgs]] = field(default_factory=list)
 
     @property
     def prompts(self) -> Prompts:
@@ -73,6 +73,6 @@ class Model:
         self.rows += rows
         return [Score(-float(sum(row.tokens[-row.num_scored :])), row.num_scored == 1) for row in rows]
 
-    def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
-        self.written += [(list(prompt), how) for prompt in prompts]
+    def generate(self, prompts: Sequence[Sequence[int]], generation_args: GenerationArgs) -> list[str]:
+        self.generate_calls += [(list(prompt), generation_args) for prompt in prompts]
         return [f"{len(prompt)} tokens" for prompt in prompts]

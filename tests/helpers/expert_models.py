@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 from megatron.config import Config
 from megatron.models.common.huggingface import HFFormat
-from tests.helpers.modern_decoders import Modern, frequencies
+from tests.helpers.modern_decoders import ModelCase, rotary_frequencies
 
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
-EXPERTS = {
-    "mixtral": Modern(
+MOE_CASES = {
+    "mixtral": ModelCase(
         "Mixtral",
         {
             "hidden_size": 38, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2,
@@ -31,7 +31,7 @@ EXPERTS = {
         "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --num-experts 5 --moe-ffn-hidden-size 54",
         module="mixtral",
     ),
-    "qwen3_moe": Modern(
+    "qwen3_moe": ModelCase(
         "Qwen3Moe",
         {
             "hidden_size": 38, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3,
@@ -42,7 +42,7 @@ EXPERTS = {
         "--moe-ffn-hidden-size 14 --moe-layer-freq [1,0,1]",
         module="qwen3_moe",
     ),
-    "qwen2_moe": Modern(
+    "qwen2_moe": ModelCase(
         "Qwen2Moe",
         {
             "hidden_size": 60, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3,
@@ -54,7 +54,7 @@ EXPERTS = {
         "--moe-shared-expert-gate",
         module="qwen2_moe",
     ),
-    "glm4_moe": Modern(
+    "glm4_moe": ModelCase(
         "Glm4Moe",
         {
             "hidden_size": 38, "head_dim": 12, "num_key_value_heads": 2, "n_routed_experts": 8,
@@ -72,10 +72,10 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
+def make_huggingface_model(case: str, dtype: torch.dtype = torch.float64) -> Any:
     """Return Hugging Face's model with random weights; router weights and expert biases are large enough to matter."""
     torch.manual_seed(1)
-    model = EXPERTS[kind].their_model(dtype)
+    model = MOE_CASES[case].huggingface_model(dtype)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("e_score_correction_bias"):
@@ -85,12 +85,12 @@ def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     return model
 
 
-def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+def to_file_tensors(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
     """Convert the tensors of a Hugging Face model to the names and shapes in its files."""
     file_tensors: dict[str, torch.Tensor] = {}
     block, (gate, up, down) = (
         ("block_sparse_moe", ("w1", "w3", "w2"))
-        if kind == "mixtral"
+        if case == "mixtral"
         else ("mlp", ("gate_proj", "up_proj", "down_proj"))
     )
     for name, tensor in tensors.items():
@@ -108,32 +108,32 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     return file_tensors
 
 
-def in_memory(form: HFFormat, kind: str) -> HFFormat:
-    """Return ``form`` with a ``to_ours`` that accepts the tensors of a Hugging Face model instead of its files.
+def accept_model_tensors(hf_format: HFFormat, case: str) -> HFFormat:
+    """Return ``hf_format`` with a ``to_ours`` that accepts the tensors of a Hugging Face model instead of its files.
 
     ``from_ours`` is unchanged and returns the names in files.
     """
 
-    def to_ours(theirs: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
-        return form.to_ours(on_disk(theirs, kind), config)
+    def to_ours(hf_tensors: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+        return hf_format.to_ours(to_file_tensors(hf_tensors, case), config)
 
-    return replace(form, to_ours=to_ours)
+    return replace(hf_format, to_ours=to_ours)
 
 
 @contextmanager
-def in_its_own_dtype() -> Iterator[None]:
+def disable_upcasts() -> Iterator[None]:
     """Make norms, angles, softmax and routers of these models compute in fp64, by the same formulas."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        speeds, scale = frequencies(self.config)
-        rotary_size = int(2 * len(speeds) * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        if rotary_size != 2 * len(speeds):
+        inv_freq, scale = rotary_frequencies(self.config)
+        rotary_size = int(2 * len(inv_freq) * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        if rotary_size != 2 * len(inv_freq):
             base = self.config.rope_parameters["rope_theta"]
-            speeds = 1.0 / base ** (torch.arange(0, rotary_size, 2, dtype=torch.float64) / rotary_size)
-        freqs = position_ids[..., None].double() * speeds
+            inv_freq = 1.0 / base ** (torch.arange(0, rotary_size, 2, dtype=torch.float64) / rotary_size)
+        freqs = position_ids[..., None].double() * inv_freq
         doubled = torch.cat((freqs, freqs), dim=-1)
         return doubled.cos() * scale, doubled.sin() * scale
 
@@ -151,15 +151,15 @@ def in_its_own_dtype() -> Iterator[None]:
         biased = scores + self.e_score_correction_bias
         grouped = biased.view(-1, self.num_group, self.num_experts // self.num_group)
         best = grouped.topk(2, dim=-1)[0].sum(-1).topk(self.topk_group, dim=-1)[1]
-        is_kept = torch.zeros(len(x.view(-1, self.hidden_dim)), self.num_group).scatter_(1, best, 1.0).bool()
-        biased = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(1)
+        is_selected = torch.zeros(len(x.view(-1, self.hidden_dim)), self.num_group).scatter_(1, best, 1.0).bool()
+        biased = grouped.masked_fill(~is_selected.unsqueeze(-1), float("-inf")).flatten(1)
         experts = biased.topk(self.top_k, dim=-1)[1]
         values = scores.gather(1, experts)
         return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, experts
 
     routers = {"Mixtral": ("TopKRouter", mixtral), "Glm4Moe": ("TopkRouter", glm)}
     with ExitStack() as stack:
-        for model in EXPERTS.values():
+        for model in MOE_CASES.values():
             module = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
             router = [routers[model.prefix]] if model.prefix in routers else []
             for suffix, forward in [("RMSNorm", norm), ("RotaryEmbedding", angles), *router]:

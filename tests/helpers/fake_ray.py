@@ -1,6 +1,6 @@
 """A fake of the parts of Ray that ``megatron.data.preprocess.cluster`` uses, for tests without a cluster.
 
-Tasks are generators that run in this process and are advanced in turn. ``lose`` makes tasks lose their worker.
+Tasks are generators that run in this process and are advanced in turn. ``lost_after`` makes tasks lose their worker.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class FakeRay(types.SimpleNamespace):
 
     Args:
         num_cpus: CPUs of the cluster.
-        lose: index of a task, in order of starting -> number of reports after which its worker is lost.
+        lost_after: index of a task, in order of starting -> number of reports after which its worker is lost.
     """
 
-    def __init__(self, num_cpus: int = 2, lose: dict[int, int] | None = None) -> None:
+    def __init__(self, num_cpus: int = 2, lost_after: dict[int, int] | None = None) -> None:
         super().__init__()
-        self.num_cpus, self.lose = num_cpus, lose or {}
+        self.num_cpus, self.lost_after = num_cpus, lost_after or {}
         self.exceptions = types.SimpleNamespace(
             RayError=RayError,
             RayTaskError=RayTaskError,
             RuntimeEnvSetupError=RuntimeEnvSetupError,
             TaskUnschedulableError=TaskUnschedulableError,
         )
-        self.started: list[tuple[Any, ...]] = []
-        self.most_at_once = 0
+        self.started_tasks: list[tuple[Any, ...]] = []
+        self.max_concurrent = 0
         self.cancelled: list[Any] = []
         self.is_shut_down = False
         self.options: dict[str, Any] = {}
@@ -68,15 +68,15 @@ class FakeRay(types.SimpleNamespace):
 
     def remote(self, function: Callable[..., Iterator[Any]]) -> Any:
         def start(*arguments: Any) -> _Task:
-            task_idx = len(self.started)
-            self.started.append(arguments)
-            return _Task(function(*arguments), self.lose.get(task_idx))
+            task_idx = len(self.started_tasks)
+            self.started_tasks.append(arguments)
+            return _Task(function(*arguments), self.lost_after.get(task_idx))
 
         handle = types.SimpleNamespace(remote=start)
         return types.SimpleNamespace(options=lambda **_: handle)
 
     def wait(self, tasks: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        self.most_at_once = max(self.most_at_once, len(tasks))
+        self.max_concurrent = max(self.max_concurrent, len(tasks))
         return tasks[-num_returns:][::-1], tasks[:-num_returns]
 
     def get(self, reference: Callable[[], Any]) -> Any:
@@ -91,13 +91,13 @@ class FakeRay(types.SimpleNamespace):
 
 class _Task:
     def __init__(self, reports: Iterator[Any], reports_left: int | None) -> None:
-        self._reports, self._left = reports, reports_left
+        self._reports, self._reports_left = reports, reports_left
 
     def __next__(self) -> Callable[[], Any]:
-        if self._left is not None:
-            if not self._left:
+        if self._reports_left is not None:
+            if not self._reports_left:
                 return self._fail
-            self._left -= 1
+            self._reports_left -= 1
         try:
             value = next(self._reports)
         except StopIteration:

@@ -20,7 +20,7 @@ needs_moto = pytest.mark.skipif(
 )
 
 
-def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> MemoryFileSystem:
+def make_empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> MemoryFileSystem:
     """Return an empty store in memory. It is read in blocks of ``block_bytes``, and retries do not wait."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
@@ -29,37 +29,37 @@ def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> Memo
     return fsspec.filesystem("memory")
 
 
-def intercept(monkeypatch: pytest.MonkeyPatch, operation: str, before: Callable[..., None]) -> None:
-    """Call ``before(path, ...)`` before each call of ``operation`` of the store; ``before`` may raise an error."""
+def intercept(monkeypatch: pytest.MonkeyPatch, operation: str, before_call: Callable[..., None]) -> None:
+    """Call ``before_call(path, ...)`` before each ``operation`` of the store; ``before_call`` may raise an error."""
     original = getattr(MemoryFileSystem, operation)
 
-    def asked(self: MemoryFileSystem, *args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
+    def wrapper(self: MemoryFileSystem, *args: Any, **kwargs: Any) -> Any:
+        before_call(*args, **kwargs)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(MemoryFileSystem, operation, asked)
+    monkeypatch.setattr(MemoryFileSystem, operation, wrapper)
 
 
 def cache_listings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the store cache listings and look-ups until its cache is invalidated, as s3fs and gcsfs do."""
     cache: dict[Any, Any] = {}
 
-    def cached(operation: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
+    def with_cache(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
             key = operation, path, args, tuple(sorted(kwargs.items()))
             if key not in cache:
                 try:
-                    cache[key] = answer(self, path, *args, **kwargs)
+                    cache[key] = call(self, path, *args, **kwargs)
                 except FileNotFoundError as error:
                     cache[key] = error
             if isinstance(cache[key], FileNotFoundError):
                 raise cache[key]
             return cache[key]
 
-        return asked
+        return wrapper
 
     for operation in ("find", "info"):
-        monkeypatch.setattr(MemoryFileSystem, operation, cached(operation, getattr(MemoryFileSystem, operation)))
+        monkeypatch.setattr(MemoryFileSystem, operation, with_cache(operation, getattr(MemoryFileSystem, operation)))
     monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self, path=None: cache.clear())
 
 
@@ -81,10 +81,10 @@ def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         # Servers in one process share their contents, so remove what earlier servers stored.
         urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
-        files = fsspec.filesystem("s3")
-        type(files).clear_instance_cache()  # cached instances have the address of an earlier server
-        files = fsspec.filesystem("s3", skip_instance_cache=True)
-        files.mkdir(bucket)
-        yield files
+        filesystem = fsspec.filesystem("s3")
+        type(filesystem).clear_instance_cache()  # cached instances have the address of an earlier server
+        filesystem = fsspec.filesystem("s3", skip_instance_cache=True)
+        filesystem.mkdir(bucket)
+        yield filesystem
     finally:
         server.stop()

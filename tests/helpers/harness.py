@@ -46,9 +46,9 @@ def run_ranks(num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.
     Raises:
         RankFailure: with the traceback of each rank that failed.
     """
-    codes, results, reports = fork_ranks(num_ranks, function, *args, deadline_s=deadline_s, init=init)
+    codes, results, tracebacks = fork_ranks(num_ranks, function, *args, deadline_s=deadline_s, init=init)
     if any(codes):
-        message = "\n".join(f"--- rank {r} exit {c}\n{reports[r]}" for r, c in enumerate(codes) if c)
+        message = "\n".join(f"--- rank {r} exit {c}\n{tracebacks[r]}" for r, c in enumerate(codes) if c)
         raise RankFailure(f"exit codes {codes}\n{message}")
     return results
 
@@ -61,22 +61,22 @@ def fork_ranks(
         exchange_dir = Path(folder)
         sys.stdout.flush()
         sys.stderr.flush()
-        _import_ahead()
-        _compare_ahead()
+        _preload_modules()
+        _cache_start_checks()
         use_large_pages()
         children = [_fork(rank, num_ranks, exchange_dir, function, args, init) for rank in range(num_ranks)]
         codes = _wait(children, deadline_s)
         results: list[Any] = [None] * num_ranks
-        reports = [""] * num_ranks
+        tracebacks = [""] * num_ranks
         for rank in range(num_ranks):
             if (exchange_dir / f"result-{rank}").exists():
                 results[rank] = pickle.loads((exchange_dir / f"result-{rank}").read_bytes())
             if (exchange_dir / f"report-{rank}").exists():
-                reports[rank] = (exchange_dir / f"report-{rank}").read_text()
-        return codes, results, reports
+                tracebacks[rank] = (exchange_dir / f"report-{rank}").read_text()
+        return codes, results, tracebacks
 
 
-AHEAD = {
+PRELOADED_MODULES = {
     "deepspeed": (
         "deepspeed.comm.mori", "tds.module_inject.auto_ep_config", "tds.module_inject.auto_ep_layer",
         "tds.module_inject.auto_ep_comm",
@@ -101,29 +101,31 @@ import walks over all loaded modules, which would copy many memory pages in a fo
 """
 
 
-def _import_ahead() -> None:
+def _preload_modules() -> None:
     """Import once, instead of in every rank, the modules that ranks import to build a model and an engine."""
-    for loaded, names in AHEAD.items():
-        for name in names if loaded in sys.modules else ():
+    for package, names in PRELOADED_MODULES.items():
+        for name in names if package in sys.modules else ():
             with suppress(ImportError):  # the module does not exist in this release of DeepSpeed or torch
                 importlib.import_module(name)
 
 
-def _compare_ahead() -> None:
+def _cache_start_checks() -> None:
     """Compute once the code checksum and versions that ranks compare at the start of a run.
 
     Otherwise each rank would compute them again, which takes a third of the time of a small run.
     """
-    start = sys.modules.get("megatron.training.rank_consistency")
-    if start is None or hasattr(start.code_checksum, "cache_info"):
+    consistency = sys.modules.get("megatron.training.rank_consistency")
+    if consistency is None or hasattr(consistency.code_checksum, "cache_info"):
         return
-    start.code_checksum, start._version = map(functools.cache, (start.code_checksum, start._version))
-    start.code_checksum()
-    for name in start.VERSIONS:
-        start._version(name)
+    consistency.code_checksum, consistency._package_version = map(
+        functools.cache, (consistency.code_checksum, consistency._package_version)
+    )
+    consistency.code_checksum()
+    for name in consistency.VERSIONS:
+        consistency._package_version(name)
 
 
-def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any, ...], init: bool) -> int:
+def _fork(rank: int, num_ranks: int, exchange_dir: Path, function: Any, args: tuple[Any, ...], init: bool) -> int:
     child = os.fork()
     if child:
         return child
@@ -137,20 +139,20 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
         )  # fmt: skip
         torch.set_num_threads(1)
         if init:
-            store = dist.FileStore(str(place / "store"), num_ranks)
+            store = dist.FileStore(str(exchange_dir / "store"), num_ranks)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
             )
         result = function(rank, *args)
-        (place / f"result-{rank}.tmp").write_bytes(pickle.dumps(result))
-        os.rename(place / f"result-{rank}.tmp", place / f"result-{rank}")
+        (exchange_dir / f"result-{rank}.tmp").write_bytes(pickle.dumps(result))
+        os.rename(exchange_dir / f"result-{rank}.tmp", exchange_dir / f"result-{rank}")
         if init:
             dist.barrier()
         code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
-        (place / f"report-{rank}").write_text(traceback.format_exc())
+        (exchange_dir / f"report-{rank}").write_text(traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -159,8 +161,8 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
 
 def _wait(children: list[int], deadline_s: float) -> list[int]:
     codes: dict[int, int] = {}
-    end = time.monotonic() + deadline_s
-    while len(codes) < len(children) and time.monotonic() < end:
+    deadline = time.monotonic() + deadline_s
+    while len(codes) < len(children) and time.monotonic() < deadline:
         for child in children:
             if child not in codes:
                 pid, status = os.waitpid(child, os.WNOHANG)

@@ -15,27 +15,27 @@ from megatron.models import ParallelContext, registry
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
-from tests.helpers.checkpoint_samples import world_of
+from tests.helpers.checkpoint_samples import world_group
 from tests.helpers.harness import run_ranks
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 29, "max_position_embeddings": 12}
 
 
-def config_of(family: str, **values: Any) -> Config:
+def make_family_config(family: str, **values: Any) -> Config:
     return config_from_values({**SMALL, **values}, family=family)
 
 
-def build(config: Config, group: Group) -> torch.nn.Module:
+def build_small_model(config: Config, group: Group) -> torch.nn.Module:
     model: torch.nn.Module = registry.build_model(config, ParallelContext(group))
     return model
 
 
-def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def random_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return random values that depend only on the name and the number of dimensions, not on the layout."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) * 31 + len(shape)))
 
 
-def state_of(config: Config, tensor: int = 1) -> dict[str, Any]:
+def make_checkpoint_state(config: Config, tensor: int = 1) -> dict[str, Any]:
     """Return the state in the checkpoint of a run after seven steps of two samples each."""
     return {
         "progress": {"step": 7, "updates": 6, "samples_consumed": 14},
@@ -51,25 +51,25 @@ def state_of(config: Config, tensor: int = 1) -> dict[str, Any]:
     }
 
 
-def save_model(run: Path, config: Config, *, ranks: int = 1, moments: bool = False) -> Path:
-    """Save the model of ``config`` from ``ranks`` tensor ranks; return the checkpoint."""
-    if ranks == 1:
-        return Path(_save(0, run, config, 1, moments))
-    return Path(run_ranks(ranks, _save, run, config, ranks, moments)[0])
+def save_model(run_dir: Path, config: Config, *, num_ranks: int = 1, has_moments: bool = False) -> Path:
+    """Save the model of ``config`` from ``num_ranks`` tensor ranks; return the checkpoint."""
+    if num_ranks == 1:
+        return Path(_save_rank(0, run_dir, config, 1, has_moments))
+    return Path(run_ranks(num_ranks, _save_rank, run_dir, config, num_ranks, has_moments)[0])
 
 
-def _save(rank: int, run: Path, config: Config, ranks: int, moments: bool) -> str:
-    world = world_of(rank, ranks)
+def _save_rank(rank: int, run_dir: Path, config: Config, num_ranks: int, has_moments: bool) -> str:
+    world = world_group(rank, num_ranks)
     records = []
-    for name, parameter in named_parameters(build(config, world)):
+    for name, parameter in named_parameters(build_small_model(config, world)):
         shard = shard_of(parameter)
-        full_weight = values_of(name, tuple(shard.global_shape))
+        full_weight = random_values(name, tuple(shard.global_shape))
         parameter.data.fill_(torch.nan)  # padding, which must not be visible to any reader
-        shard.unpadded(parameter.data).copy_(shard.cut(full_weight))
+        shard.unpadded(parameter.data).copy_(shard.narrow(full_weight))
         is_owner = shard.is_partitioned or rank == 0
-        for record_prefix in ("weights", "optimizer/exp_avg") if moments else ("weights",):
+        for record_prefix in ("weights", "optimizer/exp_avg") if has_moments else ("weights",):
             records.append(TensorRecord(f"{record_prefix}/{name}", parameter.data, shard, is_owner))
-    return str(save(run / "checkpoints", 7, records, state_of(config, ranks), world))
+    return str(save(run_dir / "checkpoints", 7, records, make_checkpoint_state(config, num_ranks), world))
 
 
 def save_small_qwen3(folder: Path, vocab_size: int) -> None:

@@ -13,43 +13,45 @@ import transformers
 from megatron.checkpoint.huggingface.config import family_by_type, formats_of
 from tests.helpers.chats import LLAMA3, write_tokenizer
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
-OPTIONAL = {
+COMMON_SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
+OPTIONAL_SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "d_ff": 24, "num_local_experts": 4, "num_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
 }  # fmt: skip
-UNKNOWN = {"company": "Acmé", "pretraining_tp": 3, "serving": {"max_batch": 7, "ratio": 1e-05}, "odd_flag": None}
+UNKNOWN_FIELDS = {"company": "Acmé", "pretraining_tp": 3, "serving": {"max_batch": 7, "ratio": 1e-05}, "odd_flag": None}
 
 
-def write_folder(folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changed: Any) -> Path:
+def write_instruct_folder(
+    folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
     """Write a random model of transformers' class with a tokenizer and all files of an instruct model."""
     write_tokenizer(folder)
-    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if model_type in ("t5", "mt5"):
-        library.add_special_tokens(["</s>", *(f"<extra_id_{number}>" for number in reversed(range(20)))])
-        library.save(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(["</s>", *(f"<extra_id_{idx}>" for idx in reversed(range(20)))])
+        tokenizer.save(str(folder / "tokenizer.json"))
     config_class: Any = transformers.CONFIG_MAPPING[model_type]
-    fields = {config_class.attribute_map.get(name, name): size for name, size in SIZES.items()}
-    fields |= {name: size for name, size in OPTIONAL.items() if hasattr(config_class, name)}
+    fields = {config_class.attribute_map.get(name, name): size for name, size in COMMON_SIZES.items()}
+    fields |= {name: size for name, size in OPTIONAL_SIZES.items() if hasattr(config_class, name)}
     torch.manual_seed(0)
-    config = config_class(vocab_size=library.get_vocab_size(), **fields)
-    auto_class = formats_of(family_by_type()[model_type])[0].auto
+    config = config_class(vocab_size=tokenizer.get_vocab_size(), **fields)
+    auto_class = formats_of(family_by_type()[model_type])[0].auto_class
     name = auto_class if isinstance(auto_class, str) else "AutoModelForPreTraining"
     getattr(transformers, name).from_config(config).to(dtype).save_pretrained(folder)
-    text = json.loads((folder / "config.json").read_text())
-    ids = {name: library.token_to_id(name) for name in ("<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>", "<pad>")}
-    bos, end, turn_end, pad = ids.values()
-    eos = library.token_to_id("</s>") if model_type in ("t5", "mt5") else [end, turn_end]
-    text |= {**UNKNOWN, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, **changed}
+    config_dict = json.loads((folder / "config.json").read_text())
+    ids = {name: tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>", "<pad>")}
+    bos, end_of_text, turn_end, pad = ids.values()
+    eos = tokenizer.token_to_id("</s>") if model_type in ("t5", "mt5") else [end_of_text, turn_end]
+    config_dict |= {**UNKNOWN_FIELDS, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, **overrides}
     # a different layout from ours, to verify that the text is preserved
-    (folder / "config.json").write_text(json.dumps(text, indent=4, ensure_ascii=True))
+    (folder / "config.json").write_text(json.dumps(config_dict, indent=4, ensure_ascii=True))
     generation = {"bos_token_id": bos, "eos_token_id": eos, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    settings = {
+    tokenizer_config = {
         "add_bos_token": True, "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<pad>",
         "unk_token": "<|im_start|>", "model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast",
     }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=3))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=3))
     (folder / "special_tokens_map.json").write_text('{\r\n"eos_token": "<|eot_id|>"}')
     (folder / "chat_template.jinja").write_text(LLAMA3)
     (folder / "additional_chat_templates").mkdir()
@@ -57,7 +59,7 @@ def write_folder(folder: Path, model_type: str = "llama", dtype: torch.dtype = t
     return folder
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files without tensors."""
     return {
         str(path.relative_to(folder)): path.read_bytes()

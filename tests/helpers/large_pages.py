@@ -11,32 +11,32 @@ import math
 import os
 from pathlib import Path
 
-GROWTH = 1 << 26
+GROWTH_BYTES = 1 << 26
 """Minimum growth of the process, in bytes, before ``use_large_pages`` moves memory again."""
-_LARGE = 1 << 21
+_LARGE_PAGE_BYTES = 1 << 21
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels return an error and change nothing
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_looked_from = math.inf
+_collapse_threshold = math.inf
 
 
-def begin() -> None:
+def enable() -> None:
     """Enable ``use_large_pages`` in this process, which should be long-lived, because moving takes 2 ms per MB."""
-    global _looked_from
-    _looked_from = 0
+    global _collapse_threshold
+    _collapse_threshold = 0
 
 
 def use_large_pages() -> None:
-    """Move the private memory of this process into large pages if it has grown by ``GROWTH`` since the last call."""
-    global _looked_from
-    if resident_bytes() < _looked_from:
+    """Move this process's private memory into large pages if it has grown by ``GROWTH_BYTES`` since the last call."""
+    global _collapse_threshold
+    if resident_bytes() < _collapse_threshold:
         return
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, permissions, _, _, inode, *_ = line.split()
         start, end = (int(address, 16) for address in addresses.split("-"))
-        if permissions == "rw-p" and inode == "0" and end - start >= _LARGE:
+        if permissions == "rw-p" and inode == "0" and end - start >= _LARGE_PAGE_BYTES:
             _libc.madvise(start, end - start, _MADV_COLLAPSE)
-    _looked_from = resident_bytes() + GROWTH
+    _collapse_threshold = resident_bytes() + GROWTH_BYTES
 
 
 def resident_bytes() -> int:

@@ -74,22 +74,22 @@ for word in plan:
             file.write(str(child.pid))
     elif action == "tell":
         from megatron.runtime import progress_file
-        progress_file.note_committed_step(int(value) * (start + 1))
+        progress_file.report_committed_step(int(value) * (start + 1))
     elif action == "at":
         from megatron.runtime import rank_status
-        rank_status.open_page()
-        rank_status.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
-        rank_status.heartbeat_note(value)
+        rank_status.open_status_file()
+        rank_status.write_coordinates(f"rank {rank} (stage {rank}, tensor 0, data 0)")
+        rank_status.write_operation(value)
     elif action in ("run", "done"):
         from megatron.runtime import rank_status
-        rank_status.open_page()
-        rank_status.note_state(rank_status.RUNNING if action == "run" else "")
+        rank_status.open_status_file()
+        rank_status.write_state(rank_status.RUNNING if action == "run" else "")
     elif action == "quit":
         os._exit(0)
     elif action == "segv":
         import ctypes
-        from megatron.runtime.exit_guard import trace_crashes
-        trace_crashes()
+        from megatron.runtime.exit_guard import enable_crash_traces
+        enable_crash_traces()
         ctypes.string_at(0)
 """
 
@@ -99,64 +99,64 @@ class Job:
 
     def __init__(
         self,
-        place: Path,
+        folder: Path,
         plans: list[list[str]],
         *flags: str,
-        nproc: int | None = None,
-        ranks_place: Path | None = None,
+        nproc_per_node: int | None = None,
+        ranks_folder: Path | None = None,
         script: Path | None = None,
         arguments: list[str] | None = None,
     ) -> None:
-        place.mkdir(exist_ok=True)
-        self.ranks_place = ranks_place or place
+        folder.mkdir(exist_ok=True)
+        self.ranks_folder = ranks_folder or folder
         if script is None:
-            script = place / "script.py"
+            script = folder / "script.py"
             script.write_text(RANK_SCRIPT)
-        self._output = place / "output"
-        argv = ["--nproc-per-node", str(nproc or len(plans)), *flags]
+        self._output = folder / "output"
+        argv = ["--nproc-per-node", str(nproc_per_node or len(plans)), *flags]
         if "--master-port" not in flags:
-            argv += ["--master-port", str(free_port())]
-        argv += [str(script), *([str(self.ranks_place), json.dumps(plans)] if arguments is None else arguments)]
-        self.started = time.monotonic()
+            argv += ["--master-port", str(find_free_port())]
+        argv += [str(script), *([str(self.ranks_folder), json.dumps(plans)] if arguments is None else arguments)]
+        self.start_time = time.monotonic()
         self.pid = _fork(argv, self._output)
-        self.code: int | None = None
+        self.exit_code: int | None = None
 
-    def ranks(self, number: int, deadline_s: float = 10.0) -> list[dict]:
+    def wait_for_ranks(self, num_ranks: int, deadline_s: float = 10.0) -> list[dict]:
         """Return the record of each rank, once all ranks have started."""
-        end = time.monotonic() + deadline_s
-        paths = [self.ranks_place / f"{rank}.json" for rank in range(number)]
+        deadline = time.monotonic() + deadline_s
+        paths = [self.ranks_folder / f"{rank}.json" for rank in range(num_ranks)]
         while not all(path.exists() for path in paths):
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"ranks did not begin: {self.output}")
             time.sleep(0.01)
         return [json.loads(path.read_text()) for path in paths]
 
-    def until(self, text: str, deadline_s: float = 10.0) -> None:
+    def wait_for_output(self, text: str, deadline_s: float = 10.0) -> None:
         """Wait until the job has printed ``text``."""
-        end = time.monotonic() + deadline_s
+        deadline = time.monotonic() + deadline_s
         while text not in self.output:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"not said: {text!r} in {self.output}")
             time.sleep(0.005)
 
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+    def send_signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
 
     def wait(self, deadline_s: float = 20.0) -> int:
         """Return the launcher's exit code; kill it after the deadline."""
-        end = time.monotonic() + deadline_s
-        while self.code is None:
+        deadline = time.monotonic() + deadline_s
+        while self.exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
+                self.exit_code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 raise TimeoutError(f"the launcher did not end: {self.output}")
             else:
                 time.sleep(0.005)
-        self.seconds = time.monotonic() - self.started
-        return self.code
+        self.duration_s = time.monotonic() - self.start_time
+        return self.exit_code
 
     @property
     def output(self) -> str:
@@ -171,7 +171,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port that is currently free."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -191,8 +191,8 @@ def _fork(argv: list[str], output: Path) -> int:
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         code = main(argv)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:

@@ -14,7 +14,7 @@ from tests.helpers.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
 SEQ = 16
-SIZES = (
+MODEL_FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --hidden-bias "
     f"--seq-length {SEQ} --vocab-size {VOCAB} --init-method-std 0.1 --attention-dropout 0 --hidden-dropout 0 "
     "--data-path none --device cpu --train-iters 20 --lr 1e-3 --warmup 0.1 --clip-grad 0"
@@ -25,10 +25,10 @@ LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2,
 """(tensor, pipe, data) of every grid of 2 and 4 ranks."""
 
 
-def flags(tensor: int, pipe: int, *, micro: int, gas: int, extra: str = "") -> list[str]:
+def make_flags(tensor: int, pipe: int, *, micro_batch_size: int, gas: int, extra: str = "") -> list[str]:
     """Return the command line of a layout; ``extra`` is last and takes precedence."""
-    layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --batch-size {micro} --gas {gas}"
-    return [*SIZES, *layout.split(), *extra.split()]
+    layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --batch-size {micro_batch_size} --gas {gas}"
+    return [*MODEL_FLAGS, *layout.split(), *extra.split()]
 
 
 def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_every: int) -> Trace:
@@ -37,52 +37,54 @@ def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_eve
     world = initialize.start(config)
     provider, forward = pretrain_gpt2.model_provider, pretrain_gpt2.forward_step
     data = MockTokens(VOCAB, SEQ, seed=7)
-    return trace_steps(config, world, data, provider, forward, steps=steps, eval_every=eval_every)
+    return trace_steps(config, world, data, provider, forward, num_steps=steps, eval_every=eval_every)
 
 
 @functools.cache
-def traces(
-    tensor: int, pipe: int, data: int, micro: int, gas: int, extra: str = "--fp64", steps: int = 3,
+def trace_layout(
+    tensor: int, pipe: int, data: int, micro_batch_size: int, gas: int, extra: str = "--fp64", steps: int = 3,
     eval_every: int = 0, context: int = 1,
 ) -> list[Trace]:  # fmt: skip
     """Return each rank's trace in this layout; identical calls are run once per session."""
-    size = tensor * pipe * data * context
+    world_size = tensor * pipe * data * context
     extra = extra if context == 1 else f"{extra} --context-parallel-size {context}"
-    argv = flags(tensor, pipe, micro=micro, gas=gas, extra=extra)
-    return run_ranks(size, trace_rank, argv, size, steps, eval_every, deadline_s=100.0)
+    argv = make_flags(tensor, pipe, micro_batch_size=micro_batch_size, gas=gas, extra=extra)
+    return run_ranks(world_size, trace_rank, argv, world_size, steps, eval_every, deadline_s=100.0)
 
 
-def serial(micro: int, gas: int, extra: str = "--fp64", **others: Any) -> Trace:
+def trace_one_process(micro_batch_size: int, gas: int, extra: str = "--fp64", **kwargs: Any) -> Trace:
     """Return the trace of one process."""
-    return traces(1, 1, 1, micro, gas, extra, **others)[0]
+    return trace_layout(1, 1, 1, micro_batch_size, gas, extra, **kwargs)[0]
 
 
-def batches(data: int, gas: int) -> tuple[int, int]:
+def split_global_batch(data: int, gas: int) -> tuple[int, int]:
     """Return the micro-batch size and ``gas`` with which ``data`` replicas have the global batch ``GLOBAL_BATCH``."""
     if GLOBAL_BATCH % (data * gas):
         raise ValueError(f"the global batch {GLOBAL_BATCH} must be a multiple of data {data} x gas {gas}")
     return GLOBAL_BATCH // (data * gas), gas
 
 
-def difference(
-    tensor: int, pipe: int, data: int, gas: int, extra: str, schedule: str = "", context: int = 1, **others: int
+def compare_layout(
+    tensor: int, pipe: int, data: int, gas: int, extra: str, schedule: str = "", context: int = 1, **kwargs: int
 ) -> Difference:
     """Compare this layout with one process on the same global batches, and print the differences.
 
     Args:
         schedule: flags that affect the pipeline only.
     """
-    reference = serial(*batches(1, gas), extra, **others)
-    ranks = traces(tensor, pipe, data, *batches(data, gas), f"{extra} {schedule}", context=context, **others)
-    differences = compare(reference, ranks)
+    reference = trace_one_process(*split_global_batch(1, gas), extra, **kwargs)
+    rank_traces = trace_layout(
+        tensor, pipe, data, *split_global_batch(data, gas), f"{extra} {schedule}", context=context, **kwargs
+    )
+    differences = compare(reference, rank_traces)
     print(f"tensor {tensor} pipe {pipe} data {data} context {context} gas {gas} {extra} {schedule}: {differences}")
     return differences
 
 
-def check_fp64(found: Difference) -> None:
+def check_fp64(differences: Difference) -> None:
     """Check that fp64 agrees with one process (bounds of rows E01, E04, E06, E09, E16 and E17)."""
-    assert found.choices == 0
-    assert found.loss <= 1e-12
-    assert found.gradient <= 1e-11, found.worst
-    assert found.first_norm <= 1e-13
-    assert found.norm <= 1e-12
+    assert differences.expert_tokens == 0
+    assert differences.loss <= 1e-12
+    assert differences.gradient <= 1e-11, differences.worst_gradient
+    assert differences.first_norm <= 1e-13
+    assert differences.norm <= 1e-12

@@ -1,7 +1,7 @@
 """Simulated streams of a device that execute a copy only when another stream waits for it.
 
-``lazy`` makes ``megatron.device`` treat the CPU as a device that overlaps copies with computation. A tensor that is
-read before the wait contains ``NOT_YET`` everywhere, so a missing wait changes the loss.
+``simulate_streams`` makes ``megatron.device`` treat the CPU as a device that overlaps copies with computation. A tensor
+that is read before the wait contains ``UNCOPIED`` everywhere, so a missing wait changes the loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.training.batch_iterators import UploadedBatches
 from tds.loss_reduction import LossReduction
 
 CPU = torch.device("cpu")
-NOT_YET = 1
+UNCOPIED = 1
 """Value of all elements of a tensor before its copy is executed; a valid token id in every vocabulary."""
 
 
@@ -27,7 +27,7 @@ class LazyStream:
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
-        self.kept: list[Callable[[], Any]] = []
+        self.deferred_copies: list[Callable[[], Any]] = []
         self.depth = 0
 
     def __enter__(self) -> None:
@@ -43,12 +43,12 @@ class LazyStream:
     def wait_event(self, event: LazyStream) -> None:
         """Run the deferred copies of the other stream."""
         self.log.append("wait")
-        while event.kept:
-            event.kept.pop(0)()
+        while event.deferred_copies:
+            event.deferred_copies.pop(0)()
 
 
 @contextmanager
-def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def simulate_streams(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Simulate streams in the block, and yield a log of their actions.
 
     The entries are "copy" (to the device), "wait" (for the stream of the copies) and "keep for NAME"
@@ -62,31 +62,31 @@ def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if not copy_stream.depth:
             return original(tensor, *args, **kwargs)
         assert kwargs.get("non_blocking"), "the host waits for this copy"
-        copy = torch.full_like(tensor, NOT_YET)
+        copy = torch.full_like(tensor, UNCOPIED)
         log.append("copy")
-        copy_stream.kept.append(lambda: copy.copy_(tensor))
+        copy_stream.deferred_copies.append(lambda: copy.copy_(tensor))
         return copy
 
-    with patch.context() as within:
-        within.setattr(device, "can_pin", lambda kind: True)
-        within.setattr(device, "_copy_stream", lambda place, use="activations": copy_stream)
-        within.setattr(torch.accelerator, "current_stream", lambda place=None: compute_stream)
-        within.setattr(torch.Tensor, "to", to)
-        within.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(f"keep for {stream.name}"))
+    with patch.context() as patches:
+        patches.setattr(device, "can_pin", lambda device_type: True)
+        patches.setattr(device, "_copy_stream", lambda device_, use="activations": copy_stream)
+        patches.setattr(torch.accelerator, "current_stream", lambda device_=None: compute_stream)
+        patches.setattr(torch.Tensor, "to", to)
+        patches.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(f"keep for {stream.name}"))
         yield log
 
 
 @contextmanager
-def uploading(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Like ``lazy``, for whole runs: micro-batches are uploaded on a stream, and reading the loss logs "host waits"."""
+def simulate_uploads(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """``simulate_streams`` for full runs: a stream uploads micro-batches, and reading the loss logs "host waits"."""
     original = LossReduction.read
 
-    def read(agreement: LossReduction, *more: torch.Tensor) -> list[float]:
+    def read(reduction: LossReduction, *tensors: torch.Tensor) -> list[float]:
         log.append("host waits")
-        return original(agreement, *more)
+        return original(reduction, *tensors)
 
-    with lazy(patch) as log, patch.context() as within:
-        within.setattr("megatron.training.data.TimedBatches", lambda batches: UploadedBatches(batches, CPU))
-        within.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        within.setattr(LossReduction, "read", read)
+    with simulate_streams(patch) as log, patch.context() as patches:
+        patches.setattr("megatron.training.data.TimedBatches", lambda batches: UploadedBatches(batches, CPU))
+        patches.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patches.setattr(LossReduction, "read", read)
         yield log

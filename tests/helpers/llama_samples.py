@@ -11,6 +11,6 @@ from tests.helpers.model_samples import SMALL
 LLAMA: dict[str, Any] = {"family": "llama", "hidden_bias": False, **LlamaConfig.DEFAULTS}
 
 
-def llama_sizes(**changes: Any) -> ModelArgs:
-    """Return the args of the small model, which has 4 query heads on 2 key heads, with ``changes``."""
-    return ModelArgs(**{**SMALL, **LLAMA, "num_query_groups": 2, "ff_hidden_size": 24, **changes})
+def llama_model_args(**overrides: Any) -> ModelArgs:
+    """Return the args of the small model, which has 4 query heads on 2 key heads, with ``overrides``."""
+    return ModelArgs(**{**SMALL, **LLAMA, "num_query_groups": 2, "ff_hidden_size": 24, **overrides})

@@ -21,31 +21,31 @@ SMALL = {
     "max_position_embeddings": SEQ, "kv_hidden_size": 4, "ff_hidden_size": 64,
 }  # fmt: skip
 
-Parts = dict[str, tuple[Shard, torch.Tensor]]
+ShardedTensors = dict[str, tuple[Shard, torch.Tensor]]
 
 
-def small_sizes(**changes: Any) -> ModelArgs:
-    """Return the args of the small model, with ``changes``."""
-    return ModelArgs(**{**SMALL, **changes})
+def small_model_args(**overrides: Any) -> ModelArgs:
+    """Return the args of the small model, with ``overrides``."""
+    return ModelArgs(**{**SMALL, **overrides})
 
 
-def place_of(group: Group, **streams: Any) -> ParallelContext:
+def make_parallel_context(group: Group, **streams: Any) -> ParallelContext:
     """Return the parallel context of a rank of this tensor group."""
     return ParallelContext(group, DropoutStreams(5, tensor=group, **streams))
 
 
-def whole_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def make_full_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return random global values of the parameter ``name``, also for norms and biases."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) + (name.endswith("norm.weight"))
 
 
-def filled(model: DecoderModel) -> DecoderModel:
+def fill_weights(model: DecoderModel) -> DecoderModel:
     """Fill ``model`` with its shards of the known weights."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shard = shard_of(parameter)
-            shard.unpadded(parameter).copy_(shard.cut(whole_weight(name, shard.global_shape)))
+            shard.unpadded(parameter).copy_(shard.narrow(make_full_weight(name, shard.global_shape)))
     return model
 
 
@@ -60,7 +60,7 @@ class Batch:
     segment_ids: torch.Tensor | None = None
 
 
-def batch_of(*, with_documents: bool = False, seed: int = 0) -> Batch:
+def make_batch(*, with_documents: bool = False, seed: int = 0) -> Batch:
     """Return random tokens; with documents, positions restart in each and some tokens are masked."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
@@ -75,32 +75,36 @@ def batch_of(*, with_documents: bool = False, seed: int = 0) -> Batch:
     return batch
 
 
-def gradients_of(model: torch.nn.Module) -> Parts:
+def get_sharded_grads(model: torch.nn.Module) -> ShardedTensors:
     """Return (shard, gradient) of each parameter by name, padding included."""
     return {name: (shard_of(p), p.grad) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
+def join_shards(ranks: list[ShardedTensors]) -> dict[str, torch.Tensor]:
     """Join the shards of all ranks to global tensors; check that replicated tensors are equal on all ranks."""
-    whole = {}
-    for name, (shard, first) in ranks[0].items():
-        assert all(parts[name][1] is not None for parts in ranks), f"{name} has no gradient"
+    full_tensors = {}
+    for name, (shard, first_tensor) in ranks[0].items():
+        assert all(rank_tensors[name][1] is not None for rank_tensors in ranks), f"{name} has no gradient"
         if not shard.is_partitioned:
-            assert all((parts[name][1] - first).abs().max() <= 1e-12 * first.abs().max() for parts in ranks), name
-            whole[name] = first
+            assert all(
+                (rank_tensors[name][1] - first_tensor).abs().max() <= 1e-12 * first_tensor.abs().max()
+                for rank_tensors in ranks
+            ), name
+            full_tensors[name] = first_tensor
             continue
-        pieces = [parts[name][0].unpadded(parts[name][1]) for parts in ranks]
-        whole[name] = torch.cat(pieces, dim=shard.partition_dim)
-    return whole
+        shards = [rank_tensors[name][0].unpadded(rank_tensors[name][1]) for rank_tensors in ranks]
+        full_tensors[name] = torch.cat(shards, dim=shard.partition_dim)
+    return full_tensors
 
 
-def worst_relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst_relative_error(actual: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Return the largest relative error over all names, and its name.
 
     The relative error is ||found - wanted|| / max(||wanted||, 1e-6 x the norm of all wanted tensors).
     """
-    assert sorted(found) == sorted(wanted)
-    floor = 1e-6 * torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
+    assert sorted(actual) == sorted(reference)
+    floor = 1e-6 * torch.stack([tensor.norm() for tensor in reference.values()]).norm()
     return max(
-        (((found[n] - expected).norm() / max(expected.norm(), floor)).item(), n) for n, expected in wanted.items()
+        (((actual[name] - expected).norm() / max(expected.norm(), floor)).item(), name)
+        for name, expected in reference.items()
     )

@@ -2,7 +2,7 @@
 
 They have six heads of size ten (not h / a), two or three groups, windows shorter than the sequence, and layers of two
 types. Hugging Face's models always compute some parts (norms, angles, softmax, Gemma's normalizer) in fp32, which
-leaves a difference of 1e-7; ``in_its_own_dtype`` computes these parts in fp64 by the same formulas.
+leaves a difference of 1e-7; ``disable_upcasts`` computes these parts in fp64 by the same formulas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from megatron.checkpoint.huggingface.config import config_from_huggingface
 from megatron.config import Config
 
-VOCAB, LENGTH = 101, 12
+VOCAB, SEQ_LENGTH = 101, 12
 YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0,
     "beta_slow": 0.1,
@@ -31,7 +31,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
-OF_ALL = {
+COMMON_SETTINGS = {
     "vocab_size": VOCAB, "intermediate_size": 54, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 10,
     "max_position_embeddings": 32, "rms_norm_eps": 1e-3, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
     "initializer_range": 0.1,
@@ -43,12 +43,12 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class Modern:
+class ModelCase:
     """A Hugging Face model and our equivalent flags.
 
     Args:
         prefix: prefix of the names of the model's classes.
-        settings: settings of Hugging Face's configuration, in addition to ``OF_ALL``.
+        settings: settings of Hugging Face's configuration, in addition to ``COMMON_SETTINGS``.
         flags: our flags for examples/llama/pretrain_llama.py, in addition to ``FLAGS``.
         module: name of Hugging Face's module, if it is not the prefix in lower case.
         config: name of Hugging Face's configuration class without the prefix.
@@ -61,23 +61,23 @@ class Modern:
     config: str = "Config"
 
     @property
-    def groups(self) -> int:
+    def num_kv_heads(self) -> int:
         """Number of heads of keys and values."""
         return int(self.settings["num_key_value_heads"])
 
-    def their_config(self, **changes: Any) -> Any:
+    def huggingface_config(self, **overrides: Any) -> Any:
         """Return Hugging Face's configuration."""
         import transformers
 
         config_class = getattr(transformers, f"{self.prefix}{self.config}")
-        return config_class(**{**OF_ALL, **self.settings, **changes}, attn_implementation="eager")
+        return config_class(**{**COMMON_SETTINGS, **self.settings, **overrides}, attn_implementation="eager")
 
-    def their_model(self, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
+    def huggingface_model(self, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> Any:
         """Return Hugging Face's model with random weights, including norms and biases, so that all have an effect."""
         import transformers
 
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{self.prefix}ForCausalLM")(self.their_config(**changes)).to(dtype)
+        model = getattr(transformers, f"{self.prefix}ForCausalLM")(self.huggingface_config(**overrides)).to(dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -85,11 +85,11 @@ class Modern:
 
     def our_config(self) -> Config:
         """Return our configuration for the same model."""
-        return config_from_huggingface(self.their_config().to_dict())
+        return config_from_huggingface(self.huggingface_config().to_dict())
 
 
-MODERN = {
-    "qwen2": Modern(
+MODEL_CASES = {
+    "qwen2": ModelCase(
         "Qwen2",
         {
             "hidden_size": 38, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5,
@@ -99,7 +99,7 @@ MODERN = {
         "--rotary-base 500 --rotary-scaling yarn --rotary-scaling-factor 4 --rotary-original-positions 8 "
         "--rotary-beta-fast 2 --rotary-beta-slow 0.1",
     ),
-    "qwen3": Modern(
+    "qwen3": ModelCase(
         "Qwen3",
         {
             "hidden_size": 38, "num_key_value_heads": 3, "tie_word_embeddings": True, "use_sliding_window": True,
@@ -109,7 +109,7 @@ MODERN = {
         "--hidden-size 38 --num-query-groups 3 --tie-embeddings-and-output-weights --qk-norm head --window-size 3 "
         "--window-attn-skip-freq 2 --rotary-base 300",
     ),
-    "llama3": Modern(
+    "llama3": ModelCase(
         "Llama",
         {
             "hidden_size": 42, "num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True,
@@ -118,13 +118,13 @@ MODERN = {
         "--hidden-size 42 --num-query-groups 2 --tie-embeddings-and-output-weights --hidden-bias --rotary-base 500 "
         "--rotary-scaling llama3 --rotary-scaling-factor 4 --rotary-original-positions 16",
     ),
-    "llama yarn": Modern(
+    "llama yarn": ModelCase(
         "Llama",
         {"hidden_size": 42, "num_key_value_heads": 3, "rope_parameters": {**YARN, "attention_factor": 1.3}},
         "--hidden-size 42 --num-query-groups 3 --rotary-base 500 --rotary-scaling yarn --rotary-scaling-factor 4 "
         "--rotary-original-positions 8 --rotary-beta-fast 2 --rotary-beta-slow 0.1 --rotary-attention-factor 1.3",
     ),
-    "mistral": Modern(
+    "mistral": ModelCase(
         "Mistral",
         {
             "hidden_size": 38, "num_key_value_heads": 2, "sliding_window": 4,
@@ -132,7 +132,7 @@ MODERN = {
         },
         "--hidden-size 38 --num-query-groups 2 --window-size 3,0 --rotary-base 100",
     ),
-    "gemma2": Modern(
+    "gemma2": ModelCase(
         "Gemma2",
         {
             "hidden_size": 42, "num_key_value_heads": 3, "query_pre_attn_scalar": 17, "sliding_window": 4,
@@ -143,7 +143,7 @@ MODERN = {
         "--apply-layernorm-1p --norm-placement both --scale-embeddings --window-size 3 --window-attn-skip-freq 2 "
         f"--softmax-scale {17**-0.5!r} --attn-logit-softcapping 1.5 --final-logit-softcapping 2.5 --rotary-base 100",
     ),
-    "gemma3": Modern(
+    "gemma3": ModelCase(
         "Gemma3",
         {
             "hidden_size": 42, "num_key_value_heads": 2, "query_pre_attn_scalar": 23, "sliding_window": 3,
@@ -159,7 +159,7 @@ MODERN = {
         "--rotary-scaling linear --rotary-scaling-factor 4 --rotary-local-base 50",
         config="TextConfig",
     ),
-    "olmo2": Modern(
+    "olmo2": ModelCase(
         "Olmo2",
         {
             "hidden_size": 38, "num_key_value_heads": 2,
@@ -170,38 +170,38 @@ MODERN = {
 }  # fmt: skip
 
 
-def drawn(seed: int) -> Modern:
+def random_case(seed: int) -> ModelCase:
     """Return a random model of one of Hugging Face's classes."""
     rng = random.Random(seed)
-    model = MODERN[rng.choice(list(MODERN))]
-    groups = rng.choice([1, 2, 3])
-    heads = groups * rng.choice([1, 2, 3])
-    layers = rng.randint(1, 5)
+    model = MODEL_CASES[rng.choice(list(MODEL_CASES))]
+    num_groups = rng.choice([1, 2, 3])
+    num_heads = num_groups * rng.choice([1, 2, 3])
+    num_layers = rng.randint(1, 5)
     rope = {"rope_type": "default", "rope_theta": rng.choice([20.0, 10000.0])}
     scaling = rng.choice([{}, {"rope_type": "linear", "factor": 2.0}, {**LLAMA3, "rope_theta": 80.0}, YARN])
     settings: dict[str, Any] = {
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
-        "head_dim": rng.choice([2, 6, 8, 14]), "hidden_size": heads * rng.choice([5, 6]),
+        "num_hidden_layers": num_layers, "num_attention_heads": num_heads, "num_key_value_heads": num_groups,
+        "head_dim": rng.choice([2, 6, 8, 14]), "hidden_size": num_heads * rng.choice([5, 6]),
         "intermediate_size": rng.choice([7, 30]), "tie_word_embeddings": rng.random() < 0.5,
         "rope_parameters": {**rope, **scaling},
     }  # fmt: skip
     if "sliding_window" in model.settings:
-        settings["sliding_window"] = rng.randint(2, LENGTH + 2)
+        settings["sliding_window"] = rng.randint(2, SEQ_LENGTH + 2)
     if model.prefix in ("Qwen2", "Qwen3", "Gemma2", "Gemma3"):
-        settings["layer_types"] = [rng.choice([SLIDING, FULL]) for _ in range(layers)]
+        settings["layer_types"] = [rng.choice([SLIDING, FULL]) for _ in range(num_layers)]
     if model.prefix == "Gemma3":
         settings["rope_parameters"] = {FULL: {**rope, **scaling}, SLIDING: {**rope, "rope_theta": 50.0}}
     if model.prefix == "Gemma2":
         settings["attn_logit_softcapping"] = rng.choice([None, 2.0])
     if model.prefix == "Llama":
         settings["attention_bias"] = settings["mlp_bias"] = rng.random() < 0.5
-    return Modern(model.prefix, {**model.settings, **settings}, module=model.module, config=model.config)
+    return ModelCase(model.prefix, {**model.settings, **settings}, module=model.module, config=model.config)
 
 
 # Hugging Face's models entirely in fp64.
 
 
-def frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
+def rotary_frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
     """Return rotary frequencies [d/2] in fp64 and the factor of cosine and sine, by Hugging Face's formulas."""
     rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -212,56 +212,56 @@ def frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tenso
     factor = rope["factor"]
     if rope["rope_type"] == "linear":
         return unscaled / factor, 1.0
-    old = rope["original_max_position_embeddings"]
+    original_length = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        share = ((old * unscaled / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return share * unscaled + (1 - share) * unscaled / factor, 1.0
+        smooth = ((original_length * unscaled / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return smooth * unscaled + (1 - smooth) * unscaled / factor, 1.0
     assert rope["rope_type"] == "yarn"
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
 
-    def dimension(turns: float) -> float:
-        return size * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def dimension(num_rotations: float) -> float:
+        return size * math.log(original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), size - 1)
     last = last + 0.001 if first == last else last
-    slowed = ((torch.arange(size // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
+    ramp = ((torch.arange(size // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
     scale = rope.get("attention_factor")
     scale = (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0) if scale is None else scale
-    return unscaled / factor * slowed + unscaled * (1 - slowed), scale
+    return unscaled / factor * ramp + unscaled * (1 - ramp), scale
 
 
 @contextmanager
-def in_its_own_dtype() -> Iterator[None]:
+def disable_upcasts() -> Iterator[None]:
     """Make norms, angles, softmax and Gemma's normalizer of all these models compute in fp64, by the same formulas."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
-    def norm_less_1(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def offset_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return (1.0 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
     def angles(
         self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        speeds, scale = frequencies(self.config, layer_type)
-        freqs = position_ids[..., None].double() * speeds
+        inv_freq, scale = rotary_frequencies(self.config, layer_type)
+        freqs = position_ids[..., None].double() * inv_freq
         doubled = torch.cat((freqs, freqs), dim=-1)
         return doubled.cos() * scale, doubled.sin() * scale
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.softmax(x, dim)
 
-    def scaled(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    def scaled_embedding(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(input_ids, self.weight) * self.scalar_embed_scale
 
     with ExitStack() as stack:
-        for prefix in sorted({model.prefix for model in MODERN.values()}):
+        for prefix in sorted({model.prefix for model in MODEL_CASES.values()}):
             name = prefix.lower()
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
             is_gemma = prefix.startswith("Gemma")
-            forwards = {"RMSNorm": norm_less_1 if is_gemma else norm, "RotaryEmbedding": angles}
-            forwards |= {"TextScaledWordEmbedding": scaled} if is_gemma else {}
+            forwards = {"RMSNorm": offset_norm if is_gemma else norm, "RotaryEmbedding": angles}
+            forwards |= {"TextScaledWordEmbedding": scaled_embedding} if is_gemma else {}
             for suffix, forward in forwards.items():
                 stack.enter_context(patch.object(getattr(module, f"{prefix}{suffix}"), "forward", forward))
         stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax))

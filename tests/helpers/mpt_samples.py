@@ -11,6 +11,6 @@ from tests.helpers.model_samples import SMALL
 MPT: dict[str, Any] = {"family": "mpt", "hidden_bias": False, **MptConfig.DEFAULTS}
 
 
-def mpt_sizes(**changes: Any) -> ModelArgs:
-    """Return the args of the small model, with ``changes``."""
-    return ModelArgs(**{**SMALL, **MPT, **changes})
+def mpt_model_args(**overrides: Any) -> ModelArgs:
+    """Return the args of the small model, with ``overrides``."""
+    return ModelArgs(**{**SMALL, **MPT, **overrides})

@@ -23,7 +23,7 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 
-def processes_of(node: Any) -> list[int]:
+def find_process_ids(node: Any) -> list[int]:
     """Return the ids of the processes of a ``Cluster`` node and of all their descendants."""
     pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
     for pid in pids:  # grows during the iteration
@@ -40,7 +40,7 @@ def main() -> None:
     for line in sys.stdin:
         if line.strip() not in signals:
             break
-        pids = processes_of(second_node)
+        pids = find_process_ids(second_node)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signals[line.strip()])

@@ -26,36 +26,36 @@ from tests.helpers.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
-LENGTHS = {
+LENGTH_FLAGS = {
     "gpt2": "--seq-length 32 --hidden-bias",
     "t5": "--enc-seq-length 32",
     "llama": "--seq-length 32 --num-query-groups 2",
     "mpt": "--seq-length 32",
     "bert": "--seq-length 32",
 }
-SIZES = (
+BASE_FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 "
     "--train-iters 20 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 1 --eval-interval 0 --split 900,50,50 "
     f"--device cpu --progress plain --tokenizer-path {TOKENIZER}"
 ).split()
 
-PLANTED: list[Callback] = []
-"""Callbacks for this rank's run, added by fault injectors (``before``); each forked rank has a separate list."""
+INJECTED_CALLBACKS: list[Callback] = []
+"""Callbacks for this rank's run, added by fault injectors (``inject_fault``); each forked rank has a separate list."""
 
 
 class AfterUpdate(Callback):
     """Callback that calls a function with the trainer after each counted step, before the step is logged."""
 
-    def __init__(self, act: Callable[[Trainer], object]) -> None:
-        self.act = act
+    def __init__(self, callback: Callable[[Trainer], object]) -> None:
+        self.callback = callback
 
     def on_after_update(self, result: StepResult) -> None:
-        self.act(self.trainer)
+        self.callback(self.trainer)
 
 
-def after_update(act: Callable[[int, Trainer], object]) -> Callable[[int], None]:
-    """Return a fault injector that calls ``act(rank, trainer)`` after each counted step."""
-    return lambda rank: PLANTED.append(AfterUpdate(lambda trainer: act(rank, trainer)))
+def inject_after_update(callback: Callable[[int, Trainer], object]) -> Callable[[int], None]:
+    """Return a fault injector that calls ``callback(rank, trainer)`` after each counted step."""
+    return lambda rank: INJECTED_CALLBACKS.append(AfterUpdate(lambda trainer: callback(rank, trainer)))
 
 
 def write_corpus(folder: Path) -> Path:
@@ -77,72 +77,80 @@ def family_of(script: ModuleType) -> str:
     return script.__name__.rpartition("pretrain_")[2]
 
 
-def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pretrain_gpt2) -> list[str]:
+def make_flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pretrain_gpt2) -> list[str]:
     """Return the command line of a run of ``script`` on ``prefix`` with the run folder ``folder``."""
-    length = LENGTHS[family_of(script)]
-    return [*SIZES, *length.split(), "--data-path", str(prefix), "--save", str(folder), *extra.split()]
+    length = LENGTH_FLAGS[family_of(script)]
+    return [*BASE_FLAGS, *length.split(), "--data-path", str(prefix), "--save", str(folder), *extra.split()]
 
 
-def leave_out_what_takes_long() -> None:
+def disable_slow_features() -> None:
     """Disable plots and the measurement of this CPU's speed, which together take longer than a small run."""
-    metrics_writer.draw_losses = lambda *_: None  # type: ignore[assignment]
-    speed_monitor._measured_product_rate = lambda: 1e9
+    metrics_writer.plot_losses = lambda *_: None  # type: ignore[assignment]
+    speed_monitor._measure_matmul_flops = lambda: 1e9
 
 
 def train_ranks(
     num_ranks: int,
     argv: list[str],
-    before: Callable[[int], None] | None = None,
+    inject_fault: Callable[[int], None] | None = None,
     script: ModuleType = pretrain_gpt2,
 ) -> tuple[list[int], Any]:
     """Train in forked ranks; return the exit code and the result (None) of each rank.
 
     Args:
-        before: fault injector, called first in each forked process with the rank.
+        inject_fault: fault injector, called first in each forked process with the rank.
 
     Raises:
         AssertionError: a rank exited with code 1; the message has the tracebacks.
     """
-    codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, script.__name__, deadline_s=100.0)
+    codes, results, reports = fork_ranks(
+        num_ranks, _train_rank, argv, num_ranks, inject_fault, script.__name__, deadline_s=100.0
+    )
     if any(code == 1 for code in codes):
         raise AssertionError("\n".join(reports))
     return codes, results
 
 
-def parse_as(script: ModuleType, argv: list[str], world_size: int) -> Config:
+def parse_script_config(script: ModuleType, argv: list[str], world_size: int) -> Config:
     """Return the configuration that ``script`` would parse."""
     defaults = getattr(script, "DEFAULTS", None)
     return parse(argv, world_size=world_size, family=family_of(script), defaults=defaults)
 
 
-def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], None] | None, name: str) -> None:
-    leave_out_what_takes_long()
-    if before is not None:
-        before(rank)
-    script = sys.modules[name]
-    config = resolve_dtype(parse_as(script, argv, num_ranks), "fp32")
+def _train_rank(
+    rank: int, argv: list[str], num_ranks: int, inject_fault: Callable[[int], None] | None, script_name: str
+) -> None:
+    disable_slow_features()
+    if inject_fault is not None:
+        inject_fault(rank)
+    script = sys.modules[script_name]
+    config = resolve_dtype(parse_script_config(script, argv, num_ranks), "fp32")
     world = initialize.start(config)
-    stop = StopRequests()
-    stop.limit(config.run.exit_interval, 0.0, 0.0)
+    stop_requests = StopRequests()
+    stop_requests.set_limits(config.run.exit_interval, 0.0, 0.0)
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     try:
-        run(config, world, *providers, config.family, stop, PLANTED)
+        run(config, world, *providers, config.family, stop_requests, INJECTED_CALLBACKS)
     except StopRequest:
         sys.exit(75)
 
 
-def together(*plants: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a fault injector that calls all of ``plants``."""
+def combine_injectors(*injectors: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a fault injector that calls all of ``injectors``."""
 
-    def plant(rank: int) -> None:
-        for single in plants:
-            single(rank)
+    def inject(rank: int) -> None:
+        for injector in injectors:
+            injector(rank)
 
-    return plant
+    return inject
 
 
-def start_script(
-    num_ranks: int, argv: list[str], log: Path, before: Callable[[int], None] | None = None, deadline_s: float = 60.0
+def launch_script(
+    num_ranks: int,
+    argv: list[str],
+    log: Path,
+    inject_fault: Callable[[int], None] | None = None,
+    deadline_s: float = 60.0,
 ) -> list[int]:
     """Run ``pretrain_gpt2.py`` as its ranks do, including signals and exit codes; return the exit codes.
 
@@ -151,11 +159,15 @@ def start_script(
     """
     store = log.with_suffix(".store")
     store.unlink(missing_ok=True)  # left by an earlier start, whose ranks no longer answer
-    codes, _, _ = fork_ranks(num_ranks, _script, argv, log, store, before, deadline_s=deadline_s, init=False)
+    codes, _, _ = fork_ranks(
+        num_ranks, _run_script_rank, argv, log, store, inject_fault, deadline_s=deadline_s, init=False
+    )
     return codes
 
 
-def _script(rank: int, argv: list[str], log: Path, store: Path, before: Callable[[int], None] | None) -> None:
+def _run_script_rank(
+    rank: int, argv: list[str], log: Path, store: Path, inject_fault: Callable[[int], None] | None
+) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -163,12 +175,12 @@ def _script(rank: int, argv: list[str], log: Path, store: Path, before: Callable
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     _rendezvous_by_file(store)
-    leave_out_what_takes_long()
-    if before is not None:
-        before(rank)
+    disable_slow_features()
+    if inject_fault is not None:
+        inject_fault(rank)
     script = pretrain_gpt2
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
-    pretrain(*providers, callbacks=PLANTED)
+    pretrain(*providers, callbacks=INJECTED_CALLBACKS)
     sys.exit(0)
 
 

@@ -10,10 +10,10 @@ from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.config import Config
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
-from tests.helpers.checkpoint_samples import world_of
+from tests.helpers.checkpoint_samples import world_group
 from tests.helpers.harness import run_ranks
-from tests.helpers.huggingface_models import build, state_of
-from tests.helpers.model_samples import whole_weight
+from tests.helpers.huggingface_models import build_small_model, make_checkpoint_state
+from tests.helpers.model_samples import make_full_weight
 from tests.helpers.small_corpora import make_tokenizer
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
@@ -25,25 +25,31 @@ LAYERS = {
 }
 
 
-def save_model(run: Path, family: str, *, ranks: int = 1, **values: Any) -> Config:
+def save_model(run_dir: Path, family: str, *, num_ranks: int = 1, **overrides: Any) -> Config:
     """Save a model whose word embeddings are far apart, with its tokenizer; return its configuration."""
-    run.mkdir(parents=True, exist_ok=True)
-    size = make_tokenizer(run).vocab_size + (100 if family == "t5" else 0)
-    settings = {**SMALL, **LAYERS[family], "vocab_size": size, "tokenizer_path": str(run / "t.json"), **values}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    vocab_size = make_tokenizer(run_dir).vocab_size + (100 if family == "t5" else 0)
+    settings = {
+        **SMALL,
+        **LAYERS[family],
+        "vocab_size": vocab_size,
+        "tokenizer_path": str(run_dir / "t.json"),
+        **overrides,
+    }
     config = config_from_values(settings, family=family)
-    if ranks == 1:
-        _save(0, run, config, 1)
+    if num_ranks == 1:
+        _save_rank(0, run_dir, config, 1)
     else:
-        run_ranks(ranks, _save, run, config, ranks)
+        run_ranks(num_ranks, _save_rank, run_dir, config, num_ranks)
     return config
 
 
-def _save(rank: int, run: Path, config: Config, ranks: int) -> None:
-    world: Group = SINGLE if ranks == 1 else world_of(rank, ranks)
+def _save_rank(rank: int, run_dir: Path, config: Config, num_ranks: int) -> None:
+    world: Group = SINGLE if num_ranks == 1 else world_group(rank, num_ranks)
     records = []
-    for name, parameter in named_parameters(build(config, world)):
+    for name, parameter in named_parameters(build_small_model(config, world)):
         shard = shard_of(parameter)
-        local = parameter.data.new_zeros(parameter.shape)
-        shard.unpadded(local).copy_(shard.cut(whole_weight(name, shard.global_shape)))
-        records.append(TensorRecord(f"weights/{name}", local, shard, shard.is_partitioned or rank == 0))
-    save(run / "checkpoints", 7, records, state_of(config, ranks), world)
+        local_weight = parameter.data.new_zeros(parameter.shape)
+        shard.unpadded(local_weight).copy_(shard.narrow(make_full_weight(name, shard.global_shape)))
+        records.append(TensorRecord(f"weights/{name}", local_weight, shard, shard.is_partitioned or rank == 0))
+    save(run_dir / "checkpoints", 7, records, make_checkpoint_state(config, num_ranks), world)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint import SyncSaver
 from megatron.checkpoint.manifest import CHECKPOINTS
-from megatron.checkpoint.retention import retention_of
+from megatron.checkpoint.retention import make_retention_policy
 from megatron.training.capture import capture
 from megatron.training.checkpoint_checks import check_fits
 from megatron.training.restore_options import RestoreOptions
@@ -15,17 +15,21 @@ from megatron.training.resume import open_source, restore
 from megatron.training.train_progress import TrainProgress
 
 
-def save_state(folder: Path, progress: TrainProgress, **parts: Any) -> Path:
-    """Capture ``parts`` (see ``capture``), write them to ``folder / "checkpoints"`` and return the path. Collective."""
-    captured = capture(progress, **parts)
-    return SyncSaver(parts["world"].grid.host).save(
-        folder / CHECKPOINTS, captured, retention_of(parts["config"].checkpoint)
+def save_state(folder: Path, progress: TrainProgress, **components: Any) -> Path:
+    """Capture ``components`` (see ``capture``) and write them to ``folder / "checkpoints"``. Collective.
+
+    Returns:
+        the path of the checkpoint
+    """
+    captured = capture(progress, **components)
+    return SyncSaver(components["world"].grid.host).save(
+        folder / CHECKPOINTS, captured, make_retention_policy(components["config"].checkpoint)
     )
 
 
-def load_state(folder: Path, *, fingerprint: str | None = None, **parts: Any) -> TrainProgress:
-    """Restore ``parts`` (see ``restore``) from the newest checkpoint in ``folder`` if it fits. Collective."""
-    checkpoint, config = open_source(folder, parts["world"]), parts["config"]
-    options = RestoreOptions.of(config.checkpoint)
+def load_state(folder: Path, *, fingerprint: str | None = None, **components: Any) -> TrainProgress:
+    """Restore ``components`` (see ``restore``) from the newest checkpoint in ``folder`` if it fits. Collective."""
+    checkpoint, config = open_source(folder, components["world"]), components["config"]
+    options = RestoreOptions.from_flags(config.checkpoint)
     check_fits(checkpoint, config, fingerprint, options)
-    return restore(checkpoint, options=options, **parts)
+    return restore(checkpoint, options=options, **components)

@@ -20,11 +20,11 @@ def make_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer.build(tokenizer_path=path)
 
 
-def write(prefix: Path, texts: list[str], vocabulary: Tokenizer, *, append_eod: bool = True) -> None:
+def write_token_files(prefix: Path, texts: list[str], vocab: Tokenizer, *, append_eod: bool = True) -> None:
     """Write a pair of token files as preprocessing does."""
-    end = [vocabulary.eod_id] if append_eod else []
-    eod_id = vocabulary.eod_id if append_eod else None
-    identity = vocabulary.identity
-    with IndexedDatasetBuilder(prefix, vocab_size=vocabulary.vocab_size, tokenizer=identity, eod_id=eod_id) as writer:
+    end_ids = [vocab.eod_id] if append_eod else []
+    eod_id = vocab.eod_id if append_eod else None
+    identity = vocab.identity
+    with IndexedDatasetBuilder(prefix, vocab_size=vocab.vocab_size, tokenizer=identity, eod_id=eod_id) as writer:
         for text in texts:
-            writer.add(np.array([*vocabulary.encode(text), *end]))
+            writer.add(np.array([*vocab.encode(text), *end_ids]))

@@ -9,25 +9,27 @@ import numpy as np
 from megatron.data import IndexedDataset, IndexedDatasetBuilder
 
 
-def write(prefix: Path, sizes: list[int], *, vocab_size: int = 50_000, eod_id: int | None = None) -> IndexedDataset:
+def write_documents(
+    prefix: Path, lengths: list[int], *, vocab_size: int = 50_000, eod_id: int | None = None
+) -> IndexedDataset:
     """Write documents of these sizes; tokens count up through the whole file, so that each can be identified."""
-    first = 1
+    next_token = 1
     with IndexedDatasetBuilder(prefix, vocab_size=vocab_size, tokenizer="t", eod_id=eod_id) as writer:
-        for size in sizes:
-            tokens = np.arange(first, first + size)
-            if eod_id is not None and size:
+        for length in lengths:
+            tokens = np.arange(next_token, next_token + length)
+            if eod_id is not None and length:
                 tokens[-1] = eod_id
             writer.add(tokens)
-            first += size
+            next_token += length
     return IndexedDataset(prefix)
 
 
-def write_megatron(prefix: Path, sizes: list[int], starts: list[int]) -> None:
+def write_megatron_files(prefix: Path, sequence_lengths: list[int], starts: list[int]) -> None:
     """Write a pair of files like Megatron-LM's, without a sidecar; documents may be empty or have several sequences."""
-    lengths = np.array(sizes, "<i4")
+    lengths = np.array(sequence_lengths, "<i4")
     offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
-    head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8])
-    counts = len(sizes).to_bytes(8, "little") + len(starts).to_bytes(8, "little")
+    header = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8])
+    counts = len(sequence_lengths).to_bytes(8, "little") + len(starts).to_bytes(8, "little")
     arrays = lengths.tobytes() + offsets.astype("<i8").tobytes() + np.array(starts, "<i8").tobytes()
-    prefix.with_suffix(".idx").write_bytes(head + counts + arrays)
-    prefix.with_suffix(".bin").write_bytes(np.arange(sum(sizes), dtype="<u2").tobytes())
+    prefix.with_suffix(".idx").write_bytes(header + counts + arrays)
+    prefix.with_suffix(".bin").write_bytes(np.arange(sum(sequence_lengths), dtype="<u2").tobytes())

@@ -1,6 +1,6 @@
 """A third-party family of decoders: two files with settings and names, on top of the common decoder.
 
-``toy_family(folder)`` writes the files and registers the family while the block runs.
+``register_toy_family(folder)`` writes the files and registers the family while the block runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.config.option import option
 class ToyConfig(FamilyConfig):
     DEFAULTS: ClassVar = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation": "relu"}
     ADVICE: ClassVar = {"hidden_bias": "a toy has no biases; leave it out"}
-    REFUSED: ClassVar = {"--swiglu": "a toy is simple; leave it out"}
+    REJECTED_FLAGS: ClassVar = {"--swiglu": "a toy is simple; leave it out"}
     IDENTITY: ClassVar = ("toy_size",)
 
     toy_size: int = option(3, "how large a toy is", minimum=1, elsewhere="it is for toys; leave it out")
@@ -72,7 +72,7 @@ def recipes(config):
         ours, theirs = f"layers.{i}", f"blocks.{i}"
         packed = tuple(f"{theirs}.{part}.weight" for part in ("query", "key", "value"))
         heads = config.model.num_attention_heads
-        found[f"{ours}.attention.query_key_value.weight"] = WeightMapping(packed, blocks=heads)
+        found[f"{ours}.attention.query_key_value.weight"] = WeightMapping(packed, num_blocks=heads)
         found[f"{ours}.attention.dense.weight"] = WeightMapping((f"{theirs}.out.weight",))
         found[f"{ours}.mlp.up.weight"] = WeightMapping((f"{theirs}.up.weight",), is_transposed=True)
         found[f"{ours}.mlp.down.weight"] = WeightMapping((f"{theirs}.down.weight",), is_transposed=True)
@@ -89,7 +89,7 @@ def problems(config):
 
 def fields(config):
     sizes = {theirs: getattr(config.model, ours) for ours, theirs in FIELDS.items()}
-    return {"model_type": "toy", "toy_size": config.own.toy_size, **sizes}
+    return {"model_type": "toy", "toy_size": config.family_config.toy_size, **sizes}
 
 
 def values(theirs):
@@ -105,7 +105,7 @@ FORMATS = (FORMAT,)
 
 
 @contextmanager
-def toy_family(folder: Path, costs: str = "") -> Iterator[None]:
+def register_toy_family(folder: Path, costs: str = "") -> Iterator[None]:
     """Write the family into ``folder`` and register it. ``costs`` is the text of a file with its own costs."""
     package = folder / "toy_family"
     package.mkdir()

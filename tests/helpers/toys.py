@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tds
-from tds.deepspeed.shared_layers import held_in
+from tds.deepspeed.shared_layers import use_shared_modules
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -30,61 +30,61 @@ def _seeded(seed: int, module: nn.Module) -> nn.Module:
 class Dense(nn.Module):
     """tanh(x W + b)."""
 
-    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.inner = _seeded(seed, nn.Linear(wide, wide, dtype=dtype))
+        self.inner = _seeded(seed, nn.Linear(hidden_size, hidden_size, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.inner(x))
 
 
-class Words(nn.Module):
+class TiedEmbedding(nn.Module):
     """An embedding that is also the output head."""
 
-    def __init__(self, seed: int, size: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, size: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.table = _seeded(seed, nn.Embedding(size, wide, dtype=dtype))
+        self.table = _seeded(seed, nn.Embedding(size, hidden_size, dtype=dtype))
         self.weight = self.table.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.table(ids)
 
 
-def head(words: Words, x: torch.Tensor) -> torch.Tensor:
-    return x @ words.weight.t()
+def output_head(embedding: TiedEmbedding, x: torch.Tensor) -> torch.Tensor:
+    return x @ embedding.weight.t()
 
 
-class Table(nn.Module):
+class SharedVector(nn.Module):
     """A vector that layers look up and use non-linearly."""
 
-    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = _seeded(seed, nn.Linear(1, wide, dtype=dtype)).bias
+        self.weight = _seeded(seed, nn.Linear(1, hidden_size, dtype=dtype)).bias
 
     def forward(self) -> torch.Tensor:
         return torch.sin(self.weight)
 
 
-class Sharer(nn.Module):
+class SharingLayer(nn.Module):
     """tanh(x W + b + table + mixer(x)), with a shared table and a shared mixer."""
 
-    table: Table
+    table: SharedVector
     mixer: Dense
 
-    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.inner = _seeded(seed, nn.Linear(wide, wide, dtype=dtype))
+        self.inner = _seeded(seed, nn.Linear(hidden_size, hidden_size, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.inner(x) + self.table() + self.mixer(x))
 
 
-class Spread(nn.Module):
+class SplitLayer(nn.Module):
     """Maps one tensor to five: float, bool, float, int64, and float without gradient."""
 
-    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.inner = _seeded(seed, nn.Linear(wide, 2 * wide, dtype=dtype))
+        self.inner = _seeded(seed, nn.Linear(hidden_size, 2 * hidden_size, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         left, right = self.inner(x).chunk(2, dim=-1)
@@ -92,13 +92,13 @@ class Spread(nn.Module):
         return left, x > 0, right, indices, x.detach() * 0.5
 
 
-class Mix(nn.Module):
+class MixLayer(nn.Module):
     """Maps five tensors to five; uses and changes both float tensors that have gradients."""
 
-    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.left = _seeded(seed, nn.Linear(wide, wide, dtype=dtype))
-        self.right = _seeded(seed + 1, nn.Linear(wide, wide, dtype=dtype))
+        self.left = _seeded(seed, nn.Linear(hidden_size, hidden_size, dtype=dtype))
+        self.right = _seeded(seed + 1, nn.Linear(hidden_size, hidden_size, dtype=dtype))
 
     def forward(self, x: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         a, mask, b, indices, factor = x
@@ -108,12 +108,12 @@ class Mix(nn.Module):
         return a, ~mask, b, indices.flip(0), factor
 
 
-class Gather(nn.Module):
+class MergeLayer(nn.Module):
     """Maps five tensors to one."""
 
-    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.bias = _seeded(seed, nn.Linear(1, wide, dtype=dtype)).bias
+        self.bias = _seeded(seed, nn.Linear(1, hidden_size, dtype=dtype)).bias
 
     def forward(self, x: tuple[torch.Tensor, ...]) -> torch.Tensor:
         a, mask, b, indices, factor = x
@@ -125,169 +125,178 @@ class Toy:
     """A model, its data and its training settings.
 
     Args:
-        kind: "chain" (dense layers), "tied" (an embedding that is also the head), "sharing" (layers with shared
+        model_type: "chain" (dense layers), "tied" (an embedding that is also the head), "sharing" (layers with shared
             modules) or "many" (layers that exchange five tensors).
-        wide: hidden size.
-        rows: samples in a micro-batch.
-        loss: "scalar" (a mean per micro-batch) or "pair" (a ``Weighted`` sum and count).
+        hidden_size: hidden size.
+        micro_batch_size: samples in a micro-batch.
+        loss_type: "scalar" (a mean per micro-batch) or "pair" (a ``Weighted`` sum and count).
         options: arguments of ``PipelineModule``.
         pipeline: section "pipeline" of the engine's configuration.
         config: other keys of the engine's configuration.
     """
 
-    kind: str = "chain"
-    layers: int = 5
-    wide: int = 6
-    rows: int = 3
-    micro_batches: int = 4
+    model_type: str = "chain"
+    num_layers: int = 5
+    hidden_size: int = 6
+    micro_batch_size: int = 3
+    num_micro_batches: int = 4
     dtype: torch.dtype = torch.float64
-    loss: str = "scalar"
-    clip: float = 1e9
+    loss_type: str = "scalar"
+    grad_clip: float = 1e9
     options: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def specs(self) -> list[Any]:
-        wide, dtype = self.wide, self.dtype
-        if self.kind == "tied":
+    def layer_specs(self) -> list[Any]:
+        hidden_size, dtype = self.hidden_size, self.dtype
+        if self.model_type == "tied":
             return [
-                TiedLayerSpec("words", Words, 7, 11, wide, dtype),
-                *[LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers - 2)],
-                TiedLayerSpec("words", Words, 7, 11, wide, dtype, forward_fn=head),
+                TiedLayerSpec("words", TiedEmbedding, 7, 11, hidden_size, dtype),
+                *[LayerSpec(Dense, 10 + i, hidden_size, dtype) for i in range(self.num_layers - 2)],
+                TiedLayerSpec("words", TiedEmbedding, 7, 11, hidden_size, dtype, forward_fn=output_head),
             ]
-        if self.kind == "sharing":
+        if self.model_type == "sharing":
             return self.sharing_specs()
-        if self.kind == "many":
-            middle = [LayerSpec(Mix, 10 * i + 30, wide, dtype) for i in range(self.layers - 2)]
-            return [LayerSpec(Spread, 20, wide, dtype), *middle, LayerSpec(Gather, 21, wide, dtype)]
-        return [LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers)]
+        if self.model_type == "many":
+            middle = [LayerSpec(MixLayer, 10 * i + 30, hidden_size, dtype) for i in range(self.num_layers - 2)]
+            return [
+                LayerSpec(SplitLayer, 20, hidden_size, dtype),
+                *middle,
+                LayerSpec(MergeLayer, 21, hidden_size, dtype),
+            ]
+        return [LayerSpec(Dense, 10 + i, hidden_size, dtype) for i in range(self.num_layers)]
 
     def sharing_specs(self) -> list[Any]:
         """Return layers with a shared table per half of the model, and a mixer shared by all layers but one.
 
         The second layer shares nothing. The keys are in decreasing order.
         """
-        wide, dtype = self.wide, self.dtype
-        tables = [Shared("zeta", Table, 50, wide, dtype), Shared("alpha", Table, 51, wide, dtype)]
-        mixer = Shared("mixer", Dense, 52, wide, dtype)
+        hidden_size, dtype = self.hidden_size, self.dtype
+        tables = [
+            Shared("zeta", SharedVector, 50, hidden_size, dtype),
+            Shared("alpha", SharedVector, 51, hidden_size, dtype),
+        ]
+        mixer = Shared("mixer", Dense, 52, hidden_size, dtype)
         layers: list[Any] = []
-        for i in range(self.layers):
-            shares = {"table": tables[2 * i >= self.layers], "mixer": mixer}
-            layers.append(SharingLayerSpec(Sharer, 10 + i, wide, dtype, shares=shares))
-        layers[1] = LayerSpec(Dense, 11, wide, dtype)
+        for i in range(self.num_layers):
+            shares = {"table": tables[2 * i >= self.num_layers], "mixer": mixer}
+            layers.append(SharingLayerSpec(SharingLayer, 10 + i, hidden_size, dtype, shares=shares))
+        layers[1] = LayerSpec(Dense, 11, hidden_size, dtype)
         return layers
 
     def loss_fn(self, output: torch.Tensor, labels: Any) -> Any:
         target, mask = labels
-        if self.kind == "tied":
+        if self.model_type == "tied":
             losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(mask)
         else:
             losses = ((output - target) ** 2).mean(-1)
-        if self.loss == "scalar":
+        if self.loss_type == "scalar":
             return losses.mean()
         return tds.loss.Weighted((losses * mask).sum(), mask.sum())
 
-    def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
-        generator = torch.Generator().manual_seed(1000 + index)
-        rows = self.rows if wide_rows is None else wide_rows
-        mask = (torch.rand(rows, 4, generator=generator, dtype=torch.float64) < 0.2 + 0.15 * (index % 5)).to(self.dtype)
-        if self.kind == "tied":
+    def make_batch(self, idx: int, num_rows: int | None = None) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(1000 + idx)
+        rows = self.micro_batch_size if num_rows is None else num_rows
+        mask = (torch.rand(rows, 4, generator=generator, dtype=torch.float64) < 0.2 + 0.15 * (idx % 5)).to(self.dtype)
+        if self.model_type == "tied":
             ids = torch.randint(0, 11, (2, rows, 4), generator=generator)
             return ids[0], (ids[1], mask)
-        x = torch.randn(2, rows, 4, self.wide, generator=generator, dtype=torch.float64).to(self.dtype)
+        x = torch.randn(2, rows, 4, self.hidden_size, generator=generator, dtype=torch.float64).to(self.dtype)
         return x[0], (x[1], mask)
 
-    def batches(self, replica: int = 0) -> list[tuple[Any, Any]]:
-        return [self.batch(replica * self.micro_batches + i) for i in range(self.micro_batches)]
+    def make_batches(self, replica: int = 0) -> list[tuple[Any, Any]]:
+        return [self.make_batch(replica * self.num_micro_batches + i) for i in range(self.num_micro_batches)]
 
 
-def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
+def train_reference(toy: Toy, num_replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
     """Train the toy in this process; return the mean loss, and gradients by the names of the pipeline module."""
     torch.manual_seed(0)
     shared: dict[str, nn.Module] = {}
     shared_modules = nn.ModuleDict()
-    steps: list[Any] = []
-    names: dict[str, nn.Parameter] = {}
-    for index, spec in enumerate(toy.specs()):
+    layers: list[Any] = []
+    params_by_name: dict[str, nn.Parameter] = {}
+    for layer_idx, spec in enumerate(toy.layer_specs()):
         if isinstance(spec, TiedLayerSpec):
             module = shared.setdefault(spec.key, shared.get(spec.key) or spec.build())
-            names |= {f"tied_modules.{spec.key}.{n}": p for n, p in module.named_parameters()}
-            steps.append(module if spec.forward_fn is None else lambda x, m=module, f=spec.forward_fn: f(m, x))
+            params_by_name |= {f"tied_modules.{spec.key}.{n}": p for n, p in module.named_parameters()}
+            layers.append(module if spec.forward_fn is None else lambda x, m=module, f=spec.forward_fn: f(m, x))
         else:
-            with held_in(shared_modules):
+            with use_shared_modules(shared_modules):
                 module = spec.build()
-            names |= {f"{index}.{n}": p for n, p in module.named_parameters()}
-            steps.append(module)
-    names |= {f"tied_modules.{n}": p for n, p in shared_modules.named_parameters()}
-    total = torch.zeros((), dtype=toy.dtype)
-    weight = 0.0
-    for replica in range(replicas):
-        for x, labels in toy.batches(replica):
-            for step in steps:
-                x = step(x)
+            params_by_name |= {f"{layer_idx}.{n}": p for n, p in module.named_parameters()}
+            layers.append(module)
+    params_by_name |= {f"tied_modules.{n}": p for n, p in shared_modules.named_parameters()}
+    total_loss = torch.zeros((), dtype=toy.dtype)
+    total_weight = 0.0
+    for replica in range(num_replicas):
+        for x, labels in toy.make_batches(replica):
+            for layer in layers:
+                x = layer(x)
             loss = toy.loss_fn(x, labels)
             is_weighted = isinstance(loss, tds.loss.Weighted)
             value, count = (loss.total, loss.count) if is_weighted else (loss, 1.0)
-            weight += float(count)
-            total += value.detach()
-            (value if is_weighted else value / toy.micro_batches).backward()
-    divisor = weight if toy.loss == "pair" else float(replicas)
-    gradients = {n: p.grad / divisor for n, p in names.items() if p.grad is not None}
-    return total / weight, gradients
+            total_weight += float(count)
+            total_loss += value.detach()
+            (value if is_weighted else value / toy.num_micro_batches).backward()
+    divisor = total_weight if toy.loss_type == "pair" else float(num_replicas)
+    gradients = {n: p.grad / divisor for n, p in params_by_name.items() if p.grad is not None}
+    return total_loss / total_weight, gradients
 
 
-def make_engine(toy: Toy, num_stages: int, initialize: Any = tds.initialize, module: Any = None, **more: Any) -> Any:
+def make_engine(
+    toy: Toy, num_stages: int, initialize: Any = tds.initialize, module: Any = None, **engine_options: Any
+) -> Any:
     """Build the toy's pipeline engine. Collective over the whole world."""
     tds.init_distributed("gloo", verbose=False)
     _share_groups()
-    options = {"num_stages": num_stages, "partition_method": "uniform", **toy.options, **more}
+    options = {"num_stages": num_stages, "partition_method": "uniform", **toy.options, **engine_options}
     if module is None:
-        module = PipelineModule(toy.specs(), loss_fn=toy.loss_fn, **options)
+        module = PipelineModule(toy.layer_specs(), loss_fn=toy.loss_fn, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     config = {
-        "train_micro_batch_size_per_gpu": toy.rows,
-        "gradient_accumulation_steps": toy.micro_batches,
-        "gradient_clipping": toy.clip,
+        "train_micro_batch_size_per_gpu": toy.micro_batch_size,
+        "gradient_accumulation_steps": toy.num_micro_batches,
+        "gradient_clipping": toy.grad_clip,
         "pipeline": toy.pipeline,
         **toy.config,
     }
     return initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
-def train(engine: Any, toy: Toy, batches: list[Any] | None = None) -> tuple[torch.Tensor, Tensors, float | None]:
+def train_batch(engine: Any, toy: Toy, batches: list[Any] | None = None) -> tuple[torch.Tensor, Tensors, float | None]:
     """Train on one global batch; return the loss, the gradients that the optimizer received, and their norm."""
     grads: Tensors = {}
 
-    def keep(*_: Any) -> None:
+    def save_grads(*_: Any) -> None:
         grads.update({n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None})
 
-    handle = engine.optimizer.register_step_pre_hook(keep)
+    handle = engine.optimizer.register_step_pre_hook(save_grads)
     if batches is None:
-        batches = toy.batches(engine.grid.get_data_parallel_rank())
+        batches = toy.make_batches(engine.grid.get_data_parallel_rank())
     loss = engine.train_batch(iter(batches))
     handle.remove()
     return loss, grads, engine.get_global_grad_norm()
 
 
-def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] | None = None) -> list[Any]:
-    """Train each toy in turn on this rank; return the results of ``train``.
+def run_toys(rank: int, toys: list[Toy], num_stages: int, engine_options: dict[str, Any] | None = None) -> list[Any]:
+    """Train each toy in turn on this rank; return the results of ``train_batch``.
 
     Toys that differ only in loss, schedule or number of micro-batches share an engine, because building one is slow.
     """
     engines: dict[str, Any] = {}
     results = []
     for toy in toys:
-        fixed = {name: value for name, value in toy.pipeline.items() if name != "schedule"}
-        key = repr(replace(toy, micro_batches=1, loss="scalar", pipeline=fixed))
+        pipeline_options = {name: value for name, value in toy.pipeline.items() if name != "schedule"}
+        key = repr(replace(toy, num_micro_batches=1, loss_type="scalar", pipeline=pipeline_options))
         engine = engines.get(key)
         if engine is None:
-            engine = engines[key] = make_engine(toy, num_stages, **(more or {}))
-        engine.set_train_batch_size(toy.rows * toy.micro_batches * engine.grid.data_parallel_size)
+            engine = engines[key] = make_engine(toy, num_stages, **(engine_options or {}))
+        engine.set_train_batch_size(toy.micro_batch_size * toy.num_micro_batches * engine.grid.data_parallel_size)
         engine.set_schedule(
             toy.pipeline.get("schedule", "interleaved" if getattr(engine.module, "chunks", 1) > 1 else "1f1b")
         )
         engine.module.loss_fn = toy.loss_fn
-        results.append(train(engine, toy))
+        results.append(train_batch(engine, toy))
     return results
 
 
@@ -313,31 +322,34 @@ def _share_groups() -> None:
     deepspeed.comm.new_group = new_group
 
 
-def norm_of(gradients: Tensors) -> float:
+def grad_norm(gradients: Tensors) -> float:
     return float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
 
 
-def worst(got: Tensors, wanted: Tensors) -> float:
+def worst_relative_error(actual: Tensors, expected: Tensors) -> float:
     """Return the largest norm of a difference, relative to the norm of the expected gradient."""
-    floor = 1e-6 * norm_of(wanted)
-    return max(float((got[n] - wanted[n]).norm() / max(float(wanted[n].norm()), floor)) for n in got)
+    floor = 1e-6 * grad_norm(expected)
+    return max(float((actual[n] - expected[n]).norm() / max(float(expected[n].norm()), floor)) for n in actual)
 
 
-def check_equal(results: list[Any], toy: Toy, replicas: int = 1, tolerance: float | None = None) -> None:
+def check_equal(results: list[Any], toy: Toy, num_replicas: int = 1, tolerance: float | None = None) -> None:
     """Compare every rank's results with one process; bitwise without ``tolerance``, except for the norm."""
-    loss, gradients = reference(toy, replicas)
+    loss, gradients = train_reference(toy, num_replicas)
     names: set[str] = set()
-    for got_loss, got, norm in results:
-        names |= set(got)
+    for rank_loss, rank_grads, norm in results:
+        names |= set(rank_grads)
         if tolerance is None:
-            assert torch.equal(got_loss, loss), (toy, got_loss, loss)
-            for name, gradient in got.items():
-                assert torch.equal(gradient, gradients[name]), (toy, name, worst(got, gradients))
+            assert torch.equal(rank_loss, loss), (toy, rank_loss, loss)
+            for name, gradient in rank_grads.items():
+                assert torch.equal(gradient, gradients[name]), (toy, name, worst_relative_error(rank_grads, gradients))
         else:
-            assert abs(float(got_loss - loss)) <= tolerance, (toy, got_loss, loss)
-            assert worst(got, gradients) <= tolerance, (toy, worst(got, gradients))
+            assert abs(float(rank_loss - loss)) <= tolerance, (toy, rank_loss, loss)
+            assert worst_relative_error(rank_grads, gradients) <= tolerance, (
+                toy,
+                worst_relative_error(rank_grads, gradients),
+            )
         if norm is not None:
-            expected_norm = norm_of(gradients)
+            expected_norm = grad_norm(gradients)
             assert abs(norm - expected_norm) <= (1e-12 if toy.dtype is torch.float64 else 1e-6) * expected_norm, (
                 norm,
                 expected_norm,

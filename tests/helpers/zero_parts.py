@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.mpu.groups import SINGLE, Grid
 from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimizer
 
-H, WORDS = 16, 20
+HIDDEN_SIZE, VOCAB_SIZE = 16, 20
 
 
 @dataclass
-class Both:
+class OpaqueTensor:
     """A wrapper of a layer's input and output, in which generic code such as pytree finds no tensors."""
 
     x: torch.Tensor
@@ -27,31 +27,31 @@ class Layer(nn.Module):
 
     def __init__(self, shared: nn.Linear) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(H)
-        self.up, self.down = nn.Linear(H, 2 * H), nn.Linear(2 * H, H)
+        self.norm = nn.LayerNorm(HIDDEN_SIZE)
+        self.up, self.down = nn.Linear(HIDDEN_SIZE, 2 * HIDDEN_SIZE), nn.Linear(2 * HIDDEN_SIZE, HIDDEN_SIZE)
         self.scale = nn.Parameter(torch.ones(()))
         self.shared = shared
 
-    def forward(self, given: Both) -> Both:
-        x = self.shared(self.norm(given.x))
-        return Both(given.x + self.scale * self.down(torch.tanh(self.up(x))))
+    def forward(self, wrapped: OpaqueTensor) -> OpaqueTensor:
+        x = self.shared(self.norm(wrapped.x))
+        return OpaqueTensor(wrapped.x + self.scale * self.down(torch.tanh(self.up(x))))
 
 
 class Model(nn.Module):
     """Model with tied embeddings, two layers that share a weight, an unused weight and a frozen weight.
 
     Args:
-        recomputes: recompute the layers in the backward pass.
+        recompute: recompute the layers in the backward pass.
     """
 
-    def __init__(self, recomputes: bool = False) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, H)
-        shared = nn.Linear(H, H)
+        self.words = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
+        shared = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
         self.layers = nn.ModuleList(Layer(shared) for _ in range(2))
         self.unused = nn.Parameter(torch.ones(32, 2))
-        self.frozen = nn.Parameter(torch.full((H,), 0.5), requires_grad=False)
-        self.recomputes = recomputes
+        self.frozen = nn.Parameter(torch.full((HIDDEN_SIZE,), 0.5), requires_grad=False)
+        self.recompute = recompute
         generator = torch.Generator().manual_seed(3)
         for parameter in self.parameters():
             if parameter.dim() and parameter.requires_grad:
@@ -60,29 +60,31 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) * self.frozen.to(self.words.weight.dtype)  # [b, h]
         for layer in self.layers:
-            if self.recomputes:
-                x = checkpoint(lambda x, layer=layer: layer(Both(x)).x, x, use_reentrant=False)
+            if self.recompute:
+                x = checkpoint(lambda x, layer=layer: layer(OpaqueTensor(x)).x, x, use_reentrant=False)
             else:
-                x = layer(Both(x)).x
+                x = layer(OpaqueTensor(x)).x
         return torch.log_softmax((x @ self.words.weight.t()).double(), -1)
 
 
-def make(grid: Grid, stage: int, *, recomputes: bool = False, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
+def make_model_and_optimizer(
+    grid: Grid, zero_stage: int, *, recompute: bool = False, **overrides: Any
+) -> tuple[Model, MixedPrecisionOptimizer]:
     """Return the model with an optimizer of this ZeRO stage, by default AdamW in fp32."""
-    module = Model(recomputes)
-    common: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | settings
-    optimizer = build_optimizer(module.parameters(), zero_stage=stage, data=grid.data, **common)
+    module = Model(recompute)
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | overrides
+    optimizer = build_optimizer(module.parameters(), zero_stage=zero_stage, data=grid.data, **options)
     optimizer.store.shard_weights(module)
     return module, optimizer
 
 
-def tokens_of(replica: int, step: int, micro_batch: int) -> torch.Tensor:
+def make_tokens(replica: int, step: int, micro_batch: int) -> torch.Tensor:
     """Return random tokens. Replicas have different numbers of tokens, because the loss is a sum over all tokens."""
     seed = 1000 * step + 10 * micro_batch + replica
-    return torch.randint(WORDS, (5 + 2 * replica,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(VOCAB_SIZE, (5 + 2 * replica,), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(module: Model, tokens: torch.Tensor) -> torch.Tensor:
+def compute_loss(module: Model, tokens: torch.Tensor) -> torch.Tensor:
     """Return the sum of the next-token losses."""
     return -module(tokens[:-1]).gather(1, tokens[1:, None]).sum()
 
@@ -91,7 +93,7 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
     """Train one step of ``gas`` micro-batches with the calls that an engine makes; return this replica's loss."""
     losses = []
     for micro_batch in range(gas):
-        loss = loss_of(module, tokens_of(grid.data.rank, step, micro_batch))
+        loss = compute_loss(module, make_tokens(grid.data.rank, step, micro_batch))
         if micro_batch == gas - 1:
             optimizer.begin_last_backward()
         (loss * optimizer.loss_scale).backward()
@@ -102,7 +104,7 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
     return sum(losses)
 
 
-def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
+def gather_full_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
     """Gather all weights and return a copy of each full weight, as used in computation. Collective."""
     units = optimizer.store.units
     for unit in units.units if units is not None else ():
@@ -113,7 +115,7 @@ def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid)
     return weights
 
 
-def alone() -> tuple[Model, MixedPrecisionOptimizer]:
+def make_single_replica() -> tuple[Model, MixedPrecisionOptimizer]:
     """Return the model and its optimizer on one replica, with ZeRO 3 and offloaded weights."""
     module = Model()
     optimizer = build_optimizer(

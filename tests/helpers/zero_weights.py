@@ -9,9 +9,9 @@ import torch
 from megatron.mpu.groups import Grid
 from megatron.mpu.shard import Shard, set_shard
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from tests.helpers.whole import random
+from tests.helpers.whole import random_tensor
 
-WHOLE = {
+SHAPES = {
     "table": (37, 16),  # local shards have 19 or 38 rows, one of them padding
     "columns": (36, 10),
     "rows": (10, 48),
@@ -22,58 +22,58 @@ WHOLE = {
     "scalar": (),
 }
 """Logical shapes. The first four and "bias" are sharded over the tensor group."""
-CUT = {"table": 0, "columns": 0, "rows": 1, "odd_rows": 1, "bias": 0}
+PARTITION_DIMS = {"table": 0, "columns": 0, "rows": 1, "odd_rows": 1, "bias": 0}
 
 
 class Weights(torch.nn.Module):
-    """The weights of one tensor rank, filled from ``whole_values``."""
+    """The weights of one tensor rank, filled from ``make_global_values``."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
-        for name, value in whole_values(0).items():
-            shard, local = place(name, grid.tensor.rank, grid.tensor.size)
-            parameter = torch.nn.Parameter(on_this_rank(value, shard, local))
+        for name, value in make_global_values(0).items():
+            shard, local_shape = make_shard(name, grid.tensor.rank, grid.tensor.size)
+            parameter = torch.nn.Parameter(make_local_value(value, shard, local_shape))
             setattr(self, name, set_shard(parameter, shard))
         self.frozen = torch.nn.Parameter(torch.ones(3, 5), requires_grad=False)
 
 
-def whole_values(seed: int) -> dict[str, torch.Tensor]:
+def make_global_values(seed: int) -> dict[str, torch.Tensor]:
     """Return random tensors of the logical shapes."""
-    return {name: random(100 * seed + i, *shape).float() for i, (name, shape) in enumerate(WHOLE.items())}
+    return {name: random_tensor(100 * seed + i, *shape).float() for i, (name, shape) in enumerate(SHAPES.items())}
 
 
-def place(name: str, rank: int, size: int) -> tuple[Shard, tuple[int, ...]]:
+def make_shard(name: str, rank: int, size: int) -> tuple[Shard, tuple[int, ...]]:
     """Return the shard of tensor rank ``rank`` and the shape of its local tensor, padding included."""
-    shape, dim = WHOLE[name], CUT.get(name)
+    shape, dim = SHAPES[name], PARTITION_DIMS.get(name)
     if dim is None:
         return Shard(shape), shape
     local_size = 38 // size if name == "table" else shape[dim] // size
     start = rank * local_size
-    local = (*shape[:dim], local_size, *shape[dim + 1 :])
-    return Shard(shape, dim, start, min(local_size, shape[dim] - start)), local
+    local_shape = (*shape[:dim], local_size, *shape[dim + 1 :])
+    return Shard(shape, dim, start, min(local_size, shape[dim] - start)), local_shape
 
 
-def on_this_rank(value: torch.Tensor, shard: Shard, local: tuple[int, ...]) -> torch.Tensor:
+def make_local_value(value: torch.Tensor, shard: Shard, local_shape: tuple[int, ...]) -> torch.Tensor:
     """Return this rank's shard of ``value``, with zeros as padding."""
-    shard_tensor = torch.zeros(local)
-    shard.unpadded(shard_tensor).copy_(shard.cut(value))
+    shard_tensor = torch.zeros(local_shape)
+    shard.unpadded(shard_tensor).copy_(shard.narrow(value))
     return shard_tensor
 
 
-def optimizer_of(module: Weights, grid: Grid, zero_stage: int, **settings: Any) -> MixedPrecisionOptimizer:
+def make_optimizer(module: Weights, grid: Grid, zero_stage: int, **overrides: Any) -> MixedPrecisionOptimizer:
     """Return an optimizer with weight decay, by default AdamW in fp32."""
-    common: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | settings
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | overrides
     groups = {"model": grid.model, "tensor": grid.tensor, "data": grid.data}
-    return build_optimizer(module.parameters(), zero_stage=zero_stage, **groups, **common)
+    return build_optimizer(module.parameters(), zero_stage=zero_stage, **groups, **options)
 
 
 def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, step: int) -> None:
     """Take one step on the gradients of two micro-batches."""
     for seed in (2 * step + 1, 2 * step + 2):
-        for name, value in whole_values(seed).items():
+        for name, value in make_global_values(seed).items():
             parameter = getattr(module, name)
-            shard, local = place(name, grid.tensor.rank, grid.tensor.size)
-            gradient = on_this_rank(value * optimizer.loss_scale, shard, local).to(parameter.dtype)
+            shard, local_shape = make_shard(name, grid.tensor.rank, grid.tensor.size)
+            gradient = make_local_value(value * optimizer.loss_scale, shard, local_shape).to(parameter.dtype)
             (parameter * gradient).sum().backward()
         optimizer.end_micro_batch()
     if optimizer.reducer.reduces_in_backward:
@@ -82,6 +82,6 @@ def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, s
     optimizer.step()
 
 
-def bits(module: Weights) -> dict[str, torch.Tensor]:
+def copy_weights(module: Weights) -> dict[str, torch.Tensor]:
     """Return a copy of each weight."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

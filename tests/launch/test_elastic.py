@@ -16,113 +16,117 @@ from unittest import mock
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.launch.control import from_runs, in_runs
-from megatron.launch.elastic import ALL_LEFT, VERDICTS, heard_by_all
+from megatron.launch.control import from_ranges, to_ranges
+from megatron.launch.elastic import ALL_LEFT, VERDICTS, broadcast_entries
 from megatron.launch.options import parse
-from megatron.launch.outcome import Exit, exits_of
-from tests.helpers.elastic_jobs import Nodes
+from megatron.launch.outcome import Exit, parse_exits
+from tests.helpers.elastic_jobs import ElasticNodes
 
 FLAGS = ("--preload", "torch", "--node-timeout", "3", "--init-timeout", "4")
 
 
 @pytest.fixture
-def made() -> Iterator[list[Nodes]]:
+def started_jobs() -> Iterator[list[ElasticNodes]]:
     """Jobs whose launchers are ended, whatever becomes of the test."""
-    jobs: list[Nodes] = []
+    jobs: list[ElasticNodes] = []
     yield jobs
     for job in jobs:
         job.kill()
 
 
-def test_the_leader_is_lost_and_comes_back_with_the_next_save(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "2:3", *FLAGS)
-    made.append(nodes)
-    first = nodes.ranks(0, 3)
+def test_lost_leader_rejoins_after_next_save(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "2:3", *FLAGS)
+    started_jobs.append(nodes)
+    first = nodes.wait_for_ranks(0, 3)
     assert {words[1] for words in first} == {"2:3"}
-    nodes.lose(0)
-    second = nodes.ranks(1, 2)
+    nodes.kill_nodes(0)
+    second = nodes.wait_for_ranks(1, 2)
     nodes.start(0)
-    nodes.jobs[0].until("node 1 is the leader; this node joins with the next start, after the next save")
-    assert not (nodes.ranks_place / "2.0").exists()
-    nodes.let("saves")
-    third = nodes.ranks(2, 3)
-    assert [[words[0] for words in each] for each in (first, second, third)] == [["3"] * 3, ["2"] * 2, ["3"] * 3]
+    nodes.jobs[0].wait_for_output("node 1 is the leader; this node joins with the next start, after the next save")
+    assert not (nodes.ranks_folder / "2.0").exists()
+    nodes.write_file("saves")
+    third = nodes.wait_for_ranks(2, 3)
+    assert [[words[0] for words in start_words] for start_words in (first, second, third)] == [
+        ["3"] * 3,
+        ["2"] * 2,
+        ["3"] * 3,
+    ]
     assert len({words[2] for words in (*first, *second, *third)}) == 1, "it is one job"
-    nodes.let("done")
+    nodes.write_file("done")
     assert nodes.wait() == {0: 0, 1: 0, 2: 0}
     assert "node 0 was lost; restarting from the newest durable checkpoint (restart 1 of 99)" in nodes.output
     assert "with the node that joined" in nodes.jobs[1].output
 
 
 @pytest.mark.slow
-def test_two_nodes_are_lost_at_once_with_the_leader_among_them(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:3", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 3)
-    nodes.lose(0, 1)
-    assert nodes.ranks(1, 1)[0][0] == "1"
-    nodes.let("saves")
+def test_job_survives_simultaneous_loss_of_leader_and_node(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:3", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 3)
+    nodes.kill_nodes(0, 1)
+    assert nodes.wait_for_ranks(1, 1)[0][0] == "1"
+    nodes.write_file("saves")
     nodes.start(1)
-    assert [words[0] for words in nodes.ranks(2, 2)] == ["2", "2"]
-    nodes.lose(2)  # which has led since
-    assert nodes.ranks(3, 1)[0][0] == "1"
-    nodes.let("done")
+    assert [words[0] for words in nodes.wait_for_ranks(2, 2)] == ["2", "2"]
+    nodes.kill_nodes(2)  # which has led since
+    assert nodes.wait_for_ranks(3, 1)[0][0] == "1"
+    nodes.write_file("done")
     assert nodes.wait() == {1: 0}
 
 
 @pytest.mark.slow
-def test_a_follower_is_lost_and_its_rank_is_no_reason_of_its_own(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "2:3", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 3)
-    nodes.lose(1)
-    nodes.ranks(1, 2)
-    nodes.let("done", "5")
+def test_lost_follower_is_not_reported_as_rank_failure(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "2:3", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 3)
+    nodes.kill_nodes(1)
+    nodes.wait_for_ranks(1, 2)
+    nodes.write_file("done", "5")
     assert nodes.wait() == {0: 5, 2: 5}
     assert nodes.output.count("node 1 was lost") == 2
     assert "the job ends with code 5" in nodes.output
 
 
 @pytest.mark.slow
-def test_fewer_than_min_end_with_4_and_say_what_to_do(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "2:3", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 3)
-    nodes.lose(0, 2)
+def test_fewer_than_min_nodes_exit_4_with_advice(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "2:3", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 3)
+    nodes.kill_nodes(0, 2)
     assert nodes.wait() == {1: 4}
     assert "1 of at least 2 nodes joined within 4 s; missing: NODE_RANK 0, 2" in nodes.output
     assert "lower MIN of --nnodes MIN:MAX; with --resume" in nodes.output
 
 
 @pytest.mark.slow
-def test_a_job_that_is_short_of_nodes_goes_on_when_one_comes_in_time(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "2:2", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 2)
-    nodes.lose(0)
+def test_job_below_min_continues_if_node_joins_in_time(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "2:2", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 2)
+    nodes.kill_nodes(0)
     nodes.start(0)
-    assert [words[0] for words in nodes.ranks(1, 2)] == ["2", "2"]
-    nodes.let("done")
+    assert [words[0] for words in nodes.wait_for_ranks(1, 2)] == ["2", "2"]
+    nodes.write_file("done")
     assert nodes.wait() == {0: 0, 1: 0}
 
 
 @pytest.mark.slow
-def test_the_first_start_waits_for_all_and_then_begins_with_min(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:3", "--preload", "torch", "--init-timeout", "2", started=[1, 2])
-    made.append(nodes)
-    assert [words[0] for words in nodes.ranks(0, 2)] == ["2", "2"]
-    nodes.let("done")
+def test_first_start_waits_for_all_nodes_then_uses_min(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:3", "--preload", "torch", "--init-timeout", "2", started_nodes=[1, 2])
+    started_jobs.append(nodes)
+    assert [words[0] for words in nodes.wait_for_ranks(0, 2)] == ["2", "2"]
+    nodes.write_file("done")
     assert nodes.wait() == {1: 0, 2: 0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["leader", "follower"])
-def test_a_host_that_stands_still_for_a_moment_is_not_lost(who: str, tmp_path: Path, made: list[Nodes]) -> None:
+@pytest.mark.parametrize("role", ["leader", "follower"])
+def test_briefly_stopped_host_is_not_lost(role: str, tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
     """Its processes are stopped for two thirds of --node-timeout, and one that is stopped for longer is lost."""
-    nodes = Nodes(tmp_path, "1:2", *FLAGS)
-    made.append(nodes)
-    pids = [int(words[4]) for words in nodes.ranks(0, 2)]
-    node = 0 if who == "leader" else 1
+    nodes = ElasticNodes(tmp_path, "1:2", *FLAGS)
+    started_jobs.append(nodes)
+    pids = [int(words[4]) for words in nodes.wait_for_ranks(0, 2)]
+    node = 0 if role == "leader" else 1
     stopped = [nodes.jobs[node].pid, pids[node]]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -131,53 +135,53 @@ def test_a_host_that_stands_still_for_a_moment_is_not_lost(who: str, tmp_path: P
         os.kill(pid, signal.SIGCONT)
     time.sleep(2)
     assert "lost" not in nodes.output
-    assert not (nodes.ranks_place / "1.0").exists()
+    assert not (nodes.ranks_folder / "1.0").exists()
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    assert nodes.ranks(1, 1)[0][0] == "1"
+    assert nodes.wait_for_ranks(1, 1)[0][0] == "1"
     for pid in reversed(stopped):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-    nodes.jobs[node].until("this node joins with the next start")
-    nodes.let("saves")
-    nodes.ranks(2, 2)
-    nodes.let("done")
+    nodes.jobs[node].wait_for_output("this node joins with the next start")
+    nodes.write_file("saves")
+    nodes.wait_for_ranks(2, 2)
+    nodes.write_file("done")
     assert nodes.wait() == {0: 0, 1: 0}
 
 
 @pytest.mark.slow
-def test_a_job_that_ends_lets_the_nodes_that_wait_go(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:2", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 2)
-    nodes.lose(1)
-    nodes.ranks(1, 1)
+def test_finished_job_releases_waiting_nodes(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:2", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 2)
+    nodes.kill_nodes(1)
+    nodes.wait_for_ranks(1, 1)
     nodes.start(1)
-    nodes.jobs[1].until("node 0 leads")
-    nodes.let("done")
+    nodes.jobs[1].wait_for_output("node 0 leads")
+    nodes.write_file("done")
     assert nodes.wait() == {0: 0, 1: 0}
     assert "the job has ended with code 0" in nodes.jobs[1].output
 
 
 @pytest.mark.slow
-def test_ranks_that_stop_for_another_reason_end_the_job_though_a_node_waits(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:2", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 2)
-    nodes.lose(1)
-    nodes.ranks(1, 1)
+def test_stop_request_ends_job_despite_waiting_node(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:2", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 2)
+    nodes.kill_nodes(1)
+    nodes.wait_for_ranks(1, 1)
     nodes.start(1)
-    nodes.jobs[1].until("node 0 leads")
-    nodes.let("done", "75")
+    nodes.jobs[1].wait_for_output("node 0 leads")
+    nodes.write_file("done", "75")
     assert nodes.wait() == {0: 75, 1: 75}
-    assert not (nodes.ranks_place / "2.0").exists()
+    assert not (nodes.ranks_folder / "2.0").exists()
 
 
 @pytest.mark.slow
-def test_nodes_with_other_flags_and_a_second_node_of_a_number_are_refused(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:2", "--preload", "torch", "--init-timeout", "3", started=[0])
-    made.append(nodes)
-    nodes.ranks(0, 1)
+def test_mismatched_flags_and_duplicate_node_rank_raise(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:2", "--preload", "torch", "--init-timeout", "3", started_nodes=[0])
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 1)
     other = nodes.start(1, "--nproc-per-node", "2")
     assert other.wait() == 2
     assert "every node needs the same --nnodes, --nproc-per-node and --node-list, but those of node 1" in other.output
@@ -187,13 +191,13 @@ def test_nodes_with_other_flags_and_a_second_node_of_a_number_are_refused(tmp_pa
 
 
 @pytest.mark.slow
-def test_restarts_are_counted_over_all_leaders_and_used_up(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:3", *FLAGS, restarts=1)
-    made.append(nodes)
-    nodes.ranks(0, 3)
-    nodes.lose(0)
-    nodes.ranks(1, 2)
-    nodes.lose(1)
+def test_restarts_are_counted_across_leaders(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:3", *FLAGS, max_restarts=1)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 3)
+    nodes.kill_nodes(0)
+    nodes.wait_for_ranks(1, 2)
+    nodes.kill_nodes(1)
     assert nodes.wait() == {2: 4}
     assert "node 1 was lost; all restarts of --max-restarts 1 are used" in nodes.output
 
@@ -214,85 +218,85 @@ def test_restarts_are_counted_over_all_leaders_and_used_up(tmp_path: Path, made:
         ("--nnodes 1:2 --node-list a,b --node-rank 2", "--node-rank must be below --nnodes"),
     ],
 )
-def test_what_cannot_be_is_refused_ahead_of_any_start(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_invalid_options_raise_before_start(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as exc_info:
         parse(["--max-restarts", "1", "--nproc-per-node", "1", *flags.split(), __file__], {})
-    assert message in str(error.value)
+    assert message in str(exc_info.value)
 
 
-def test_the_list_of_nodes_has_ports_and_comes_from_the_environment_too() -> None:
+def test_node_list_has_ports_and_is_read_from_environment() -> None:
     flags = ["--nnodes", "1:3", "--max-restarts", "1", "--master-port", "7", __file__]
-    found = parse(flags, {"NODE_LIST": "a, b:8,[::1]:9", "DS_ACCELERATOR": "cpu"})
-    assert found.node_list == (("a", 7), ("b", 8), ("::1", 9))
-    assert (found.fewest_nodes, found.nnodes, found.is_elastic) == (1, 3, True)
+    options = parse(flags, {"NODE_LIST": "a, b:8,[::1]:9", "DS_ACCELERATOR": "cpu"})
+    assert options.node_list == (("a", 7), ("b", 8), ("::1", 9))
+    assert (options.min_nodes, options.nnodes, options.is_elastic) == (1, 3, True)
 
 
 @pytest.mark.slow
-def test_a_node_that_waits_goes_on_with_the_job_when_all_others_are_lost(tmp_path: Path, made: list[Nodes]) -> None:
-    nodes = Nodes(tmp_path, "1:3", *FLAGS)
-    made.append(nodes)
-    name = nodes.ranks(0, 3)[0][2]
-    nodes.lose(0)
-    nodes.ranks(1, 2)
+def test_waiting_node_continues_when_all_others_are_lost(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "1:3", *FLAGS)
+    started_jobs.append(nodes)
+    name = nodes.wait_for_ranks(0, 3)[0][2]
+    nodes.kill_nodes(0)
+    nodes.wait_for_ranks(1, 2)
     nodes.start(0)
-    nodes.jobs[0].until("is the leader; this node joins")
-    nodes.lose(1, 2)
-    assert nodes.ranks(2, 1)[0][2] == name, "it is the same job, in its next start"
-    nodes.let("done")
+    nodes.jobs[0].wait_for_output("is the leader; this node joins")
+    nodes.kill_nodes(1, 2)
+    assert nodes.wait_for_ranks(2, 1)[0][2] == name, "it is the same job, in its next start"
+    nodes.write_file("done")
     assert nodes.wait() == {0: 0}
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_back_at_once_does_not_lead_a_job_that_it_does_not_know(
-    tmp_path: Path, made: list[Nodes]
-) -> None:
-    nodes = Nodes(tmp_path, "2:3", *FLAGS)
-    made.append(nodes)
-    nodes.ranks(0, 3)
-    nodes.let("saves")
-    nodes.lose(0)
+def test_returning_leader_does_not_lead_unknown_job(tmp_path: Path, started_jobs: list[ElasticNodes]) -> None:
+    nodes = ElasticNodes(tmp_path, "2:3", *FLAGS)
+    started_jobs.append(nodes)
+    nodes.wait_for_ranks(0, 3)
+    nodes.write_file("saves")
+    nodes.kill_nodes(0)
     nodes.start(0)
-    nodes.until(lambda: "has 3 of 3 nodes" in nodes.jobs[0].output, "the node")
-    nodes.let("done")
+    nodes.wait_until(lambda: "has 3 of 3 nodes" in nodes.jobs[0].output, "the node")
+    nodes.write_file("done")
     assert nodes.wait() == {0: 0, 1: 0, 2: 0}
 
 
-def test_the_leader_tells_all_nodes_what_follows_from_what_each_says() -> None:
+def test_leader_broadcasts_results_of_node_entries() -> None:
     control = mock.Mock(
-        round=[0, 1, 2],
-        entries=Counter(),
-        passed_on="",
-        passed_on_at=0.0,
-        keep=lambda *entry: keep(*entry),
-        lost=lambda: [2] if "lost/2" in table else [],
+        start_nodes=[0, 1, 2],
+        num_entries=Counter(),
+        last_broadcast="",
+        last_broadcast_at=0.0,
+        set_local=lambda *entry: store_entry(*entry),
+        lost_nodes=lambda: [2] if "lost/2" in table else [],
     )
     table: dict[str, str] = {}
     control.get = table.get
 
-    def keep(key: str, value: str) -> None:
-        control.entries[key.partition("/")[0]] += key not in table
+    def store_entry(key: str, value: str) -> None:
+        control.num_entries[key.partition("/")[0]] += key not in table
         table[key] = value
 
     def enter(key: str, value: str) -> dict[str, str]:
-        keep(key, value)
-        found = heard_by_all(control, key, value)
-        table.update(found)
-        return found
+        store_entry(key, value)
+        updates = broadcast_entries(control, key, value)
+        table.update(updates)
+        return updates
 
     assert enter("failed", "1") == {"failed": "1"} and enter("restart/1", "") == {} and enter("gone/1", "1") == {}
     assert enter("left/0", "4") == {}
     assert enter("left/2", "0") == {}
     assert enter("lost/2", "1") == {"lost/2": "1"}  # three entries, of two nodes
-    first, worse = (Exit(rank=rank, pid=1, status=status, at=0.5) for rank, status in ((3, 4), (5, -9)))
-    assert exits_of(enter("verdict/0", json.dumps(asdict(first)))[VERDICTS]) == [first]
+    first, worse = (Exit(rank=rank, pid=1, status=status, time_s=0.5) for rank, status in ((3, 4), (5, -9)))
+    assert parse_exits(enter("verdict/0", json.dumps(asdict(first)))[VERDICTS]) == [first]
     assert enter("verdict/1", json.dumps(asdict(worse))) == {}  # so soon after the last word
-    heard = enter("left/1", "75")
-    assert list(heard) == [VERDICTS, ALL_LEFT] and heard[ALL_LEFT] == "75" and worse in exits_of(heard[VERDICTS])
-    control.passed_on_at -= 1
+    updates = enter("left/1", "75")
+    assert (
+        list(updates) == [VERDICTS, ALL_LEFT] and updates[ALL_LEFT] == "75" and worse in parse_exits(updates[VERDICTS])
+    )
+    control.last_broadcast_at -= 1
     assert enter("verdict/1", json.dumps(asdict(first))) == {}  # nothing new
 
 
-def test_nodes_travel_in_runs() -> None:
+def test_node_lists_round_trip_as_ranges() -> None:
     for nodes in ([], [3], [0, 1, 2], [7, 0, 1, 5, 6], [2, 1, 0]):
-        assert from_runs(in_runs(nodes)) == nodes
-    assert in_runs(range(1250)) == [[0, 1249]]
+        assert from_ranges(to_ranges(nodes)) == nodes
+    assert to_ranges(range(1250)) == [[0, 1249]]

@@ -23,26 +23,28 @@ def listener():
         HELD.clear()
 
 
-def run(folder: Path, text: str) -> int:
+def run_forked(folder: Path, text: str) -> int:
     """Return how a forked rank ends that runs this script."""
     script = folder / "script.py"
     script.write_text(text)
-    one = processes.RankProcess(0, 0, processes.start(str(script), [], dict(os.environ), in_fork=True))
+    process = processes.RankProcess(0, 0, processes.start_rank(str(script), [], dict(os.environ), is_forked=True))
     end = time.monotonic() + 30
-    while not one.reap() and time.monotonic() < end:
+    while not process.reap() and time.monotonic() < end:
         time.sleep(0.005)
-    return one.status
+    return process.status
 
 
-def test_a_forked_rank_does_not_keep_the_launchers_sockets(listener, tmp_path):
+def test_forked_rank_closes_launcher_sockets(listener, tmp_path):
     """Else a port that the launcher has left stays taken for as long as a rank lives."""
-    code = run(tmp_path, f"import os\nlink = os.readlink('/proc/self/fd/{listener.fileno()}')\nassert 'null' in link\n")
+    code = run_forked(
+        tmp_path, f"import os\nlink = os.readlink('/proc/self/fd/{listener.fileno()}')\nassert 'null' in link\n"
+    )
     assert code == 0
 
 
-def test_what_a_rank_opens_is_not_closed_with_the_launchers_objects(listener, tmp_path):
+def test_rank_files_survive_collection_of_launcher_sockets(listener, tmp_path):
     """A socket that is collected late closes its number once more; it was gloo's epoll once, and the rank aborted."""
-    opened = (
+    script_text = (
         "import os\n"
         "from tests.launch.test_inherited import HELD\n"
         "files = [open(os.devnull) for _ in range(64)]\n"
@@ -50,4 +52,4 @@ def test_what_a_rank_opens_is_not_closed_with_the_launchers_objects(listener, tm
         "for file in files:\n"
         "    os.fstat(file.fileno())\n"
     )
-    assert run(tmp_path, opened) == 0
+    assert run_forked(tmp_path, script_text) == 0

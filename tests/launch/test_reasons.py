@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from megatron.errors import exit_code
 from megatron.launch import machine
-from megatron.launch.outcome import RESTARTED, End, Exit, job_result
+from megatron.launch.outcome import RESTARTABLE_CODES, End, Exit, job_result
 from megatron.runtime import exit_guard
 from tests.helpers.harness import fork_ranks
 from tests.helpers.launch_jobs import Job
-from tests.helpers.runs import flags, write_corpus
+from tests.helpers.runs import make_flags, write_corpus
 
-RANKS = """\
+RANK_SCRIPT = """\
 import os, sys, time
 from pathlib import Path
 from megatron.errors import NumericsError, PeerError, StopRequest, marked
@@ -27,12 +27,12 @@ from megatron.runtime.exit_signals import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
 stop = StopRequests()
-stop.listen()
+stop.install_handlers()
 
 def main():
     plan = sys.argv[2 + rank]
-    rank_status.open_page()
-    rank_status.note_state(rank_status.RUNNING)
+    rank_status.open_status_file()
+    rank_status.write_state(rank_status.RUNNING)
     if plan == "peer":
         while not (place / "ready").exists():
             time.sleep(0.005)
@@ -49,9 +49,9 @@ def main():
             raise
     if plan == "asked":
         (place / f"listens-{rank}").touch()
-        while stop.reason(1) is None:
+        while stop.stop_reason(1) is None:
             time.sleep(0.005)
-        raise StopRequest(stop.reason(1))
+        raise StopRequest(stop.stop_reason(1))
     if plan == "alike":
         with marked(is_of_this_rank=False):
             raise NumericsError("all steps were bad")
@@ -65,7 +65,7 @@ def main():
 
 exit_guard.guard(main, lambda: f"rank {rank}")
 """
-BAD_LOSSES = """\
+BAD_LOSSES_SCRIPT = """\
 import os, time
 import pretrain_gpt2 as script
 from pathlib import Path
@@ -75,7 +75,7 @@ from megatron.training.startup import pretrain
 from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 
-plain, note, place = loss_forms.as_weighted, exit_guard.note_reporting, Path(__file__).parent
+plain, note, place = loss_forms.as_weighted, exit_guard.write_report_time, Path(__file__).parent
 
 def until(name):
     while not (place / name).exists():
@@ -93,30 +93,28 @@ def spoiled(loss):
     weighted = plain(loss)
     return Weighted(weighted.total * float("nan"), weighted.count)
 
-def close_late(self, *, draws=True):
+def close_late(self, *, should_plot=True):
     os.write(2, b"closing\\n")
     (place / "rank 0 closes").touch()
     time.sleep(60)
     raise OSError("no space left")
 
-exit_guard.note_reporting = note_in_turn
+exit_guard.write_report_time = note_in_turn
 single_stage_engine.as_weighted = loss_forms.as_weighted = spoiled
 MetricsWriter.close = close_late
 pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
 """
 
 
-def start(place: Path, *plans: str) -> Job:
-    place.mkdir(exist_ok=True)
-    script = place / "ranks.py"
-    script.write_text(RANKS)
+def start_job(folder: Path, *plans: str) -> Job:
+    folder.mkdir(exist_ok=True)
+    script = folder / "ranks.py"
+    script.write_text(RANK_SCRIPT)
     preload = ("--preload", "megatron.runtime.exit_guard,megatron.runtime.exit_signals")
-    return Job(place, [[] for _ in plans], *preload, script=script, arguments=[str(place), *plans])
+    return Job(folder, [[] for _ in plans], *preload, script=script, arguments=[str(folder), *plans])
 
 
-def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_error_is_reported_while_rank_0_closes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real ranks, whatever their speed: rank 1 says it first, and leaves while rank 0 closes its files.
 
     What closing raises replaces neither the reason nor its code.
@@ -124,13 +122,13 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = tmp_path / "bad.py"
-    script.write_text(BAD_LOSSES)
-    argv = flags(write_corpus(tmp_path), tmp_path / "run", "--stability-guard skip --stability-patience 2")
-    preload = ",".join(machine.PRELOADED)
+    script.write_text(BAD_LOSSES_SCRIPT)
+    argv = make_flags(write_corpus(tmp_path), tmp_path / "run", "--stability-guard skip --stability-patience 2")
+    preload = ",".join(machine.PRELOADED_MODULES)
     job = Job(tmp_path, [[], []], "--preload", preload, script=script, arguments=argv)
     assert job.wait(50) == 5, job.output
-    reason, _, later = job.output.partition("closing\n")
-    assert reason.count("--stability-patience") == 1 and "--stability-patience" not in later
+    reason, _, remaining_output = job.output.partition("closing\n")
+    assert reason.count("--stability-patience") == 1 and "--stability-patience" not in remaining_output
     assert "a peer died" not in job.output
     assert "launch: ended by the same error on every rank, first by rank 1 (stage 0, tensor 0, data 1" in job.output
     assert "the job ends with code 5" in job.output
@@ -141,30 +139,28 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     [("closes", 1, "rank 0 failed: ArithmeticError: planted"), ("saves", 5, "rank 0 failed: NumericsError: bad")],
     ids=["that was told", "that waits for a save"],
 )
-def test_an_error_on_its_way_out_counts_more_than_a_dead_peer(
-    plan: str, code: int, message: str, tmp_path: Path
-) -> None:
-    job = start(tmp_path, plan, "peer")
+def test_pending_error_outranks_peer_error(plan: str, code: int, message: str, tmp_path: Path) -> None:
+    job = start_job(tmp_path, plan, "peer")
     assert job.wait(20) == code
     assert job.output.count(message) == 1 and "exiting, a peer died" not in job.output
     assert f"launch: ended by rank 0 (pid {job.output.partition('by rank 0 (pid ')[2]}" in job.output
 
 
-def test_the_launcher_says_what_rank_0_did_not_come_to_say(tmp_path: Path) -> None:
-    job = start(tmp_path, "peer", "alike")
+def test_launcher_reports_error_that_rank_0_could_not(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "peer", "alike")
     assert job.wait(20) == 5
     assert "rank 0: exiting, the job ends: the same error on every rank, first by rank 1" in job.output
     assert job.output.count("with exit code 5: all steps were bad; the job ends with code 5") == 1
 
 
-def test_the_launcher_does_not_say_again_what_rank_0_has_said(tmp_path: Path) -> None:
-    job = start(tmp_path, "alike", "alike")
+def test_launcher_does_not_repeat_rank_0_error(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "alike", "alike")
     assert job.wait(20) == 5
     assert job.output.count("all steps were bad") == 1
 
 
-def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tmp_path: Path) -> None:
-    job = start(tmp_path, "exits", "exits")
+def test_first_sys_exit_rank_is_named(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "exits", "exits")
     assert job.wait(20) == 1
     for rank in (0, 1):
         message = (
@@ -175,16 +171,16 @@ def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tm
     assert "launch: ended by rank 0 (pid " in job.output and "the job ends with code 1" in job.output
 
 
-def test_ranks_say_the_signal_that_the_launcher_got_and_not_the_one_that_it_sends(tmp_path: Path) -> None:
-    job = start(tmp_path, "asked", "asked")
+def test_ranks_report_signal_received_by_launcher(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "asked", "asked")
     while len([*tmp_path.glob("listens-*")]) < 2:
         time.sleep(0.005)
-    job.signal(signal.SIGINT)
+    job.send_signal(signal.SIGINT)
     assert job.wait(20) == 75
     assert "received SIGINT\n" in job.output and "SIGTERM" not in job.output
 
 
-def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> None:
+def test_error_after_report_does_not_change_exit_code() -> None:
     def end(rank: int) -> None:
         def main() -> None:
             exit_guard.report_failure(exit_guard.PeerError("gone"), "rank 0")
@@ -195,7 +191,7 @@ def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> No
     assert fork_ranks(1, end, init=False)[0] == [4]
 
 
-def test_a_dead_peer_is_told_from_within_a_print(tmp_path: Path) -> None:
+def test_peer_death_is_reported_during_print(tmp_path: Path) -> None:
     """A signal may come while standard error writes, which takes no second write then."""
 
     class Busy:
@@ -206,26 +202,26 @@ def test_a_dead_peer_is_told_from_within_a_print(tmp_path: Path) -> None:
 
     def end(rank: int) -> None:
         sys.stderr = Busy()  # type: ignore[assignment]
-        exit_guard.leave_for_dead_peer("a peer died: rank 1")
+        exit_guard.exit_for_dead_peer("a peer died: rank 1")
 
     assert fork_ranks(1, end, init=False)[0] == [4]
 
 
-class Heard:
+class FakeSignals:
     """Stands for the launcher's signals, as it has seen them."""
 
-    def __init__(self, *numbers: int) -> None:
-        self.seen = list(numbers)
-        self.is_asked_to_stop, self.is_ended = bool(numbers), len(numbers) > 1
-        self.first_name = signal.Signals(numbers[0]).name if numbers else ""
-        self.code = 75 if numbers[:1] == (signal.SIGUSR1,) else 128 + sum(numbers[:1])
+    def __init__(self, *signal_numbers: int) -> None:
+        self.received = list(signal_numbers)
+        self.is_asked_to_stop, self.is_ended = bool(signal_numbers), len(signal_numbers) > 1
+        self.first_name = signal.Signals(signal_numbers[0]).name if signal_numbers else ""
+        self.code = 75 if signal_numbers[:1] == (signal.SIGUSR1,) else 128 + sum(signal_numbers[:1])
 
 
 TERM, WARNING = signal.SIGTERM, signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "numbers", "durable", "settled", "message"),
+    ("code", "status", "signal_numbers", "durable", "expected_code", "message"),
     [
         (4, -TERM, [TERM], None, 143, "ended by rank 1 (pid 9) by SIGTERM"),
         (4, -TERM, [TERM], 5, 75, "the checkpoint of step 5 is durable"),
@@ -238,29 +234,42 @@ TERM, WARNING = signal.SIGTERM, signal.SIGUSR1
         (5, 5, [], None, 5, "with exit code 5; the job ends with code 5"),
     ],
 )
-def test_what_becomes_of_a_job_by_its_table(
-    code: int, status: int | None, numbers: list[int], durable: int | None, settled: int, message: str | None
+def test_job_result_matches_table(
+    code: int,
+    status: int | None,
+    signal_numbers: list[int],
+    durable: int | None,
+    expected_code: int,
+    message: str | None,
 ) -> None:
-    verdict = None if status is None else Exit(rank=1, pid=9, status=status, at=0.0)
-    end = End(code=code, verdict=verdict, exits=[], late="", was_asked_to_stop=True, is_said=True, is_alike=status == 2)
-    found, line = job_result(end, Heard(*numbers), durable, restarts=1, reason="")  # type: ignore[arg-type]
-    assert found == settled
+    verdict = None if status is None else Exit(rank=1, pid=9, status=status, time_s=0.0)
+    end = End(
+        code=code,
+        verdict=verdict,
+        exits=[],
+        late_message="",
+        was_asked_to_stop=True,
+        is_error_printed=True,
+        is_same_on_all_ranks=status == 2,
+    )
+    job_code, line = job_result(end, FakeSignals(*signal_numbers), durable, max_restarts=1, reason="")  # type: ignore[arg-type]
+    assert job_code == expected_code
     assert (line is None) == (message is None) and (message or "") in (line or "")
 
 
-def test_ranks_that_did_not_leave_are_named_where_all_others_lost_a_peer(tmp_path: Path) -> None:
+def test_ranks_that_did_not_exit_are_named(tmp_path: Path) -> None:
     job = Job(tmp_path, [["sleep:0.1", "exit:4"], ["at:saving", "stubborn", "wait"], ["stubborn", "wait"]])
-    pid = job.ranks(3)[1]["pid"]
+    pid = job.wait_for_ranks(3)[1]["pid"]
     assert job.wait(20) == 4
     message = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not exit with the other ranks"
     assert f"launch: {message} and had to be killed, at saving, as had rank 2; the job ends with code 4" in job.output
 
 
-def nccl_error(kind: str, name: str, last: str) -> Exception:
+def nccl_error(error_type: str, name: str, last_error: str) -> Exception:
     """Return what torch raises of NCCL, in its form."""
     return dist.DistBackendError(
-        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, {kind} (run with NCCL_DEBUG=WARN for "
-        f"details), NCCL version 2.27.7\n{name}\nLast error:\n{last}"
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, {error_type} (run with "
+        f"NCCL_DEBUG=WARN for details), NCCL version 2.27.7\n{name}\nLast error:\n{last_error}"
     )
 
 
@@ -305,12 +314,12 @@ NO_FAMILY = "ncclSocketInit: connecting to address  with family 59936 is neither
     ],
     ids=range(13),
 )
-def test_what_nccl_says_of_this_rank_is_not_told_of_another(error: Exception, code: int, message: str) -> None:
-    seen = exit_guard.as_peer_error(error)
-    assert exit_code(seen) == code and message in str(seen)
-    assert not exit_guard.is_same_everywhere(seen), "the rank that it is of must say it"
+def test_local_nccl_errors_are_not_attributed_to_peers(error: Exception, code: int, message: str) -> None:
+    converted = exit_guard.as_peer_error(error)
+    assert exit_code(converted) == code and message in str(converted)
+    assert not exit_guard.is_raised_on_all_ranks(converted), "the rank that it is of must say it"
     try:
         raise RuntimeError("a step failed") from error
     except RuntimeError as outer:
         assert exit_code(exit_guard.as_peer_error(outer)) == code
-    assert (code in RESTARTED) == (code != 2)
+    assert (code in RESTARTABLE_CODES) == (code != 2)

@@ -25,36 +25,38 @@ from megatron.training import get_config, get_streams, initialize
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import VOCAB, check_fp64
-from tests.helpers.toy_family import toy_family
+from tests.helpers.toy_family import register_toy_family
 
 SEQ, STEPS = 16, 3
-SIZES = f"--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length {SEQ} --vocab-size {VOCAB} --toy-size 5"
-RUN = "--init-method-std 0.1 --data-path none --device cpu --train-iters 20 --lr 1e-3 --clip-grad 0 --fp64"
-SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB, "toy_size": 5}
+MODEL_FLAGS = (
+    f"--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length {SEQ} --vocab-size {VOCAB} --toy-size 5"
+)
+RUN_FLAGS = "--init-method-std 0.1 --data-path none --device cpu --train-iters 20 --lr 1e-3 --clip-grad 0 --fp64"
+MODEL_FIELDS = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB, "toy_size": 5}
 
 
 @pytest.fixture(autouse=True)
 def toy(tmp_path: Path) -> Iterator[None]:
-    with toy_family(tmp_path):
+    with register_toy_family(tmp_path):
         yield
 
 
-def provider() -> torch.nn.Module:
+def model_provider() -> torch.nn.Module:
     config, grid = get_config(), mpu.get_grid()
-    place = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
-    module: torch.nn.Module = registry.build_model(config, place, grid.topology, pretrain_gpt2.get_batch_pipe)
+    parallel = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    module: torch.nn.Module = registry.build_model(config, parallel, grid.topology, pretrain_gpt2.get_batch_pipe)
     return module
 
 
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
-    config = parse(f"{SIZES} {RUN} {layout}".split(), world_size=world_size, family="toy").with_vocab(VOCAB)
-    here, data = initialize.start(config), MockTokens(VOCAB, SEQ, seed=7)
-    return trace_steps(config, here, data, provider, pretrain_gpt2.forward_step, steps=STEPS)
+    config = parse(f"{MODEL_FLAGS} {RUN_FLAGS} {layout}".split(), world_size=world_size, family="toy").with_vocab(VOCAB)
+    world, data = initialize.start(config), MockTokens(VOCAB, SEQ, seed=7)
+    return trace_steps(config, world, data, model_provider, pretrain_gpt2.forward_step, num_steps=STEPS)
 
 
-def whole_model() -> tuple[Any, Config]:
-    """Return a model of random weights in one piece, and its configuration."""
-    config = config_from_values(SMALL, family="toy")
+def make_full_model() -> tuple[Any, Config]:
+    """Return an unsharded model of random weights, and its configuration."""
+    config = config_from_values(MODEL_FIELDS, family="toy")
     model = registry.build_model(config, models.ParallelContext())
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -65,31 +67,37 @@ def whole_model() -> tuple[Any, Config]:
 @pytest.mark.parametrize(
     "extra", [pytest.param("", marks=pytest.mark.slow), " --sequence-parallel --checkpoint-activations"]
 )
-def test_two_by_two_ranks_train_as_one_process(extra: str) -> None:
+def test_two_by_two_ranks_match_one_process(extra: str) -> None:
     layout = "--model-parallel-size 2 --pipe-parallel-size 2 --batch-size 2 --gas 4"
-    (alone,) = run_ranks(1, trace_rank, "--batch-size 2 --gas 4", 1)
-    found = compare(alone, run_ranks(4, trace_rank, layout + extra, 4))
-    check_fp64(found)
-    assert alone.losses[0] != alone.losses[-1]
-    assert "embedding.position.weight" in alone.weights
+    (expected,) = run_ranks(1, trace_rank, "--batch-size 2 --gas 4", 1)
+    difference = compare(expected, run_ranks(4, trace_rank, layout + extra, 4))
+    check_fp64(difference)
+    assert expected.losses[0] != expected.losses[-1]
+    assert "embedding.position.weight" in expected.weights
 
 
-def test_weights_go_to_their_names_and_back_bit_for_bit(tmp_path: Path) -> None:
-    model, config = whole_model()
+def test_weight_round_trip_is_bitwise(tmp_path: Path) -> None:
+    model, config = make_full_model()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     save_first(tmp_path / "run" / "checkpoints", weights, config, "none", {})
     export(open_folder(tmp_path / "run"), tmp_path / "theirs")
-    theirs = read_tensors(tmp_path / "theirs")
-    assert {"words.weight", "blocks.1.key.weight"} < set(theirs) and not set(theirs) & set(weights)
+    exported = read_tensors(tmp_path / "theirs")
+    assert {"words.weight", "blocks.1.key.weight"} < set(exported) and not set(exported) & set(weights)
     assert read_json(tmp_path / "theirs", "config.json")["toy_size"] == 5
-    saved, back = import_folder(tmp_path / "theirs", tmp_path / "back")
-    again = read_weights(open_folder(saved))
-    assert (back.family, back.own.toy_size, back.model.activation) == ("toy", 5, "relu")
-    assert set(again) == set(weights) and all(again[name].equal(weights[name]) for name in weights)
+    saved, restored_config = import_folder(tmp_path / "theirs", tmp_path / "back")
+    restored_weights = read_weights(open_folder(saved))
+    assert (restored_config.family, restored_config.family_config.toy_size, restored_config.model.activation) == (
+        "toy",
+        5,
+        "relu",
+    )
+    assert set(restored_weights) == set(weights) and all(
+        restored_weights[name].equal(weights[name]) for name in weights
+    )
 
 
-def test_it_goes_on_from_a_prompt_as_the_model_without_a_cache_and_from_a_checkpoint(tmp_path: Path) -> None:
-    model, config = whole_model()
+def test_generation_matches_uncached_model_and_checkpoint(tmp_path: Path) -> None:
+    model, config = make_full_model()
     (row,) = generate_gpt2(model, [[1, 2, 3]], max_new_tokens=4)
     tokens = torch.tensor([[1, 2, 3, *row]])
     with torch.no_grad():
@@ -100,13 +108,13 @@ def test_it_goes_on_from_a_prompt_as_the_model_without_a_cache_and_from_a_checkp
     assert generate_gpt2(load(open_folder(tmp_path / "run"), config), [[1, 2, 3]], max_new_tokens=4) == [row]
 
 
-def test_its_parts_are_its_own() -> None:
-    model, config = whole_model()
-    assert model.sizes.family == "toy" and config.family == "toy"
+def test_model_and_costs_use_toy_family() -> None:
+    model, config = make_full_model()
+    assert model.model_args.family == "toy" and config.family == "toy"
     assert registry.costs_of(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_help_has_its_flags() -> None:
-    toy = help_text(family="toy", is_whole=True)
-    assert "--toy-size" in toy and "bash run_gpt2.sh --model toy" in toy
-    assert "--toy-size" not in help_text(family="gpt2", is_whole=True)
+def test_help_lists_toy_flags() -> None:
+    toy_help = help_text(family="toy", show_all=True)
+    assert "--toy-size" in toy_help and "bash run_gpt2.sh --model toy" in toy_help
+    assert "--toy-size" not in help_text(family="gpt2", show_all=True)

@@ -9,76 +9,87 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu import layers
-from megatron.mpu.layers import linear, plus_bias
-from tests.helpers.whole import random
+from megatron.mpu.layers import add_bias, linear
+from tests.helpers.whole import random_tensor
 
 
-def compiled(function: Any, seen: list[str]) -> Any:
-    """Return ``function`` in a graph of its own; the operators of forward and backward go to ``seen``."""
+def compile_recording(function: Any, operators: list[str]) -> Any:
+    """Return ``function`` in a graph of its own; the operators of forward and backward go to ``operators``."""
     from functorch.compile import nop
     from torch._dynamo.backends.common import aot_autograd
 
-    def keep(graph: Any, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    def record(graph: Any, inputs: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return nop(graph, inputs)
 
-    return torch.compile(function, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), dynamic=False)
+    return torch.compile(function, backend=aot_autograd(fw_compiler=record, bw_compiler=record), dynamic=False)
 
 
-def outcome(function: Any, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def run_with_gradients(function: Any, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     """Return the output and the gradient of each input."""
-    inputs = [random(number, *shape).requires_grad_() for number, shape in enumerate(shapes)]
+    inputs = [random_tensor(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes)]
     y = function(*inputs)
-    y.backward(random(7, *y.shape))
-    return [y.detach(), *(each.grad for each in inputs if each.grad is not None)]
+    y.backward(random_tensor(7, *y.shape))
+    return [y.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
 
-def test_it_is_torchs_product_compiled_or_not() -> None:
+def test_linear_matches_torch_eager_and_compiled() -> None:
     shapes = (5, 2, 4), (3, 4), (3,)
-    wanted = outcome(F.linear, *shapes)
-    assert all(torch.equal(*pair) for pair in zip(outcome(linear, *shapes), wanted, strict=True))
-    seen: list[str] = []
-    found = outcome(compiled(linear, seen), *shapes)
-    assert len(found) == len(wanted) == 4
-    for own, torchs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-14)
-    assert not any("addmm" in name or "aten.sum" in name for name in seen), "a copied bias, or the compiler's sum"
-    assert any("megatron_tds.in_every_row" in name for name in seen)
+    torch_results = run_with_gradients(F.linear, *shapes)
+    assert all(torch.equal(*pair) for pair in zip(run_with_gradients(linear, *shapes), torch_results, strict=True))
+    operators: list[str] = []
+    compiled_results = run_with_gradients(compile_recording(linear, operators), *shapes)
+    assert len(compiled_results) == len(torch_results) == 4
+    for actual, expected in zip(compiled_results, torch_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert not any("addmm" in name or "aten.sum" in name for name in operators), "a copied bias, or the compiler's sum"
+    assert any("megatron_tds.in_every_row" in name for name in operators)
 
 
-def test_without_a_bias_it_is_the_product_alone() -> None:
-    seen: list[str] = []
+def test_linear_without_bias_is_plain_matmul() -> None:
+    operators: list[str] = []
     shapes = (5, 2, 4), (3, 4)
-    for own, torchs in zip(outcome(compiled(linear, seen), *shapes), outcome(F.linear, *shapes), strict=True):
-        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-14)
-    assert not any("in_every_row" in name for name in seen)
+    for actual, expected in zip(
+        run_with_gradients(compile_recording(linear, operators), *shapes),
+        run_with_gradients(F.linear, *shapes),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert not any("in_every_row" in name for name in operators)
 
 
-def test_in_16_bits_the_product_rounds_with_the_bias() -> None:
-    x, weight, bias = (random(number, *shape).bfloat16() for number, shape in enumerate([(5, 2, 64), (32, 64), (32,)]))
-    seen: list[str] = []
-    assert torch.equal(compiled(linear, seen)(x, weight, bias), F.linear(x, weight, bias))
-    assert any("addmm" in name for name in seen)
-
-
-@pytest.mark.parametrize("trained", [0, 1, 2])
-def test_what_is_frozen_gets_no_gradient(trained: int) -> None:
-    inputs = [random(number, *shape) for number, shape in enumerate([(5, 2, 4), (3, 4), (3,)])]
-    inputs[trained].requires_grad_()
-    found, wanted = (
-        [torch.autograd.grad(f(*inputs).sum(), inputs[trained])[0]] for f in (compiled(linear, []), F.linear)
+def test_16_bit_product_rounds_once_with_bias() -> None:
+    x, weight, bias = (
+        random_tensor(seed, *shape).bfloat16() for seed, shape in enumerate([(5, 2, 64), (32, 64), (32,)])
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    operators: list[str] = []
+    assert torch.equal(compile_recording(linear, operators)(x, weight, bias), F.linear(x, weight, bias))
+    assert any("addmm" in name for name in operators)
 
 
-def test_the_gradient_of_a_bias_added_after_a_sum_over_ranks_is_a_product_too() -> None:
-    seen: list[str] = []
+@pytest.mark.parametrize("trained_idx", [0, 1, 2])
+def test_frozen_inputs_get_no_gradient(trained_idx: int) -> None:
+    inputs = [random_tensor(seed, *shape) for seed, shape in enumerate([(5, 2, 4), (3, 4), (3,)])]
+    inputs[trained_idx].requires_grad_()
+    actual, expected = (
+        [torch.autograd.grad(f(*inputs).sum(), inputs[trained_idx])[0]]
+        for f in (compile_recording(linear, []), F.linear)
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_bias_gradient_after_all_reduce_is_a_product() -> None:
+    operators: list[str] = []
     shapes = (5, 2, 3), (3,)
-    for own, torchs in zip(outcome(compiled(plus_bias, seen), *shapes), outcome(torch.add, *shapes), strict=True):
-        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-14)
-    assert not any("aten.sum" in name for name in seen)
+    for actual, expected in zip(
+        run_with_gradients(compile_recording(add_bias, operators), *shapes),
+        run_with_gradients(torch.add, *shapes),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert not any("aten.sum" in name for name in operators)
 
 
-def test_the_operator_is_what_torch_wants_of_one() -> None:
-    for bias in (random(1, 4), random(1, 8)[::2]):
-        torch.library.opcheck(layers._in_every_row, (bias.requires_grad_(), (3, 2, 4)))
+def test_operator_passes_opcheck() -> None:
+    for bias in (random_tensor(1, 4), random_tensor(1, 8)[::2]):
+        torch.library.opcheck(layers._expand_bias, (bias.requires_grad_(), (3, 2, 4)))

@@ -20,7 +20,7 @@ from megatron.torch_compat import name_of
 from tds.engine.weight_grad_store import WeightGradStore
 from tds.param_info import info_of, set_info
 from tests.helpers.harness import run_ranks
-from tests.helpers.whole import fill, random, whole_world
+from tests.helpers.whole import fill_shard, group_of_all_ranks, random_tensor
 
 S, B, H, COLUMNS = 6, 3, 8, 10
 
@@ -49,8 +49,8 @@ class Handle:
         self.events.append(f"{self.name} is there")
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool, adds: bool = False) -> list[str]:
-    """Return the order of events in the backward of a layer whose group is a stand-in; with ``adds`` a fused one."""
+def record_backward(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool, is_fused: bool = False) -> list[str]:
+    """Return the order of events in the backward of a (fused, with ``is_fused``) layer whose group is a fake."""
     events: list[str] = []
 
     def start(name: str) -> Any:
@@ -71,7 +71,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool, adds: 
         monkeypatch.setattr(mappings.dist, function, start(name))
     group = Group((0, 1), 0, "stand-in")
     layer = ColumnParallelLinear(H, 2 * COLUMNS, group=group, sequence_parallel=sequence_parallel)
-    if adds:
+    if is_fused:
 
         def add_product(rows: torch.Tensor, inputs: torch.Tensor) -> None:
             events.append(f"{[*rows.shape]} and {[*inputs.shape]} are added")
@@ -82,102 +82,127 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool, adds: 
     events.clear()
     with Recorder(events):
         y.sum().backward()
-    assert (layer.weight.grad is None) == adds
+    assert (layer.weight.grad is None) == is_fused
     return events
 
 
-def test_the_sum_starts_ahead_of_the_product_of_the_weight_and_is_awaited_behind_it(monkeypatch):
-    assert recorded(monkeypatch, sequence_parallel=False) == [
+def test_all_reduce_overlaps_weight_product(monkeypatch):
+    assert record_backward(monkeypatch, sequence_parallel=False) == [
         "product of the input", "the sum starts", "product of the weight", "the sum is there",
     ]  # fmt: skip
 
 
-def test_parts_are_joined_again_beside_the_product_of_the_input(monkeypatch):
-    assert recorded(monkeypatch, sequence_parallel=True) == [
+def test_input_gather_overlaps_input_product(monkeypatch):
+    assert record_backward(monkeypatch, sequence_parallel=True) == [
         "the input starts", "product of the input", "the sum starts", "the input is there", "product of the weight",
         "the sum is there",
     ]  # fmt: skip
 
 
-def test_a_product_that_adds_to_the_gradient_runs_beside_the_sum_too(monkeypatch):
-    assert recorded(monkeypatch, sequence_parallel=True, adds=True) == [
+def test_fused_weight_gradient_overlaps_reduce_scatter(monkeypatch):
+    assert record_backward(monkeypatch, sequence_parallel=True, is_fused=True) == [
         "the input starts", "product of the input", "the sum starts", "the input is there",
         f"[{S * B}, {COLUMNS}] and [{S * B}, {H}] are added", "the sum is there",
     ]  # fmt: skip
 
 
-def everything(x: torch.Tensor, pairs: Any, group: Group, cuts: bool) -> list[torch.Tensor]:
+def run_products(x: torch.Tensor, pairs: Any, group: Group, is_sequence_parallel: bool) -> list[torch.Tensor]:
     """Return outputs and all gradients of two products, which weigh what they give unlike each other."""
-    outputs = layers.column_products(x, pairs, group, cuts)
-    loss = sum((torch.sin(y) * (number + 1)).sum() for number, y in enumerate(outputs))
+    outputs = layers.column_products(x, pairs, group, is_sequence_parallel)
+    loss = sum((torch.sin(y) * (idx + 1)).sum() for idx, y in enumerate(outputs))
     leaves = [x, *(leaf for pair in pairs for leaf in pair if leaf is not None)]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(loss, leaves)]
 
 
-def both_ways(rank: int, size: int) -> list[tuple[str, list[bool], bool]]:
+def compare_modes(rank: int, size: int) -> list[tuple[str, list[bool], bool]]:
     """Return, for each type and kind of layer, which tensors are the same bits, and whether the product is ours."""
-    group, found = whole_world(rank, size), []
+    group, results = group_of_all_ranks(rank, size), []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for cuts in (False, True):
-            for ways, has_bias in ((1, True), (1, False), (2, True)):
-                x = random(1 + rank * cuts, S // (size if cuts else 1), B, H).to(dtype).requires_grad_()
-                both = random(10 + rank, COLUMNS, ways, H).to(dtype).requires_grad_()  # of one weight, every other row
-                weights = both.unbind(1)
-                biases = [random(20 + rank, COLUMNS).to(dtype).requires_grad_() if has_bias else None] * ways
+        for is_sequence_parallel in (False, True):
+            for num_products, has_bias in ((1, True), (1, False), (2, True)):
+                x = (
+                    random_tensor(1 + rank * is_sequence_parallel, S // (size if is_sequence_parallel else 1), B, H)
+                    .to(dtype)
+                    .requires_grad_()
+                )
+                packed = (
+                    random_tensor(10 + rank, COLUMNS, num_products, H).to(dtype).requires_grad_()
+                )  # of one weight, every other row
+                weights = packed.unbind(1)
+                biases = [
+                    random_tensor(20 + rank, COLUMNS).to(dtype).requires_grad_() if has_bias else None
+                ] * num_products
                 pairs = list(zip(weights, biases, strict=True))
-                at_once = everything(x, pairs, group, cuts)
+                overlapped = run_products(x, pairs, group, is_sequence_parallel)
                 with mock.patch.object(layers, "is_deferring_weight_grads", lambda: True):
-                    one_by_one = everything(x, pairs, group, cuts)
-                same = [torch.equal(a, b) for a, b in zip(at_once, one_by_one, strict=True)]
-                y = layers.column_products(x, pairs, group, cuts)[0]
-                found.append((f"{dtype} {cuts} {ways} {has_bias}", same, "_ColumnProducts" in y.grad_fn.name()))
-    return found
+                    sequential = run_products(x, pairs, group, is_sequence_parallel)
+                is_equal = [torch.equal(a, b) for a, b in zip(overlapped, sequential, strict=True)]
+                y = layers.column_products(x, pairs, group, is_sequence_parallel)[0]
+                results.append(
+                    (
+                        f"{dtype} {is_sequence_parallel} {num_products} {has_bias}",
+                        is_equal,
+                        "_ColumnProducts" in y.grad_fn.name(),
+                    )
+                )
+    return results
 
 
-def test_the_bits_are_those_of_the_same_products_one_after_another():
-    for found in run_ranks(2, both_ways, 2):
-        assert len(found) == 18
-        for case, same, is_ours in found:
-            assert all(same), (case, same)
-            assert is_ours, "what is compared must not be the plain functions twice"
+def test_overlapped_products_are_bitwise_equal_to_sequential():
+    for results in run_ranks(2, compare_modes, 2):
+        assert len(results) == 18
+        for case, is_equal, uses_overlap in results:
+            assert all(is_equal), (case, is_equal)
+            assert uses_overlap, "what is compared must not be the plain functions twice"
 
 
 @pytest.mark.parametrize(
-    "weight", [random(3, 5, H), random(3, 5, 2, H)[:, 1], random(3, 1, 2, H)[:, 1]], ids=["whole", "apart", "a row"]
+    "weight",
+    [random_tensor(3, 5, H), random_tensor(3, 5, 2, H)[:, 1], random_tensor(3, 1, 2, H)[:, 1]],
+    ids=["whole", "apart", "a row"],
 )
-def test_the_gradient_of_a_weight_is_the_product_that_autograd_makes(weight: torch.Tensor) -> None:
+def test_weight_gradient_is_bitwise_equal_to_autograd(weight: torch.Tensor) -> None:
     """It lies as that one does. Where MKL gives both products the same bits, nothing else tells them apart."""
-    x, grad, weight = random(1, S, B, H), random(2, S, B, weight.shape[0]), weight.detach().requires_grad_()
-    (wanted,) = torch.autograd.grad(F.linear(x, weight), weight, grad)
-    found = layers._of_weight(weight, grad.flatten(0, 1), x.flatten(0, 1))
-    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    x, grad, weight = (
+        random_tensor(1, S, B, H),
+        random_tensor(2, S, B, weight.shape[0]),
+        weight.detach().requires_grad_(),
+    )
+    (expected,) = torch.autograd.grad(F.linear(x, weight), weight, grad)
+    actual = layers._weight_grad(weight, grad.flatten(0, 1), x.flatten(0, 1))
+    assert torch.equal(actual, expected) and actual.stride() == expected.stride()
 
 
-def test_a_schedule_that_puts_weights_off_sees_every_product(monkeypatch):
+def test_deferred_schedule_splits_every_product(monkeypatch):
     group = Group((0, 1), 0, "stand-in")
-    monkeypatch.setattr(mappings.dist, "all_reduce", lambda x, group, **how: Handle([], ""))
-    layer, splitter, key = ColumnParallelLinear(H, 2 * COLUMNS, group=group), WeightGradStore(), (0, 0)
-    with splitter.active():
+    monkeypatch.setattr(mappings.dist, "all_reduce", lambda x, group, **kwargs: Handle([], ""))
+    layer, store, key = ColumnParallelLinear(H, 2 * COLUMNS, group=group), WeightGradStore(), (0, 0)
+    with store.active():
         y = layer(torch.zeros(S, B, H, requires_grad=True))
-    with splitter.deferring(key):
+    with store.deferring(key):
         y.sum().backward()
-    assert splitter.split == {layer.weight, layer.bias}
+    assert store.split_leaves == {layer.weight, layer.bias}
     assert layer.weight.grad is None
-    splitter.run(key)
+    store.run(key)
     assert layer.weight.grad is not None
 
 
-A, BIAS_A, C, BIAS_C = random(1, COLUMNS, H), random(2, COLUMNS), random(3, H, COLUMNS), random(4, H)
-X, UPSTREAM = random(5, S, B, H), random(6, S, B, H)
+A, BIAS_A, C, BIAS_C = (
+    random_tensor(1, COLUMNS, H),
+    random_tensor(2, COLUMNS),
+    random_tensor(3, H, COLUMNS),
+    random_tensor(4, H),
+)
+X, UPSTREAM = random_tensor(5, S, B, H), random_tensor(6, S, B, H)
 
 
 def column_then_row(rank, size):
-    group = whole_world(rank, size)
+    group = group_of_all_ranks(rank, size)
     up = ColumnParallelLinear(H, COLUMNS, group=group, sequence_parallel=True).double()
     down = RowParallelLinear(COLUMNS, H, group=group, sequence_parallel=True).double()
     for layer, weight, bias in ((up, A, BIAS_A), (down, C, BIAS_C)):
-        fill(layer.weight, weight)
-        fill(layer.bias, bias)
+        fill_shard(layer.weight, weight)
+        fill_shard(layer.bias, bias)
     x = X.chunk(size)[rank].clone().requires_grad_()
     y = down(torch.tanh(up(x)))
     y.backward(UPSTREAM.chunk(size)[rank])
@@ -187,34 +212,36 @@ def column_then_row(rank, size):
 
 
 @functools.cache
-def of_parts(size):
+def rank_results(size):
     return run_ranks(size, column_then_row, size)
 
 
-def close(found, wanted):
-    return (found - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+def is_close(actual, expected):
+    return (actual - expected).abs().max() <= 1e-13 * expected.abs().max()
 
 
-def test_parts_of_the_sequence_go_in_and_come_out():
+def test_sequence_shards_match_full_sequence():
     x = X.clone().requires_grad_()
     weights = [w.clone().requires_grad_() for w in (A, BIAS_A, C, BIAS_C)]
     y = F.linear(torch.tanh(F.linear(x, *weights[:2])), *weights[2:])
     y.backward(UPSTREAM)
-    ranks = of_parts(2)
-    assert close(torch.cat([each[0] for each in ranks]), y.detach())
-    assert close(torch.cat([each[1] for each in ranks]), x.grad)
+    ranks = rank_results(2)
+    assert is_close(torch.cat([result[0] for result in ranks]), y.detach())
+    assert is_close(torch.cat([result[1] for result in ranks]), x.grad)
     for _, _, gradients, _ in ranks:
-        for (shard, gradient), whole in zip(gradients[:3], weights[:3], strict=True):
-            assert close(gradient, shard.cut(whole.grad))
-    assert close(sum(each[2][3][1] for each in ranks), weights[3].grad), "the bias behind the sum: a share on each rank"
-    assert all(each[3] == [False, False, False, True] for each in ranks), "that bias alone is a summand"
+        for (shard, gradient), weight in zip(gradients[:3], weights[:3], strict=True):
+            assert is_close(gradient, shard.narrow(weight.grad))
+    assert is_close(sum(result[2][3][1] for result in ranks), weights[3].grad), (
+        "the bias behind the sum: a share on each rank"
+    )
+    assert all(result[3] == [False, False, False, True] for result in ranks), "that bias alone is a summand"
 
 
-def odd_length(rank, size):
-    layer = RowParallelLinear(COLUMNS, H, group=whole_world(rank, size), sequence_parallel=True)
+def run_odd_length(rank, size):
+    layer = RowParallelLinear(COLUMNS, H, group=group_of_all_ranks(rank, size), sequence_parallel=True)
     with pytest.raises(ValueError, match="--sequence-parallel, the sequence length must be a multiple .* got 5 and 2"):
         layer(torch.zeros(5, B, COLUMNS // size))
 
 
-def test_a_sequence_that_does_not_divide_is_refused():
-    run_ranks(2, odd_length, 2)
+def test_rejects_indivisible_sequence():
+    run_ranks(2, run_odd_length, 2)

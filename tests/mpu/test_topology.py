@@ -22,16 +22,16 @@ quick = settings(deadline=None, max_examples=30)
 def test_rank_and_coordinate_are_inverse(grid):
     ranks = range(grid.world_size)
     assert [grid.rank(grid.coordinate(rank)) for rank in ranks] == list(ranks)
-    axes = (range(each) for each in (grid.pipe, grid.data, grid.tensor, grid.context))
-    every = {Coordinate(*place) for place in product(*axes)}
-    assert {grid.coordinate(rank) for rank in ranks} == every
+    axes = (range(axis_size) for axis_size in (grid.pipe, grid.data, grid.tensor, grid.context))
+    all_coordinates = {Coordinate(*coordinate) for coordinate in product(*axes)}
+    assert {grid.coordinate(rank) for rank in ranks} == all_coordinates
 
 
 @quick
 @given(grids)
-def test_groups_along_any_axes_partition_the_ranks(grid):
-    for count in range(len(AXES) + 1):
-        for axes in combinations(AXES, count):
+def test_groups_along_any_axes_partition_ranks(grid):
+    for num_axes in range(len(AXES) + 1):
+        for axes in combinations(AXES, num_axes):
             groups = grid.groups(*axes)
             assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
             for group in groups:
@@ -44,18 +44,18 @@ def test_groups_along_any_axes_partition_the_ranks(grid):
 
 @quick
 @given(grids)
-def test_ranks_and_groups_are_those_of_deepspeed_to_which_data_and_context_are_one(grid):
-    theirs = PipeModelDataParallelTopology(num_pp=grid.pipe, num_mp=grid.tensor, num_dp=grid.data_context)
+def test_ranks_and_groups_match_deepspeed_topology(grid):
+    deepspeed_topology = PipeModelDataParallelTopology(num_pp=grid.pipe, num_mp=grid.tensor, num_dp=grid.data_context)
     for rank in range(grid.world_size):
-        place = grid.coordinate(rank)
-        data = place.data * grid.context + place.context
-        assert theirs.get_rank(pipe=place.pipe, data=data, model=place.tensor) == rank
+        coordinate = grid.coordinate(rank)
+        data = coordinate.data * grid.context + coordinate.context
+        assert deepspeed_topology.get_rank(pipe=coordinate.pipe, data=data, model=coordinate.tensor) == rank
     for axes, name in ((["pipe"], "pipe"), (["data", "context"], "data"), (["tensor"], "model")):
         if prod(getattr(grid, axis) for axis in axes) > 1:  # DeepSpeed lists no groups of one
-            assert sorted(grid.groups(*axes)) == sorted(theirs.get_axis_comm_lists(name))
+            assert sorted(grid.groups(*axes)) == sorted(deepspeed_topology.get_axis_comm_lists(name))
 
 
-def test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest():
+def test_tensor_ranks_are_adjacent_and_pipe_varies_slowest():
     grid = Topology(pipe=2, data=2, tensor=2)
     assert grid.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert grid.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -63,27 +63,27 @@ def test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest():
     assert grid.groups("pipe", "tensor") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_the_data_axis_takes_what_the_others_leave():
-    assert Topology.of_world(8, tensor=2, pipe=2) == Topology(pipe=2, data=2, tensor=2)
-    assert Topology.of_world(16, tensor=2, pipe=2, context=2) == Topology(pipe=2, data=2, tensor=2, context=2)
+def test_data_size_is_derived_from_world_size():
+    assert Topology.from_world_size(8, tensor=2, pipe=2) == Topology(pipe=2, data=2, tensor=2)
+    assert Topology.from_world_size(16, tensor=2, pipe=2, context=2) == Topology(pipe=2, data=2, tensor=2, context=2)
 
 
-def test_a_world_that_does_not_divide_is_refused_with_the_numbers():
+def test_rejects_indivisible_world_size():
     message = r"world_size=6, --model-parallel-size 2, --pipe-parallel-size 2 \(2 x 2 = 4\). Start 8 processes"
     with pytest.raises(ValueError, match=message):
-        Topology.of_world(6, tensor=2, pipe=2)
+        Topology.from_world_size(6, tensor=2, pipe=2)
     with pytest.raises(ValueError, match=r"--context-parallel-size 2 \(2 x 1 x 2 = 4\). Start 8 processes"):
-        Topology.of_world(6, tensor=2, pipe=1, context=2)
+        Topology.from_world_size(6, tensor=2, pipe=1, context=2)
 
 
-def test_context_runs_between_tensor_and_data_as_in_megatron():
+def test_context_axis_is_between_tensor_and_data():
     grid = Topology(pipe=2, data=2, tensor=2, context=2)
     assert grid.groups("context")[:3] == [[0, 2], [1, 3], [4, 6]]
     assert grid.groups("data", "context")[0] == [0, 2, 4, 6]
-    assert grid.sizes() == {"pipe": 2, "data": 2, "tensor": 2, "context": 2}
-    assert Topology(pipe=2, data=2, tensor=2).sizes() == {"pipe": 2, "data": 2, "tensor": 2}, "as before this axis"
+    assert grid.axis_sizes() == {"pipe": 2, "data": 2, "tensor": 2, "context": 2}
+    assert Topology(pipe=2, data=2, tensor=2).axis_sizes() == {"pipe": 2, "data": 2, "tensor": 2}, "as before this axis"
 
 
-def test_an_unknown_axis_is_refused():
+def test_rejects_unknown_axis():
     with pytest.raises(ValueError, match=r"got \['model'\]"):
         Topology(1, 1, 1).groups("model")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.data.preprocess.shards import Part
+from megatron.data.preprocess.shards import Shard
 from tests.mutants.mutant import mutant
 
 PERMUTATION = "tests/data/test_permutation.py"
@@ -23,25 +23,23 @@ PREPROCESS = "tests/data/preprocess/test_preprocess.py"
 CORRUPTION = "tests/models/t5/test_corruption.py"
 T5_SAMPLES = "tests/models/t5/test_t5_samples.py"
 
-SEGMENTS = f"{FIELDS}::test_segments_keep_documents_apart_whatever_the_tokens_are"
-DOCUMENTS = f"{FIELDS}::test_documents_are_told_apart"
-DECODER_INPUT = f"{FIELDS}::test_t5_s_decoder_reads_late_and_starts_anew_in_each_document"
-EVERY_LAYOUT = f"{BATCHES}::test_global_batches_are_the_same_in_every_layout[2-2-2]"
+SEGMENTS = f"{FIELDS}::test_segment_ids_separate_documents_regardless_of_tokens"
+DOCUMENTS = f"{FIELDS}::test_documents_are_separated_at_eod_tokens"
+DECODER_INPUT = f"{FIELDS}::test_t5_decoder_inputs_are_shifted_and_restart_per_document"
+EVERY_LAYOUT = f"{BATCHES}::test_global_batches_are_identical_in_every_layout[2-2-2]"
 
 
 # Shuffling and the sample index.
 
 
-@mutant(
-    "megatron.data.permutation:Permutation.__call__", f"{SAMPLES}::test_order_and_fingerprint_are_the_same_for_ever"
-)
+@mutant("megatron.data.permutation:Permutation.__call__", f"{SAMPLES}::test_order_and_fingerprint_are_stable")
 def samples_are_not_shuffled(original: Any) -> Any:
     return lambda self, index: index
 
 
 @mutant(
     "megatron.data.permutation:Permutation.__init__",
-    f"{SAMPLES}::test_an_epoch_holds_each_token_once_and_epochs_differ",
+    f"{SAMPLES}::test_epoch_contains_each_token_once_and_epochs_differ",
 )
 def order_does_not_depend_on_seed_and_epoch(original: Any) -> Any:
     return lambda self, size, *key: original(self, size, key[0])
@@ -49,32 +47,32 @@ def order_does_not_depend_on_seed_and_epoch(original: Any) -> Any:
 
 @mutant(
     "megatron.data.permutation:Permutation.fill",
-    f"{PERMUTATION}::test_blocks_of_any_place_equal_the_walk_of_single_numbers",
+    f"{PERMUTATION}::test_fill_at_any_offset_equals_scalar_calls",
 )
 def every_segment_of_an_order_is_the_first(original: Any) -> Any:
     return lambda self, places, start: original(self, places, 0)
 
 
 @mutant(
-    "megatron.data.sample_index:SampleIndex._epoch", f"{SAMPLES}::test_an_epoch_holds_each_token_once_and_epochs_differ"
+    "megatron.data.sample_index:SampleIndex._epoch", f"{SAMPLES}::test_epoch_contains_each_token_once_and_epochs_differ"
 )
 def every_epoch_has_the_same_order(original: Any) -> Any:
     return lambda self, number: original(self, 0)
 
 
-@mutant("megatron.data.sample_index:DocumentIndex.pieces", f"{SAMPLES}::test_samples_equal_the_reference")
+@mutant("megatron.data.sample_index:DocumentIndex.slices", f"{SAMPLES}::test_samples_equal_reference")
 def windows_start_one_token_late(original: Any) -> Any:
     return lambda self, start, stop: original(self, start + 1, stop + 1)
 
 
-@mutant("megatron.data.documents:numbers_at", f"{SAMPLES}::test_samples_equal_the_reference")
+@mutant("megatron.data.documents:indices_at", f"{SAMPLES}::test_samples_equal_reference")
 def documents_before_the_split_are_read(original: Any) -> Any:
     return lambda documents, places: original(documents, places) if isinstance(documents, np.ndarray) else places
 
 
 @mutant(
-    "megatron.data.cache:_fits",
-    "tests/data/test_cache.py::test_a_flipped_bit_anywhere_is_found_and_the_file_built_again[61]",
+    "megatron.data.cache:_has_valid_checksum",
+    "tests/data/test_cache.py::test_flipped_bit_is_detected_and_file_rebuilt[61]",
 )
 def damaged_order_in_the_cache_is_used(original: Any) -> Any:
     return lambda data: True
@@ -83,14 +81,16 @@ def damaged_order_in_the_cache_is_used(original: Any) -> Any:
 # Splits.
 
 
-@mutant("megatron.data.split:split_documents", "tests/data/test_split.py::test_splits_cover_all_and_do_not_overlap")
+@mutant(
+    "megatron.data.split:split_documents", "tests/data/test_split.py::test_splits_cover_all_documents_without_overlap"
+)
 def neighbouring_splits_share_a_document(original: Any) -> Any:
     return lambda num_documents, split: [(max(start - 1, 0), stop) for start, stop in original(num_documents, split)]
 
 
 @mutant(
     "megatron.data.split:document_hashes",
-    "tests/data/test_document_hash.py::test_equal_documents_share_a_split_and_added_ones_move_none",
+    "tests/data/test_document_hash.py::test_equal_documents_share_split_and_additions_move_none",
 )
 def hash_depends_on_the_position_of_a_document(original: Any) -> Any:
     def hashes(token_file: Any, first: int, stop: int) -> np.ndarray:
@@ -103,8 +103,8 @@ def hash_depends_on_the_position_of_a_document(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.blend_index:_Branch.given_left",
-    "tests/data/test_interleave.py::test_it_equals_a_loop_over_times",
+    "megatron.data.blend_index:_Branch.num_left_samples",
+    "tests/data/test_interleave.py::test_interleaving_equals_loop_over_times",
 )
 def shares_of_a_blend_are_rounded_down(original: Any) -> Any:
     return lambda self, num_samples: num_samples * self.weight // self.total
@@ -112,7 +112,7 @@ def shares_of_a_blend_are_rounded_down(original: Any) -> Any:
 
 @mutant(
     "megatron.data.blend_schedule:BlendSchedule.locate",
-    f"{MIXTURE}::test_a_phase_starts_where_the_schedule_says_and_at_the_cursors",
+    f"{MIXTURE}::test_phase_starts_at_scheduled_sample_with_current_cursors",
 )
 def new_weights_restart_each_corpus(original: Any) -> Any:
     def locate(self: Any, index: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def new_weights_restart_each_corpus(original: Any) -> Any:
 
 @mutant(
     "megatron.data.blend_schedule:BlendSchedule.__init__",
-    f"{MIXTURE}::test_another_fingerprint_is_an_error_that_says_what_has_changed",
+    f"{MIXTURE}::test_changed_fingerprint_raises_and_names_changes",
 )
 def cursors_of_the_checkpoint_are_dropped(original: Any) -> Any:
     return lambda self, corpora, schedule, **options: original(self, corpora, schedule, **{**options, "cursors": None})
@@ -132,15 +132,15 @@ def cursors_of_the_checkpoint_are_dropped(original: Any) -> Any:
 
 @mutant(
     "megatron.data.blend_resume:resumed_order",
-    f"{MIXTURE}::test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it",
+    f"{MIXTURE}::test_missing_corpus_raises_and_zero_weight_retains_it",
 )
 def changed_data_are_resumed_silently(original: Any) -> Any:
     return lambda *args, **options: original(*args, **{**options, "allow_change": True})
 
 
 @mutant(
-    "megatron.data.blend_resume:fingerprint_of",
-    f"{MIXED}::test_the_fingerprint_changes_with_all_that_changes_samples",
+    "megatron.data.blend_resume:make_fingerprint",
+    f"{MIXED}::test_fingerprint_changes_with_every_sample_option",
 )
 def fingerprint_of_a_corpus_ignores_its_tokenizer(original: Any) -> Any:
     return lambda tokens, tokenizer, samples: original(tokens, None, samples)
@@ -148,15 +148,15 @@ def fingerprint_of_a_corpus_ignores_its_tokenizer(original: Any) -> Any:
 
 @mutant(
     "megatron.data.blended_dataset:BlendedDataset.__getitem__",
-    f"{MIXED}::test_each_sample_is_the_next_one_of_its_corpus",
+    f"{MIXED}::test_each_sample_is_next_one_of_its_corpus",
 )
 def blend_reads_a_corpus_at_the_index_of_the_run(original: Any) -> Any:
-    return lambda self, index: self._by_number[self.order.locate(index)[0]][1][index]
+    return lambda self, index: self._named_datasets[self.order.locate(index)[0]][1][index]
 
 
 @mutant(
     "megatron.data.blend_paths:BlendPaths.schedule",
-    "tests/data/test_corpora.py::test_a_schedule_starts_with_the_weights_of_the_path_and_counts_whole_samples",
+    "tests/data/test_corpora.py::test_schedule_starts_with_path_weights_and_counts_full_samples",
 )
 def weights_change_one_sample_early(original: Any) -> Any:
     def schedule(self: Any, tokens_per_sample: int) -> list[tuple[int, tuple[float, ...]]]:
@@ -169,28 +169,28 @@ def weights_change_one_sample_early(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.packing:_Cut._num_full",
-    f"{PACKING}::test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in",
+    "megatron.data.packing:_SliceIndexBuilder._num_full_slices",
+    f"{PACKING}::test_chunks_are_independent_of_sort_block_size",
 )
 def pieces_of_a_long_document_share_no_token(original: Any) -> Any:
     return lambda self, sizes: np.maximum(sizes - 1, 0) // (self.capacity - 1)
 
 
 @mutant(
-    "megatron.data.packing:Pieces.full",
-    f"{PACKING}::test_each_token_but_a_document_s_first_is_a_label_once_an_epoch",
+    "megatron.data.packing:SliceIndex.full_slice",
+    f"{PACKING}::test_each_token_except_first_of_document_is_label_once_per_epoch",
 )
 def full_pieces_skip_a_token(original: Any) -> Any:
-    def full(self: Any, place: int) -> tuple[int, int]:
-        document, offset = original(self, place)
+    def full(self: Any, slice_idx: int) -> tuple[int, int]:
+        document, offset = original(self, slice_idx)
         return document, offset + offset // self.step
 
     return full
 
 
 @mutant(
-    "megatron.data.packing:PackedSampleIndex._packed",
-    f"{PACKING}::test_epochs_differ_in_which_documents_meet_and_processes_agree",
+    "megatron.data.packing:PackedSampleIndex._packed_slices",
+    f"{PACKING}::test_epochs_group_documents_differently_and_processes_agree",
 )
 def every_epoch_packs_the_same_documents_together(original: Any) -> Any:
     return lambda self, shares, in_group, epoch: original(self, shares, in_group, 0)
@@ -198,12 +198,12 @@ def every_epoch_packs_the_same_documents_together(original: Any) -> Any:
 
 @mutant(
     "megatron.data.fim:Fim._documents",
-    "tests/data/test_fim.py::test_undoing_gives_each_document_but_for_its_last_three_tokens",
+    "tests/data/test_fim.py::test_undoing_fim_restores_document_except_last_three_tokens",
 )
 def fim_moves_the_end_of_document_token(original: Any) -> Any:
-    def documents(self: Any, text: np.ndarray, sizes: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        starts, lengths, ended = original(self, text, sizes)
-        return starts, lengths + ended, 0 * ended
+    def documents(self: Any, text: np.ndarray, slice_lengths: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        starts, lengths, num_eod_tokens = original(self, text, slice_lengths)
+        return starts, lengths + num_eod_tokens, 0 * num_eod_tokens
 
     return documents
 
@@ -246,9 +246,9 @@ def positions_continue_across_packed_documents(original: Any) -> Any:
 @mutant("megatron.data.gpt_fields:_document_starts", DOCUMENTS)
 def positions_restart_one_token_late(original: Any) -> Any:
     def starts(is_eod: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        late = torch.zeros_like(positions)
-        late[:, 2:] = torch.where(is_eod[:, :-2], positions[:, 2:], 0)
-        return late.cummax(dim=1).values
+        positions_of_starts = torch.zeros_like(positions)
+        positions_of_starts[:, 2:] = torch.where(is_eod[:, :-2], positions[:, 2:], 0)
+        return positions_of_starts.cummax(dim=1).values
 
     return starts
 
@@ -261,25 +261,31 @@ def end_of_document_token_belongs_to_the_next_document(original: Any) -> Any:
 # Conversations.
 
 
-@mutant("megatron.data.sft_dataset:ConversationFile._row", f"{SFT}::test_each_conversation_is_a_document_with_its_mask")
+@mutant(
+    "megatron.data.sft_dataset:ConversationFile._encode_record",
+    f"{SFT}::test_each_conversation_is_document_with_loss_mask",
+)
 def prompts_have_a_loss_and_answers_have_none(original: Any) -> Any:
-    def row(self: Any, record: bytes, number: int) -> tuple[np.ndarray, Any]:
-        signed_ids, conversation = original(self, record, number)
+    def row(self: Any, record: bytes, line_number: int) -> tuple[np.ndarray, Any]:
+        signed_ids, conversation = original(self, record, line_number)
         return ~signed_ids, conversation
 
     return row
 
 
-@mutant("megatron.data.sft_dataset:ConversationFile._row", f"{SFT}::test_long_ones_are_cut_from_the_end_and_counted")
+@mutant(
+    "megatron.data.sft_dataset:ConversationFile._encode_record",
+    f"{SFT}::test_long_conversations_are_truncated_and_counted",
+)
 def long_conversations_lose_their_beginning(original: Any) -> Any:
-    def row(self: Any, record: bytes, number: int) -> tuple[np.ndarray, Any]:
-        signed_ids, conversation = original(self, record, number)
+    def row(self: Any, record: bytes, line_number: int) -> tuple[np.ndarray, Any]:
+        signed_ids, conversation = original(self, record, line_number)
         return signed_ids[-self.capacity :], conversation
 
     return row
 
 
-@mutant("megatron.data.sft_dataset:SFTDataset.__getitem__", f"{SFT}::test_packed_samples_by_hand")
+@mutant("megatron.data.sft_dataset:SFTDataset.__getitem__", f"{SFT}::test_packed_sample_fields_match_conversations")
 def loss_mask_of_a_conversation_is_one_token_late(original: Any) -> Any:
     def getitem(self: Any, index: int) -> dict[str, np.ndarray]:
         sample = original(self, index)
@@ -292,24 +298,24 @@ def loss_mask_of_a_conversation_is_one_token_late(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.models.t5.data:cut_out",
-    f"{CORRUPTION}::test_inputs_and_targets_give_back_the_text_and_have_exact_lengths",
+    "megatron.models.t5.data:corrupt_spans",
+    f"{CORRUPTION}::test_inputs_and_targets_restore_text_with_exact_lengths",
 )
 def sentinels_continue_in_the_next_document(original: Any) -> Any:
-    def cut_out(text: np.ndarray, spans: Any, sentinels: np.ndarray) -> Any:
+    def corrupt_spans(text: np.ndarray, spans: Any, sentinels: np.ndarray) -> Any:
         pair = original(text, spans, sentinels)
         as_one_document = original(text, spans._replace(documents=0 * spans.documents), sentinels)
         return pair._replace(inputs=as_one_document.inputs, targets=as_one_document.targets)
 
-    return cut_out
+    return corrupt_spans
 
 
-@mutant("megatron.data.permutation:random_words", f"{T5_SAMPLES}::test_spans_are_new_in_each_epoch_and_with_each_seed")
+@mutant("megatron.data.permutation:random_words", f"{T5_SAMPLES}::test_spans_change_with_epoch_and_seed")
 def every_sample_has_the_same_spans(original: Any) -> Any:
     return lambda count, *key: original(count, *key[:-1], 0)
 
 
-@mutant("megatron.models.t5.data:T5Dataset.__init__", f"{MIXED}::test_corpora_of_t5_do_not_share_their_draws")
+@mutant("megatron.models.t5.data:T5Dataset.__init__", f"{MIXED}::test_t5_corpora_use_different_random_spans")
 def corpora_of_a_blend_have_the_same_spans(original: Any) -> Any:
     return lambda self, token_file, **options: original(self, token_file, **{**options, "draws": ""})
 
@@ -345,7 +351,7 @@ def samples_of_a_micro_batch_are_reversed(original: Any) -> Any:
 
 @mutant(
     "megatron.data.data_loader:DataLoader.__init__",
-    f"{BATCHES}::test_resume_goes_on_where_it_stopped_in_any_layout[2-2-2]",
+    f"{BATCHES}::test_resume_continues_with_next_sample_in_any_layout[2-2-2]",
 )
 def resumed_run_reads_from_the_first_sample(original: Any) -> Any:
     return lambda self, dataset, **options: original(self, dataset, **{**options, "samples_consumed": 0})
@@ -353,15 +359,15 @@ def resumed_run_reads_from_the_first_sample(original: Any) -> Any:
 
 @mutant(
     "megatron.data.data_loader:DataLoader.length_at",
-    "tests/data/test_growing_length.py::test_every_token_is_a_label_once_whatever_the_schedule",
+    "tests/data/test_growing_length.py::test_every_token_is_label_once_for_any_schedule",
 )
 def sequence_length_of_the_first_step_stays(original: Any) -> Any:
     return lambda self, samples_consumed: original(self, 0)
 
 
 @mutant(
-    "megatron.data.step_predictions:StepPredictions.of",
-    "tests/models/bert/test_bert_samples.py::test_a_growing_batch_is_told_of_its_own_step",
+    "megatron.data.step_predictions:StepPredictions.counts_of_step",
+    "tests/models/bert/test_bert_samples.py::test_ramped_batches_carry_counts_of_their_step",
 )
 def tokens_to_predict_are_counted_per_sample(original: Any) -> Any:
     return lambda self, index: np.array([self._num_predicted(index), 1])
@@ -371,60 +377,60 @@ def tokens_to_predict_are_counted_per_sample(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.preprocess.progress:JobProgress.parts",
-    f"{PREPROCESS}::test_bytes_depend_neither_on_the_processes_nor_on_the_units_nor_on_the_chunks",
+    "megatron.data.preprocess.progress:JobProgress.shards",
+    f"{PREPROCESS}::test_output_is_independent_of_workers_units_and_chunks",
 )
 def shards_are_joined_in_reverse(original: Any) -> Any:
     return lambda self: original(self)[::-1]
 
 
 @mutant(
-    "megatron.data.preprocess.shards:ShardFolder.look_at",
-    "tests/data/preprocess/test_preprocess_resume.py::test_finished_units_are_not_encoded_again_and_damaged_ones_are",
+    "megatron.data.preprocess.shards:ShardFolder.verify_unit",
+    "tests/data/preprocess/test_preprocess_resume.py::test_resume_reencodes_only_damaged_units",
 )
 def damaged_shard_is_resumed(original: Any) -> Any:
-    def look_at(self: Any, unit: int) -> Any:
+    def verify_unit(self: Any, unit: int) -> Any:
         path = self.path(unit, "json")
-        return Part.from_json(path.read_bytes()) if path.exists() else "missing"
+        return Shard.from_json(path.read_bytes()) if path.exists() else "missing"
 
-    return look_at
+    return verify_unit
 
 
-@mutant("megatron.files:crc32_combine", f"{WRITER}::test_whole_files_are_laid_end_to_end[True]")
+@mutant("megatron.files:crc32_combine", f"{WRITER}::test_appended_files_equal_single_write[True]")
 def checksum_of_joined_shards_is_the_last_one(original: Any) -> Any:
     return lambda first, second, num_bytes: second
 
 
 @mutant(
-    "megatron.data.index_format:_document_sizes",
-    "tests/data/test_token_file.py::test_megatron_files_open_and_sequences_of_a_document_are_joined",
+    "megatron.data.index_format:_document_lengths",
+    "tests/data/test_token_file.py::test_megatron_files_open_and_sequences_of_document_are_joined",
 )
 def sequences_of_a_document_are_separate_documents(original: Any) -> Any:
     return lambda starts, ends, lengths, path: lengths
 
 
 @mutant(
-    "megatron.data.preprocess.encode:Encoder._encode_texts", f"{PREPROCESS}::test_documents_come_back_each_with_its_end"
+    "megatron.data.preprocess.encode:Encoder._encode_texts", f"{PREPROCESS}::test_documents_round_trip_with_end_token"
 )
 def end_of_document_token_comes_first(original: Any) -> Any:
     def encode_texts(self: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        tokens, sizes = original(self, texts)
-        return np.roll(tokens, 1) if self.append_eod else tokens, sizes
+        tokens, lengths = original(self, texts)
+        return np.roll(tokens, 1) if self.append_eod else tokens, lengths
 
     return encode_texts
 
 
 @mutant(
-    "megatron.data.preprocess.verification:_read_through",
-    "tests/data/preprocess/test_preprocess_verify.py::test_a_flipped_bit_is_found[100]",
+    "megatron.data.preprocess.verification:_scan_tokens",
+    "tests/data/preprocess/test_preprocess_verify.py::test_flipped_bit_is_detected[100]",
 )
 def verification_trusts_the_checksum_of_the_tokens(original: Any) -> Any:
     return lambda file: (file.sidecar.bin_crc32, *original(file)[1:])
 
 
 @mutant(
-    "megatron.data.indexed_dataset:IndexedDataset.first_outside",
-    "tests/data/test_build.py::test_files_without_a_sidecar_are_looked_through",
+    "megatron.data.indexed_dataset:IndexedDataset.find_invalid_id",
+    "tests/data/test_build.py::test_files_without_sidecar_are_scanned",
 )
 def token_ids_outside_the_vocabulary_are_accepted(original: Any) -> Any:
     return lambda self, vocab_size: None

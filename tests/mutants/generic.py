@@ -79,26 +79,29 @@ def worktree() -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def sample(package: Package, number: int, seed: int, database: Path) -> list[Any]:
-    """Return ``number`` mutants at different places of the source, one of each place."""
+def sample_mutants(package: Package, num_mutants: int, seed: int, database: Path) -> list[Any]:
+    """Return ``num_mutants`` mutants at different places of the source, one of each place."""
     from cosmic_ray.commands import init
     from cosmic_ray.modules import find_modules
     from cosmic_ray.work_db import use_db
 
     with use_db(str(database)) as work:
         init(sorted(find_modules([Path(source) for source in package.sources])), work, {})
-        places: dict[Any, list[Any]] = {}
+        mutations_by_position: dict[Any, list[Any]] = {}
         for item in work.work_items:
             (mutation,) = item.mutations
             if not any(name in mutation.operator_name for name in EXCLUDED_OPERATORS):
-                places.setdefault((mutation.module_path, mutation.start_pos), []).append(mutation)
-    chosen = random.Random(seed)
-    order = chosen.sample(sorted(places), min(number, len(places)))
-    print(f"{sum(map(len, places.values()))} mutants at {len(places)} places", flush=True)
-    return [chosen.choice(sorted(places[place], key=lambda mutation: mutation.operator_name)) for place in order]
+                mutations_by_position.setdefault((mutation.module_path, mutation.start_pos), []).append(mutation)
+    rng = random.Random(seed)
+    positions = rng.sample(sorted(mutations_by_position), min(num_mutants, len(mutations_by_position)))
+    print(f"{sum(map(len, mutations_by_position.values()))} mutants at {len(mutations_by_position)} places", flush=True)
+    return [
+        rng.choice(sorted(mutations_by_position[position], key=lambda mutation: mutation.operator_name))
+        for position in positions
+    ]
 
 
-def run(name: str, args: argparse.Namespace, tree: Path) -> list[str]:
+def run_package(name: str, args: argparse.Namespace, tree: Path) -> list[str]:
     """Run the sample of a package; return the diffs of the mutants that survive."""
     from cosmic_ray.mutating import mutate_and_test
 
@@ -106,25 +109,25 @@ def run(name: str, args: argparse.Namespace, tree: Path) -> list[str]:
     tests = [str(path.relative_to(tree)) for pattern in package.tests for path in sorted(tree.glob(pattern))]
     command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {' '.join(tests)}"
     survivors = []
-    for mutation in sample(package, args.sample, args.seed, tree.parent / f"{name}.sqlite"):
-        where = f"{mutation.module_path}:{mutation.start_pos[0]} {mutation.operator_name.removeprefix('core/')}"
+    for mutation in sample_mutants(package, args.sample, args.seed, tree.parent / f"{name}.sqlite"):
+        location = f"{mutation.module_path}:{mutation.start_pos[0]} {mutation.operator_name.removeprefix('core/')}"
         if args.show:
-            print(where)
+            print(location)
             continue
         start = time.monotonic()
         result = mutate_and_test([mutation], command, TIMEOUT_S)
         outcome = str(result.test_outcome.value if result.test_outcome else result.worker_outcome.value)
-        print(f"{outcome:9} {where} ({time.monotonic() - start:.0f} s)", flush=True)
+        print(f"{outcome:9} {location} ({time.monotonic() - start:.0f} s)", flush=True)
         if outcome == "survived":
-            survivors.append(result.diff or where)
+            survivors.append(result.diff or location)
             print(survivors[-1], flush=True)
     return survivors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the packages that the command line names; return 0."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
+    raw_formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw_formatter)
     parser.add_argument("packages", nargs="+", choices=PACKAGES, metavar="PACKAGE", help=", ".join(PACKAGES))
     parser.add_argument("--sample", type=int, default=25, help="mutants of each package (default: 25)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample (default: 1)")
@@ -133,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with worktree() as tree:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
-        survivors = {name: run(name, args, tree) for name in args.packages}
+        survivors = {name: run_package(name, args, tree) for name in args.packages}
     for name, diffs in survivors.items():
         print(f"{name}: {len(diffs)} of {args.sample} survived")
     return 0

@@ -13,56 +13,46 @@ import torch.nn.functional as F
 
 from megatron.models.common.kv_cache import KVCacheSlots
 from megatron.mpu.mappings import reduce_from_tensor_region
-from tests.mutants.mutant import mutant, then
+from tests.mutants.mutant import call_after_init, mutant
 
-FEATURE = "tests/models/common/test_features.py::test_a_feature_is_its_formula"
-TENSOR_RANKS = "tests/models/common/test_tensor_ranks.py::test_tensor_ranks_together_equal_one_process"
-CONTEXT = "tests/models/common/test_context_parallel.py::test_every_family_equals_one_process_with_the_same_masks"
-PARTIAL = (
-    "tests/models/common/test_sequence_parallel.py"
-    "::test_what_every_rank_holds_whole_is_partial_but_for_what_follows_the_gathered_first_token"
-)
-CACHE = (
-    "tests/models/common/test_cache.py"
-    "::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one[gpt2]"
-)
-SLOPES = "tests/models/common/test_mpt_model.py::test_heads_of_a_tensor_rank_have_the_slopes_of_their_place"
-ONE_MASK = "tests/models/common/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[gpt2]"
+FEATURE = "tests/models/common/test_features.py::test_feature_matches_formula"
+TENSOR_RANKS = "tests/models/common/test_tensor_ranks.py::test_tensor_ranks_match_one_process"
+CONTEXT = "tests/models/common/test_context_parallel.py::test_every_family_matches_one_process_with_same_masks"
+PARTIAL = "tests/models/common/test_sequence_parallel.py::test_replicated_parameters_have_partial_gradients"
+CACHE = "tests/models/common/test_cache.py::test_decoder_cache_matches_full_forward[gpt2]"
+SLOPES = "tests/models/common/test_mpt_model.py::test_tensor_ranks_use_slopes_of_their_heads"
+ONE_MASK = "tests/models/common/test_masks.py::test_stage_builds_document_mask_once_per_micro_batch[gpt2]"
 NORM = "tests/models/common/test_norm.py"
-RMS_NORM = f"{NORM}::test_it_is_its_formula_and_so_are_its_gradients"
-GATED = "tests/models/common/test_mlp.py::test_a_gated_one_is_the_activation_of_one_product_times_another[1-gated-silu]"
+RMS_NORM = f"{NORM}::test_rms_norm_and_gradients_match_formula"
+GATED = "tests/models/common/test_mlp.py::test_gated_mlp_is_activated_gate_times_value[1-gated-silu]"
 DROPOUT = "tests/models/common/test_dropout.py"
-LOSS_MASK = "tests/models/common/test_model.py::test_tokens_outside_the_loss_mask_do_not_count"
-SHARED_TABLE = "tests/models/common/test_shared_table.py::test_the_gradient_is_that_of_one_table[both]"
+LOSS_MASK = "tests/models/common/test_model.py::test_tokens_outside_loss_mask_do_not_count"
+SHARED_TABLE = "tests/models/common/test_shared_table.py::test_shared_table_gradient_matches_single_table[both]"
 INITIAL = "tests/models/common/test_init.py"
 MUP = "tests/models/common/test_mup.py"
 EXPERTS = "tests/models/common/test_experts.py"
-BY_TOKEN = f"{EXPERTS}::test_a_layer_is_a_loop_over_tokens"
-EXPERT_LAYOUT = "tests/parity/test_experts.py::test_every_layout_is_one_process[balanced-1-1-2-ep-2-1]"
+BY_TOKEN = f"{EXPERTS}::test_layer_matches_loop_over_tokens"
+EXPERT_LAYOUT = "tests/parity/test_experts.py::test_every_layout_equals_single_process[balanced-1-1-2-ep-2-1]"
 T5 = "tests/models/t5/test_model.py"
-PLAIN_T5 = f"{T5}::test_the_model_equals_plain_torch[T5-False]"
-T5_FIELDS = "tests/data/test_fields.py::test_t5_s_decoder_reads_late_and_starts_anew_in_each_document"
-SPANS = "tests/models/t5/test_corruption.py::test_inputs_and_targets_give_back_the_text_and_have_exact_lengths"
+PLAIN_T5 = f"{T5}::test_model_matches_plain_torch[T5-False]"
+T5_FIELDS = "tests/data/test_fields.py::test_t5_decoder_inputs_are_shifted_and_restart_per_document"
+SPANS = "tests/models/t5/test_corruption.py::test_inputs_and_targets_restore_text_with_exact_lengths"
 BERT_SAMPLES = "tests/models/bert/test_bert_samples.py"
 HUGGING_FACE_BERT = (
     "tests/models/bert/test_against_huggingface.py"
-    "::test_the_same_weights_give_the_same_logits_loss_and_gradients[2-fp64 both gelu sdpa]"
+    "::test_logits_loss_and_gradients_match_hugging_face[2-fp64 both gelu sdpa]"
 )
-GPT2_WEIGHTS = (
-    "tests/models/gpt2/test_huggingface.py"
-    "::test_a_plain_forward_with_our_weights_gives_the_logits_and_every_gradient_of_theirs[True]"
-)
-READ_PART = "tests/models/common/test_recipes.py::test_any_part_that_is_read_is_that_part_of_the_whole[grouped queries]"
+GPT2_WEIGHTS = "tests/models/gpt2/test_huggingface.py::test_plain_forward_with_our_weights_matches_hugging_face[True]"
+READ_PART = "tests/models/common/test_recipes.py::test_reading_any_shard_equals_slice_of_full_weight[grouped queries]"
 HUB_CONFIGS = "tests/models/llama/test_modern_huggingface.py"
 EXPERT_WEIGHTS = (
     "tests/models/llama/test_experts_against_huggingface.py"
-    "::test_the_same_weights_give_the_same_logits_loss_and_gradients[qwen3_moe]"
+    "::test_logits_loss_and_gradients_match_hugging_face[qwen3_moe]"
 )
 MODERN_WEIGHTS = (
-    "tests/models/llama/test_modern_against_huggingface.py"
-    "::test_the_same_weights_give_the_same_logits_loss_and_gradients[gemma2]"
+    "tests/models/llama/test_modern_against_huggingface.py::test_logits_loss_and_gradients_match_hugging_face[gemma2]"
 )
-HALF_BIAS = f"{T5}::test_the_gradient_of_a_16_bit_bias_table_is_summed_in_32"
+HALF_BIAS = f"{T5}::test_16_bit_bias_table_gradient_accumulates_in_fp32"
 
 # Attention, its positions and its cache
 
@@ -78,13 +68,13 @@ def keys_and_values_are_swapped(original: Any) -> Any:
 
 @mutant(
     "megatron.models.common.attention:Attention.__init__",
-    f"{DROPOUT}::test_tensor_ranks_drop_the_same_hidden_states_and_different_attention",
+    f"{DROPOUT}::test_tensor_ranks_share_hidden_masks_but_not_attention_masks",
 )
 def tensor_ranks_drop_the_same_attention(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "is_cut", False))
+    return call_after_init(original, lambda self: setattr(self, "has_sharded_heads", False))
 
 
-@mutant("megatron.ops.positions:Rotary._llama3_share", f"{FEATURE}[rope, llama3]")
+@mutant("megatron.ops.positions:Rotary._llama3_weights", f"{FEATURE}[rope, llama3]")
 def llama3_scaling_slows_down_high_frequencies(original: Any) -> Any:
     return lambda self, plain: [1.0 - share for share in original(self, plain)]
 
@@ -94,9 +84,9 @@ def layers_with_a_window_use_the_global_rotary_base(original: Any) -> Any:
     return property(lambda self: self.rotary)
 
 
-@mutant("megatron.models.common.attention:slopes_of_heads", SLOPES)
+@mutant("megatron.models.common.attention:local_alibi_slopes", SLOPES)
 def every_tensor_rank_has_the_alibi_slopes_of_the_first(original: Any) -> Any:
-    return lambda sizes, place: original(sizes, replace(place, group=replace(place.group, rank=0)))
+    return lambda args, parallel: original(args, replace(parallel, group=replace(parallel.group, rank=0)))
 
 
 @mutant("megatron.models.common.kv_cache:KVCacheSlots.advance", CACHE)
@@ -120,7 +110,7 @@ def cache_keeps_the_first_rows_of_the_batch(original: Any) -> Any:
 
 @mutant("megatron.models.common.masks:Masks.__init__", f"{FEATURE}[window]")
 def window_is_one_key_too_short(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "window", max(self.window - 1, 0)))
+    return call_after_init(original, lambda self: setattr(self, "window", max(self.window - 1, 0)))
 
 
 @mutant("megatron.models.common.transformer:TransformerLayer.forward", f"{FEATURE}[window by list]")
@@ -130,15 +120,15 @@ def layers_with_a_window_use_the_full_mask(original: Any) -> Any:
     )
 
 
-@mutant("megatron.models.common.masks:LastValueCache.of", ONE_MASK)
+@mutant("megatron.models.common.masks:LastValueCache.get", ONE_MASK)
 def mask_of_the_previous_micro_batch_is_reused(original: Any) -> Any:
-    return lambda self, key, make: original(self, key, make) if self._made is None else self._made
+    return lambda self, key, make: original(self, key, make) if self._value is None else self._value
 
 
 # Context parallelism in the families
 
 
-@mutant("megatron.models.common.language_model:Embedding._counted", CONTEXT)
+@mutant("megatron.models.common.language_model:Embedding._default_positions", CONTEXT)
 def learned_positions_restart_on_each_context_rank(original: Any) -> Any:
     return lambda self, tokens: torch.arange(tokens.shape[1]).expand(tokens.shape)
 
@@ -148,15 +138,15 @@ def queries_of_a_context_rank_are_masked_as_the_first_of_the_sequence(original: 
     return lambda self, length, device: torch.arange(len(original(self, length, device)))
 
 
-@mutant("megatron.models.common.parallel_context:ParallelContext.queries_and_keys", CONTEXT)
+@mutant("megatron.models.common.parallel_context:ParallelContext.query_and_key_segments", CONTEXT)
 def documents_that_began_on_another_context_rank_are_cut(original: Any) -> Any:
     return lambda self, segment_ids: original(self, segment_ids - segment_ids[:, :1])
 
 
 @mutant("megatron.models.bert.model:bert_loss", CONTEXT)
 def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
-    def loss(*args: Any, place: Any, **how: Any) -> Any:
-        return original(*args, place=replace(place, context=replace(place.context, rank=0)), **how)
+    def loss(*args: Any, parallel: Any, **kwargs: Any) -> Any:
+        return original(*args, parallel=replace(parallel, context=replace(parallel.context, rank=0)), **kwargs)
 
     return loss
 
@@ -181,7 +171,7 @@ def layer_norm_gradients_are_accumulated_in_16_bits(original: Any) -> Any:
     return lambda x, weight, bias, epsilon: F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 
-@mutant("megatron.models.common.norms:widened", f"{FEATURE}[1 + weight]")
+@mutant("megatron.models.common.norms:upcast_with_offset", f"{FEATURE}[1 + weight]")
 def offset_norm_does_not_add_one_to_its_weight(original: Any) -> Any:
     def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide, scale = original(x, weight)
@@ -200,7 +190,7 @@ def gradient_of_the_mean_over_all_heads_is_not_summed(original: Any) -> Any:
     return lambda self, x: reduce_from_tensor_region(x.sum(dim=(1, 3), keepdim=True), self.group) / self.size
 
 
-@mutant("megatron.models.common.parallel_context:ParallelContext.on_part", PARTIAL)
+@mutant("megatron.models.common.parallel_context:ParallelContext.mark_sequence_parallel", PARTIAL)
 def gradients_of_sequence_parallel_norms_are_not_marked_as_partial(original: Any) -> Any:
     return lambda self, module: module
 
@@ -215,12 +205,12 @@ def gate_and_value_are_swapped(original: Any) -> Any:
 
 @mutant(
     "megatron.models.common.transformer:run_layers",
-    f"{DROPOUT}::test_recompute_gives_the_same_bits[no dropout-2-False]",
+    f"{DROPOUT}::test_recompute_is_bitwise_equal[no dropout-2-False]",
 )
 def recompute_skips_the_last_incomplete_group_of_layers(original: Any) -> Any:
-    def run_layers(layers: Sequence[Any], x: torch.Tensor, *others: Any, recompute: Any) -> Any:
-        every = recompute.every or 1
-        return original(layers[: len(layers) // every * every], x, *others, recompute=recompute)
+    def run_layers(layers: Sequence[Any], x: torch.Tensor, *args: Any, recompute: Any) -> Any:
+        group_size = recompute.interval or 1
+        return original(layers[: len(layers) // group_size * group_size], x, *args, recompute=recompute)
 
     return run_layers
 
@@ -230,7 +220,9 @@ def recompute_skips_the_last_incomplete_group_of_layers(original: Any) -> Any:
 
 @mutant("megatron.models.common.language_model:head_output", f"{FEATURE}[scaled logits]")
 def logits_are_not_scaled(original: Any) -> Any:
-    return lambda x, weight, sizes, place, bias=None: original(x / sizes.logit_multiplier, weight, sizes, place, bias)
+    return lambda x, weight, args, parallel, bias=None: original(
+        x / args.logit_multiplier, weight, args, parallel, bias
+    )
 
 
 @mutant("megatron.mpu.mappings:enter_tensor_region", f"{TENSOR_RANKS}[2-GPT-2]")
@@ -262,14 +254,15 @@ def shared_table_gets_the_gradient_of_the_head_only(original: Any) -> Any:
 
 @mutant(
     "megatron.models.common.parameters:_fill_normal",
-    f"{INITIAL}::test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks[2]",
+    f"{INITIAL}::test_model_init_is_independent_of_tensor_ranks[2]",
 )
 def every_tensor_rank_draws_its_own_initial_values(original: Any) -> Any:
     return lambda parameter, shard, name, seed, std: original(parameter, shard, name, seed + shard.start, std)
 
 
 @mutant(
-    "megatron.models.common.parameters:_block", f"{INITIAL}::test_a_table_of_several_blocks_is_the_same_on_four_ranks"
+    "megatron.models.common.parameters:_random_block",
+    f"{INITIAL}::test_table_of_several_blocks_matches_on_four_ranks",
 )
 def every_block_of_rows_repeats_the_first(original: Any) -> Any:
     return lambda name, seed, first, rows, rest: original(name, seed, 0, rows, rest)
@@ -277,7 +270,7 @@ def every_block_of_rows_repeats_the_first(original: Any) -> Any:
 
 @mutant(
     "megatron.models.common.parameters:gpt2_rule",
-    f"{INITIAL}::test_weights_are_normal_and_those_into_the_residual_stream_are_scaled_down",
+    f"{INITIAL}::test_weights_are_normal_with_scaled_residual_projections",
 )
 def residual_outputs_are_scaled_by_layers_instead_of_sublayers(original: Any) -> Any:
     return lambda std, num_layers, *args: original(std, num_layers / 2, *args)
@@ -285,7 +278,7 @@ def residual_outputs_are_scaled_by_layers_instead_of_sublayers(original: Any) ->
 
 @mutant(
     "megatron.models.common.parameters:gpt2_rule",
-    f"{MUP}::test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does[gpt2]",
+    f"{MUP}::test_mup_scales_only_init_and_rate_of_hidden_matrices[gpt2]",
 )
 def mup_divides_initial_values_by_the_width_instead_of_its_root(original: Any) -> Any:
     return lambda std, num_layers, width_multiplier=1.0: original(std, num_layers, width_multiplier**2)
@@ -294,19 +287,19 @@ def mup_divides_initial_values_by_the_width_instead_of_its_root(original: Any) -
 # Experts
 
 
-@mutant("megatron.models.common.router:Router._fractions", f"{BY_TOKEN}[softmax]")
+@mutant("megatron.models.common.router:Router._previous_expert_shares", f"{BY_TOKEN}[softmax]")
 def load_balancing_loss_lacks_the_number_of_experts(original: Any) -> Any:
-    return lambda self, like: original(self, like) / self.sizes.num_experts
+    return lambda self, like: original(self, like) / self.model_args.num_experts
 
 
-@mutant("megatron.models.common.router:_WithLoss.backward", f"{BY_TOKEN}[softmax]")
+@mutant("megatron.models.common.router:_AttachLoss.backward", f"{BY_TOKEN}[softmax]")
 def losses_of_the_router_ignore_the_gradient_scale(original: Any) -> Any:
     return lambda ctx, *grads: (grads[0], ctx.like.new_ones(()), None)
 
 
 @mutant(
-    "megatron.models.common.router:Router.take",
-    f"{EXPERTS}::test_a_step_moves_the_bias_by_the_sign_of_what_an_expert_lacks",
+    "megatron.models.common.router:Router.update_balance",
+    f"{EXPERTS}::test_expert_bias_moves_by_sign_of_load_error",
 )
 def expert_bias_moves_towards_busy_experts(original: Any) -> Any:
     def take(self: Any, counts: torch.Tensor) -> None:
@@ -317,24 +310,24 @@ def expert_bias_moves_towards_busy_experts(original: Any) -> Any:
     return take
 
 
-@mutant("tds.backward_state:is_running", f"{EXPERTS}::test_recompute_and_evaluation_count_no_token")
+@mutant("tds.backward_state:is_running", f"{EXPERTS}::test_recompute_and_evaluation_do_not_count_tokens")
 def recompute_counts_the_choices_of_experts_again(original: Any) -> Any:
     return lambda: False
 
 
-@mutant("megatron.models.common.router:within_capacity", f"{BY_TOKEN}[capacity by weight]")
+@mutant("megatron.models.common.router:capacity_mask", f"{BY_TOKEN}[capacity by weight]")
 def capacity_of_experts_is_rounded_down(original: Any) -> Any:
-    def kept(experts: torch.Tensor, weights: torch.Tensor, sizes: Any, place: Any) -> torch.Tensor:
-        even_share = len(experts) * sizes.moe_router_topk / sizes.num_experts
-        factor = math.floor(sizes.moe_expert_capacity_factor * even_share) / even_share
-        return original(experts, weights, replace(sizes, moe_expert_capacity_factor=factor), place)
+    def capacity_mask(experts: torch.Tensor, weights: torch.Tensor, args: Any, parallel: Any) -> torch.Tensor:
+        even_share = len(experts) * args.moe_router_topk / args.num_experts
+        factor = math.floor(args.moe_expert_capacity_factor * even_share) / even_share
+        return original(experts, weights, replace(args, moe_expert_capacity_factor=factor), parallel)
 
-    return kept
+    return capacity_mask
 
 
-@mutant("megatron.models.common.router:Routers._summed", EXPERT_LAYOUT)
+@mutant("megatron.models.common.router:Routers._reduce_counters", EXPERT_LAYOUT)
 def choices_of_experts_are_not_summed_over_replicas(original: Any) -> Any:
-    return lambda self, found: found
+    return lambda self, counts: counts
 
 
 @mutant("megatron.mpu.expert_parallel:set_expert", EXPERT_LAYOUT)
@@ -347,20 +340,18 @@ def gradients_of_different_experts_are_summed(original: Any) -> Any:
 
 @mutant("megatron.models.t5.model:tied_logits", PLAIN_T5)
 def tied_t5_head_is_not_scaled(original: Any) -> Any:
-    return lambda x, weight, sizes, place: original(x * sizes.hidden_size**0.5, weight, sizes, place)
+    return lambda x, weight, args, parallel: original(x * args.hidden_size**0.5, weight, args, parallel)
 
 
 @mutant("megatron.models.t5.layers:RelativeBias.__init__", PLAIN_T5)
 def relative_bias_of_the_decoder_is_bidirectional(original: Any) -> Any:
-    return lambda self, sizes, place, is_bidirectional: original(self, sizes, place, True)
+    return lambda self, args, parallel, is_bidirectional: original(self, args, parallel, True)
 
 
-@mutant(
-    "megatron.models.t5.layers:RelativeBias.__init__", f"{T5}::test_the_table_of_relative_positions_is_cut_by_heads"
-)
+@mutant("megatron.models.t5.layers:RelativeBias.__init__", f"{T5}::test_relative_bias_table_is_sharded_by_heads")
 def every_tensor_rank_has_the_relative_bias_of_the_first_heads(original: Any) -> Any:
-    return lambda self, sizes, place, is_bidirectional: original(
-        self, sizes, replace(place, group=replace(place.group, rank=0)), is_bidirectional
+    return lambda self, args, parallel, is_bidirectional: original(
+        self, args, replace(parallel, group=replace(parallel.group, rank=0)), is_bidirectional
     )
 
 
@@ -369,42 +360,42 @@ def gradient_of_the_relative_bias_is_accumulated_in_16_bits(original: Any) -> An
     return lambda dtype: dtype
 
 
-@mutant("megatron.ops.attention:segment_mask", f"{T5}::test_a_packed_document_gets_exactly_what_it_gets_alone[T5]")
+@mutant("megatron.ops.attention:segment_mask", f"{T5}::test_packed_document_matches_standalone_forward[T5]")
 def decoder_reads_the_encoder_output_of_other_documents(original: Any) -> Any:
     return lambda queries, keys: original(queries, keys) | torch.tensor(queries is not keys)
 
 
-@mutant("megatron.models.t5.model:embed", "tests/models/t5/test_t5_dropout.py::test_every_mask_has_a_key_of_its_own")
+@mutant("megatron.models.t5.model:embed", "tests/models/t5/test_t5_dropout.py::test_every_mask_has_distinct_key")
 def encoder_and_decoder_share_the_dropout_mask_of_the_embedding(original: Any) -> Any:
-    return lambda *args, side, **how: original(*args, side="encoder", **how)
+    return lambda *args, side, **kwargs: original(*args, side="encoder", **kwargs)
 
 
 @mutant("megatron.models.t5.data:t5_fields", T5_FIELDS)
 def t5_decoder_reads_the_token_it_must_predict(original: Any) -> Any:
-    def fields(*args: Any, **how: Any) -> dict[str, Any]:
-        found = original(*args, **how)
-        return {**found, "dec_tokens": found["labels"]}
+    def fields(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        t5_inputs = original(*args, **kwargs)
+        return {**t5_inputs, "dec_tokens": t5_inputs["labels"]}
 
     return fields
 
 
 @mutant("megatron.models.t5.data:t5_fields", T5_FIELDS)
 def padding_of_t5_targets_has_a_loss(original: Any) -> Any:
-    def fields(*args: Any, **how: Any) -> dict[str, Any]:
-        found = original(*args, **how)
-        return {**found, "loss_mask": torch.ones_like(found["loss_mask"])}
+    def fields(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        t5_inputs = original(*args, **kwargs)
+        return {**t5_inputs, "loss_mask": torch.ones_like(t5_inputs["loss_mask"])}
 
     return fields
 
 
-@mutant("megatron.models.t5.data:cut_out", SPANS)
+@mutant("megatron.models.t5.data:corrupt_spans", SPANS)
 def sentinels_continue_in_the_next_document(original: Any) -> Any:
-    def cut_out(text: np.ndarray, spans: Any, sentinels: np.ndarray) -> Any:
-        found = original(text, spans, sentinels)
+    def corrupt_spans(text: np.ndarray, spans: Any, sentinels: np.ndarray) -> Any:
+        pair = original(text, spans, sentinels)
         one_document = original(text, spans._replace(documents=np.zeros_like(spans.documents)), sentinels)
-        return found._replace(inputs=one_document.inputs, targets=one_document.targets)
+        return pair._replace(inputs=one_document.inputs, targets=one_document.targets)
 
-    return cut_out
+    return corrupt_spans
 
 
 # BERT
@@ -412,12 +403,12 @@ def sentinels_continue_in_the_next_document(original: Any) -> Any:
 
 @mutant("megatron.models.bert.model:padding_mask", HUGGING_FACE_BERT)
 def tokens_see_padding(original: Any) -> Any:
-    return lambda segments, x, sizes, place: None
+    return lambda segments, x, args, parallel: None
 
 
 @mutant(
-    "megatron.models.bert.data:sample",
-    f"{BERT_SAMPLES}::test_the_second_segment_goes_on_or_begins_within_a_document_elsewhere",
+    "megatron.models.bert.data:build_sample",
+    f"{BERT_SAMPLES}::test_second_segment_continues_or_starts_mid_document",
 )
 def labels_of_the_next_sentence_are_inverted(original: Any) -> Any:
     return lambda masked, seam, is_random, *args: original(masked, seam, not is_random, *args)
@@ -425,7 +416,7 @@ def labels_of_the_next_sentence_are_inverted(original: Any) -> Any:
 
 @mutant(
     "megatron.models.bert.data:_MASKED",
-    f"{BERT_SAMPLES}::test_as_many_tokens_are_masked_as_asked_and_become_mask_random_or_stay",
+    f"{BERT_SAMPLES}::test_mask_prob_and_80_10_10_split_match_settings",
 )
 def every_predicted_token_is_masked(original: Any) -> Any:
     return np.uint64(2**64 - 1)
@@ -434,42 +425,44 @@ def every_predicted_token_is_masked(original: Any) -> Any:
 # Hugging Face weights and settings
 
 
-@mutant("megatron.models.gpt2.huggingface:recipe", GPT2_WEIGHTS)
+@mutant("megatron.models.gpt2.huggingface:weight_mapping", GPT2_WEIGHTS)
 def query_key_and_value_are_not_interleaved_by_head(original: Any) -> Any:
-    def recipe(name: str, num_heads: int) -> Any:
+    def weight_mapping(name: str, num_heads: int) -> Any:
         return original(name, 1 if name.endswith("query_key_value.weight") else num_heads)
 
-    return recipe
+    return weight_mapping
 
 
 @mutant("megatron.models.common.huggingface:read_into", READ_PART)
 def every_rank_reads_the_first_part_of_a_weight(original: Any) -> Any:
-    return lambda target, recipe, theirs, shapes, shard: original(
-        target, recipe, theirs, shapes, replace(shard, start=0)
+    return lambda target, mapping, hf_weights, shapes, shard: original(
+        target, mapping, hf_weights, shapes, replace(shard, start=0)
     )
 
 
 @mutant(
-    "megatron.models.llama.huggingface_rotary:_one",
-    "tests/models/llama/test_huggingface.py::test_configs_of_the_hub_are_read",
+    "megatron.models.llama.huggingface_rotary:_convert_parameters",
+    "tests/models/llama/test_huggingface.py::test_reads_hub_configs",
 )
 def rotary_base_of_a_config_is_ignored(original: Any) -> Any:
-    def one(rope: Any, theirs: Any) -> Any:
+    def convert_rope(rope: Any, hf_config: Any) -> Any:
         return original(
-            *({key: value for key, value in each.items() if key != "rope_theta"} for each in (rope, theirs))
+            *({key: value for key, value in config.items() if key != "rope_theta"} for config in (rope, hf_config))
         )
 
-    return one
+    return convert_rope
 
 
 @mutant(
     "megatron.models.llama.huggingface:_window_values",
-    f"{HUB_CONFIGS}::test_configs_of_the_hub_are_read_and_written_as_what_they_were[mistral]",
+    f"{HUB_CONFIGS}::test_hub_configs_round_trip[mistral]",
 )
 def window_counts_the_token_itself(original: Any) -> Any:
     def values(*args: Any) -> Any:
-        found, odd = original(*args)
-        return ({**found, "window_size": found["window_size"] + 1} if found else found), odd
+        model_values, unmapped = original(*args)
+        return (
+            {**model_values, "window_size": model_values["window_size"] + 1} if model_values else model_values
+        ), unmapped
 
     return values
 
@@ -484,7 +477,7 @@ def norms_before_and_after_the_mlp_are_swapped(original: Any) -> Any:
 @mutant("megatron.models.llama.huggingface_experts:expert_values", EXPERT_WEIGHTS)
 def normalisation_of_expert_weights_is_inverted(original: Any) -> Any:
     def values(*args: Any) -> Any:
-        found, odd = original(*args)
-        return {**found, "moe_router_pre_softmax": not found["moe_router_pre_softmax"]}, odd
+        model_values, unmapped = original(*args)
+        return {**model_values, "moe_router_pre_softmax": not model_values["moe_router_pre_softmax"]}, unmapped
 
     return values

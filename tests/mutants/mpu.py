@@ -12,32 +12,32 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.mpu.context_parallel import rank_by_rank
+from megatron.mpu.context_parallel import to_rank_order
 from megatron.mpu.mappings import leave_tensor_region
-from tests.mutants.mutant import mutant, then
+from tests.mutants.mutant import call_after_init, mutant
 
-LINEAR = "tests/mpu/test_layers.py::test_column_then_row_equals_two_linears[2]"
-SEQUENCE = "tests/mpu/test_products.py::test_parts_of_the_sequence_go_in_and_come_out"
+LINEAR = "tests/mpu/test_layers.py::test_column_then_row_matches_two_linears[2]"
+SEQUENCE = "tests/mpu/test_products.py::test_sequence_shards_match_full_sequence"
 MAPPINGS = "tests/mpu/test_mappings.py"
 VOCABULARY = "tests/mpu/test_vocabulary.py"
-EMBEDDING = f"{VOCABULARY}::test_embedding_equals_torch_and_padded_rows_get_no_gradient[vocabulary 101 by 1-2]"
-ENTROPY = f"{VOCABULARY}::test_cross_entropy_equals_torch_and_padded_columns_get_no_probability"
+EMBEDDING = f"{VOCABULARY}::test_embedding_matches_torch_and_padded_rows_get_no_gradient[vocabulary 101 by 1-2]"
+ENTROPY = f"{VOCABULARY}::test_cross_entropy_matches_torch_and_ignores_padded_columns"
 ENTROPY_1, ENTROPY_2 = (f"{ENTROPY}[vocabulary 101 by {case}]" for case in ("8-1", "1-2"))
-HALF_PRECISION = "tests/mpu/test_embedding_lookup.py::test_repeated_rows_are_rounded_once_and_other_rows_are_zero[bf16]"
+HALF_PRECISION = "tests/mpu/test_embedding_lookup.py::test_repeated_rows_round_once_and_other_rows_are_zero[bf16]"
 CHUNKS = "tests/mpu/test_linear_cross_entropy.py"
-CHUNKED = f"{CHUNKS}::test_sum_and_gradients_equal_those_of_torch_however_the_tokens_and_words_are_cut"
-Z_LOSS = "tests/mpu/test_z_loss.py::test_loss_and_gradients_are_those_of_the_formula_on_any_ranks[1]"
+CHUNKED = f"{CHUNKS}::test_loss_and_gradients_match_torch_for_any_sharding"
+Z_LOSS = "tests/mpu/test_z_loss.py::test_loss_and_gradients_match_formula_on_any_ranks[1]"
 SHARD = "tests/mpu/test_shard.py"
 TOPOLOGY = "tests/mpu/test_topology.py"
-GRID = "tests/mpu/test_initialize.py::test_views_groups_and_broadcast_follow_the_grid"
+GRID = "tests/mpu/test_initialize.py::test_views_groups_and_broadcast_match_grid"
 DROPOUT = "tests/mpu/test_random.py"
-OTHER_MASK = f"{DROPOUT}::test_every_other_difference_of_place_gives_another_mask"
+OTHER_MASK = f"{DROPOUT}::test_every_key_field_changes_mask"
 PHILOX = "tests/mpu/test_random_counted.py"
-OWN_MASK = f"{PHILOX}::test_every_rank_draws_its_part_of_the_mask_of_one_process"
+OWN_MASK = f"{PHILOX}::test_every_rank_draws_its_slice_of_global_mask"
 CONTEXT = "tests/mpu/test_context_parallel.py"
-CHUNK_ORDER = f"{CONTEXT}::test_every_token_is_on_one_rank_and_causal_work_is_even"
-EXCHANGE = "tests/mpu/test_expert_parallel.py::test_rows_come_to_their_experts_in_the_order_of_senders_and_go_back[2]"
-EXPERT_AXIS = "tests/mpu/test_expert_parallel.py::test_the_expert_axis_lies_within_data_and_context"
+CHUNK_ORDER = f"{CONTEXT}::test_tokens_are_partitioned_and_causal_work_is_balanced"
+EXCHANGE = "tests/mpu/test_expert_parallel.py::test_rows_reach_experts_in_sender_order_and_return[2]"
+EXPERT_AXIS = "tests/mpu/test_expert_parallel.py::test_expert_axis_is_within_data_and_context"
 
 # Collectives of tensor and sequence parallelism
 
@@ -52,12 +52,12 @@ def row_parallel_gradient_is_doubled(original: Any) -> Any:
     return lambda ctx, *grads: (2 * grads[0], None)
 
 
-@mutant("megatron.mpu.mappings:_Copy.backward", f"{MAPPINGS}::test_copy_keeps_the_input_and_sums_the_gradients[2]")
+@mutant("megatron.mpu.mappings:_Copy.backward", f"{MAPPINGS}::test_copy_preserves_input_and_all_reduces_gradient[2]")
 def gradient_of_a_copied_input_is_not_summed(original: Any) -> Any:
     return lambda ctx, *grads: (grads[0], None)
 
 
-@mutant("megatron.mpu.mappings:_all_gather", f"{MAPPINGS}::test_gather_joins_the_inputs_and_takes_the_own_gradient[2]")
+@mutant("megatron.mpu.mappings:_all_gather", f"{MAPPINGS}::test_gather_concatenates_inputs_and_slices_gradient[2]")
 def gathered_columns_are_in_reverse_rank_order(original: Any) -> Any:
     return lambda x, group: torch.cat(original(x, group).chunk(group.size, dim=-1)[::-1], dim=-1)
 
@@ -98,8 +98,8 @@ def row_parallel_bias_is_added_on_every_rank(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.mpu.layers:_start_sum",
-    "tests/models/common/test_mlp.py::test_a_gated_one_is_the_activation_of_one_product_times_another[2-gated-silu]",
+    "megatron.mpu.layers:_start_input_grad_reduction",
+    "tests/models/common/test_mlp.py::test_gated_mlp_is_activated_gate_times_value[2-gated-silu]",
 )
 def input_gradient_lacks_the_second_product(original: Any) -> Any:
     return lambda ctx, x, rows, weights: original(ctx, x, rows[:1], weights[:1])
@@ -110,12 +110,12 @@ def row_parallel_bias_gradient_is_not_marked_as_partial(original: Any) -> Any:
     return lambda parameter: parameter
 
 
-@mutant("megatron.mpu.shard:Shard.cut", f"{SHARD}::test_cut_takes_the_own_rows_or_columns")
+@mutant("megatron.mpu.shard:Shard.narrow", f"{SHARD}::test_cut_slices_local_rows_or_columns")
 def every_rank_holds_the_first_shard(original: Any) -> Any:
     return lambda self, full: original(replace(self, start=0), full)
 
 
-@mutant("megatron.mpu.shard:Shard.unpadded", f"{SHARD}::test_unpadded_leaves_out_the_rows_that_belong_to_nobody")
+@mutant("megatron.mpu.shard:Shard.unpadded", f"{SHARD}::test_unpadded_excludes_padding_rows")
 def padding_rows_belong_to_the_shard(original: Any) -> Any:
     return lambda self, local: local
 
@@ -123,9 +123,7 @@ def padding_rows_belong_to_the_shard(original: Any) -> Any:
 # Vocabulary-parallel embedding and cross-entropy
 
 
-@mutant(
-    "megatron.mpu.layers:vocab_range", f"{VOCABULARY}::test_ranges_cover_each_token_once_and_tables_are_of_one_size"
-)
+@mutant("megatron.mpu.layers:vocab_range", f"{VOCABULARY}::test_vocab_ranges_cover_each_token_once_with_equal_size")
 def vocabulary_shards_overlap_by_one_token(original: Any) -> Any:
     def vocab_range(*args: Any) -> tuple[int, int, int]:
         rows, start, num_real = original(*args)
@@ -150,18 +148,18 @@ def embedding_gradient_is_accumulated_in_16_bits(original: Any) -> Any:
 
 @mutant("megatron.mpu.cross_entropy:vocab_parallel_cross_entropy", ENTROPY_1)
 def padded_columns_take_part_in_the_softmax(original: Any) -> Any:
-    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, group: Any, **how: Any) -> Any:
-        return original(logits, targets, group=group, **{**how, "vocab_size": logits.shape[-1] * group.size})
+    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, group: Any, **kwargs: Any) -> Any:
+        return original(logits, targets, group=group, **{**kwargs, "vocab_size": logits.shape[-1] * group.size})
 
     return cross_entropy
 
 
 @mutant(
     "megatron.mpu.cross_entropy:vocab_parallel_cross_entropy",
-    f"{VOCABULARY}::test_losses_of_16_bit_logits_are_taken_in_fp32",
+    f"{VOCABULARY}::test_16_bit_logits_give_fp32_losses",
 )
 def losses_are_rounded_to_16_bits(original: Any) -> Any:
-    return lambda logits, *args, **how: original(logits, *args, **how).to(logits.dtype)
+    return lambda logits, *args, **kwargs: original(logits, *args, **kwargs).to(logits.dtype)
 
 
 @mutant("megatron.mpu.mappings:all_reduce", ENTROPY_2)
@@ -177,32 +175,32 @@ def upstream_gradient_of_the_loss_is_ignored(original: Any) -> Any:
 @mutant("megatron.mpu.cross_entropy:_VocabParallelCrossEntropy.backward", ENTROPY_2)
 def target_probability_is_subtracted_on_every_rank(original: Any) -> Any:
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        softmax, local, elsewhere, *slopes = ctx.saved_tensors
-        saved = softmax, local, torch.zeros_like(elsewhere), *slopes
+        softmax, local, is_remote, *slopes = ctx.saved_tensors
+        saved = softmax, local, torch.zeros_like(is_remote), *slopes
         return original(SimpleNamespace(saved_tensors=saved), *grads)
 
     return backward
 
 
-@mutant("megatron.mpu.cross_entropy:slopes_of_softmax", Z_LOSS)
+@mutant("megatron.mpu.cross_entropy:softmax_grad_scale", Z_LOSS)
 def gradient_of_the_z_loss_is_halved(original: Any) -> Any:
     return lambda log_z, z_loss: original(log_z, z_loss / 2)
 
 
 @mutant(
-    "megatron.mpu.cross_entropy:known_or_nan",
-    f"{CHUNKS}::test_off_the_cpu_such_a_label_makes_no_number_and_waits_for_nothing",
+    "megatron.mpu.cross_entropy:validate_targets",
+    f"{CHUNKS}::test_invalid_label_on_device_gives_nan_without_sync",
 )
 def labels_outside_the_vocabulary_are_accepted(original: Any) -> Any:
-    return lambda weights, targets, vocab_size, **how: weights
+    return lambda weights, targets, vocab_size, **kwargs: weights
 
 
 # Cross-entropy in chunks of tokens, with the product of the head
 
 
-@mutant("megatron.mpu.linear_cross_entropy:_Work._chunks", f"{CHUNKED}[101-5-some-1]")
+@mutant("megatron.mpu.linear_cross_entropy:_ChunkedLoss._chunks", f"{CHUNKED}[101-5-some-1]")
 def last_incomplete_chunk_is_dropped(original: Any) -> Any:
-    return lambda self: (rows for rows in original(self) if rows.stop - rows.start == self.given.at_once)
+    return lambda self: (rows for rows in original(self) if rows.stop - rows.start == self.args.chunk_tokens)
 
 
 @mutant("megatron.mpu.linear_cross_entropy:_add_product", f"{CHUNKED}[101-5-some-1]")
@@ -210,25 +208,23 @@ def head_gradient_is_that_of_the_last_chunk(original: Any) -> Any:
     return lambda *args, is_first: original(*args, is_first=True)
 
 
-@mutant(
-    "megatron.mpu.linear_cross_entropy:_add_product", f"{CHUNKS}::test_many_small_parts_of_a_gradient_add_up_in_16_bits"
-)
+@mutant("megatron.mpu.linear_cross_entropy:_add_product", f"{CHUNKS}::test_many_small_bf16_contributions_accumulate")
 def head_gradient_is_accumulated_in_16_bits(original: Any) -> Any:
-    def add(total: torch.Tensor, a: torch.Tensor, *args: Any, **how: Any) -> None:
-        original(total, a, *args, **how)
+    def add(total: torch.Tensor, a: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        original(total, a, *args, **kwargs)
         total.copy_(total.to(a.dtype))
 
     return add
 
 
-@mutant("megatron.mpu.linear_cross_entropy:_Work._gathered", f"{CHUNKED}[101-5-some-2]")
+@mutant("megatron.mpu.linear_cross_entropy:_ChunkedLoss._start_gather", f"{CHUNKED}[101-5-some-2]")
 def chunked_softmax_ignores_other_tensor_ranks(original: Any) -> Any:
-    return lambda self, own: (own.unsqueeze(0), None)
+    return lambda self, local: (local.unsqueeze(0), None)
 
 
-@mutant("megatron.mpu.linear_cross_entropy:_Work._add_gradients", f"{CHUNKED}[64-4-weighed-1]")
+@mutant("megatron.mpu.linear_cross_entropy:_ChunkedLoss._add_gradients", f"{CHUNKED}[64-4-weighed-1]")
 def chunked_gradient_of_the_target_is_not_weighted(original: Any) -> Any:
-    return lambda self, begun, factor, of_exponentials: original(self, begun, torch.ones_like(factor), of_exponentials)
+    return lambda self, chunk, factor, exp_factor: original(self, chunk, torch.ones_like(factor), exp_factor)
 
 
 # Groups and their order
@@ -236,32 +232,30 @@ def chunked_gradient_of_the_target_is_not_weighted(original: Any) -> Any:
 
 @mutant(
     "megatron.mpu.topology:Topology.coordinate",
-    f"{TOPOLOGY}::test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest",
+    f"{TOPOLOGY}::test_tensor_ranks_are_adjacent_and_pipe_varies_slowest",
 )
 def tensor_and_pipeline_axes_are_swapped(original: Any) -> Any:
     def coordinate(self: Any, rank: int) -> Any:
         swapped = replace(self, tensor=self.pipe, pipe=self.tensor)
-        found = original(swapped, rank)
-        return replace(found, tensor=found.pipe, pipe=found.tensor)
+        coords = original(swapped, rank)
+        return replace(coords, tensor=coords.pipe, pipe=coords.tensor)
 
     return coordinate
 
 
-@mutant(
-    "megatron.mpu.topology:Topology.coordinate", f"{TOPOLOGY}::test_context_runs_between_tensor_and_data_as_in_megatron"
-)
+@mutant("megatron.mpu.topology:Topology.coordinate", f"{TOPOLOGY}::test_context_axis_is_between_tensor_and_data")
 def data_axis_runs_faster_than_context(original: Any) -> Any:
     def coordinate(self: Any, rank: int) -> Any:
         swapped = replace(self, data=self.context, context=self.data)
-        found = original(swapped, rank)
-        return replace(found, data=found.context, context=found.data)
+        coords = original(swapped, rank)
+        return replace(coords, data=coords.context, context=coords.data)
 
     return coordinate
 
 
 @mutant("megatron.mpu.topology:Topology.expert_groups", EXPERT_AXIS)
 def expert_groups_and_their_replicas_are_swapped(original: Any) -> Any:
-    return lambda self, *, of_replicas=False: original(self, of_replicas=not of_replicas)
+    return lambda self, *, same_experts=False: original(self, same_experts=not same_experts)
 
 
 @mutant("megatron.mpu.groups:AXES", GRID)
@@ -273,8 +267,8 @@ def model_group_spans_the_data_axis(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.mpu.data:Upload.on_device",
-    "tests/mpu/test_uploads.py::test_to_a_program_it_is_what_was_read_and_its_changes_count",
+    "megatron.mpu.data:Upload.get_on_device",
+    "tests/mpu/test_uploads.py::test_upload_behaves_like_source_dict_and_tracks_changes",
 )
 def upload_ignores_what_the_script_has_changed(original: Any) -> Any:
     return lambda self, name: self._copies[name] if name in self._copies else original(self, name)
@@ -285,39 +279,39 @@ def upload_ignores_what_the_script_has_changed(original: Any) -> Any:
 
 @mutant("megatron.mpu.random:DropoutStreams.__init__", f"{OTHER_MASK}[{{'data': 1}}-False]")
 def replicas_draw_the_same_masks(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "data_rank", 0))
+    return call_after_init(original, lambda self: setattr(self, "data_rank", 0))
 
 
-@mutant("megatron.mpu.random:DropoutStreams.__init__", f"{DROPOUT}::test_tensor_ranks_differ_where_the_tensor_is_cut")
+@mutant("megatron.mpu.random:DropoutStreams.__init__", f"{DROPOUT}::test_tensor_ranks_differ_for_sharded_tensors")
 def tensor_ranks_draw_the_same_masks_of_sharded_tensors(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "tensor_rank", 0))
+    return call_after_init(original, lambda self: setattr(self, "tensor_rank", 0))
 
 
 @mutant("megatron.mpu.random:DropoutStreams.key", f"{OTHER_MASK}[{{'micro_batch': 3}}-False]")
 def micro_batches_draw_the_same_masks(original: Any) -> Any:
-    def key(self: Any, layer: int, site: str, is_cut: bool) -> int:
+    def key(self: Any, layer: int, site: str, is_sharded: bool) -> int:
         with self.at(replace(self.position, micro_batch=0)):
-            return int(original(self, layer, site, is_cut))
+            return int(original(self, layer, site, is_sharded))
 
     return key
 
 
 @mutant(
     "megatron.mpu.random:DropoutStreams.at",
-    f"{DROPOUT}::test_recomputing_draws_the_same_masks_even_when_the_position_has_moved_on",
+    f"{DROPOUT}::test_recompute_draws_same_masks_after_position_moved",
 )
 def recompute_draws_the_masks_of_the_current_micro_batch(original: Any) -> Any:
     return lambda self, position: nullcontext()
 
 
-@mutant("megatron.mpu.philox:KEY_STEPS", f"{PHILOX}::test_philox_gives_the_known_answers")
+@mutant("megatron.mpu.philox:KEY_STEPS", f"{PHILOX}::test_philox_matches_known_vectors")
 def every_philox_round_uses_the_same_key(original: Any) -> Any:
     return 0, 0
 
 
 @mutant("megatron.mpu.philox_dropout:PhiloxDropout.__init__", OWN_MASK)
 def layout_independent_masks_start_anew_on_each_tensor_rank(original: Any) -> Any:
-    return then(original, lambda self: setattr(self, "tensor_rank", 0))
+    return call_after_init(original, lambda self: setattr(self, "tensor_rank", 0))
 
 
 @mutant("megatron.mpu.philox_dropout:PhiloxDropout._first_sample", OWN_MASK)
@@ -326,8 +320,8 @@ def layout_independent_masks_start_anew_in_each_replica(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.mpu.philox_dropout:_without",
-    f"{PHILOX}::test_kept_elements_are_scaled_up_and_dropped_ones_pass_no_gradient",
+    "megatron.mpu.philox_dropout:_apply_mask",
+    f"{PHILOX}::test_dropout_scales_survivors_and_zeroes_dropped_gradients",
 )
 def kept_elements_are_not_scaled_up(original: Any) -> Any:
     return lambda x, mask, probability: x.masked_fill(mask, 0.0)
@@ -336,33 +330,33 @@ def kept_elements_are_not_scaled_up(original: Any) -> Any:
 # Context parallelism
 
 
-@mutant("megatron.mpu.topology:chunks_of", CHUNK_ORDER)
+@mutant("megatron.mpu.topology:chunk_indices", CHUNK_ORDER)
 def context_ranks_hold_neighbouring_chunks(original: Any) -> Any:
     return lambda rank, size: (2 * rank, 2 * rank + 1)
 
 
-@mutant("megatron.mpu.context_parallel:in_order", CHUNK_ORDER)
+@mutant("megatron.mpu.context_parallel:to_sequence_order", CHUNK_ORDER)
 def gathered_sequence_stays_in_rank_order(original: Any) -> Any:
     return lambda x, size: x
 
 
-@mutant("megatron.mpu.context_parallel:runs_within", f"{CONTEXT}::test_runs_of_a_part_are_where_its_tokens_are")
+@mutant("megatron.mpu.context_parallel:clip_ranges", f"{CONTEXT}::test_runs_within_match_local_positions")
 def part_of_a_chunk_starts_where_the_chunk_does(original: Any) -> Any:
     def runs_within(runs: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
         for run in runs:
-            for part in original((run,), start, stop):
-                yield part._replace(first=run.first)
+            for sub_run in original((run,), start, stop):
+                yield sub_run._replace(first_position=run.first_position)
 
     return runs_within
 
 
 @mutant(
     "megatron.mpu.context_parallel:_Gather.backward",
-    f"{CONTEXT}::test_exchanges_give_the_sequence_and_sum_gradients[2]",
+    f"{CONTEXT}::test_exchanges_restore_sequence_and_reduce_gradients[2]",
 )
 def gradient_of_gathered_keys_is_not_summed(original: Any) -> Any:
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return rank_by_rank(grads[0], ctx.group.size).chunk(ctx.group.size)[ctx.group.rank], None
+        return to_rank_order(grads[0], ctx.group.size).chunk(ctx.group.size)[ctx.group.rank], None
 
     return backward
 
@@ -370,12 +364,12 @@ def gradient_of_gathered_keys_is_not_summed(original: Any) -> Any:
 # Expert parallelism
 
 
-@mutant("megatron.mpu.expert_parallel:Exchange.back", EXCHANGE)
+@mutant("megatron.mpu.expert_parallel:Exchange.combine_without_grad", EXCHANGE)
 def outputs_of_experts_come_back_in_the_order_of_experts(original: Any) -> Any:
-    return lambda self, rows: original(replace(self, place=torch.arange(len(self.place))), rows)
+    return lambda self, rows: original(replace(self, inverse_order=torch.arange(len(self.inverse_order))), rows)
 
 
-@mutant("megatron.mpu.expert_parallel:_GiveBack.backward", EXCHANGE)
+@mutant("megatron.mpu.expert_parallel:_Combine.backward", EXCHANGE)
 def gradient_of_expert_outputs_is_doubled(original: Any) -> Any:
     return lambda ctx, *grads: (2 * original(ctx, *grads)[0], None)
 
@@ -384,20 +378,20 @@ def gradient_of_expert_outputs_is_doubled(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.mpu.activation_storage:_Kept._own_part",
-    "tests/mpu/test_kept.py::test_a_rank_keeps_its_part_also_where_parts_are_not_even",
+    "megatron.mpu.activation_storage:_StoredInput._local_shard",
+    "tests/mpu/test_kept.py::test_partitioned_inputs_support_uneven_shards",
 )
 def every_tensor_rank_stores_the_first_part(original: Any) -> Any:
-    def own_part(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.how = replace(self.how, group=replace(self.how.group, rank=0))
+    def local_shard(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.options = replace(self.options, group=replace(self.options.group, rank=0))
         return original(self, x)
 
-    return own_part
+    return local_shard
 
 
 @mutant(
-    "megatron.mpu.activation_storage:_Buffer.slot",
-    "tests/mpu/test_kept.py::test_all_slots_lie_in_one_buffer_and_are_used_again",
+    "megatron.mpu.activation_storage:_SlotBuffer.acquire_slot",
+    "tests/mpu/test_kept.py::test_slots_share_one_reused_buffer",
 )
 def recompute_buffer_hands_out_a_slot_in_use(original: Any) -> Any:
     return lambda self: (self._free[-1], lambda: None)

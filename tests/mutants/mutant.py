@@ -3,9 +3,9 @@
 A mutant replaces one function, method or module value at run time, so renaming a local variable or moving a line does
 not touch it. Each file of this folder holds the mutants of one package:
 
-    @mutant("megatron.mpu.mappings:_all_reduce", "tests/mpu/test_mappings.py::test_gradients_are_summed")
+    @mutant("megatron.mpu.mappings:all_reduce", "tests/mpu/test_layers.py::test_column_then_row_matches_two_linears")
     def all_reduce_is_skipped(original):
-        return lambda tensor, group: tensor
+        return lambda x, group, op=None: x
 
 The decorated function receives the original and returns its replacement.
 """
@@ -66,12 +66,12 @@ def mutant(
     return register
 
 
-def then(original: Callable[..., None], change: Callable[[Any], None]) -> Callable[..., None]:
+def call_after_init(original: Callable[..., None], change_object: Callable[[Any], None]) -> Callable[..., None]:
     """Return an ``__init__`` that changes the new object after the original has run."""
 
-    def init(self: Any, *args: Any, **how: Any) -> None:
-        original(self, *args, **how)
-        change(self)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        change_object(self)
 
     return init
 
@@ -94,7 +94,7 @@ def find_target(target: str) -> tuple[Any, str, Any]:
     return owner, name, inspect.getattr_static(owner, name)
 
 
-def apply(selected: Mutant) -> None:
+def apply_mutant(selected: Mutant) -> None:
     """Replace the target of a mutant in this process, including the references of modules that imported it by name."""
     owner, name, original = find_target(selected.target)
     if isinstance(original, (staticmethod, classmethod)):

@@ -10,55 +10,57 @@ import torch
 import torch.distributed as dist
 
 from megatron.torch_compat import newton_schulz
-from tds.gradients import is_reduced_apart
+from tds.gradients import is_reduced_by_optimizer
 from tests.mutants.mutant import mutant
 
 MIXED = "tests/optim/test_mixed_precision.py"
-TINY_GRADIENTS = f"{MIXED}::test_many_tiny_gradients_add_up_in_fp32[dtype0]"
-TWO_STAGES = f"{MIXED}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process"
-OVERFLOW = f"{MIXED}::test_an_fp16_overflow_skips_the_step_and_halves_the_scale"
-ASKED_AHEAD = f"{MIXED}::test_a_norm_that_was_asked_for_ahead_is_of_the_gradients_that_lie_there"
-CLIPS = f"{MIXED}::test_clipping_equals_torchs[clipping acts]"
-DOES_NOT_CLIP = f"{MIXED}::test_clipping_equals_torchs[clipping has nothing to do]"
+TINY_GRADIENTS = f"{MIXED}::test_tiny_gradients_accumulate_in_fp32[dtype0]"
+TWO_STAGES = f"{MIXED}::test_norm_and_clipped_steps_match_single_process"
+OVERFLOW = f"{MIXED}::test_fp16_overflow_skips_step_and_halves_scale"
+ASKED_AHEAD = f"{MIXED}::test_precomputed_norm_is_used_and_discarded_with_gradients"
+CLIPS = f"{MIXED}::test_clipping_matches_torch[clipping acts]"
+DOES_NOT_CLIP = f"{MIXED}::test_clipping_matches_torch[clipping has nothing to do]"
 SCALER = "tests/optim/test_scaler.py"
-RESUMED_SCALER = f"{SCALER}::test_going_on_from_its_state_equals_no_stop"
+RESUMED_SCALER = f"{SCALER}::test_resumed_state_equals_uninterrupted"
 SGD = "tests/optim/test_sgd.py"
-SGD_RESUMED = f"{SGD}::test_momentum_survives_a_state_dict"
+SGD_RESUMED = f"{SGD}::test_momentum_survives_state_dict"
 SCHEDULES = "tests/optim/test_schedules.py"
-LAST_UPDATE = f"{SCHEDULES}::test_the_last_update_has_min_lr_and_so_have_all_after"
+LAST_UPDATE = f"{SCHEDULES}::test_last_update_and_later_have_min_lr"
 RATES = "tests/optim/test_param_rates.py"
-PATTERNS = f"{RATES}::test_each_parameter_has_the_rate_of_the_last_pattern_that_fits_it[adamw]"
+PATTERNS = f"{RATES}::test_parameter_uses_rate_of_last_matching_pattern[adamw]"
 MUP = "tests/models/common/test_mup.py"
-MUP_RATES = f"{MUP}::test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does[gpt2]"
+MUP_RATES = f"{MUP}::test_mup_scales_only_init_and_rate_of_hidden_matrices[gpt2]"
 ADAM = "tests/optim/test_adam.py"
-BF16_STATES = f"{ADAM}::test_steps_are_the_formula_to_the_bit[4194304-('exp_avg', 'exp_avg_sq')]"
+BF16_STATES = f"{ADAM}::test_bf16_steps_match_formula_bitwise[4194304-('exp_avg', 'exp_avg_sq')]"
 MUON = "tests/optim/test_muon.py"
-TORCHS_MUON = f"{MUON}::test_twenty_steps_are_those_of_torchs_muon_to_the_bit[torch.float32-]"
-MUON_LAYOUT = "tests/optim/test_muon_layouts.py::test_every_layout_trains_the_weights_of_one_process[2-1-2-1-1]"
+TORCHS_MUON = f"{MUON}::test_steps_match_torch_muon_bitwise[torch.float32-]"
+MUON_LAYOUT = "tests/optim/test_muon_layouts.py::test_every_layout_matches_single_process_weights[2-1-2-1-1]"
 BUFFER = "tests/optim/test_grad_buffer.py"
-BUFFER_PARTS = f"{BUFFER}::test_each_replica_finds_its_part_of_the_sum_of_micro_batches_in_one_run"
-SCATTERED = f"{BUFFER}::test_reduce_scattered_sums_train_as_whole_ones[3-2]"
+BUFFER_PARTS = f"{BUFFER}::test_replica_gets_contiguous_shard_of_summed_micro_batches"
+SCATTERED = f"{BUFFER}::test_reduce_scatter_trains_like_all_reduce[3-2]"
 OVERLAPPED = "tests/optim/test_overlapped_gradients.py"
-OVERLAPPED_BITS = f"{OVERLAPPED}::test_numbers_are_those_of_sums_after_the_backward_to_the_bit"
+OVERLAPPED_BITS = f"{OVERLAPPED}::test_overlapped_all_reduce_is_bitwise_equal"
 CUTS = "tests/optim/zero/test_cuts.py"
 ZERO_2_3 = "tests/optim/zero/test_zero_parts.py"
 PARITY_ZERO_2_3 = "tests/parity/test_zero_parts.py"
-ZERO_3 = f"{ZERO_2_3}::test_micro_batches_add_up_to_rounding"
-TWO_REDUCTIONS = f"{ZERO_2_3}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce"
-ZERO_3_READS = f"{ZERO_2_3}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
+ZERO_3 = f"{ZERO_2_3}::test_micro_batches_accumulate_up_to_rounding"
+TWO_REDUCTIONS = f"{ZERO_2_3}::test_reduce_scatter_equals_shards_of_all_reduce"
+ZERO_3_READS = f"{ZERO_2_3}::test_weight_read_outside_call_is_nan"
 LATER_GATHERS = "tests/optim/zero/test_param_gather.py"
-GATHERS = f"{LATER_GATHERS}::test_weights_that_come_later_have_the_bits_of_those_that_come_at_once[2]"
-READERS = f"{LATER_GATHERS}::test_whoever_reads_weights_outside_of_a_forward_waits_for_them"
+GATHERS = f"{LATER_GATHERS}::test_deferred_gather_is_bitwise_equal[2]"
+READERS = f"{LATER_GATHERS}::test_reads_outside_forward_wait_for_gather"
 LAYOUTS = "tests/parity/test_layouts.py"
-TWO_REPLICAS = f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order"
+TWO_REPLICAS = f"{LAYOUTS}::test_two_replicas_are_bitwise_sum_in_rank_order"
 LOSS_AVERAGE = "tests/parity/test_loss_average.py"
-RAMP = "tests/parity/test_rampup.py::test_steps_of_growing_size_equal_those_of_one_process[2-1]"
-REFUSED = "tests/training/test_guard.py::test_a_loss_that_is_no_number_on_one_tensor_rank_is_left_out_on_all"
+RAMP = "tests/parity/test_rampup.py::test_growing_batch_equals_single_process[2-1]"
+REFUSED = "tests/training/test_guard.py::test_nan_loss_on_one_tensor_rank_is_skipped_on_all_ranks"
 SEQUENCE_PARALLEL = (
-    "tests/parity/test_sequence_parallel.py::test_parts_of_gradients_are_summed_over_replicas_and_over_tensor_ranks"
+    "tests/parity/test_sequence_parallel.py::test_gradient_shards_are_reduced_over_replicas_and_tensor_ranks"
 )
-EXPERTS = "tests/parity/test_experts.py::test_every_layout_is_one_process[balanced-2-1-2-ep-2-cut-zero-stage-1-1]"
-MEANS = f"{LOSS_AVERAGE}::test_only_the_loss_to_train_on_becomes_a_mean"
+EXPERTS = (
+    "tests/parity/test_experts.py::test_every_layout_equals_single_process[balanced-2-1-2-ep-2-cut-zero-stage-1-1]"
+)
+MEANS = f"{LOSS_AVERAGE}::test_only_trained_loss_becomes_mean"
 
 
 # Main params and their gradients.
@@ -85,7 +87,7 @@ def a_16_bit_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> 
 
 @mutant(
     "megatron.optim.param_store:ParamStore.register",
-    f"{MIXED}::test_masters_keep_the_bits_of_the_weights_before_rounding",
+    f"{MIXED}::test_main_params_keep_unrounded_weights",
 )
 def main_params_start_from_rounded_weights(original: Any) -> Any:
     def register(self: Any, parameter: Any, dtype: torch.dtype) -> Any:
@@ -97,13 +99,13 @@ def main_params_start_from_rounded_weights(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.param_store:ParamStore.copy_to_parameters",
-    f"{MIXED}::test_many_tiny_updates_move_a_bf16_weight",
+    f"{MIXED}::test_tiny_updates_move_bf16_weight",
 )
 def updated_main_params_are_not_copied_to_the_weights(original: Any) -> Any:
     return lambda self, *, deferred=False: None
 
 
-@mutant("megatron.optim.gradients.local:LocalGradReducer.clear", f"{MIXED}::test_gradients_are_forgotten_after_a_step")
+@mutant("megatron.optim.gradients.local:LocalGradReducer.clear", f"{MIXED}::test_gradients_are_cleared_after_step")
 def gradients_are_kept_after_the_step(original: Any) -> Any:
     return lambda self: None
 
@@ -147,7 +149,7 @@ def norm_counts_tied_weights_on_each_stage(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.optimizer:MixedPrecisionOptimizer.norm_of_sums",
-    f"{MIXED}::test_an_overflow_on_one_rank_skips_the_step_on_all",
+    f"{MIXED}::test_overflow_on_one_rank_skips_step_on_all_ranks",
 )
 def overflow_of_another_rank_is_ignored(original: Any) -> Any:
     def norm_of_sums(self: Any) -> Any:
@@ -169,7 +171,7 @@ def gradient_factor_is_ignored(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.grad_scaler:GradScaler._adapt",
-    f"{SCALER}::test_it_halves_at_an_overflow_and_the_window_starts_anew",
+    f"{SCALER}::test_overflow_halves_scale_and_restarts_window",
 )
 def overflow_does_not_restart_the_loss_scale_window(original: Any) -> Any:
     def adapt(self: Any, has_overflow: bool) -> None:
@@ -180,7 +182,7 @@ def overflow_does_not_restart_the_loss_scale_window(original: Any) -> Any:
     return adapt
 
 
-@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_hysteresis_lets_some_overflows_pass")
+@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_hysteresis_tolerates_overflows")
 def halving_the_loss_scale_restores_the_hysteresis(original: Any) -> Any:
     def adapt(self: Any, has_overflow: bool) -> None:
         before = self.scale
@@ -190,7 +192,7 @@ def halving_the_loss_scale_restores_the_hysteresis(original: Any) -> Any:
     return adapt
 
 
-@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_it_does_not_fall_below_the_floor")
+@mutant("megatron.optim.grad_scaler:GradScaler._adapt", f"{SCALER}::test_scale_does_not_fall_below_floor")
 def loss_scale_falls_below_its_minimum(original: Any) -> Any:
     def adapt(self: Any, has_overflow: bool) -> None:
         self.floor = 0.0
@@ -225,7 +227,7 @@ def main_params_are_not_loaded(original: Any) -> Any:
     return load_state
 
 
-@mutant("megatron.optim.state:_copied", f"{ADAM}::test_a_state_of_torchs_form_goes_into_either_format")
+@mutant("megatron.optim.state:_copied", f"{ADAM}::test_torch_state_loads_into_either_format")
 def bf16_moments_are_loaded_in_fp32(original: Any) -> Any:
     return lambda value, device, dtype: original(value, device, torch.float32 if dtype else None)
 
@@ -237,8 +239,7 @@ def adam_rounds_the_gradient_to_the_dtype_of_its_states(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.param_groups:_with_eps",
-    "tests/optim/test_adafactor.py::"
-    "test_a_matrix_moves_as_the_paper_says_with_gradients_of_any_size[gradients of 1e-8]",
+    "tests/optim/test_adafactor.py::test_matrix_update_matches_paper_for_any_gradient_scale[gradients of 1e-8]",
 )
 def adafactor_matrices_have_the_epsilon_of_vectors(original: Any) -> Any:
     return lambda group: {**group, "eps": (1e-8, 1e-3)}
@@ -249,7 +250,7 @@ def adafactor_matrices_have_the_epsilon_of_vectors(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.param_groups:decay_groups",
-    "tests/optim/test_param_groups.py::test_a_step_without_gradients_decays_weights_only[adamw]",
+    "tests/optim/test_param_groups.py::test_step_without_gradients_decays_only_weights[adamw]",
 )
 def biases_and_norms_are_decayed(original: Any) -> Any:
     def decay_groups(parameters: Any, weight_decay: float) -> Any:
@@ -268,7 +269,7 @@ def first_matching_pattern_sets_the_rate(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.param_rates:_floor",
-    f"{RATES}::test_all_rates_have_one_course_with_the_floor_in_the_ratio_of_the_peaks[39-linear]",
+    f"{RATES}::test_all_rates_share_one_schedule_and_floor_ratio[39-linear]",
 )
 def named_rates_decay_to_min_lr(original: Any) -> Any:
     return lambda settings, lr: settings.min_lr
@@ -276,8 +277,8 @@ def named_rates_decay_to_min_lr(original: Any) -> Any:
 
 @mutant("megatron.optim.lr_scheduler:set_learning_rates", PATTERNS)
 def all_groups_have_the_rate_of_lr(original: Any) -> Any:
-    def set_learning_rates(optimizer: Any, scheduler: Any, done: float) -> float:
-        lr: float = original(optimizer, scheduler, done)
+    def set_learning_rates(optimizer: Any, scheduler: Any, num_updates: float) -> float:
+        lr: float = original(optimizer, scheduler, num_updates)
         for group in optimizer.param_groups:
             group["lr"] = lr
         return lr
@@ -285,42 +286,42 @@ def all_groups_have_the_rate_of_lr(original: Any) -> Any:
     return set_learning_rates
 
 
-@mutant("megatron.optim.param_rates:_of_mup", MUP_RATES)
+@mutant("megatron.optim.param_rates:_mup_rate", MUP_RATES)
 def mup_leaves_the_rate_of_matrices(original: Any) -> Any:
-    def of_mup(config: Any) -> Any:
+    def mup_rate(config: Any) -> Any:
         settings = config.optimizer
         return replace(original(config), lr=settings.lr, min_lr=settings.min_lr) if original(config) else None
 
-    return of_mup
+    return mup_rate
 
 
 # The learning rate.
 
 
-@mutant("megatron.optim.lr_scheduler:LRScheduler.at", f"{SCHEDULES}::test_warm_up_rises_in_equal_steps_to_lr[linear]")
+@mutant("megatron.optim.lr_scheduler:LRScheduler.at", f"{SCHEDULES}::test_warmup_rises_linearly_to_lr[linear]")
 def rate_is_that_of_the_update_before(original: Any) -> Any:
     return lambda self, update: original(self, update - 1)
 
 
 @mutant("megatron.optim.lr_scheduler:LRScheduler.after", f"{LAST_UPDATE}[linear]")
 def decay_does_not_include_the_warmup(original: Any) -> Any:
-    def after(self: Any, done: float) -> float:
+    def after(self: Any, num_updates: float) -> float:
         longer = replace(
             self, decay_updates=self.decay_updates + self.warmup_updates, warmup_length=self.warmup_updates
         )
-        rate: float = original(longer, done)
+        rate: float = original(longer, num_updates)
         return rate
 
     return after
 
 
 @mutant(
-    "megatron.training.optimizer_setup:make_learning_rate",
-    f"{SCHEDULES}::test_lengths_in_samples_that_are_no_multiples_of_a_step_give_megatrons_rates[]",
+    "megatron.training.optimizer_setup:make_lr_scheduler",
+    f"{SCHEDULES}::test_sample_lengths_match_megatron_rates[]",
 )
 def warmup_samples_are_rounded_to_whole_steps(original: Any) -> Any:
     def make_learning_rate(config: Any) -> Any:
-        schedule, size = original(config), config.batch.sizes(2).full
+        schedule, size = original(config), config.batch.batch_sizes(2).full
         return replace(schedule, warmup_length=size * round(schedule.warmup_updates / size))
 
     return make_learning_rate
@@ -329,12 +330,12 @@ def warmup_samples_are_rounded_to_whole_steps(original: Any) -> Any:
 # Muon.
 
 
-@mutant("megatron.optim.muon:Muon._orthogonalised", MUON_LAYOUT)
+@mutant("megatron.optim.muon:Muon._orthogonalize", MUON_LAYOUT)
 def each_rank_orthogonalizes_its_own_shard(original: Any) -> Any:
-    def orthogonalised(self: Any, weights: Any, owned_by: Any, parts: Any) -> Any:
-        return [newton_schulz(part, self._args.num_ns_steps) if part.numel() else part for part in parts]
+    def orthogonalize(self: Any, weights: Any, owned_by: Any, shards: Any) -> Any:
+        return [newton_schulz(shard, self._args.num_ns_steps) if shard.numel() else shard for shard in shards]
 
-    return orthogonalised
+    return orthogonalize
 
 
 @mutant("megatron.optim.muon:MuonArgs.matrices", TORCHS_MUON)
@@ -343,8 +344,8 @@ def query_key_and_value_are_orthogonalized_as_one_matrix(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.optim.muon:Muon._move",
-    "tests/optim/test_param_groups.py::test_a_step_without_gradients_decays_weights_only[muon]",
+    "megatron.optim.muon:Muon._apply_update",
+    "tests/optim/test_param_groups.py::test_step_without_gradients_decays_only_weights[muon]",
 )
 def muon_does_not_decay_matrices(original: Any) -> Any:
     return lambda self, weight, master, group, update: original(
@@ -358,10 +359,10 @@ def muon_does_not_decay_matrices(original: Any) -> Any:
 @mutant("megatron.optim.gradients.buffer:_BucketMemory.main_grad", BUFFER_PARTS)
 def gradient_shard_is_that_of_the_previous_replica(original: Any) -> Any:
     def main_grad(self: Any, parameter: Any) -> Any:
-        part, first = original(self, parameter), self._offsets[parameter]
+        shard, first = original(self, parameter), self._offsets[parameter]
         if self._partitions[parameter] is None:
-            return part
-        return self.slots[self._rank - 1, first : first + part.numel()].view(part.shape)
+            return shard
+        return self.slots[self._rank - 1, first : first + shard.numel()].view(shard.shape)
 
     return main_grad
 
@@ -377,7 +378,7 @@ def buffered_gradient_replaces_those_of_earlier_micro_batches(original: Any) -> 
 
 @mutant(
     "megatron.optim.gradients.buffer:_BucketMemory.add_product",
-    f"{BUFFER}::test_a_product_adds_what_its_gradient_would",
+    f"{BUFFER}::test_add_product_equals_adding_gradient",
 )
 def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> Any:
     def add_product(self: Any, parameter: Any, rows: Any, inputs: Any) -> None:
@@ -389,7 +390,7 @@ def buffered_product_replaces_those_of_earlier_micro_batches(original: Any) -> A
 
 @mutant(
     "megatron.optim.gradients.buffer:_BucketMemory._fill",
-    f"{BUFFER}::test_plain_gradients_lie_one_behind_the_other_and_those_that_do_not_come_are_zero",
+    f"{BUFFER}::test_gradients_are_contiguous_and_missing_ones_are_zero",
 )
 def missing_gradients_are_not_zeroed(original: Any) -> Any:
     """Ones stand for memory that is not cleared, which could be zero by chance."""
@@ -397,8 +398,8 @@ def missing_gradients_are_not_zeroed(original: Any) -> Any:
     def fill(self: Any, parameter: Any) -> None:
         if parameter not in self._filled:
             self._filled.add(parameter)
-            for _, place in self._pairs(parameter, parameter.detach()):
-                place.fill_(1.0)
+            for _, slot in self._pairs(parameter, parameter.detach()):
+                slot.fill_(1.0)
 
     return fill
 
@@ -417,7 +418,7 @@ def unsharded_gradients_of_a_bucket_are_not_reduced(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.gradients.buffer:_BucketMemory._raise_if_summed",
-    f"{BUFFER}::test_a_gradient_that_comes_behind_its_reduce_scatter_is_refused",
+    f"{BUFFER}::test_gradient_after_reduce_scatter_is_rejected",
 )
 def gradients_are_accumulated_after_their_reduce_scatter(original: Any) -> Any:
     return lambda self, parameter: None
@@ -433,11 +434,11 @@ def overlapped_gradients_are_not_reduced(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.gradients.overlapped:OverlappedGradReducer.end_micro_batch",
-    f"{OVERLAPPED}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once",
+    f"{OVERLAPPED}::test_unreached_and_tied_weights_are_reduced_once",
 )
 def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) -> Any:
     def end_micro_batch(self: Any) -> None:
-        self._reducer.finish_launch = lambda: None
+        self._reducer.start_remaining = lambda: None
         original(self)
 
     return end_micro_batch
@@ -445,7 +446,7 @@ def gradients_that_the_last_micro_batch_misses_are_not_reduced(original: Any) ->
 
 @mutant(
     "megatron.optim.gradients.overlapped:OverlappedGradReducer.clear",
-    f"{OVERLAPPED}::test_a_backward_that_breaks_off_leaves_nothing_behind",
+    f"{OVERLAPPED}::test_interrupted_backward_leaves_no_state",
 )
 def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
     return lambda self: self.buffer.clear()
@@ -454,40 +455,44 @@ def sums_of_an_interrupted_backward_are_kept(original: Any) -> Any:
 # ZeRO: shards of main params, gradients and weights.
 
 
-@mutant("megatron.optim.zero.partition:VECTOR", f"{CUTS}::test_fused_adamw_gives_parts_the_bits_of_the_whole")
+@mutant("megatron.optim.zero.partition:VECTOR", f"{CUTS}::test_fused_adamw_on_shards_is_bitwise_full_update")
 def shards_start_within_a_vector(original: Any) -> Any:
     return 1
 
 
 @mutant(
     "megatron.optim.zero.partition:ParamPartition.shard",
-    f"{CUTS}::test_the_places_of_the_parts_tile_what_is_real_of_the_rank",
+    f"{CUTS}::test_shard_ranges_tile_real_values",
 )
 def padding_is_part_of_the_shard(original: Any) -> Any:
-    def shard(self: Any, whole: Any, replica: int) -> Any:
-        return replace(original(self, whole, replica), length=self.bounds[replica + 1] - self.bounds[replica])
+    def shard(self: Any, numel: Any, replica: int) -> Any:
+        return replace(original(self, numel, replica), length=self.bounds[replica + 1] - self.bounds[replica])
 
     return shard
 
 
 @mutant(
     "megatron.optim.zero.partition:ParamPartition.shard",
-    f"{CUTS}::test_a_weight_cut_by_the_tensor_group_is_cut_along_the_same_dimension",
+    f"{CUTS}::test_tensor_sharded_weight_is_partitioned_along_same_dimension",
 )
 def shards_of_each_tensor_rank_start_at_zero(original: Any) -> Any:
-    def shard(self: Any, whole: Any, replica: int) -> Any:
-        found = original(self, whole, replica)
-        return replace(found, start=found.start - whole.start) if whole.partition_dim == self.dim else found
+    def shard(self: Any, numel: Any, replica: int) -> Any:
+        tensor_shard = original(self, numel, replica)
+        return (
+            replace(tensor_shard, start=tensor_shard.start - numel.start)
+            if numel.partition_dim == self.dim
+            else tensor_shard
+        )
 
     return shard
 
 
 @mutant(
     "megatron.optim.zero.partition:ParamPartition.pairs",
-    "tests/optim/zero/test_gather.py::test_every_part_comes_to_its_place_in_copies_as_few_as_lengths",
+    "tests/optim/zero/test_gather.py::test_shards_are_gathered_with_few_copies",
 )
 def gathered_shards_are_those_of_the_next_replica(original: Any) -> Any:
-    return lambda self, whole, slots: original(self, whole, slots.roll(-1, 0))
+    return lambda self, full, slots: original(self, full, slots.roll(-1, 0))
 
 
 @mutant("megatron.optim.zero.gather:Gather.start", GATHERS)
@@ -516,7 +521,7 @@ def updates_of_column_shards_are_lost(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.optimizer:MixedPrecisionOptimizer.owns",
-    "tests/optim/zero/test_zero.py::test_replicas_own_their_parts_and_the_first_what_is_not_cut",
+    "tests/optim/zero/test_zero.py::test_replica_0_owns_unpartitioned_weights",
 )
 def only_the_first_replica_saves_its_shards(original: Any) -> Any:
     return lambda self, parameter: original(self, parameter) and self.store.group_of(parameter).rank == 0
@@ -580,7 +585,7 @@ def gathered_weights_survive_the_update(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.zero.gather_order:GatherOrder.drop",
-    "tests/optim/zero/test_prefetch.py::test_what_comes_ahead_of_an_update_is_not_used_after_it",
+    "tests/optim/zero/test_prefetch.py::test_prefetched_weights_are_not_used_after_update",
 )
 def prefetched_weights_survive_the_update(original: Any) -> Any:
     return lambda self: None
@@ -588,7 +593,7 @@ def prefetched_weights_survive_the_update(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.offload:OffloadConfig.copy",
-    f"{PARITY_ZERO_2_3}::test_replicas_that_keep_parts_of_all_and_offload_them_train_to_the_bits_of_stage_0",
+    f"{PARITY_ZERO_2_3}::test_zero_3_offload_is_bitwise_stage_0",
 )
 def offloaded_main_params_are_rounded(original: Any) -> Any:
     return lambda self, tensor: original(self, tensor.bfloat16().to(tensor.dtype))
@@ -596,7 +601,7 @@ def offloaded_main_params_are_rounded(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.offload:OffloadConfig.copies",
-    "tests/optim/zero/test_host.py::test_copies_are_waited_for_once_behind_the_last",
+    "tests/optim/zero/test_host.py::test_copies_are_synchronized_once_after_last",
 )
 def offloaded_gradients_are_read_before_they_are_copied(original: Any) -> Any:
     return lambda self, tensors: [self._empty_like(t).copy_(t, non_blocking=True) for t in tensors]
@@ -612,7 +617,7 @@ def gradients_are_divided_by_the_number_of_replicas(original: Any) -> Any:
 
 @mutant(
     "megatron.optim.gradients.all_reduce:reduce_gradients",
-    "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits",
+    "tests/parity/test_overlapped_sums.py::test_single_stage_accumulation_in_fp32_is_bitwise_equal",
 )
 def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:
     return lambda gradients, group, *how: None
@@ -620,12 +625,14 @@ def gradients_are_not_summed_over_the_replicas(original: Any) -> Any:
 
 @mutant(
     "megatron.training.loss_forms:as_weighted",
-    f"{LOSS_AVERAGE}::test_one_process_trains_on_the_mean_of_the_means",
+    f"{LOSS_AVERAGE}::test_single_process_trains_on_mean_of_micro_batch_means",
 )
 def weighted_losses_are_averaged_by_micro_batch(original: Any) -> Any:
     def as_weighted(loss: Any) -> Any:
-        found = original(loss)
-        return found.total / found.count if hasattr(found, "count") and hasattr(found, "total") else found
+        weighted = original(loss)
+        return (
+            weighted.total / weighted.count if hasattr(weighted, "count") and hasattr(weighted, "total") else weighted
+        )
 
     return as_weighted
 
@@ -640,7 +647,7 @@ def mean_of_an_empty_micro_batch_is_nan(original: Any) -> Any:
 
 @mutant(
     "megatron.training.loss_forms:token_weight",
-    f"{LOSS_AVERAGE}::test_the_routers_divisor_is_all_tokens_of_the_mean_number_of_micro_batches",
+    f"{LOSS_AVERAGE}::test_router_divisor_is_all_tokens_of_mean_micro_batch_count",
 )
 def router_losses_are_divided_by_the_tokens_of_all_replicas(original: Any) -> Any:
     return lambda tokens, grid, *, is_mean: tokens if is_mean else original(tokens, grid, is_mean=False)
@@ -673,11 +680,11 @@ def a_refused_step_counts_towards_the_loss_scale_window(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.step_result:result_of",
-    "tests/training/test_loss_scale.py::test_overflowed_and_refused_steps_are_reported_as_skipped",
+    "megatron.training.step_result:make_step_result",
+    "tests/training/test_loss_scale.py::test_overflowed_and_rejected_steps_are_reported_as_skipped",
 )
 def overflowed_steps_count_as_taken(original: Any) -> Any:
-    return lambda *step: replace(original(*step), is_skipped=original(*step).is_refused)
+    return lambda *step: replace(original(*step), is_skipped=original(*step).is_rejected)
 
 
 # Gradients of sequence-parallel weights and of experts.
@@ -697,7 +704,7 @@ def norm_counts_the_experts_of_one_rank(original: Any) -> Any:
 def expert_gradients_are_reduced_over_all_replicas(original: Any) -> Any:
     def sum_over_groups(self: Any) -> None:
         if not self._are_groups_summed:
-            for parameter in filter(is_reduced_apart, self._store.main_params):
+            for parameter in filter(is_reduced_by_optimizer, self._store.main_params):
                 dist.all_reduce(self.grad(parameter))
         original(self)
 

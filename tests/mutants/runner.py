@@ -111,16 +111,16 @@ def serve() -> None:
             find_target(mutant.target)
     gc.freeze()  # keeps the collector of the children from touching, and so copying, the parent's pages
     for line in sys.stdin:
-        answers.write(f"{_in_fork(json.loads(line))}\n")
+        answers.write(f"{_run_in_fork(json.loads(line))}\n")
         answers.flush()
 
 
-def _in_fork(request: dict[str, Any]) -> int:
+def _run_in_fork(request: dict[str, Any]) -> int:
     child = os.fork()
     if not child:
-        _become_pytest(request)
-    end = time.monotonic() + request["deadline_s"]
-    while time.monotonic() < end:
+        _run_pytest_and_exit(request)
+    deadline = time.monotonic() + request["deadline_s"]
+    while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -130,11 +130,11 @@ def _in_fork(request: dict[str, Any]) -> int:
     return TIMED_OUT
 
 
-def _become_pytest(request: dict[str, Any]) -> None:
+def _run_pytest_and_exit(request: dict[str, Any]) -> None:
     """Apply the mutant, run pytest and exit; in its own session, so that the deadline ends all its children too."""
     import pytest
 
-    from tests.mutants.mutant import MUTANTS, apply
+    from tests.mutants.mutant import MUTANTS, apply_mutant
 
     code = 99
     try:
@@ -144,7 +144,7 @@ def _become_pytest(request: dict[str, Any]) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         if request["mutant"] is not None:
-            apply(MUTANTS[request["mutant"]])
+            apply_mutant(MUTANTS[request["mutant"]])
         flags = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--all"]
         flags.append("--hypothesis-seed=0")  # with --all examples are new in each run: some would not detect the mutant
         code = int(pytest.main([*flags, *request["tests"]]))
@@ -154,7 +154,7 @@ def _become_pytest(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def why_it_survives(mutant: Any, outcome: Outcome) -> str | None:
+def explain_survival(mutant: Any, outcome: Outcome) -> str | None:
     """Return why the outcome does not show that the tests detect ``mutant``; None if they do."""
     if outcome.code != 1:
         return f"pytest ended with {outcome.code}, not with 1 (a failed test)"
@@ -163,7 +163,7 @@ def why_it_survives(mutant: Any, outcome: Outcome) -> str | None:
     return None
 
 
-def main(text: str) -> None:
+def main(name_filter: str) -> None:
     import tempfile
 
     from tests.mutants.mutant import load_mutants
@@ -171,14 +171,14 @@ def main(text: str) -> None:
     survivors = 0
     with tempfile.TemporaryDirectory() as folder, Runner(Path(folder)) as runner:
         for name, mutant in load_mutants().items():
-            if text not in name:
+            if name_filter not in name:
                 continue
             if not mutant.can_be_applied:
                 print(f"         {name}: {mutant.needs} is not installed", flush=True)
                 continue
             start = time.monotonic()
             outcome = runner.run(mutant.tests, name)
-            reason = "skipped here" if outcome.is_skipped else why_it_survives(mutant, outcome)
+            reason = "skipped here" if outcome.is_skipped else explain_survival(mutant, outcome)
             survivors += reason is not None
             print(f"{time.monotonic() - start:6.1f} s  {name}: {reason or 'killed'}", flush=True)
             if reason is not None:

@@ -8,17 +8,17 @@ import pytest
 
 from tests.helpers.harness import run_ranks
 from tests.mpu import test_layers
-from tests.mutants.mutant import Mutant, apply, find_target, load_mutants
-from tests.mutants.runner import ROOT, Runner, why_it_survives
+from tests.mutants.mutant import Mutant, apply_mutant, find_target, load_mutants
+from tests.mutants.runner import ROOT, Runner, explain_survival
 
 MUTANTS = load_mutants()
-QUICK = "mpu.row_parallel_output_is_not_summed"
+QUICK_MUTANT = "mpu.row_parallel_output_is_not_summed"
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Runner(tmp_path_factory.mktemp("mutants")) as started:
-        yield started
+    with Runner(tmp_path_factory.mktemp("mutants")) as mutant_runner:
+        yield mutant_runner
 
 
 def assert_killed(mutant: Mutant, runner: Runner) -> None:
@@ -28,10 +28,10 @@ def assert_killed(mutant: Mutant, runner: Runner) -> None:
     print(outcome.text[-3000:])
     if outcome.is_skipped:
         pytest.skip(f"the tests that detect it are skipped on this machine: {', '.join(mutant.tests)}")
-    assert why_it_survives(mutant, outcome) is None
+    assert explain_survival(mutant, outcome) is None
 
 
-def test_every_target_and_every_test_of_a_mutant_exists() -> None:
+def test_mutant_targets_and_tests_exist() -> None:
     for mutant in MUTANTS.values():
         if mutant.can_be_applied:
             find_target(mutant.target)
@@ -42,26 +42,26 @@ def test_every_target_and_every_test_of_a_mutant_exists() -> None:
             assert not function or f"def {function.partition('[')[0].rpartition('::')[2]}(" in text, test
 
 
-def fail_with(rank: int, mutant: str | None) -> str:
+def run_with_mutant(rank: int, mutant: str | None) -> str:
     """Apply the mutant in this process, run the test that detects it, and return its error."""
     if mutant is not None:
-        apply(MUTANTS[mutant])
+        apply_mutant(MUTANTS[mutant])
     try:
-        test_layers.test_column_then_row_equals_two_linears(2)
+        test_layers.test_column_then_row_matches_two_linears(2)
     except AssertionError as error:
         return str(error)
     return ""
 
 
-def test_one_mutant_is_killed_and_its_test_passes_without_it() -> None:
+def test_quick_mutant_is_killed_and_unmodified_test_passes() -> None:
     """The small sibling of the slow tests, without pytest and the process that forks it."""
-    assert run_ranks(1, fail_with, None, init=False) == [""]
-    assert run_ranks(1, fail_with, QUICK, init=False) != [""]
+    assert run_ranks(1, run_with_mutant, None, init=False) == [""]
+    assert run_ranks(1, run_with_mutant, QUICK_MUTANT, init=False) != [""]
 
 
 @pytest.mark.slow
-def test_a_mutant_leaves_nothing_in_the_runner(runner: Runner) -> None:
-    mutant = MUTANTS[QUICK]
+def test_runner_is_unchanged_after_mutant(runner: Runner) -> None:
+    mutant = MUTANTS[QUICK_MUTANT]
     assert_killed(mutant, runner)
     assert runner.run(mutant.tests).code == 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.evaluation.scoring import Row
-from megatron.evaluation.scoring import row_of as make_row
+from megatron.evaluation.scoring import make_row as make_row
 from tests.mutants.mutant import mutant
 
 CHAT = "tests/tokenizer/test_chat.py"
@@ -21,10 +21,10 @@ SCORING = "tests/evaluation/test_scoring.py"
 LM = "tests/evaluation/test_lm.py"
 TEXTS = "tests/evaluation/test_texts.py"
 
-LOSS_MASK = f"{CHAT}::test_the_loss_mask_of_a_marked_template_is_that_of_transformers"
-SCORES = f"{SCORING}::test_scores_are_those_of_one_token_at_a_time[gpt2]"
-EACH_TOKEN_ONCE = f"{SCORING}::test_each_token_of_a_text_is_scored_once"
-OTHER_WARPERS = f"{SAMPLING}::test_the_same_tokens_are_left_out_as_by_hugging_faces_warpers"
+LOSS_MASK = f"{CHAT}::test_loss_mask_of_marked_template_equals_transformers"
+SCORES = f"{SCORING}::test_scores_equal_token_by_token_reference[gpt2]"
+EACH_TOKEN_ONCE = f"{SCORING}::test_rolling_rows_score_each_token_once"
+OTHER_WARPERS = f"{SAMPLING}::test_filtered_tokens_equal_hugging_face_warpers"
 
 
 # Tokenizers and chat templates.
@@ -32,25 +32,25 @@ OTHER_WARPERS = f"{SAMPLING}::test_the_same_tokens_are_left_out_as_by_hugging_fa
 
 @mutant(
     "megatron.tokenizer.tokenizer:Tokenizer.sentinel_ids",
-    "tests/tokenizer/test_t5.py::test_sentinels_are_those_of_hugging_face_from_either_file",
+    "tests/tokenizer/test_t5.py::test_sentinels_equal_hugging_face_from_either_file",
 )
 def sentinels_have_the_reverse_order(original: Any) -> Any:
     return property(lambda self: original.__get__(self)[::-1])
 
 
-@mutant("megatron.tokenizer.chinese_words:to_pieces", f"{CPM}::test_cpm1_ids_are_those_of_jieba_and_sentencepiece")
+@mutant("megatron.tokenizer.chinese_words:replace_spaces", f"{CPM}::test_cpm1_ids_equal_jieba_and_sentencepiece")
 def line_ends_are_spaces(original: Any) -> Any:
     return lambda text: original(text.replace("\n", " "))
 
 
-@mutant("megatron.tokenizer.cpm:_Words._longest_matches", f"{CPM}::test_cpm2_ids_are_the_longest_matches_of_each_word")
+@mutant("megatron.tokenizer.cpm:_WordCache._longest_matches", f"{CPM}::test_cpm2_ids_are_longest_matches_of_each_word")
 def words_are_matched_by_character(original: Any) -> Any:
     return lambda self, word: [token for character in word for token in original(self, character)]
 
 
 @mutant(
-    "megatron.tokenizer.identity:library_facts",
-    "tests/tokenizer/test_identity.py::test_a_file_that_gives_other_ids_is_another_tokenizer[a normalizer]",
+    "megatron.tokenizer.identity:library_identity_values",
+    "tests/tokenizer/test_identity.py::test_changed_ids_change_identity[a normalizer]",
 )
 def identity_ignores_the_normalizer(original: Any) -> Any:
     return lambda description, normalizer, pre_tokenizer: original(description, None, pre_tokenizer)
@@ -65,14 +65,12 @@ def loss_mask_of_a_turn_starts_one_token_late(original: Any) -> Any:
     return overlap
 
 
-@mutant("megatron.tokenizer.chat:_block_has_loss", f"{CHAT}::test_a_turn_without_loss_is_rendered_and_has_none")
+@mutant("megatron.tokenizer.chat:_block_has_loss", f"{CHAT}::test_zero_loss_turn_is_rendered_without_loss")
 def turns_of_weight_zero_have_a_loss(original: Any) -> Any:
     return lambda context, has_loss: True
 
 
-@mutant(
-    "megatron.tokenizer.huggingface:LibraryTokenizer.encode_rendered", f"{CHAT}::test_the_ids_are_those_of_transformers"
-)
+@mutant("megatron.tokenizer.huggingface:LibraryTokenizer.encode_rendered", f"{CHAT}::test_ids_equal_transformers")
 def control_tokens_of_a_template_are_text(original: Any) -> Any:
     def encode_rendered(self: Any, text: str) -> Any:
         encoding = self._library.encode(text, add_special_tokens=False)
@@ -94,22 +92,20 @@ def top_k_keeps_one_more_token(original: Any) -> Any:
     return lambda logits, sampling: original(logits, replace(sampling, top_k=sampling.top_k and sampling.top_k + 1))
 
 
-@mutant("megatron.generate.sampling:uniform", f"{SAMPLING}::test_numbers_are_even_and_differ_by_seed_row_and_step")
+@mutant("megatron.generate.sampling:uniform", f"{SAMPLING}::test_uniform_numbers_depend_on_seed_row_and_step")
 def every_step_draws_the_same_number(original: Any) -> Any:
     return lambda seed, key, step: original(seed, key, 0)
 
 
 @mutant(
-    "megatron.generate.sampling:_own_best",
-    "tests/generate/test_likeliest.py::test_the_lowest_of_the_largest_wins_in_every_cut_and_padding_never",
+    "megatron.generate.sampling:_local_best",
+    "tests/generate/test_likeliest.py::test_argmax_picks_lowest_of_ties_and_never_padding",
 )
 def tokens_of_each_rank_start_at_zero(original: Any) -> Any:
     return lambda logits, start: original(logits, 0)
 
 
-@mutant(
-    "megatron.generate.decode:generate", f"{LOOP}::test_each_row_ends_with_its_own_end_or_limit_and_is_read_no_more"
-)
+@mutant("megatron.generate.decode:generate", f"{LOOP}::test_rows_stop_at_eos_or_limit_and_are_not_read_further")
 def generation_continues_after_the_end_token(original: Any) -> Any:
     return lambda part, read, starts, **options: original(part, read, starts, **{**options, "eos_id": None})
 
@@ -119,27 +115,27 @@ def generation_continues_after_the_end_token(original: Any) -> Any:
 
 @mutant("megatron.evaluation.scoring:score_rows", SCORES)
 def scores_have_the_order_of_their_lengths(original: Any) -> Any:
-    def score_rows(part: Any, rows: Sequence[Row], **options: Any) -> list[Any]:
-        scores = original(part, rows, **options)
+    def score_rows(stage: Any, rows: Sequence[Row], **options: Any) -> list[Any]:
+        scores = original(stage, rows, **options)
         return [scores[idx] for idx in sorted(range(len(rows)), key=lambda idx: -len(rows[idx].tokens))]
 
     return score_rows
 
 
-@mutant("megatron.evaluation.scoring:_of_positions", SCORES)
+@mutant("megatron.evaluation.scoring:_score_positions", SCORES)
 def tokens_are_predicted_from_the_position_before(original: Any) -> Any:
-    def of_positions(part: Any, reader: Any, x: Any, picked: list[int], *args: Any) -> torch.Tensor:
-        return original(part, reader, x, [max(position - 1, 0) for position in picked], *args)
+    def score_positions(stage: Any, reader: Any, x: Any, positions: list[int], *args: Any) -> torch.Tensor:
+        return original(stage, reader, x, [max(position - 1, 0) for position in positions], *args)
 
-    return of_positions
+    return score_positions
 
 
-@mutant("megatron.evaluation.scoring:row_of", f"{SCORING}::test_a_context_that_is_too_long_loses_its_beginning")
+@mutant("megatron.evaluation.scoring:make_row", f"{SCORING}::test_long_context_is_truncated_from_left")
 def long_contexts_lose_their_end(original: Any) -> Any:
-    def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
+    def shortened_row(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
         return original(context[: max_length + 1 - len(continuation)], continuation, max_length)
 
-    return row_of
+    return shortened_row
 
 
 @mutant("megatron.evaluation.scoring:rolling_rows", EACH_TOKEN_ONCE)
@@ -151,7 +147,7 @@ def last_window_of_a_text_scores_tokens_again(original: Any) -> Any:
     return rolling_rows
 
 
-@mutant("megatron.evaluation.lm:DecoderLM.row", f"{LM}::test_words_may_be_cut_anywhere", needs="lm_eval")
+@mutant("megatron.evaluation.lm:DecoderLM.request_row", f"{LM}::test_texts_can_be_split_anywhere", needs="lm_eval")
 def continuation_is_encoded_without_its_context(original: Any) -> Any:
     def row(self: Any, context: str, continuation: str) -> Row:
         return make_row(self.encode(context), self.encode(continuation), self.model.max_length)
@@ -159,12 +155,12 @@ def continuation_is_encoded_without_its_context(original: Any) -> Any:
     return row
 
 
-@mutant("megatron.evaluation.texts:TextScore.bits_per_byte", f"{TEXTS}::test_numbers_follow_from_nats_tokens_and_bytes")
+@mutant("megatron.evaluation.texts:TextScore.bits_per_byte", f"{TEXTS}::test_metrics_follow_from_nats_tokens_and_bytes")
 def bits_per_byte_are_nats(original: Any) -> Any:
     return property(lambda self: self.nats / self.bytes if self.bytes else math.nan)
 
 
-@mutant("megatron.evaluation.texts:documents", f"{TEXTS}::test_each_kind_of_file_has_its_documents")
+@mutant("megatron.evaluation.texts:read_documents", f"{TEXTS}::test_each_file_format_yields_its_documents")
 def characters_are_counted_as_bytes(original: Any) -> Any:
     def documents(path: Any, tokenizer: Any, field: str = "text") -> Any:
         for document in original(path, tokenizer, field):

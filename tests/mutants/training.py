@@ -18,12 +18,12 @@ DATA_ORDER = "tests/training/test_data_order.py"
 LENGTHS = "tests/training/test_sample_lengths.py"
 RAMP = "tests/config/test_rampup.py"
 
-SKIPPED = f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate"
-ORDER_OF_CALLS = f"{LOOP}::test_report_then_evaluate_then_save_then_stop"
-MEAN_LOSS = f"{LOOP}::test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean"
-CORPORA = f"{LOOP}::test_several_corpora_are_evaluated_one_by_one_and_weighed"
-RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_bit_the_same"
-OTHER_LAYOUTS = "tests/training/test_reshard.py::test_some_layouts_load_what_others_saved"
+SKIPPED = f"{LOOP}::test_skipped_step_consumes_samples_but_not_learning_rate"
+ORDER_OF_CALLS = f"{LOOP}::test_step_order_is_log_evaluate_save_stop"
+MEAN_LOSS = f"{LOOP}::test_evaluation_restarts_at_first_sample_and_returns_mean"
+CORPORA = f"{LOOP}::test_corpora_are_evaluated_separately_and_weighted"
+RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_equals_uninterrupted_run_bitwise"
+OTHER_LAYOUTS = "tests/training/test_reshard.py::test_gpt2_reshards_between_selected_layouts"
 
 
 # Position and learning rate.
@@ -31,7 +31,7 @@ OTHER_LAYOUTS = "tests/training/test_reshard.py::test_some_layouts_load_what_oth
 
 @mutant(
     "megatron.training.trainer:Trainer.open_batches",
-    f"{LOOP}::test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped",
+    f"{LOOP}::test_run_resumes_at_saved_sample_and_learning_rate",
 )
 def resumed_run_trains_on_the_first_samples(original: Any) -> Any:
     def open_batches(self: Any) -> Any:
@@ -45,7 +45,9 @@ def resumed_run_trains_on_the_first_samples(original: Any) -> Any:
 def consumed_samples_omit_the_accumulation(original: Any) -> Any:
     def train_step(self: Any) -> Any:
         result = original(self)
-        self.progress.samples_consumed -= self.samples.count - self.samples.micro_batch_size * self.samples.replicas
+        self.progress.samples_consumed -= (
+            self.samples.num_samples - self.samples.micro_batch_size * self.samples.replicas
+        )
         return result
 
     return train_step
@@ -68,7 +70,7 @@ def learning_rate_is_one_step_late(original: Any) -> Any:
 
 @mutant(
     "megatron.training.train_progress:TrainProgress.samples_updated",
-    f"{LENGTHS}::test_skipped_steps_count_their_samples_and_hold_the_rate",
+    f"{LENGTHS}::test_skipped_steps_consume_samples_without_advancing_rate",
 )
 def learning_rate_by_samples_counts_skipped_samples(original: Any) -> Any:
     return property(lambda self: self.samples_consumed)
@@ -79,7 +81,7 @@ def learning_rate_by_samples_counts_skipped_samples(original: Any) -> Any:
 
 @mutant(
     "megatron.config.batch_rampup:BatchSizes.at",
-    f"{RAMP}::test_the_batch_grows_by_increments_until_the_samples_are_reached",
+    f"{RAMP}::test_batch_grows_by_increments",
 )
 def batch_grows_one_sample_early(original: Any) -> Any:
     return lambda self, samples_consumed: original(self, samples_consumed + 1)
@@ -87,7 +89,7 @@ def batch_grows_one_sample_early(original: Any) -> Any:
 
 @mutant(
     "megatron.config.batch_rampup:BatchSizes.consumed_after",
-    f"{RAMP}::test_samples_after_many_steps_are_those_of_single_steps",
+    f"{RAMP}::test_consumed_after_matches_step_by_step_sum",
 )
 def ramp_is_left_out_of_the_samples_of_a_run(original: Any) -> Any:
     return lambda self, steps, samples_consumed=0: samples_consumed + steps * self.full
@@ -95,13 +97,13 @@ def ramp_is_left_out_of_the_samples_of_a_run(original: Any) -> Any:
 
 @mutant(
     "megatron.config.batch_rampup:BatchSizes.steps_within",
-    "tests/config/test_run_length.py::test_of_several_limits_the_first_one_ends_the_run",
+    "tests/config/test_run_length.py::test_first_limit_ends_run",
 )
 def last_step_exceeds_the_limit_of_samples(original: Any) -> Any:
     return lambda self, samples, samples_consumed=0: self.steps_until(samples, samples_consumed)
 
 
-@mutant("megatron.training.step_samples:StepSamples.share", f"{GUARD}::test_samples_are_named_as_replicas_read_them")
+@mutant("megatron.training.step_samples:StepSamples.share", f"{GUARD}::test_step_samples_name_samples_of_each_replica")
 def replicas_are_named_with_the_samples_of_the_first(original: Any) -> Any:
     return lambda self, replica: original(self, 0)
 
@@ -142,19 +144,21 @@ def corpora_count_alike_in_the_evaluated_loss(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.data:RunData.batches", f"{DATA_ORDER}::test_an_evaluation_reads_whole_batches_whatever_the_ramp"
+    "megatron.training.data:RunData.batches", f"{DATA_ORDER}::test_evaluation_reads_full_batches_during_batch_size_ramp"
 )
 def evaluation_reads_the_small_batches_of_a_ramp(original: Any) -> Any:
-    def batches(self: Any, kind: str, config: Any, world: Any, *args: Any, **options: Any) -> Any:
-        with mock.patch("megatron.training.data.BatchSizes", lambda full: config.batch.sizes(world.grid.data.size)):
-            return original(self, kind, config, world, *args, **options)
+    def batches(self: Any, split: str, config: Any, world: Any, *args: Any, **options: Any) -> Any:
+        with mock.patch(
+            "megatron.training.data.BatchSizes", lambda full: config.batch.batch_sizes(world.grid.data.size)
+        ):
+            return original(self, split, config, world, *args, **options)
 
     return batches
 
 
 @mutant(
     "megatron.training.single_stage_engine:SingleStageEngine.evaluate_batch",
-    f"{LOOP}::test_evaluation_drops_nothing[1]",
+    f"{LOOP}::test_evaluation_applies_no_dropout[1]",
 )
 def evaluation_uses_dropout(original: Any) -> Any:
     def evaluate_batch(self: Any, data: Any) -> float:
@@ -169,7 +173,7 @@ def evaluation_uses_dropout(original: Any) -> Any:
 
 @mutant(
     "megatron.training.data:RunData.use_order",
-    f"{DATA_ORDER}::test_after_a_change_of_weights_no_corpus_repeats_what_it_gave",
+    f"{DATA_ORDER}::test_blend_weight_change_repeats_no_samples",
 )
 def data_set_ignores_the_resumed_order(original: Any) -> Any:
     def use_order(self: Any, order: Any) -> None:
@@ -180,15 +184,15 @@ def data_set_ignores_the_resumed_order(original: Any) -> Any:
 
 @mutant(
     "megatron.training.data_resume:_length_ratio",
-    f"{DATA_ORDER}::test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus[4-carried0-96]",
+    f"{DATA_ORDER}::test_new_length_resumes_each_corpus_after_its_consumed_tokens[4-expected_cursors0-96]",
 )
 def cursors_ignore_a_changed_sequence_length(original: Any) -> Any:
     return lambda state, tokens_per_sample: SAME_LENGTH
 
 
 @mutant(
-    "megatron.training.restore_options:RestoreOptions.of",
-    "tests/training/test_resume_rules.py::test_what_each_flag_takes_up",
+    "megatron.training.restore_options:RestoreOptions.from_flags",
+    "tests/training/test_resume_rules.py::test_flags_select_restored_state",
 )
 def weights_only_restores_the_optimizer(original: Any) -> Any:
     return lambda cls, flags: original(cls, replace(flags, load_weights_only=False))
@@ -206,13 +210,13 @@ def random_states_are_not_restored(original: Any) -> Any:
 
 @mutant("megatron.training.state_records:restore_rng", f"{RESUME}[1-1-2]")
 def every_rank_restores_the_random_states_of_rank_0(original: Any) -> Any:
-    return lambda checkpoint, world: original(checkpoint, SimpleNamespace(kind=world.kind, rank=0))
+    return lambda checkpoint, world: original(checkpoint, SimpleNamespace(device_type=world.device_type, rank=0))
 
 
 @mutant("megatron.training.capture:capture", f"{RESUME}[1-1-1]")
 def weights_are_rounded_when_saved(original: Any) -> Any:
-    def capture(*args: Any, **parts: Any) -> Any:
-        captured = original(*args, **parts)
+    def capture(*args: Any, **components: Any) -> Any:
+        captured = original(*args, **components)
         for i, record in enumerate(captured.records):
             if record.name.startswith("weights/"):
                 captured.records[i] = replace(record, tensor=record.tensor.bfloat16().to(record.tensor.dtype))
@@ -234,8 +238,8 @@ def model_continues_with_its_initial_weights(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.callbacks.stability_guard:StabilityGuard._worst",
-    f"{GUARD}::test_what_one_rank_finds_bad_is_bad_for_all",
+    "megatron.training.callbacks.stability_guard:StabilityGuard._max_over_ranks",
+    f"{GUARD}::test_anomaly_on_one_rank_is_anomaly_on_all_ranks",
 )
 def each_rank_judges_by_its_own_loss(original: Any) -> Any:
     return lambda self, value: value
@@ -243,7 +247,7 @@ def each_rank_judges_by_its_own_loss(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.running_statistics:RunningStatistics.limit",
-    f"{GUARD}::test_the_limit_is_the_mean_and_so_many_deviations_of_the_last_values",
+    f"{GUARD}::test_limit_is_mean_plus_sigma_deviations_of_window",
 )
 def limit_of_the_guard_ignores_the_deviations(original: Any) -> Any:
     return lambda self: self.mean() * (1 + self.sigma * 1e-3)
@@ -251,30 +255,30 @@ def limit_of_the_guard_ignores_the_deviations(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.running_statistics:RunningStatistics.add",
-    f"{GUARD}::test_a_value_that_is_not_finite_is_bad_from_the_start_and_never_counts",
+    f"{GUARD}::test_nonfinite_value_is_anomalous_and_excluded_from_statistics",
 )
 def nonfinite_losses_enter_the_statistics(original: Any) -> Any:
     return lambda self, value: self.values.append(value)
 
 
 @mutant(
-    "megatron.training.callbacks.stability_guard:StabilityGuard._go_back",
-    f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[pipe]",
+    "megatron.training.callbacks.stability_guard:StabilityGuard._roll_back",
+    f"{GUARD}::test_anomalous_steps_roll_back_and_skip_their_samples[pipe]",
 )
 def rollback_repeats_the_anomalous_samples(original: Any) -> Any:
-    def go_back(self: Any, reason: str) -> None:
+    def roll_back(self: Any, reason: str) -> None:
         original(self, reason)
         self.trainer.progress.samples_consumed -= self.trainer.progress.samples_skipped
 
-    return go_back
+    return roll_back
 
 
 @mutant(
     "megatron.training.callbacks.stability_journal:EventLog.__init__",
-    f"{GUARD}::test_the_journal_keeps_what_belongs_to_a_checkpoint",
+    f"{GUARD}::test_journal_is_truncated_to_checkpoint_and_retries_failed_writes",
 )
 def journal_has_records_twice_after_a_resume(original: Any) -> Any:
-    return lambda self, folder, known=0: original(self, folder, 10**9)
+    return lambda self, folder, num_known=0: original(self, folder, 10**9)
 
 
 # Metrics and comparisons.
@@ -287,7 +291,7 @@ def perplexity_is_a_power_of_two(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.metrics_writer:MetricsWriter.truncate_to_step",
-    "tests/training/test_metrics_files.py::test_going_back_drops_what_comes_again",
+    "tests/training/test_metrics_files.py::test_truncate_to_step_drops_later_records",
 )
 def rollback_leaves_metrics_of_abandoned_steps(original: Any) -> Any:
     return lambda self, step: None
@@ -295,7 +299,7 @@ def rollback_leaves_metrics_of_abandoned_steps(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.replica_check:checksum",
-    "tests/training/test_drift.py::test_every_flipped_bit_changes_the_checksum",
+    "tests/training/test_drift.py::test_flipped_bit_changes_checksum",
 )
 def checksum_of_a_weight_covers_its_first_half(original: Any) -> Any:
     return lambda tensor: original(tensor.reshape(-1)[: -(-tensor.numel() // 2)])
@@ -303,7 +307,7 @@ def checksum_of_a_weight_covers_its_first_half(original: Any) -> Any:
 
 @mutant(
     "megatron.training.callbacks.speed_monitor:Rates.flops_of_sample",
-    "tests/training/test_plan.py::test_rates_count_pieces_as_samples_of_their_length",
+    "tests/training/test_plan.py::test_rates_count_chunks_as_samples_of_chunk_length",
 )
 def pieces_have_the_flops_of_a_whole_sample(original: Any) -> Any:
     return lambda self, length: self.flops_per_sample

@@ -10,44 +10,46 @@ import torch.nn.functional as F
 
 from megatron.ops import activations
 from megatron.ops.activations import gelu
-from tests.helpers.whole import random
+from tests.helpers.whole import random_tensor
 
 
-def outcome(function: Any, approximate: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def run_with_gradient(function: Any, approximate: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """Return output and gradient, for small numbers and for large ones."""
-    x = (random(1, 3, 40) * torch.tensor([[0.1], [1.0], [20.0]])).to(dtype).requires_grad_()
+    x = (random_tensor(1, 3, 40) * torch.tensor([[0.1], [1.0], [20.0]])).to(dtype).requires_grad_()
     y = function(x, approximate=approximate)
-    y.backward(random(2, 3, 40).to(dtype))
+    y.backward(random_tensor(2, 3, 40).to(dtype))
     assert x.grad is not None
     return [y.detach(), x.grad]
 
 
-def compiled(seen: list[str]) -> Any:
-    """Return our GELU in a graph of its own, whose operators go to ``seen``."""
+def compile_gelu(operators: list[str]) -> Any:
+    """Return our GELU in a graph of its own, whose operators go to ``operators``."""
 
-    def keep(graph: Any, _: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    def record(graph: Any, _: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    return torch.compile(gelu, backend=keep, dynamic=False)
+    return torch.compile(gelu, backend=record, dynamic=False)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_it_is_torchs_compiled_or_not(approximate: str) -> None:
-    seen: list[str] = []
-    wanted = outcome(F.gelu, approximate)
-    assert all(torch.equal(*pair) for pair in zip(outcome(gelu, approximate), wanted, strict=True))
-    for own, torchs in zip(outcome(compiled(seen), approximate), wanted, strict=True):
-        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-14)
-    assert any("megatron_tds.gelu" in name for name in seen) == (approximate == "none")
+def test_gelu_matches_torch_eager_and_compiled(approximate: str) -> None:
+    operators: list[str] = []
+    torch_results = run_with_gradient(F.gelu, approximate)
+    assert all(torch.equal(*pair) for pair in zip(run_with_gradient(gelu, approximate), torch_results, strict=True))
+    for actual, expected in zip(run_with_gradient(compile_gelu(operators), approximate), torch_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert any("megatron_tds.gelu" in name for name in operators) == (approximate == "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_rounded_once_when_compiled(dtype: torch.dtype) -> None:
-    for own, torchs in zip(outcome(compiled([]), "tanh", dtype), outcome(F.gelu, "tanh", dtype), strict=True):
-        torch.testing.assert_close(own, torchs, rtol=torch.finfo(dtype).eps, atol=1e-6)
+def test_compiled_16_bit_gelu_rounds_once(dtype: torch.dtype) -> None:
+    for actual, expected in zip(
+        run_with_gradient(compile_gelu([]), "tanh", dtype), run_with_gradient(F.gelu, "tanh", dtype), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_the_operator_is_what_torch_wants_of_one() -> None:
-    for x in (random(1, 3, 4), random(1, 3, 4).t(), random(1, 3, 4)[:, ::2]):
+def test_operator_passes_opcheck() -> None:
+    for x in (random_tensor(1, 3, 4), random_tensor(1, 3, 4).t(), random_tensor(1, 3, 4)[:, ::2]):
         torch.library.opcheck(activations._gelu, (x.requires_grad_(),))

@@ -9,13 +9,13 @@ from megatron.errors import ConfigError
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import Shard, set_shard
 from megatron.optim import build_optimizer
-from megatron.optim.param_groups import LEAST_WEIGHT, MATRIX_EPS, VECTOR_EPS, decay_groups
+from megatron.optim.param_groups import MATRIX_EPS, MIN_WEIGHT_RMS, VECTOR_EPS, decay_groups
 from tests.optim.test_mixed_precision import loss_of, weights
 
 LR = 1e-2
 
 
-def run_ours(parameters, steps, factor=1.0, **settings):
+def run_optimizer(parameters, steps, factor=1.0, **settings):
     optimizer = build_optimizer(parameters, name="adafactor", **{"lr": LR, "weight_decay": 0.1, **settings})
     for step in range(steps):
         loss_of(parameters, step, factor).backward()
@@ -23,17 +23,17 @@ def run_ours(parameters, steps, factor=1.0, **settings):
     return optimizer
 
 
-def test_fp32_without_clipping_is_torchs_adafactor_bit_for_bit():
-    ours, theirs = weights(), weights()
-    run_ours(ours, 10)
-    matrices, vectors = decay_groups(theirs, 0.1)
-    matrices["eps"], vectors["eps"] = (MATRIX_EPS, LEAST_WEIGHT), (VECTOR_EPS, LEAST_WEIGHT)
+def test_fp32_without_clipping_is_bitwise_torch_adafactor():
+    parameters, reference = weights(), weights()
+    run_optimizer(parameters, 10)
+    matrices, vectors = decay_groups(reference, 0.1)
+    matrices["eps"], vectors["eps"] = (MATRIX_EPS, MIN_WEIGHT_RMS), (VECTOR_EPS, MIN_WEIGHT_RMS)
     optimizer = torch.optim.Adafactor([matrices, vectors], lr=LR)
     for step in range(10):
         optimizer.zero_grad()
-        loss_of(theirs, step).backward()
+        loss_of(reference, step).backward()
         optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parameters, reference, strict=True))
 
 
 def paper_step(weight, gradient, rows, columns, n, lr):
@@ -49,21 +49,21 @@ def paper_step(weight, gradient, rows, columns, n, lr):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-8], ids=["gradients of 1", "gradients of 1e-8"])
-def test_a_matrix_moves_as_the_paper_says_with_gradients_of_any_size(factor):
+def test_matrix_update_matches_paper_for_any_gradient_scale(factor):
     """torch's own epsilon would let the running means act no longer at the smaller size."""
     weight = torch.nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    wanted, rows, columns = weight.detach().clone(), torch.zeros(5).double(), torch.zeros(4).double()
+    expected, rows, columns = weight.detach().clone(), torch.zeros(5).double(), torch.zeros(4).double()
     optimizer = build_optimizer([weight], name="adafactor", lr=LR, dtype=torch.float64)
     for n in range(1, 9):
-        size = factor * (1.0 if n % 2 else 0.1)  # such that the update is cut in some steps and not in others
-        gradient = size * torch.randn(5, 4, generator=torch.Generator().manual_seed(10 + n), dtype=torch.float64)
-        wanted, rows, columns = paper_step(wanted, gradient, rows, columns, n, LR)
+        scale = factor * (1.0 if n % 2 else 0.1)  # such that the update is cut in some steps and not in others
+        gradient = scale * torch.randn(5, 4, generator=torch.Generator().manual_seed(10 + n), dtype=torch.float64)
+        expected, rows, columns = paper_step(expected, gradient, rows, columns, n, LR)
         weight.grad = gradient
         optimizer.step()
-        assert (weight - wanted).abs().max() <= 1e-13, n
+        assert (weight - expected).abs().max() <= 1e-13, n
 
 
-def test_a_step_moves_a_weight_by_the_rate_times_its_own_size():
+def test_update_is_rate_times_weight_rms():
     weight = torch.nn.Parameter(torch.full((4, 4), 3.0))
     optimizer = build_optimizer([weight], name="adafactor", lr=LR)
     weight.sum().backward()
@@ -76,7 +76,7 @@ def test_a_step_moves_a_weight_by_the_rate_times_its_own_size():
     assert torch.equal(weight, before), "the rate is the one given"
 
 
-def test_rows_columns_and_vectors_that_no_gradient_reaches_stay_as_they_are():
+def test_weights_without_gradients_do_not_move():
     table, bias = torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer([table, bias], name="adafactor", lr=LR)
     for _ in range(3):
@@ -87,33 +87,35 @@ def test_rows_columns_and_vectors_that_no_gradient_reaches_stay_as_they_are():
     assert (table[:2, :3] < 1).all()
 
 
-def test_a_vector_does_not_walk_by_rounding():
+def test_vector_does_not_drift_by_rounding():
     """The keys' bias of attention: its gradient is zero in exact arithmetic."""
     bias = torch.nn.Parameter(torch.zeros(4))
     optimizer = build_optimizer([bias], name="adafactor", lr=LR)
     bias.grad = 1e-14 * torch.tensor([1.0, -2.0, 0.5, 3.0])
     optimizer.step()
-    assert 0 < bias.detach().abs().max() <= 1e-5 * LR * LEAST_WEIGHT
+    assert 0 < bias.detach().abs().max() <= 1e-5 * LR * MIN_WEIGHT_RMS
 
 
-def test_a_bf16_weight_has_a_master_and_means_in_fp32():
-    small, exact = weights(), weights()
-    optimizer = run_ours(small, 1, dtype=torch.bfloat16)
-    run_ours(exact, 1)
-    for parameter, other in zip(small, exact, strict=True):
-        master = optimizer.main_param_of(parameter)
-        assert parameter.dtype == torch.bfloat16 and master.dtype == torch.float32
-        assert all(value.dtype == torch.float32 for value in optimizer.inner.state[master].values())
-        assert torch.equal(parameter, master.bfloat16())
-        assert (master - other).abs().max() <= 0.05 * LR * other.abs().max() and not torch.equal(master, parameter)
+def test_bf16_weight_has_fp32_main_param_and_moments():
+    bf16_weights, fp32_weights = weights(), weights()
+    optimizer = run_optimizer(bf16_weights, 1, dtype=torch.bfloat16)
+    run_optimizer(fp32_weights, 1)
+    for parameter, fp32_weight in zip(bf16_weights, fp32_weights, strict=True):
+        main_param = optimizer.main_param_of(parameter)
+        assert parameter.dtype == torch.bfloat16 and main_param.dtype == torch.float32
+        assert all(value.dtype == torch.float32 for value in optimizer.inner.state[main_param].values())
+        assert torch.equal(parameter, main_param.bfloat16())
+        assert (main_param - fp32_weight).abs().max() <= 0.05 * LR * fp32_weight.abs().max() and not torch.equal(
+            main_param, parameter
+        )
 
 
-def test_weights_that_are_cut_are_refused_with_what_to_do():
+def test_tensor_parallel_weights_are_rejected():
     with pytest.raises(ValueError, match="adafactor requires --model-parallel-size 1, got 2: .* Use --optimizer adamw"):
         build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], name="adafactor", tensor=Group((0, 1), 0))
 
 
-def test_a_weight_with_padded_rows_is_refused():
+def test_padded_rows_are_rejected():
     """torch's Adafactor would count them in the size of the weight, that of its update and the columns' means."""
     table = set_shard(torch.nn.Parameter(torch.ones(6, 4)), Shard((5, 4), 0, 0, 5))
     with pytest.raises(ConfigError, match="got 6 rows of which 5 are real. Omit --make-vocab-size-divisible-by"):

@@ -24,7 +24,7 @@ from megatron.training.setup import build_engine
 from megatron.training.state_records import make_moments
 from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
+from tests.helpers.layouts import GLOBAL_BATCH, VOCAB, check_fp64, compare_layout, make_flags, split_global_batch
 from tests.helpers.saved_states import load_state, save_state
 
 ADAFACTOR = "--optimizer adafactor --weight-decay 0.01"
@@ -37,33 +37,33 @@ T5 = (
 
 
 @pytest.mark.parametrize(
-    ("pipe", "data"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 2), (4, 1), (2, 2)])]
+    ("pipe", "data"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2), (4, 1), (2, 2)])]
 )
-def test_every_layout_trains_the_weights_of_one_process(pipe: int, data: int) -> None:
-    found = difference(1, pipe, data, 4, FP64)
-    check_fp64(found)
-    assert found.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
+def test_every_layout_matches_single_process_weights(pipe: int, data: int) -> None:
+    result = compare_layout(1, pipe, data, 4, FP64)
+    check_fp64(result)
+    assert result.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
 
 
-def started(rank: int, family: str, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any, Any]:
+def build_training(rank: int, family: str, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any, Any]:
     """Return configuration, world, engine and training data of this rank."""
-    micro, gas = batches(data, 4)
-    argv, script, defaults = flags(1, pipe, micro=micro, gas=gas, extra=extra), pretrain_gpt2, None
+    micro, gas = split_global_batch(data, 4)
+    argv, script, defaults = make_flags(1, pipe, micro_batch_size=micro, gas=gas, extra=extra), pretrain_gpt2, None
     if family == "t5":
         layout = f"--pipe-parallel-size {pipe} --batch-size {micro} --gas {gas} {extra}"
         argv, script, defaults = [*T5, *layout.split()], pretrain_t5, pretrain_t5.DEFAULTS
     config = parse(argv, world_size=pipe * data, family=family, defaults=defaults).with_vocab(VOCAB)
-    here = initialize.start(config)
-    streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
+    world = initialize.start(config)
+    streams = DropoutStreams(config.run.seed, world.grid.data, world.grid.tensor)
     global_vars.set_current(config, mock_tokenizer(config), streams)
-    engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
-    return config, here, engine, RunData({"train": random_data(config)} if here.reads_data else {}, None)
+    engine = build_engine(config, world, streams, script.model_provider, script.forward_step)
+    return config, world, engine, RunData({"train": random_data(config)} if world.reads_data else {}, None)
 
 
-def trained(engine: Any, config: Any, here: Any, data: Any, first: int, last: int) -> list[str]:
-    """Train steps ``first`` to ``last``; return the loss of each as a hexadecimal number."""
-    given = data.batches("train", config, here, first * GLOBAL_BATCH)
-    return [float(engine.train_step(given, step).loss).hex() for step in range(first, last)]
+def train_losses(engine: Any, config: Any, world: Any, data: Any, first_step: int, last_step: int) -> list[str]:
+    """Train steps ``first_step`` to ``last_step``; return the loss of each as a hexadecimal number."""
+    train_batches = data.batches("train", config, world, first_step * GLOBAL_BATCH)
+    return [float(engine.train_step(train_batches, step).loss).hex() for step in range(first_step, last_step)]
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -71,63 +71,61 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: optimizer.main_param_of(p).detach().clone() for name, p in named_parameters(engine.module)}
 
 
-def save_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
+def save_and_continue(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
     """Train three steps, save, train two more."""
-    config, here, engine, source = started(rank, family, pipe, data, extra)
-    trained(engine, config, here, source, 0, 3)
+    config, world, engine, source = build_training(rank, family, pipe, data, extra)
+    train_losses(engine, config, world, source, 0, 3)
     progress = TrainProgress(3, 3, 3 * GLOBAL_BATCH)
-    kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
-    save_state(folder, progress, config=config, **kept)
-    return trained(engine, config, here, source, 3, 5), weights_of(engine)
+    state = {"module": engine.module, "optimizer": engine.optimizer, "world": world, "fingerprint": None}
+    save_state(folder, progress, config=config, **state)
+    return train_losses(engine, config, world, source, 3, 5), weights_of(engine)
 
 
-def load_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
+def load_and_continue(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
     """Load, and train the last two steps."""
-    config, here, engine, source = started(rank, family, pipe, data, extra)
-    kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
-    progress = load_state(folder, config=config, **kept)
-    return trained(engine, config, here, source, progress.step, 5), weights_of(engine)
+    config, world, engine, source = build_training(rank, family, pipe, data, extra)
+    state = {"module": engine.module, "optimizer": engine.optimizer, "world": world, "fingerprint": None}
+    progress = load_state(folder, config=config, **state)
+    return train_losses(engine, config, world, source, progress.step, 5), weights_of(engine)
 
 
-SLOW = [("gpt2", 1, 1), ("gpt2", 1, 2), ("gpt2", 2, 1), ("t5", 1, 1), ("t5", 2, 2)]
+SLOW_CASES = [("gpt2", 1, 1), ("gpt2", 1, 2), ("gpt2", 2, 1), ("t5", 1, 1), ("t5", 2, 2)]
 
 
 @pytest.mark.parametrize(
-    ("family", "pipe", "data"), [("t5", 2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("family", "pipe", "data"), [("t5", 2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
-def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(
-    family: str, pipe: int, data: int, tmp_path: Path
-) -> None:
-    given = family, pipe, data, FP32, tmp_path
-    whole = run_ranks(pipe * data, save_and_go_on, *given)
-    resumed = run_ranks(pipe * data, load_and_go_on, *given)
-    for (losses, weights), (losses_again, weights_again) in zip(whole, resumed, strict=True):
+def test_resumed_run_is_bitwise_identical(family: str, pipe: int, data: int, tmp_path: Path) -> None:
+    run_args = family, pipe, data, FP32, tmp_path
+    uninterrupted = run_ranks(pipe * data, save_and_continue, *run_args)
+    resumed = run_ranks(pipe * data, load_and_continue, *run_args)
+    for (losses, weights), (losses_again, weights_again) in zip(uninterrupted, resumed, strict=True):
         assert losses_again == losses
         assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
 
 
-SLOW_MOVES = [((1, 1), each) for each in [(2, 1), (1, 2), (4, 1), (2, 2)]]
+SLOW_MOVES = [((1, 1), case) for case in [(2, 1), (1, 2), (4, 1), (2, 2)]]
 
 
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [((2, 1), (1, 1)), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MOVES)]
+    ("saved", "loaded"), [((2, 1), (1, 1)), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_MOVES)]
 )
-def test_state_of_one_layout_goes_on_in_another(family: str, saved: Any, loaded: Any, tmp_path: Path) -> None:
-    whole = run_ranks(saved[0] * saved[1], save_and_go_on, family, *saved, FP64, tmp_path)
-    wanted = {name: weight for _, weights in whole for name, weight in weights.items()}
-    for losses, weights in run_ranks(loaded[0] * loaded[1], load_and_go_on, family, *loaded, FP64, tmp_path):
+def test_state_loads_into_other_layouts(family: str, saved: Any, loaded: Any, tmp_path: Path) -> None:
+    uninterrupted = run_ranks(saved[0] * saved[1], save_and_continue, family, *saved, FP64, tmp_path)
+    expected = {name: weight for _, weights in uninterrupted for name, weight in weights.items()}
+    for losses, weights in run_ranks(loaded[0] * loaded[1], load_and_continue, family, *loaded, FP64, tmp_path):
         assert [float.fromhex(loss) for loss in losses] == pytest.approx(
-            [float.fromhex(loss) for loss in whole[0][0]], abs=1e-12, rel=0
+            [float.fromhex(loss) for loss in uninterrupted[0][0]], abs=1e-12, rel=0
         )
-        assert all((wanted[name] - weight).abs().max() <= 1e-12 for name, weight in weights.items())
-    _check_names(tmp_path, family)
+        assert all((expected[name] - weight).abs().max() <= 1e-12 for name, weight in weights.items())
+    _check_state_shapes(tmp_path, family)
 
 
-def _check_names(folder: Path, family: str) -> None:
+def _check_state_shapes(folder: Path, family: str) -> None:
     """The file holds the means of each weight, whole."""
-    found = open_latest(folder / CHECKPOINTS, SINGLE)
-    shapes = {name: found.shape(name) for name in found.names() if name.startswith("optimizer/")}
+    checkpoint = open_latest(folder / CHECKPOINTS, SINGLE)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names() if name.startswith("optimizer/")}
     assert shapes["optimizer/row_var/embedding.word.weight"] == (VOCAB, 1)
     assert shapes["optimizer/col_var/embedding.word.weight"] == (1, 32)
     if family == "gpt2":
@@ -136,10 +134,10 @@ def _check_names(folder: Path, family: str) -> None:
         assert shapes["optimizer/row_var/decoder.bias.weight"] == (32, 1)
         assert shapes["optimizer/col_var/decoder.bias.weight"] == (1, 4)
     for name in shapes:
-        assert found.read(name, Shard(shapes[name])).abs().max() > 0, name
+        assert checkpoint.read(name, Shard(shapes[name])).abs().max() > 0, name
 
 
-def test_making_its_state_moves_no_weight() -> None:
+def test_making_state_moves_no_weight() -> None:
     table = torch.nn.Parameter(torch.randn(5, 4))
     bias = torch.nn.Parameter(torch.tensor([1.0, -0.0, 0.0]))
     before = [table.detach().clone(), bias.detach().clone()]

@@ -21,22 +21,22 @@ from megatron.planner.layout import layout_of
 from megatron.training.dry_run import plan_rows
 from megatron.training.estimates import stage_memory
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import GLOBAL_BATCH, check_fp64, difference, traces
-from tests.optim.test_adafactor_layouts import load_and_go_on, save_and_go_on
-from tests.optim.test_muon_layouts import state_of as saved_state
+from tests.helpers.layouts import GLOBAL_BATCH, check_fp64, compare_layout, trace_layout
+from tests.optim.test_adafactor_layouts import load_and_continue, save_and_continue
+from tests.optim.test_muon_layouts import read_checkpoint as saved_state
 
-BOTH, FLAGS = ("exp_avg", "exp_avg_sq"), "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
+MOMENTS, BF16_FLAGS = ("exp_avg", "exp_avg_sq"), "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 LR, DECAY, BETAS, EPS, STEPS = 1e-2, 0.1, (0.9, 0.95), 1e-8, 20
 
 
-def rounded(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def round_to_bf16(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return fp32 numbers as bf16 has them: to nearest, to the even one in the middle."""
     bits = x.view(np.uint32).astype(np.uint64)
-    kept = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) & np.uint64(0xFFFF0000)
-    return kept.astype(np.uint32).view(np.float32)
+    rounded_bits = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) & np.uint64(0xFFFF0000)
+    return rounded_bits.astype(np.uint32).view(np.float32)
 
 
-def formula(w: Any, gradients: list[Any], kept: tuple[str, ...]) -> Any:
+def adamw_reference(w: Any, gradients: list[Any], bf16_states: tuple[str, ...]) -> Any:
     """Return the weights after all steps, in fp32 with one rounding an operation.
 
     The root is torch's: on some CPUs it is the next number to the nearest one.
@@ -48,7 +48,7 @@ def formula(w: Any, gradients: list[Any], kept: tuple[str, ...]) -> Any:
         v = v * f(BETAS[1]) + (g * g) * f(1 - BETAS[1])
         denominator = torch.from_numpy(v).sqrt().numpy() * f(1 / math.sqrt(1 - BETAS[1] ** n)) + f(EPS)
         w = w * f(1 - LR * DECAY) - m / denominator * f(LR / (1 - BETAS[0] ** n))
-        m, v = (rounded(x) if name in kept else x for name, x in zip(BOTH, (m, v), strict=True))
+        m, v = (round_to_bf16(x) if name in bf16_states else x for name, x in zip(MOMENTS, (m, v), strict=True))
     return w, m, v
 
 
@@ -57,49 +57,51 @@ def gradients_of(shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0**-n for n in range(4) for _ in range(STEPS // 4)]
 
 
-@pytest.mark.parametrize("kept", [BOTH, BOTH[:1], BOTH[1:]], ids=str)
-@pytest.mark.parametrize("at_once", [2**22, 7])
-def test_steps_are_the_formula_to_the_bit(kept: tuple[str, ...], at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "NUMBERS_AT_ONCE", at_once)
+@pytest.mark.parametrize("bf16_states", [MOMENTS, MOMENTS[:1], MOMENTS[1:]], ids=str)
+@pytest.mark.parametrize("chunk_numel", [2**22, 7])
+def test_bf16_steps_match_formula_bitwise(
+    bf16_states: tuple[str, ...], chunk_numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adam, "CHUNK_NUMEL", chunk_numel)
     start, gradients = torch.randn((5, 9), generator=torch.Generator().manual_seed(1)), gradients_of((5, 9))
     weight = torch.nn.Parameter(start.clone())
-    how: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "epsilon": EPS}
-    optimizer = build_optimizer([weight], bf16_states=kept, **how)
+    settings: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "epsilon": EPS}
+    optimizer = build_optimizer([weight], bf16_states=bf16_states, **settings)
     for gradient in gradients:
         weight.grad = gradient.clone()
         optimizer.step()
-    w, m, v = formula(start.numpy(), [each.numpy() for each in gradients], kept)
+    w, m, v = adamw_reference(start.numpy(), [grad.numpy() for grad in gradients], bf16_states)
     state = optimizer.inner.state[optimizer.main_param_of(weight)]
     assert torch.equal(weight, torch.from_numpy(w))
-    for name, wanted in zip(BOTH, (m, v), strict=True):
-        assert state[name].dtype == (torch.bfloat16 if name in kept else torch.float32)
-        assert torch.equal(state[name].float(), torch.from_numpy(wanted)), name
+    for name, expected in zip(MOMENTS, (m, v), strict=True):
+        assert state[name].dtype == (torch.bfloat16 if name in bf16_states else torch.float32)
+        assert torch.equal(state[name].float(), torch.from_numpy(expected)), name
 
 
-def test_with_wide_states_it_is_torchs_adamw() -> None:
+def test_fp32_states_match_torch_adamw() -> None:
     start = torch.randn((5, 9), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found, wanted = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    groups = [[{"params": [p], "weight_decay": DECAY}] for p in (found, wanted)]
-    ours = adam.AdamW(groups[0], lr=LR, betas=BETAS, eps=EPS, state_dtypes={})
-    theirs = torch.optim.AdamW(groups[1], lr=LR, betas=BETAS, eps=EPS)
+    weight, reference_weight = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    groups = [[{"params": [p], "weight_decay": DECAY}] for p in (weight, reference_weight)]
+    optimizer = adam.AdamW(groups[0], lr=LR, betas=BETAS, eps=EPS, state_dtypes={})
+    reference = torch.optim.AdamW(groups[1], lr=LR, betas=BETAS, eps=EPS)
     for gradient in gradients_of((5, 9)):
-        found.grad = wanted.grad = gradient.double()
-        ours.step()
-        theirs.step()
-    assert (found - wanted).abs().max() <= 1e-15
+        weight.grad = reference_weight.grad = gradient.double()
+        optimizer.step()
+        reference.step()
+    assert (weight - reference_weight).abs().max() <= 1e-15
 
 
-def test_a_mean_of_squares_in_bf16_cannot_fall_slowly_and_that_is_said() -> None:
+def test_large_beta2_in_bf16_stalls_second_moment_and_warns() -> None:
     for beta2, has_fallen in ((0.999, False), (0.99, True)):
         weight = torch.nn.Parameter(torch.ones(64))
-        optimizer = build_optimizer([weight], betas=(0.9, beta2), bf16_states=BOTH)
+        optimizer = build_optimizer([weight], betas=(0.9, beta2), bf16_states=MOMENTS)
         for step in range(120):
             weight.grad = torch.linspace(1, 2, 64) if step < 20 else torch.zeros(64)
             optimizer.step()
             if step == 20:
                 before = optimizer.inner.state[weight]["exp_avg_sq"].clone()
         assert bool((optimizer.inner.state[weight]["exp_avg_sq"] < 0.5 * before).all()) == has_fallen
-        notes = config_of(f"{FLAGS} --adam-beta2 {beta2}").notes
+        notes = config_of(f"{BF16_FLAGS} --adam-beta2 {beta2}").notes
         assert any("the moment may not decay at all" in note for note in notes) != has_fallen
 
 
@@ -116,55 +118,63 @@ def config_of(extra: str) -> Any:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        (f"{FLAGS} --optimizer sgd".replace("--adam-beta2 0.95", ""), "applies to AdamW only, got --optimizer sgd"),
-        (f"{FLAGS} --offload-optimizer --cpu-adam deepspeed", "got --cpu-adam deepspeed, whose states are fp32"),
+        (
+            f"{BF16_FLAGS} --optimizer sgd".replace("--adam-beta2 0.95", ""),
+            "applies to AdamW only, got --optimizer sgd",
+        ),
+        (f"{BF16_FLAGS} --offload-optimizer --cpu-adam deepspeed", "got --cpu-adam deepspeed, whose states are fp32"),
         ("--exp-avg-dtype fp8", "--exp-avg-dtype must be one of fp32, bf16"),
     ],
 )
-def test_what_cannot_be_is_refused(extra: str, text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_unsupported_combinations_are_rejected(extra: str, text: str) -> None:
+    with pytest.raises(ConfigError) as excinfo:
         config_of(extra)
-    assert text in str(refused.value)
+    assert text in str(excinfo.value)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_planner_and_start_table_count_two_bytes_a_state(dtype: str, optimizer: str) -> None:
-    wide, config = (
+def test_planner_and_startup_table_count_2_bytes_per_bf16_state(dtype: str, optimizer: str) -> None:
+    fp32_config, config = (
         config_of(f"--{dtype} --optimizer {optimizer}"),
-        config_of(f"--{dtype} --optimizer {optimizer} {FLAGS}"),
+        config_of(f"--{dtype} --optimizer {optimizer} {BF16_FLAGS}"),
     )
-    assert layout_of(config, 1).num_bf16_states == 2 and layout_of(wide, 1).num_bf16_states == 0
+    assert layout_of(config, 1).num_bf16_states == 2 and layout_of(fp32_config, 1).num_bf16_states == 0
     costs = registry.costs_of(config)
-    how = {"micro_batch_size": 1, "dtype": dtype, "optimizer": optimizer}
-    memory = [costs.memory_per_stage([0, 5], num_bf16_states=number, **how)[0].optimizer for number in (0, 1, 2)]
-    moved = sum(one.weights for one in costs.stage_matrices([0, 5])[0]) if optimizer == "muon" else 0
-    assert [memory[0] - each for each in memory] == [2 * number * (costs.num_parameters - moved) for number in range(3)]
-    assert State.of(dtype, "sgd", 2) == State.of(dtype, "sgd")
-    stages = [stage_memory(each, Topology(1, 1, 1), [0, 5], dtype)[0].optimizer for each in (wide, config)]
+    settings = {"micro_batch_size": 1, "dtype": dtype, "optimizer": optimizer}
+    memory = [
+        costs.memory_per_stage([0, 5], num_bf16_states=num_bf16_states, **settings)[0].optimizer
+        for num_bf16_states in (0, 1, 2)
+    ]
+    num_muon_weights = sum(matrix.weights for matrix in costs.stage_matrices([0, 5])[0]) if optimizer == "muon" else 0
+    assert [memory[0] - entry for entry in memory] == [
+        2 * num_bf16_states * (costs.num_parameters - num_muon_weights) for num_bf16_states in range(3)
+    ]
+    assert State.for_optimizer(dtype, "sgd", 2) == State.for_optimizer(dtype, "sgd")
+    stages = [stage_memory(entry, Topology(1, 1, 1), [0, 5], dtype)[0].optimizer for entry in (fp32_config, config)]
     assert stages == [memory[0], memory[2]]
     rows = dict(plan_rows(config, Topology(1, 1, 1), [0, 5], dtype))
     assert rows["AdamW's states"].startswith("exp_avg and exp_avg_sq in bf16")
-    assert "AdamW's states" not in dict(plan_rows(wide, Topology(1, 1, 1), [0, 5], dtype))
+    assert "AdamW's states" not in dict(plan_rows(fp32_config, Topology(1, 1, 1), [0, 5], dtype))
 
 
-def test_a_state_of_torchs_form_goes_into_either_format() -> None:
+def test_torch_state_loads_into_either_format() -> None:
     """As checkpoints in DeepSpeed's layout hold it."""
-    made = []
-    for kept in (BOTH, ()):
+    pairs = []
+    for bf16_states in (MOMENTS, ()):
         weight = torch.nn.Parameter(torch.ones(3, 4))
-        optimizer = build_optimizer([weight], bf16_states=kept)
+        optimizer = build_optimizer([weight], bf16_states=bf16_states)
         weight.grad = torch.linspace(0.1, 0.7, 12).view(3, 4)
         optimizer.step()
-        made.append((weight, optimizer))
-    (narrow, low), (wide, high) = made
-    saved = [{**state_of(each), "state": {0: dict(each.inner.state[p])}} for p, each in made]
-    load_state(low, saved[1])
-    load_state(high, saved[0])
-    for name in BOTH:
-        assert low.inner.state[narrow][name].dtype == torch.bfloat16
-        assert torch.equal(low.inner.state[narrow][name], saved[1]["state"][0][name].bfloat16())
-        assert torch.equal(high.inner.state[wide][name], saved[0]["state"][0][name].float())
+        pairs.append((weight, optimizer))
+    (bf16_weight, bf16_optimizer), (fp32_weight, fp32_optimizer) = pairs
+    saved = [{**state_of(source), "state": {0: dict(source.inner.state[p])}} for p, source in pairs]
+    load_state(bf16_optimizer, saved[1])
+    load_state(fp32_optimizer, saved[0])
+    for name in MOMENTS:
+        assert bf16_optimizer.inner.state[bf16_weight][name].dtype == torch.bfloat16
+        assert torch.equal(bf16_optimizer.inner.state[bf16_weight][name], saved[1]["state"][0][name].bfloat16())
+        assert torch.equal(fp32_optimizer.inner.state[fp32_weight][name], saved[0]["state"][0][name].float())
 
 
 LAYOUTS = [
@@ -175,49 +185,49 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe", "data", "extra"), LAYOUTS)
-def test_every_layout_has_the_losses_of_one_process(tensor: int, pipe: int, data: int, extra: str) -> None:
+def test_every_layout_matches_single_process_losses(tensor: int, pipe: int, data: int, extra: str) -> None:
     """Its sibling in the short run is in tests/optim/test_param_rates.py."""
-    check_fp64(difference(tensor, pipe, data, 4, f"--fp64 {FLAGS}", extra, steps=3))
+    check_fp64(compare_layout(tensor, pipe, data, 4, f"--fp64 {BF16_FLAGS}", extra, steps=3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["--zero-stage 2", "--zero-stage 3", "--zero-stage 1 --offload-optimizer"])
-def test_parts_have_the_bits_of_whole_weights(extra: str) -> None:
+def test_sharded_states_match_full_weights_bitwise(extra: str) -> None:
     """With one micro-batch a step all stages of ZeRO have the same gradients."""
-    given, low = (1, 1, 2, GLOBAL_BATCH // 2, 1), f"--fp32 {FLAGS}"
-    whole = traces(*given, low, steps=4)[0].weights
-    for rank in traces(*given, f"{low} {extra}", steps=4):
-        for name, (shard, part) in rank.weights.items():
-            assert torch.equal(part, shard.cut(whole[name][1])), name
+    layout, bf16_flags = (1, 1, 2, GLOBAL_BATCH // 2, 1), f"--fp32 {BF16_FLAGS}"
+    full_weights = trace_layout(*layout, bf16_flags, steps=4)[0].weights
+    for rank in trace_layout(*layout, f"{bf16_flags} {extra}", steps=4):
+        for name, (shard, local_weight) in rank.weights.items():
+            assert torch.equal(local_weight, shard.narrow(full_weights[name][1])), name
 
 
-def go_on(rank: int, data: int, folder: Path, wide: Path) -> list[Any]:
+def resume_with_state_formats(rank: int, data: int, bf16_folder: Path, fp32_folder: Path) -> list[Any]:
     """Return what runs end with that go on with states of either format, saved in either, and what was saved."""
-    given, low, zero = ("gpt2", 1, data), f"--fp32 --hidden-dropout 0.1 {FLAGS}", "--zero-stage 1"
-    plain = "--fp32 --hidden-dropout 0.1 --adam-beta2 0.95"
-    whole = save_and_go_on(rank, *given, f"{low} {zero}", folder)
-    again = load_and_go_on(rank, *given, f"{low} {zero}", folder)
-    widened = load_and_go_on(rank, *given, f"{plain} --zero-stage 3", folder)
-    other = save_and_go_on(rank, *given, plain, wide)
-    narrowed = load_and_go_on(rank, *given, f"{low} {zero}", wide)
-    return [each[0] for each in (whole, again, widened, other, narrowed)]
+    layout, bf16_flags, zero_flags = ("gpt2", 1, data), f"--fp32 --hidden-dropout 0.1 {BF16_FLAGS}", "--zero-stage 1"
+    fp32_flags = "--fp32 --hidden-dropout 0.1 --adam-beta2 0.95"
+    uninterrupted = save_and_continue(rank, *layout, f"{bf16_flags} {zero_flags}", bf16_folder)
+    resumed = load_and_continue(rank, *layout, f"{bf16_flags} {zero_flags}", bf16_folder)
+    widened = load_and_continue(rank, *layout, f"{fp32_flags} --zero-stage 3", bf16_folder)
+    fp32_run = save_and_continue(rank, *layout, fp32_flags, fp32_folder)
+    narrowed = load_and_continue(rank, *layout, f"{bf16_flags} {zero_flags}", fp32_folder)
+    return [result[0] for result in (uninterrupted, resumed, widened, fp32_run, narrowed)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_resumed_run_is_the_same_to_the_bit_and_either_format_takes_the_others_states(
-    data: int, tmp_path: Path
-) -> None:
+def test_resume_is_bitwise_and_converts_state_formats(data: int, tmp_path: Path) -> None:
     """Its sibling in the short run is in tests/optim/test_param_rates.py."""
     folders = tmp_path / "low", tmp_path / "wide"
-    for whole, again, widened, other, narrowed in run_ranks(data, go_on, data, *folders):
-        assert again == whole
-        first, second = (float.fromhex(each[0]) for each in (widened, whole))
+    for uninterrupted, resumed, widened, fp32_run, narrowed in run_ranks(
+        data, resume_with_state_formats, data, *folders
+    ):
+        assert resumed == uninterrupted
+        first, second = (float.fromhex(losses[0]) for losses in (widened, uninterrupted))
         assert first == pytest.approx(second, rel=1e-6), "the step behind the load has the same weights"
-        first, second = (float.fromhex(each[0]) for each in (narrowed, other))
+        first, second = (float.fromhex(losses[0]) for losses in (narrowed, fp32_run))
         assert first == pytest.approx(second, rel=1e-6)
-        assert float.fromhex(narrowed[1]) == pytest.approx(float.fromhex(other[1]), rel=1e-3)
-    low, wide = saved_state(tmp_path / "low"), saved_state(tmp_path / "wide")
-    kinds = {name.split("/")[1]: value.dtype for name, value in low.items() if name.startswith("optimizer/")}
-    assert kinds == dict.fromkeys(BOTH, torch.bfloat16)
-    assert {value.dtype for name, value in wide.items()} == {torch.float32}
+        assert float.fromhex(narrowed[1]) == pytest.approx(float.fromhex(fp32_run[1]), rel=1e-3)
+    bf16_state, fp32_state = saved_state(tmp_path / "low"), saved_state(tmp_path / "wide")
+    dtypes = {name.split("/")[1]: value.dtype for name, value in bf16_state.items() if name.startswith("optimizer/")}
+    assert dtypes == dict.fromkeys(MOMENTS, torch.bfloat16)
+    assert {value.dtype for name, value in fp32_state.items()} == {torch.float32}

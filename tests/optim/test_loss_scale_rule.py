@@ -16,10 +16,10 @@ import torch
 from megatron.errors import NumericsError
 from megatron.models.common.decoder import DecoderModel
 from megatron.optim import GradScaler, MixedPrecisionOptimizer
-from tests.helpers.model_samples import batch_of, filled, place_of, small_sizes
-from tests.helpers.whole import whole_world
+from tests.helpers.model_samples import fill_weights, make_batch, make_parallel_context, small_model_args
+from tests.helpers.whole import group_of_all_ranks
 
-TABLE = [
+RULES = [
     # power, window, hysteresis, floor, steps (. good, x overflow), log2 of the scale that each step ran with, ends
     ("starts at the power", 16, 4, 2, 1.0, ".", [16], False),
     ("doubles after a window", 4, 3, 1, 1.0, ".......", [4, 4, 4, 5, 5, 5, 6], False),
@@ -32,31 +32,31 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=[row[0] for row in TABLE])
-def test_the_scale_follows_its_rule_and_a_skipped_step_changes_nothing(row):
+@pytest.mark.parametrize("row", RULES, ids=[row[0] for row in RULES])
+def test_loss_scale_follows_rules_and_skipped_steps_change_nothing(row):
     """Overflows are real: a gradient of 2 to the 16 is no number of fp16 at any scale."""
-    _, power, window, hysteresis, floor, steps, wanted, ends = row
+    _, power, window, hysteresis, floor, steps, expected, is_fatal = row
     weight = torch.nn.Parameter(torch.zeros(3))
     scaler = GradScaler(2.0**power, True, window, hysteresis, floor)
     build = partial(torch.optim.SGD, lr=1.0)
     optimizer = MixedPrecisionOptimizer([{"params": [weight]}], build, dtype=torch.float16, scaler=scaler)
-    seen, updates = [], 0
-    for number, step in enumerate(steps):
-        seen.append(optimizer.loss_scale)
+    scales, num_updates = [], 0
+    for step_idx, step in enumerate(steps):
+        scales.append(optimizer.loss_scale)
         factor = torch.tensor(2.0**-20 if step == "." else 2.0**16)
         (weight.float() * factor).sum().mul(optimizer.loss_scale).backward()
-        if ends and number == len(steps) - 1:
+        if is_fatal and step_idx == len(steps) - 1:
             with pytest.raises(NumericsError, match="overflow at the smallest loss scale"):
                 optimizer.step()
         else:
             optimizer.step()
             assert optimizer.overflow == (step == "x")
-        updates += step == "."
-        assert torch.equal(optimizer.main_param_of(weight), torch.full((3,), -updates * 2.0**-20))
-    assert seen == [2.0**log for log in wanted]
+        num_updates += step == "."
+        assert torch.equal(optimizer.main_param_of(weight), torch.full((3,), -num_updates * 2.0**-20))
+    assert scales == [2.0**log for log in expected]
 
 
-def test_an_overflow_at_a_fixed_scale_says_which_flag_to_change():
+def test_overflow_at_fixed_scale_error_names_flag():
     weight = torch.nn.Parameter(torch.zeros(3))
     build = partial(torch.optim.SGD, lr=1.0)
     optimizer = MixedPrecisionOptimizer(
@@ -70,25 +70,25 @@ def test_an_overflow_at_a_fixed_scale_says_which_flag_to_change():
     assert torch.equal(weight, torch.zeros(3, dtype=torch.float16))
 
 
-def test_bf16_gradients_of_256_micro_batches_are_summed_in_fp32():
+def test_bf16_micro_batch_gradients_accumulate_in_fp32():
     """Sums in bf16 stop growing where the next gradient is below half of their last bit."""
-    model = filled(DecoderModel(small_sizes(num_layers=1), place_of(whole_world(0, 1))))
-    exact = {p: torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
-    narrow = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in model.parameters()}
+    model = fill_weights(DecoderModel(small_model_args(num_layers=1), make_parallel_context(group_of_all_ranks(0, 1))))
+    fp64_sums = {p: torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
+    bf16_sums = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in model.parameters()}
 
     def add(parameter):
-        exact[parameter] += parameter.grad
-        narrow[parameter] += parameter.grad
+        fp64_sums[parameter] += parameter.grad
+        bf16_sums[parameter] += parameter.grad
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(add)  # ahead of the optimizer's own
     groups = [{"params": list(model.parameters())}]
     optimizer = MixedPrecisionOptimizer(groups, partial(torch.optim.SGD, lr=1.0), dtype=torch.bfloat16)
     for seed in range(256):
-        model(**vars(batch_of(seed=seed)))[0].backward()
+        model(**vars(make_batch(seed=seed)))[0].backward()
 
-    def worst(sums):
-        return max(((sums(p) - wide).norm() / wide.norm()).item() for p, wide in exact.items())
+    def worst_error(get_sum):
+        return max(((get_sum(p) - fp64_sum).norm() / fp64_sum.norm()).item() for p, fp64_sum in fp64_sums.items())
 
-    assert worst(optimizer.gradient_of) < 1e-6  # observed 1e-7
-    assert worst(narrow.get) > 1e-2  # what would be lost
+    assert worst_error(optimizer.gradient_of) < 1e-6  # observed 1e-7
+    assert worst_error(bf16_sums.get) > 1e-2  # what would be lost

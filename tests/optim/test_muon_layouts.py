@@ -15,13 +15,13 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.optim import muon
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import check_fp64, difference, flags, trace_rank
-from tests.optim.test_adafactor_layouts import load_and_go_on, save_and_go_on
+from tests.helpers.layouts import check_fp64, compare_layout, make_flags, trace_rank
+from tests.optim.test_adafactor_layouts import load_and_continue, save_and_continue
 
 MUON = "--optimizer muon --weight-decay 0.01"
 FP64, FP32 = f"--fp64 {MUON} --clip-grad 0.5", f"--fp32 {MUON} --hidden-dropout 0.1"
 GROUPED = "--num-query-groups 2 --activation gated-silu"
-QUICK = {(2, 1, 2, 1, 1)}
+QUICK_LAYOUTS = {(2, 1, 2, 1, 1)}
 LAYOUTS = [
     (2, 1, 1, 0, 1), (4, 1, 1, 0, 1), (1, 2, 1, 0, 1), (1, 1, 2, 0, 1), (1, 1, 2, 1, 1), (1, 1, 2, 2, 1),
     (1, 1, 2, 3, 1), (1, 1, 4, 1, 1), (1, 1, 1, 0, 2), (1, 1, 1, 1, 2), (2, 2, 1, 0, 1), (1, 2, 2, 1, 1),
@@ -30,12 +30,12 @@ LAYOUTS = [
 """tensor, pipe, data, ZeRO stage, context; quick ones have three steps, the others twenty."""
 
 
-def slow_but(few: set[tuple[int, ...]]) -> list[Any]:
-    return [pytest.param(*each, marks=() if each in few else pytest.mark.slow) for each in LAYOUTS]
+def slow_but(quick: set[tuple[int, ...]]) -> list[Any]:
+    return [pytest.param(*layout, marks=() if layout in quick else pytest.mark.slow) for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data", "stage", "context"), slow_but(QUICK))
-def test_every_layout_trains_the_weights_of_one_process(
+@pytest.mark.parametrize(("tensor", "pipe", "data", "stage", "context"), slow_but(QUICK_LAYOUTS))
+def test_every_layout_matches_single_process_weights(
     tensor: int, pipe: int, data: int, stage: int, context: int
 ) -> None:
     """The scale mode depends on rows and columns, and gives rows of queries another scale than those of keys.
@@ -43,36 +43,36 @@ def test_every_layout_trains_the_weights_of_one_process(
     With query groups two of four tensor ranks would share keys: 4 x 1 has a head of keys for each query.
     """
     extra = f"{FP64} {GROUPED if tensor < 4 else '--activation gated-silu'} --muon-scale-mode unit_rms_norm"
-    steps = 3 if (tensor, pipe, data, stage, context) in QUICK else 20
-    found = difference(tensor, pipe, data, 4, extra, f"--zero-stage {stage}", context, steps=steps)
-    check_fp64(found)
-    assert found.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
+    steps = 3 if (tensor, pipe, data, stage, context) in QUICK_LAYOUTS else 20
+    result = compare_layout(tensor, pipe, data, 4, extra, f"--zero-stage {stage}", context, steps=steps)
+    check_fp64(result)
+    assert result.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
 
 
 @pytest.mark.parametrize("extra", ["", "--muon-split-qkv-heads", "--muon-scale-mode original --muon-no-nesterov"])
 @pytest.mark.slow
-def test_modes_are_one_update_in_every_layout(extra: str) -> None:
-    check_fp64(difference(2, 1, 2, 4, f"{FP64} {GROUPED} {extra}", "--zero-stage 1", steps=20))
+def test_modes_give_same_update_in_every_layout(extra: str) -> None:
+    check_fp64(compare_layout(2, 1, 2, 4, f"{FP64} {GROUPED} {extra}", "--zero-stage 1", steps=20))
 
 
 @pytest.mark.slow  # where main params are stored is tested for AdamW: tests/parity/test_zero_parts.py
 @pytest.mark.parametrize("extra", ["--offload-optimizer", "--overlap-grad-reduce"])
-def test_where_masters_lie_changes_no_number(extra: str) -> None:
-    check_fp64(difference(1, 1, 2, 4, FP64, f"--zero-stage 1 {extra}", steps=6))
+def test_main_param_placement_does_not_change_update(extra: str) -> None:
+    check_fp64(compare_layout(1, 1, 2, 4, FP64, f"--zero-stage 1 {extra}", steps=6))
 
 
-def counted(rank: int, argv: list[str], world_size: int) -> list[tuple[int, ...]]:
+def record_shapes(rank: int, argv: list[str], world_size: int) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices that this rank makes orthogonal in one step."""
-    found: list[tuple[int, ...]] = []
-    own = muon.newton_schulz
+    shapes: list[tuple[int, ...]] = []
+    newton_schulz = muon.newton_schulz
 
-    def counting(update: torch.Tensor, steps: int) -> torch.Tensor:
-        found.append(tuple(update.shape))
-        return own(update, steps)
+    def record_shape(update: torch.Tensor, steps: int) -> torch.Tensor:
+        shapes.append(tuple(update.shape))
+        return newton_schulz(update, steps)
 
-    muon.newton_schulz = counting
+    muon.newton_schulz = record_shape
     trace_rank(rank, argv, world_size, 1, 0)
-    return found
+    return shapes
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,24 @@ def counted(rank: int, argv: list[str], world_size: int) -> list[tuple[int, ...]
     [(2, 2, 1), *(pytest.param(*e, marks=pytest.mark.slow) for e in [(1, 4, 0), (1, 2, 3)])],
 )
 def test_each_matrix_has_one_owner(tensor: int, data: int, stage: int) -> None:
-    argv = flags(
-        tensor, 1, micro=4, gas=1, extra=f"{FP64} {GROUPED} --zero-stage {stage} --lr-decay-style constant --warmup 0"
+    argv = make_flags(
+        tensor,
+        1,
+        micro_batch_size=4,
+        gas=1,
+        extra=f"{FP64} {GROUPED} --zero-stage {stage} --lr-decay-style constant --warmup 0",
     )
-    found = run_ranks(tensor * data, counted, argv, tensor * data)
+    shapes_by_rank = run_ranks(tensor * data, record_shapes, argv, tensor * data)
     layer = [(32, 32), (16, 32), (16, 32), (32, 32), (128, 32), (128, 32), (32, 128)]
-    assert sorted(shape for each in found for shape in each) == sorted(4 * layer)
-    assert all(found), "no rank is idle"
+    assert sorted(shape for shapes in shapes_by_rank for shape in shapes) == sorted(4 * layer)
+    assert all(shapes_by_rank), "no rank is idle"
 
 
-def state_of(folder: Path) -> dict[str, torch.Tensor]:
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the newest checkpoint there, whole."""
-    found = open_latest(folder / CHECKPOINTS, SINGLE)
-    names = [name for name in found.names() if not name.startswith("rng/")]
-    return {name: found.read(name, Shard(found.shape(name))) for name in names}
+    checkpoint = open_latest(folder / CHECKPOINTS, SINGLE)
+    names = [name for name in checkpoint.names() if not name.startswith("rng/")]
+    return {name: checkpoint.read(name, Shard(checkpoint.shape(name))) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -103,14 +107,12 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
         *(pytest.param(*e, marks=pytest.mark.slow) for e in [(1, 1, ""), (2, 1, ""), (1, 2, "")]),
     ],
 )
-def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(
-    pipe: int, data: int, extra: str, tmp_path: Path
-) -> None:
-    given = "gpt2", pipe, data, f"{FP32} {extra}", tmp_path
-    whole = run_ranks(pipe * data, save_and_go_on, *given)
-    check_names_and_shapes(state_of(tmp_path))
-    resumed = run_ranks(pipe * data, load_and_go_on, *given)
-    for (losses, weights), (losses_again, weights_again) in zip(whole, resumed, strict=True):
+def test_resumed_run_is_bitwise_identical(pipe: int, data: int, extra: str, tmp_path: Path) -> None:
+    run_args = "gpt2", pipe, data, f"{FP32} {extra}", tmp_path
+    uninterrupted = run_ranks(pipe * data, save_and_continue, *run_args)
+    check_names_and_shapes(read_checkpoint(tmp_path))
+    resumed = run_ranks(pipe * data, load_and_continue, *run_args)
+    for (losses, weights), (losses_again, weights_again) in zip(uninterrupted, resumed, strict=True):
         assert losses_again == losses
         assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
 
@@ -133,26 +135,28 @@ SLOW_MOVES = [((2, 1, ""), (1, 2, "--zero-stage 2")), ((1, 2, "--zero-stage 3"),
 @pytest.mark.parametrize(
     ("saved", "loaded"), [MOVES[0], *(pytest.param(*e, marks=pytest.mark.slow) for e in [MOVES[1], *SLOW_MOVES])]
 )
-def test_state_of_one_layout_goes_on_in_another(saved: Any, loaded: Any, tmp_path: Path) -> None:
-    whole = run_ranks(saved[0] * saved[1], save_and_go_on, "gpt2", *saved[:2], f"{FP64} {saved[2]}", tmp_path)
+def test_state_loads_into_other_layouts(saved: Any, loaded: Any, tmp_path: Path) -> None:
+    uninterrupted = run_ranks(
+        saved[0] * saved[1], save_and_continue, "gpt2", *saved[:2], f"{FP64} {saved[2]}", tmp_path
+    )
     for losses, _ in run_ranks(
-        loaded[0] * loaded[1], load_and_go_on, "gpt2", *loaded[:2], f"{FP64} {loaded[2]}", tmp_path
+        loaded[0] * loaded[1], load_and_continue, "gpt2", *loaded[:2], f"{FP64} {loaded[2]}", tmp_path
     ):
         assert [float.fromhex(loss) for loss in losses] == pytest.approx(
-            [float.fromhex(loss) for loss in whole[0][0]], abs=1e-12, rel=0
+            [float.fromhex(loss) for loss in uninterrupted[0][0]], abs=1e-12, rel=0
         )
 
 
-def refused_then_taken(rank: int, folder: Path) -> tuple[str, int]:
+def load_other_optimizer_state(rank: int, folder: Path) -> tuple[str, int]:
     """Return what a start with another optimizer's state says, and the steps of one that leaves it."""
-    save_and_go_on(rank, "gpt2", 1, 1, "--fp32 --optimizer adamw", folder)
-    with pytest.raises(CheckpointError) as refused:
-        load_and_go_on(rank, "gpt2", 1, 1, f"--fp32 {MUON}", folder)
-    losses, _ = load_and_go_on(rank, "gpt2", 1, 1, f"--fp32 {MUON} --load {folder} --no-load-optim", folder)
-    return str(refused.value), len(losses)
+    save_and_continue(rank, "gpt2", 1, 1, "--fp32 --optimizer adamw", folder)
+    with pytest.raises(CheckpointError) as excinfo:
+        load_and_continue(rank, "gpt2", 1, 1, f"--fp32 {MUON}", folder)
+    losses, _ = load_and_continue(rank, "gpt2", 1, 1, f"--fp32 {MUON} --load {folder} --no-load-optim", folder)
+    return str(excinfo.value), len(losses)
 
 
-def test_state_of_another_optimizer_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    ((text, steps),) = run_ranks(1, refused_then_taken, tmp_path)
+def test_other_optimizer_state_is_rejected_with_remedy(tmp_path: Path) -> None:
+    ((text, steps),) = run_ranks(1, load_other_optimizer_state, tmp_path)
     assert "got --optimizer muon and adamw in " in text and "add --no-load-optim" in text
     assert steps == 2

@@ -14,65 +14,67 @@ from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from tds import gradients
 from tests.helpers.harness import RankFailure, run_ranks
-from tests.helpers.zero_parts import H, Model, loss_of, make, take_step, tokens_of
+from tests.helpers.zero_parts import HIDDEN_SIZE, Model, compute_loss, make_model_and_optimizer, make_tokens, take_step
 
 STEPS = 4
-KINDS: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "fp32": {"gas": 1},
-    "three micro-batches in bf16, recomputed": {"gas": 3, "dtype": torch.bfloat16, "recomputes": True},
+    "three micro-batches in bf16, recomputed": {"gas": 3, "dtype": torch.bfloat16, "recompute": True},
     "fp16, which overflows at first": {"gas": 2, "dtype": torch.float16},
     "ZeRO 1": {"gas": 2, "stage": 1, "clip_grad": 0.5},
     "fp64": {"gas": 2, "dtype": torch.float64},
 }
-BYTES = 3000
+BUCKET_BYTES = 3000
 """Of a bucket: the model has several, and one weight that is larger."""
 
 
-def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tuple[Model, MixedPrecisionOptimizer]]:
+def make_pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tuple[Model, MixedPrecisionOptimizer]]:
     """Return the same model twice, with sums after and within the backward."""
-    made = []
-    for overlaps in (False, True):
+    pairs = []
+    for overlap in (False, True):
         scaler = None
         if settings.get("dtype") is torch.float16:
             scaler = GradScaler(scale=2.0**13, is_dynamic=True, hysteresis=1, window=50)
-        made.append(make(grid, stage, overlap_grad_reduce=overlaps, scaler=scaler, **settings))
-    return made
+        pairs.append(make_model_and_optimizer(grid, stage, overlap_grad_reduce=overlap, scaler=scaler, **settings))
+    return pairs
 
 
-def compare(rank: int, size: int, kinds: list[str]) -> dict[str, Any]:
+def compare_overlap(rank: int, size: int, cases: list[str]) -> dict[str, Any]:
     """Train both ways; return by kind what differs, and whether anything moved."""
-    grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
-    gradients.BUCKET_BYTES = BYTES
-    found = {}
-    for kind in kinds:
-        (plain, after), (module, within) = pair(grid, **KINDS[kind])
-        assert within.reducer.reduces_in_backward and not after.reducer.reduces_in_backward
-        different: set[Any] = set()
+    grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
+    gradients.BUCKET_BYTES = BUCKET_BYTES
+    results = {}
+    for case in cases:
+        (plain, plain_optimizer), (module, overlapped_optimizer) = make_pair(grid, **CASES[case])
+        assert overlapped_optimizer.reducer.reduces_in_backward and not plain_optimizer.reducer.reduces_in_backward
+        differences: set[Any] = set()
         for step in range(STEPS):
-            for each, optimizer in ((plain, after), (module, within)):
+            for trained_module, optimizer in ((plain, plain_optimizer), (module, overlapped_optimizer)):
                 optimizer.policy.accepts_step = (lambda norm: False) if step == 2 else None
-                take_step(each, optimizer, grid, step, KINDS[kind]["gas"])
-            norms = [(repr(optimizer.grad_norm), optimizer.overflow) for optimizer in (after, within)]
+                take_step(trained_module, optimizer, grid, step, CASES[case]["gas"])
+            norms = [
+                (repr(optimizer.grad_norm), optimizer.overflow) for optimizer in (plain_optimizer, overlapped_optimizer)
+            ]
             if norms[0] != norms[1]:
-                different.add(("norm", *norms))
-            for (name, wanted), value in zip(plain.named_parameters(), module.parameters(), strict=True):
-                if not torch.equal(value, wanted):
-                    different.add(name)
+                differences.add(("norm", *norms))
+            for (name, expected), value in zip(plain.named_parameters(), module.parameters(), strict=True):
+                if not torch.equal(value, expected):
+                    differences.add(name)
         words = module.words.weight
-        found[kind] = different, not torch.equal(words, Model().words.weight.to(words.dtype))
-    return found
+        results[case] = differences, not torch.equal(words, Model().words.weight.to(words.dtype))
+    return results
 
 
-def test_numbers_are_those_of_sums_after_the_backward_to_the_bit() -> None:
-    for found in run_ranks(2, compare, 2, list(KINDS)):
-        assert found == {kind: (set(), True) for kind in KINDS}
+def test_overlapped_all_reduce_is_bitwise_equal() -> None:
+    for result in run_ranks(2, compare_overlap, 2, list(CASES)):
+        assert result == {case: (set(), True) for case in CASES}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
-def test_more_replicas_have_the_same_bits_in_the_same_buckets(size: int) -> None:
-    for found in run_ranks(size, compare, size, list(KINDS)):
-        assert found == {kind: (set(), True) for kind in KINDS}
+def test_overlapped_all_reduce_is_bitwise_equal_on_more_replicas(size: int) -> None:
+    for result in run_ranks(size, compare_overlap, size, list(CASES)):
+        assert result == {case: (set(), True) for case in CASES}
 
 
 class Recorder:
@@ -85,114 +87,120 @@ class Recorder:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: self.events.append(f"came {self.names[p]}"))
         self.start = gradients.GradientBucket.start_all_reduce
-        gradients.GradientBucket.start_all_reduce = self.starting  # type: ignore[method-assign]
+        gradients.GradientBucket.start_all_reduce = self.record_start  # type: ignore[method-assign]
 
-    def starting(self, bucket: list[torch.Tensor], *where: Any) -> Any:
+    def record_start(self, bucket: list[torch.Tensor], *args: Any) -> Any:
         self.events.append(f"sum {len(bucket)} {sum(g.numel() for g in bucket)}")
-        return self.start(bucket, *where)
+        return self.start(bucket, *args)
 
 
-def record(rank: int, gas: int) -> list[list[str]]:
+def record_events(rank: int, gas: int) -> list[list[str]]:
     """Return the events of each backward of two steps."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    gradients.BUCKET_BYTES = BYTES
-    module, optimizer = make(grid, 0, overlap_grad_reduce=True)
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    gradients.BUCKET_BYTES = BUCKET_BYTES
+    module, optimizer = make_model_and_optimizer(grid, 0, overlap_grad_reduce=True)
     recorder = Recorder(module)
-    found = []
+    events = []
     for step in range(2):
         for micro_batch in range(gas):
             recorder.events = []
             if micro_batch == gas - 1:
                 optimizer.begin_last_backward()
-            loss_of(module, tokens_of(rank, step, micro_batch)).backward()
+            compute_loss(module, make_tokens(rank, step, micro_batch)).backward()
             recorder.events.append("over")
             optimizer.end_micro_batch()
-            found.append(recorder.events)
+            events.append(recorder.events)
         optimizer.finish_gradient_sums(0.5)
         optimizer.step()
-    return found
+    return events
 
 
-def test_sums_start_within_the_last_backward_alone_and_in_one_order_everywhere() -> None:
-    one, other = run_ranks(2, record, 2)
-    waits = []
-    for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-        sums = [event for event in mine if event.startswith("sum")]
-        assert sums == [event for event in theirs if event.startswith("sum")]
-        if number % 2 == 0:
-            assert not sums, "not the last one of its step"
+def test_all_reduces_start_only_in_last_backward_in_one_order() -> None:
+    first_rank, second_rank = run_ranks(2, record_events, 2)
+    num_waiting = []
+    for backward_idx, (events, other_events) in enumerate(zip(first_rank, second_rank, strict=True)):
+        reductions = [event for event in events if event.startswith("sum")]
+        assert reductions == [event for event in other_events if event.startswith("sum")]
+        if backward_idx % 2 == 0:
+            assert not reductions, "not the last one of its step"
             continue
-        assert len(sums) == 6, "five buckets of matrices, with the unused weight in one of them, and one of vectors"
-        within = mine.index("over")
-        late = [event for event in mine[within:] if event.startswith("sum")]
-        assert len(late) == 1, "the bucket of the unused weight holds nothing up, from the first step on"
-        to_come = [event for event in mine[mine.index(sums[0]) : within] if event.startswith("came")]
-        assert len(to_come) >= 8, "the last layer's weights are on their way while the first one's are made"
-        waits.append([sum(e.startswith("came") for e in mine[:i]) for i, each in enumerate(mine) if each[:3] == "sum"])
-    assert all(then <= first for first, then in zip(*waits, strict=True)) and waits[1] != waits[0], waits
+        assert len(reductions) == 6, (
+            "five buckets of matrices, with the unused weight in one of them, and one of vectors"
+        )
+        backward_end = events.index("over")
+        late_reductions = [event for event in events[backward_end:] if event.startswith("sum")]
+        assert len(late_reductions) == 1, "the bucket of the unused weight holds nothing up, from the first step on"
+        remaining = [event for event in events[events.index(reductions[0]) : backward_end] if event.startswith("came")]
+        assert len(remaining) >= 8, "the last layer's weights are on their way while the first one's are made"
+        num_waiting.append(
+            [sum(e.startswith("came") for e in events[:i]) for i, started in enumerate(events) if started[:3] == "sum"]
+        )
+    assert (
+        all(second <= first for first, second in zip(*num_waiting, strict=True)) and num_waiting[1] != num_waiting[0]
+    ), num_waiting
 
 
-def at_the_end(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def sum_unreached_weights(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the sums of a weight that only an early micro-batch reaches, one that none does, and a tied one."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     module = Model()
     optimizer = build_optimizer(module.parameters(), data=grid.data, overlap_grad_reduce=True, dtype=torch.bfloat16)
-    own = {name: torch.zeros(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    local_sums = {name: torch.zeros(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     for micro_batch in range(2):
         if micro_batch:
             optimizer.begin_last_backward()
-        loss = loss_of(module, tokens_of(rank, 0, micro_batch))
+        loss = compute_loss(module, make_tokens(rank, 0, micro_batch))
         if micro_batch == 0 and rank == 1:
             loss = loss + module.unused.double().sum()
-        wanted = torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad],
+        expected = torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad],
                                      retain_graph=True, allow_unused=True)  # fmt: skip
-        for name, gradient in zip(own, wanted, strict=True):
-            own[name] += 0 if gradient is None else gradient.float()
+        for name, gradient in zip(local_sums, expected, strict=True):
+            local_sums[name] += 0 if gradient is None else gradient.float()
         loss.backward()
         optimizer.end_micro_batch()
     optimizer.finish_gradient_sums()
-    named = dict(module.named_parameters())
-    return {name: (own[name], optimizer.gradient_of(named[name]).clone()) for name in own}
+    parameters = dict(module.named_parameters())
+    return {name: (local_sums[name], optimizer.gradient_of(parameters[name]).clone()) for name in local_sums}
 
 
-def test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once() -> None:
-    one, other = run_ranks(2, at_the_end)
-    for name in one:
-        assert torch.equal(one[name][1], one[name][0] + other[name][0]), name
-        assert torch.equal(one[name][1], other[name][1]), name
-    assert one["unused"][1].eq(1).all(), "of the first micro-batch of the second replica alone"
+def test_unreached_and_tied_weights_are_reduced_once() -> None:
+    first_rank, second_rank = run_ranks(2, sum_unreached_weights)
+    for name in first_rank:
+        assert torch.equal(first_rank[name][1], first_rank[name][0] + second_rank[name][0]), name
+        assert torch.equal(first_rank[name][1], second_rank[name][1]), name
+    assert first_rank["unused"][1].eq(1).all(), "of the first micro-batch of the second replica alone"
 
 
-def broken_off(rank: int) -> bool:
+def interrupt_backward(rank: int) -> bool:
     """Break a last backward off with sums on their way; return whether the next step is as if nothing had been."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    gradients.BUCKET_BYTES = BYTES
-    (plain, after), (module, within) = pair(grid)
-    optimizers = after, within
-    within.begin_last_backward()
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    gradients.BUCKET_BYTES = BUCKET_BYTES
+    (plain, plain_optimizer), (module, overlapped_optimizer) = make_pair(grid)
+    optimizers = plain_optimizer, overlapped_optimizer
+    overlapped_optimizer.begin_last_backward()
     handle = module.words.weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loss_of(module, tokens_of(rank, 0, 0)).backward()
-    assert within.reducer._reducer._started
+        compute_loss(module, make_tokens(rank, 0, 0)).backward()
+    assert overlapped_optimizer.reducer._reducer._pending
     handle.remove()
-    within.zero_grad()
-    assert not within.reducer._reducer._started
-    for each, optimizer in zip((plain, module), optimizers, strict=True):
-        take_step(each, optimizer, grid, 1)
+    overlapped_optimizer.zero_grad()
+    assert not overlapped_optimizer.reducer._reducer._pending
+    for trained_module, optimizer in zip((plain, module), optimizers, strict=True):
+        take_step(trained_module, optimizer, grid, 1)
     return all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))
 
 
-def test_a_backward_that_breaks_off_leaves_nothing_behind() -> None:
-    assert run_ranks(2, broken_off) == [True, True]
+def test_interrupted_backward_leaves_no_state() -> None:
+    assert run_ranks(2, interrupt_backward) == [True, True]
 
 
-def twice(rank: int) -> None:
+def accumulate_twice(rank: int) -> None:
     """Leave the gradient of a weight twice in the last backward, its sum between the two."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    module = nn.Linear(H, H, bias=False)
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    module = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
     optimizer = build_optimizer(module.parameters(), data=grid.data, overlap_grad_reduce=True)
     for is_last in (False, True):
-        x = torch.ones(2, H, requires_grad=True)
+        x = torch.ones(2, HIDDEN_SIZE, requires_grad=True)
         if is_last:
             optimizer.begin_last_backward()
         for _ in range(2):
@@ -201,6 +209,6 @@ def twice(rank: int) -> None:
         optimizer.end_micro_batch()
 
 
-def test_a_gradient_that_comes_after_its_sum_has_started_is_refused_with_the_way_out() -> None:
+def test_gradient_after_all_reduce_start_is_rejected() -> None:
     with pytest.raises(RankFailure, match="was accumulated twice in one backward.*--no-overlap-grad-reduce"):
-        run_ranks(2, twice)
+        run_ranks(2, accumulate_twice)

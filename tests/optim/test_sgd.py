@@ -25,37 +25,42 @@ def weights() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(value) for value in gradients(99)]
 
 
-def step(optimizer: MixedPrecisionOptimizer, parameters: list[torch.nn.Parameter], number: int) -> None:
-    for parameter, gradient in zip(parameters, gradients(number), strict=True):
+def run_step(optimizer: MixedPrecisionOptimizer, parameters: list[torch.nn.Parameter], step_idx: int) -> None:
+    for parameter, gradient in zip(parameters, gradients(step_idx), strict=True):
         optimizer.gradient_of(parameter).copy_(gradient)  # type: ignore[union-attr]
     optimizer.step()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_updates_are_those_of_torch(momentum: float) -> None:
-    ours, theirs = weights(), weights()
+def test_updates_match_torch_sgd(momentum: float) -> None:
+    parameters, reference_params = weights(), weights()
     optimizer = build_optimizer(
-        ours, name="sgd", lr=0.1, weight_decay=0.01, momentum=momentum, dtype=torch.float64
+        parameters, name="sgd", lr=0.1, weight_decay=0.01, momentum=momentum, dtype=torch.float64
     )  # fmt: skip
-    groups = [{"params": theirs[:1], "weight_decay": 0.01}, {"params": theirs[1:], "weight_decay": 0.0}]
+    groups = [
+        {"params": reference_params[:1], "weight_decay": 0.01},
+        {"params": reference_params[1:], "weight_decay": 0.0},
+    ]
     reference = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
-    for number in range(STEPS):
-        step(optimizer, ours, number)
-        for parameter, gradient in zip(theirs, gradients(number), strict=True):
+    for step_idx in range(STEPS):
+        run_step(optimizer, parameters, step_idx)
+        for parameter, gradient in zip(reference_params, gradients(step_idx), strict=True):
             parameter.grad = gradient
         reference.step()
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        assert all(torch.equal(actual, expected) for actual, expected in zip(parameters, reference_params, strict=True))
     keys = {key for state in optimizer.inner.state.values() for key, value in state.items() if value is not None}
     assert keys == ({"momentum_buffer"} if momentum else set())
 
 
-def test_momentum_survives_a_state_dict() -> None:
+def test_momentum_survives_state_dict() -> None:
     first, second = weights(), weights()
-    one, other = (build_optimizer(each, name="sgd", momentum=0.9, dtype=torch.float64) for each in (first, second))
-    step(one, first, 0)
-    other.load_state_dict(one.state_dict())
-    for optimizer, parameters in ((one, first), (other, second)):
-        step(optimizer, parameters, 1)
+    first_optimizer, second_optimizer = (
+        build_optimizer(params, name="sgd", momentum=0.9, dtype=torch.float64) for params in (first, second)
+    )
+    run_step(first_optimizer, first, 0)
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    for optimizer, parameters in ((first_optimizer, first), (second_optimizer, second)):
+        run_step(optimizer, parameters, 1)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -63,7 +68,7 @@ def test_momentum_survives_a_state_dict() -> None:
     ("line", "state"),
     [("", "sgd"), ("--sgd-momentum 0.9", "momentum"), ("--optimizer adamw --sgd-momentum 0.9", "adamw")],
 )
-def test_states_are_named_by_what_they_hold(line: str, state: str) -> None:
+def test_state_type_follows_momentum_and_optimizer(line: str, state: str) -> None:
     config = parse(f"--optimizer sgd {line}".split(), world_size=1, env={})
     assert config.optimizer.state_type == state
     assert ("--sgd-momentum 0.9" in config.ignored) == (state == "adamw")
@@ -78,7 +83,7 @@ def test_states_are_named_by_what_they_hold(line: str, state: str) -> None:
         (["optimizer/momentum_buffer/head.weight"], 0.9, 3, False),
     ],
 )
-def test_a_checkpoint_without_its_momentum_is_rejected(
+def test_checkpoint_without_momentum_is_rejected(
     names: list[str], momentum: float, updates: int, is_rejected: bool
 ) -> None:
     """It was saved with --no-save-optim; SGD counts no steps of its own."""

@@ -19,7 +19,7 @@ from megatron.optim.step_policy import StepPolicy
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
-def test_a_norm_is_an_overflow_only_if_a_smaller_scale_could_prevent_it(norm: float) -> None:
+def test_norm_is_overflow_only_if_scale_can_decrease(norm: float) -> None:
     for scaler, is_overflow in (
         (GradScaler(2.0, is_dynamic=True), True),
         (GradScaler(1.0, is_dynamic=True), False),
@@ -34,28 +34,28 @@ def test_a_norm_is_an_overflow_only_if_a_smaller_scale_could_prevent_it(norm: fl
         assert not policy.rejects(1e30)
 
 
-def test_a_veto_replaces_the_error_and_sees_the_norm() -> None:
-    policy, seen = StepPolicy(GradScaler()), []
-    policy.accepts_step = lambda norm: bool(seen.append(norm)) or norm < 2.0
+def test_veto_replaces_error_and_receives_norm() -> None:
+    policy, norms = StepPolicy(GradScaler()), []
+    policy.accepts_step = lambda norm: bool(norms.append(norm)) or norm < 2.0
     assert [policy.rejects(norm) for norm in (1.0, 3.0, math.inf)] == [False, True, True]
-    assert seen == [1.0, 3.0, math.inf]
+    assert norms == [1.0, 3.0, math.inf]
 
 
-def test_gradients_are_clipped_only_above_the_limit() -> None:
+def test_gradients_are_clipped_only_above_limit() -> None:
     assert StepPolicy(GradScaler()).clip_factor(100.0) == 1.0
     policy = StepPolicy(GradScaler(), clip_grad=0.5)
     assert policy.clip_factor(0.5) == 1.0 and policy.clip_factor(5.0) == pytest.approx(0.1)
 
 
-def test_the_reducer_follows_replicas_zero_stage_and_overlap() -> None:
-    two = Group((0, 1), 0)
-    for stage, overlaps, has_pipeline, wanted in (
+def test_reducer_follows_replicas_zero_stage_and_overlap() -> None:
+    group = Group((0, 1), 0)
+    for stage, overlap, has_pipeline, expected in (
         (0, False, False, AllReduceGradReducer),
         (0, True, False, OverlappedGradReducer),
         (1, True, True, AllReduceGradReducer),
         (2, True, False, ReduceScatterGradReducer),
         (3, False, False, ReduceScatterGradReducer),
     ):
-        how = {"overlap_grad_reduce": overlaps, "has_pipeline": has_pipeline}
-        assert type(make_reducer(ParamStore(two, zero_stage=stage), **how)) is wanted
-        assert type(make_reducer(ParamStore(zero_stage=stage), **how)) is LocalGradReducer
+        options = {"overlap_grad_reduce": overlap, "has_pipeline": has_pipeline}
+        assert type(make_reducer(ParamStore(group, zero_stage=stage), **options)) is expected
+        assert type(make_reducer(ParamStore(zero_stage=stage), **options)) is LocalGradReducer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from examples.bert import pretrain_bert
-from tests.helpers.parity_runs import Runs
+from tests.helpers.parity_runs import ParityRuns
 
 VOCAB = 109
 SIZES = (
@@ -11,7 +11,9 @@ SIZES = (
     f"--vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0 --data-path none --device cpu --train-iters 20 "
     "--lr 1e-3 --warmup 0.1 --clip-grad 0.5 --short-seq-prob 0.4"
 ).split()
-RUNS = Runs(family="bert", script=pretrain_bert, sizes=tuple(SIZES), vocab=VOCAB, gas=4, documents="")
+RUNS = ParityRuns(
+    family="bert", script=pretrain_bert, model_flags=tuple(SIZES), vocab_size=VOCAB, gas=4, document_flags=""
+)
 VARIANTS = {
     "pairs": "--fp64",
     "words": "--fp64 --bert-no-binary-head --whole-word-masking --short-seq-prob 0 --checkpoint-activations",

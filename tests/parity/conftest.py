@@ -6,14 +6,14 @@ import pytest
 
 pytest.register_assert_rewrite("tests.parity.decoder_tests", "tests.helpers.parity_runs")
 
-from tests.helpers.parity_runs import Runs  # noqa: E402
+from tests.helpers.parity_runs import ParityRuns  # noqa: E402
 
 
 @pytest.fixture
-def runs(request: pytest.FixtureRequest) -> Runs:
+def runs(request: pytest.FixtureRequest) -> ParityRuns:
     """The ``RUNS`` of the file that the test is collected in."""
-    found: Runs = request.module.RUNS
-    return found
+    module_runs: ParityRuns = request.module.RUNS
+    return module_runs
 
 
 @pytest.fixture

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from examples.llama import pretrain_llama
 from tests.helpers import layouts
-from tests.helpers.parity_runs import Runs
+from tests.helpers.parity_runs import ParityRuns
 
-RUNS = Runs(
+RUNS = ParityRuns(
     family="llama",
     script=pretrain_llama,
-    sizes=(*(word for word in layouts.SIZES if word != "--hidden-bias"), "--num-query-groups", "2"),
-    vocab=layouts.VOCAB,
+    model_flags=(*(word for word in layouts.MODEL_FLAGS if word != "--hidden-bias"), "--num-query-groups", "2"),
+    vocab_size=layouts.VOCAB,
     gas=2,
-    of_4="--num-attention-heads 8 --num-query-groups 4",  # groups for 4 tensor ranks
-    documents="--reset-attention-mask --reset-position-ids",
+    flags_of_4_ranks="--num-attention-heads 8 --num-query-groups 4",  # groups for 4 tensor ranks
+    document_flags="--reset-attention-mask --reset-position-ids",
 )
 VARIANTS = {
     "plain": "--ff-hidden-size 40",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from examples.llama import pretrain_llama
 from tests.helpers import layouts
-from tests.helpers.parity_runs import Runs
+from tests.helpers.parity_runs import ParityRuns
 
 SIZES = (
     "--num-layers 4 --hidden-size 38 --num-attention-heads 6 --num-query-groups 2 --kv-channels 10 "
@@ -23,19 +23,19 @@ VARIANTS = {
 """Each with more than its model has, so that every feature is in one of them."""
 
 
-def runs_of(variant: str) -> Runs:
+def runs_of(variant: str) -> ParityRuns:
     """Return the runs of a variant."""
-    return Runs(
+    return ParityRuns(
         family="llama",
         script=pretrain_llama,
-        sizes=tuple(f"{SIZES} {VARIANTS[variant]}".split()),
-        vocab=layouts.VOCAB,
+        model_flags=tuple(f"{SIZES} {VARIANTS[variant]}".split()),
+        vocab_size=layouts.VOCAB,
         gas=2,
-        of_4="--num-attention-heads 8 --num-query-groups 4 --hidden-size 36",
-        documents="--reset-attention-mask --reset-position-ids",
+        flags_of_4_ranks="--num-attention-heads 8 --num-query-groups 4 --hidden-size 36",
+        document_flags="--reset-attention-mask --reset-position-ids",
     )
 
 
 RUNS = {variant: runs_of(variant) for variant in VARIANTS}
-EXTRA = f"--fp64 --clip-grad 0.5 {RUNS['qwen3'].documents}"
+EXTRA = f"--fp64 --clip-grad 0.5 {RUNS['qwen3'].document_flags}"
 """Documents are apart, and their positions begin anew."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from examples.mpt import pretrain_mpt
 from tests.helpers import layouts
-from tests.helpers.parity_runs import Runs
+from tests.helpers.parity_runs import ParityRuns
 
-RUNS = Runs(
+RUNS = ParityRuns(
     family="mpt",
     script=pretrain_mpt,
-    sizes=tuple(word for word in layouts.SIZES if word != "--hidden-bias"),
-    vocab=layouts.VOCAB,
+    model_flags=tuple(word for word in layouts.MODEL_FLAGS if word != "--hidden-bias"),
+    vocab_size=layouts.VOCAB,
     gas=2,
 )
 VARIANTS = {

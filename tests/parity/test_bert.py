@@ -9,7 +9,7 @@ from tests.parity.bert_runs import RUNS, VARIANTS
 from tests.parity.test_layouts import assert_same_gradients
 from tests.parity.test_zero import assert_same_bits
 
-SHORT = {("pairs", 2, 1, 1)}
+QUICK = {("pairs", 2, 1, 1)}
 SCHEDULES = [
     "--pipeline-schedule gpipe",
     "--pipeline-schedule zb-h1",
@@ -21,63 +21,67 @@ FP32 = "--fp32 --clip-grad 0"
 @pytest.mark.parametrize(
     ("variant", "tensor", "pipe", "data"),
     [
-        pytest.param(variant, *grid, marks=() if (variant, *grid) in SHORT else pytest.mark.slow)
+        pytest.param(variant, *grid, marks=() if (variant, *grid) in QUICK else pytest.mark.slow)
         for variant in VARIANTS
         for grid in LAYOUTS
     ],
 )
-def test_every_layout_equals_one_process(variant: str, tensor: int, pipe: int, data: int) -> None:
-    steps = 3 if (variant, tensor, pipe, data) in SHORT else 20 if variant == "pairs" else 5
-    check_fp64(RUNS.difference(tensor, pipe, data, VARIANTS[variant], steps))
+def test_every_layout_equals_single_process(variant: str, tensor: int, pipe: int, data: int) -> None:
+    steps = 3 if (variant, tensor, pipe, data) in QUICK else 20 if variant == "pairs" else 5
+    check_fp64(RUNS.compare_layout(tensor, pipe, data, VARIANTS[variant], steps))
 
 
 @pytest.mark.slow
-def test_micro_batches_of_another_size_give_the_same_sum_of_two_means() -> None:
+def test_micro_batch_size_does_not_change_loss() -> None:
     """Row E11: masked tokens and samples are counted over the step, however it is cut."""
-    check_fp64(RUNS.difference(1, 1, 1, VARIANTS["pairs"], 3, gas=8))
+    check_fp64(RUNS.compare_layout(1, 1, 1, VARIANTS["pairs"], 3, gas=8))
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], *[pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULES[1:]]])
-def test_schedules_differ_from_one_process_in_no_bit_but_for_the_word_table(schedule: str) -> None:
+def test_schedules_are_bitwise_equal_except_word_embedding(schedule: str) -> None:
     """Rows E04 and E10; the table is in two places, whose gradients are added up in another order."""
-    first, ranks = RUNS.traces(1, 1, 1, FP32, 1)[0], RUNS.traces(1, 2, 1, f"{FP32} {schedule}", 1)
-    assert [trace.losses for trace in ranks] == [first.losses] * 2
+    reference, ranks = RUNS.trace_layout(1, 1, 1, FP32, 1)[0], RUNS.trace_layout(1, 2, 1, f"{FP32} {schedule}", 1)
+    assert [trace.losses for trace in ranks] == [reference.losses] * 2
     for trace in ranks:
-        for name, (shard, part) in trace.gradients.items():
-            apart = float((part - shard.cut(first.gradients[name][1])).norm() / first.gradients[name][1].norm())
-            assert apart <= (3e-7 if name == "embedding.word.weight" else 0.0), name
+        for name, (shard, gradient) in trace.gradients.items():
+            relative_diff = float(
+                (gradient - shard.narrow(reference.gradients[name][1])).norm() / reference.gradients[name][1].norm()
+            )
+            assert relative_diff <= (3e-7 if name == "embedding.word.weight" else 0.0), name
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipe", "every"),
+    ("tensor", "pipe", "num_layers"),
     [
         (1, 1, 2),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1))),
     ],
 )
-def test_recompute_changes_no_bit_with_dropout_on(tensor: int, pipe: int, every: int) -> None:
+def test_recompute_with_dropout_is_bitwise_equal(tensor: int, pipe: int, num_layers: int) -> None:
     """Row E08."""
-    dropped = f"{FP32} --attention-dropout 0.1 --hidden-dropout 0.1"
-    extra = f"{dropped} --checkpoint-activations --checkpoint-num-layers {every}"
-    for plain, again in zip(
-        RUNS.traces(tensor, pipe, 1, dropped, 2), RUNS.traces(tensor, pipe, 1, extra, 2), strict=True
+    dropout_flags = f"{FP32} --attention-dropout 0.1 --hidden-dropout 0.1"
+    extra = f"{dropout_flags} --checkpoint-activations --checkpoint-num-layers {num_layers}"
+    for plain, recomputed in zip(
+        RUNS.trace_layout(tensor, pipe, 1, dropout_flags, 2), RUNS.trace_layout(tensor, pipe, 1, extra, 2), strict=True
     ):
-        assert plain.losses == again.losses
-        assert_same_gradients(plain, again)
+        assert plain.losses == recomputed.losses
+        assert_same_gradients(plain, recomputed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
-def test_fp32_is_at_the_floor(tensor: int, pipe: int, data: int) -> None:
+def test_fp32_stays_within_measured_floor(tensor: int, pipe: int, data: int) -> None:
     """Row E02."""
-    RUNS.check_floor(tensor, pipe, data)
+    RUNS.check_fp32(tensor, pipe, data)
 
 
 @pytest.mark.slow
-def test_replicas_that_share_train_the_model_of_those_that_do_not() -> None:
+def test_zero_1_is_bitwise_zero_0() -> None:
     """Row E07."""
     for layout in ((1, 1, 2), (2, 1, 2)):
-        assert_same_bits(*(RUNS.traces(*layout, f"--fp32 {zero}", 6) for zero in ("", "--zero-stage 1")))
+        assert_same_bits(
+            *(RUNS.trace_layout(*layout, f"--fp32 {zero_flags}", 6) for zero_flags in ("", "--zero-stage 1"))
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,21 +95,21 @@ def test_replicas_that_share_train_the_model_of_those_that_do_not() -> None:
         ),
     ],
 )
-def test_each_flag_makes_another_model_or_batch(flag: str) -> None:
-    RUNS.check_acts(flag)
+def test_each_flag_changes_model_or_batch(flag: str) -> None:
+    RUNS.check_flag_changes_loss(flag)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
-def test_dropout_that_knows_no_layout_gives_the_same_everywhere(tensor: int, pipe: int, data: int) -> None:
+def test_layout_independent_dropout_equals_single_process(tensor: int, pipe: int, data: int) -> None:
     """Row E12."""
     extra = "--fp64 --attention-dropout 0.1 --hidden-dropout 0.1 --layout-independent-dropout"
-    check_fp64(RUNS.difference(tensor, pipe, data, extra, 3))
+    check_fp64(RUNS.compare_layout(tensor, pipe, data, extra, 3))
 
 
-def test_evaluation_in_a_pipeline_is_that_of_one_process_and_changes_nothing() -> None:
+def test_pipeline_evaluation_equals_single_process_and_keeps_state() -> None:
     """Row E20."""
-    plain = RUNS.traces(1, 1, 1, VARIANTS["pairs"], 3, 4, 2)[0]
-    ranks = RUNS.traces(1, 2, 1, VARIANTS["pairs"], 3, 4, 2)
+    plain = RUNS.trace_layout(1, 1, 1, VARIANTS["pairs"], 3, 4, 2)[0]
+    ranks = RUNS.trace_layout(1, 2, 1, VARIANTS["pairs"], 3, 4, 2)
     assert all(abs(trace.eval_losses[0] - plain.eval_losses[0]) <= 1e-12 for trace in ranks)
-    assert plain.losses == RUNS.traces(1, 1, 1, VARIANTS["pairs"], 3)[0].losses
+    assert plain.losses == RUNS.trace_layout(1, 1, 1, VARIANTS["pairs"], 3)[0].losses

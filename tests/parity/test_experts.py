@@ -24,7 +24,17 @@ from megatron.training import initialize
 from megatron.training.loss_forms import as_weighted
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.helpers.harness import RankFailure, run_ranks
-from tests.helpers.layouts import GLOBAL_BATCH, SEQ, VOCAB, batches, check_fp64, difference, flags, serial, trace_rank
+from tests.helpers.layouts import (
+    GLOBAL_BATCH,
+    SEQ,
+    VOCAB,
+    check_fp64,
+    compare_layout,
+    make_flags,
+    split_global_batch,
+    trace_one_process,
+    trace_rank,
+)
 
 SIZES = "--fp64 --disable-bias-linear --clip-grad 0.5 --num-experts 4 --moe-ffn-hidden-size 24"
 BALANCED = f"{SIZES} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --eod-mask-loss"
@@ -36,37 +46,37 @@ DEEPSEEK = (
 CAPACITY = f"{BALANCED} --moe-expert-capacity-factor 0.8"
 POSITION = f"{CAPACITY} --moe-token-drop-policy position"
 SLOW = pytest.mark.slow
-CUT, RECOMPUTED, ZERO = "--sequence-parallel", "--checkpoint-activations", "--zero-stage"
-EP, WHOLE_EXPERTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size 1"
+SEQUENCE_PARALLEL, RECOMPUTED, ZERO = "--sequence-parallel", "--checkpoint-activations", "--zero-stage"
+EP, UNSHARDED_EXPERTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size 1"
 LAYOUTS = [
     (DEEPSEEK, (1, 2, 2), RECOMPUTED, 1),
-    (BALANCED, (2, 1, 2), f"{EP} 2 {CUT} {ZERO} 1", 1),
+    (BALANCED, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {ZERO} 1", 1),
     (CAPACITY, (1, 1, 1), "", 2),
     *(
-        pytest.param(*each, marks=SLOW)
-        for each in (
-            (CAPACITY, (2, 1, 1), CUT, 2),
-            (BALANCED, (2, 1, 2), CUT, 1),
+        pytest.param(*case, marks=SLOW)
+        for case in (
+            (CAPACITY, (2, 1, 1), SEQUENCE_PARALLEL, 2),
+            (BALANCED, (2, 1, 2), SEQUENCE_PARALLEL, 1),
             (BALANCED, (2, 1, 1), "", 1),
             (BALANCED, (1, 1, 2), "", 1),
             (BALANCED, (1, 4, 1), "", 1),
             (BALANCED, (1, 2, 1), "--pipeline-schedule gpipe", 1),
             (BALANCED, (1, 2, 1), "--pipeline-schedule zb-h1", 1),
             (BALANCED, (1, 2, 2), "--pipeline-chunks 2", 1),
-            (BALANCED, (2, 2, 1), f"{CUT} {RECOMPUTED}", 1),
+            (BALANCED, (2, 2, 1), f"{SEQUENCE_PARALLEL} {RECOMPUTED}", 1),
             (BALANCED, (1, 1, 4), f"{ZERO} 1", 1),
             (BALANCED, (1, 1, 2), f"{ZERO} 2", 1),
             (BALANCED, (1, 1, 2), f"{ZERO} 3", 1),
             (BALANCED, (1, 1, 2), f"{ZERO} 3 {RECOMPUTED}", 1),
-            (DEEPSEEK, (2, 2, 1), CUT, 1),
-            (DEEPSEEK, (2, 1, 2), f"{CUT} {ZERO} 1", 1),
+            (DEEPSEEK, (2, 2, 1), SEQUENCE_PARALLEL, 1),
+            (DEEPSEEK, (2, 1, 2), f"{SEQUENCE_PARALLEL} {ZERO} 1", 1),
             (DEEPSEEK, (1, 1, 1), "--cp-comm-type a2a", 2),
             (DEEPSEEK, (1, 2, 1), "", 2),
             (CAPACITY, (1, 2, 2), "", 1),
-            (POSITION, (2, 1, 1), CUT, 2),
+            (POSITION, (2, 1, 1), SEQUENCE_PARALLEL, 2),
             (POSITION, (1, 1, 2), "", 1),
             (BALANCED, (2, 1, 2), "--optimizer muon", 1),
-            (DEEPSEEK, (2, 1, 1), f"{CUT} {WHOLE_EXPERTS}", 1),
+            (DEEPSEEK, (2, 1, 1), f"{SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS}", 1),
             (BALANCED, (1, 1, 2), f"{EP} 2", 1),
             (BALANCED, (1, 2, 2), f"{EP} 2 {RECOMPUTED}", 1),
             (BALANCED, (1, 2, 2), f"{EP} 2 --pipeline-schedule zb-h1", 1),
@@ -74,59 +84,69 @@ LAYOUTS = [
             (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 1", 1),
             (BALANCED, (1, 1, 4), f"{EP} 4 --no-overlap-grad-reduce", 1),
             (DEEPSEEK, (1, 1, 4), f"{EP} 4 {ZERO} 1", 1),
-            (DEEPSEEK, (2, 2, 2), f"{EP} 2 {CUT}", 1),
-            (BALANCED, (2, 1, 4), f"{EP} 4 {CUT} {ZERO} 1", 1),
+            (DEEPSEEK, (2, 2, 2), f"{EP} 2 {SEQUENCE_PARALLEL}", 1),
+            (BALANCED, (2, 1, 4), f"{EP} 4 {SEQUENCE_PARALLEL} {ZERO} 1", 1),
             (DEEPSEEK, (1, 2, 4), f"{EP} 4", 1),
-            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {CUT} {WHOLE_EXPERTS}", 1),
+            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS}", 1),
             (BALANCED, (1, 1, 1), f"{EP} 2", 2),
             (CAPACITY, (1, 1, 2), f"{EP} 4 {ZERO} 1", 2),
-            (POSITION, (2, 1, 1), f"{EP} 2 {CUT}", 2),
+            (POSITION, (2, 1, 1), f"{EP} 2 {SEQUENCE_PARALLEL}", 2),
             (BALANCED, (2, 1, 2), f"{EP} 2 --optimizer muon", 1),
         )
     ),
 ]  # fmt: skip
 
 
-NAMES = {BALANCED: "balanced", DEEPSEEK: "deepseek", CAPACITY: "capacity", POSITION: "position"}
+MODEL_NAMES = {BALANCED: "balanced", DEEPSEEK: "deepseek", CAPACITY: "capacity", POSITION: "position"}
 
 
-def name_of(case: Any) -> str:
+def case_id(case: Any) -> str:
     """Return a short name of a case, such as ``balanced-2-1-2-cut-1``."""
     model, layout, extra, context = getattr(case, "values", case)
-    words = extra.replace(CUT, "cut").replace(RECOMPUTED, "recomputed").replace(EP, "ep").replace("--", "").split()
-    return "-".join([NAMES[model], *map(str, layout), *words, str(context)])
+    words = (
+        extra.replace(SEQUENCE_PARALLEL, "cut")
+        .replace(RECOMPUTED, "recomputed")
+        .replace(EP, "ep")
+        .replace("--", "")
+        .split()
+    )
+    return "-".join([MODEL_NAMES[model], *map(str, layout), *words, str(context)])
 
 
-@pytest.mark.parametrize(("model", "layout", "extra", "context"), LAYOUTS, ids=map(name_of, LAYOUTS))
-def test_every_layout_is_one_process(model: str, layout: tuple[int, int, int], extra: str, context: int) -> None:
+@pytest.mark.parametrize(("model", "layout", "extra", "context"), LAYOUTS, ids=map(case_id, LAYOUTS))
+def test_every_layout_equals_single_process(model: str, layout: tuple[int, int, int], extra: str, context: int) -> None:
     tensor, pipe, data = layout
     if "muon" in extra:
         model, extra = f"{model} --optimizer muon", extra.replace("--optimizer muon", "")
-    check_fp64(difference(tensor, pipe, data, 2, model, extra, context=context))
+    check_fp64(compare_layout(tensor, pipe, data, 2, model, extra, context=context))
 
 
 @pytest.mark.slow
-def test_sums_that_leave_parts_and_weights_that_come_late_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduce_scatter_and_deferred_gather_equal_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NCCL does with ZeRO 1: gradients of the rest are reduce-scattered, those of experts are not."""
-    reference = serial(*batches(1, 2), BALANCED)
-    monkeypatch.setattr(grad_buffer, "SCATTERS", True)
-    monkeypatch.setattr(param_gather, "GATHERS_LATER", True)
-    for tensor, pipe, data, extra in ((1, 1, 4, f"{EP} 2"), (2, 1, 2, f"{EP} 2 {CUT}"), (1, 2, 2, f"{EP} 2")):
-        micro, gas = batches(data, 2)
-        argv = flags(tensor, pipe, micro=micro, gas=gas, extra=f"{BALANCED} {extra} {ZERO} 1")
+    reference = trace_one_process(*split_global_batch(1, 2), BALANCED)
+    monkeypatch.setattr(grad_buffer, "USE_REDUCE_SCATTER", True)
+    monkeypatch.setattr(param_gather, "DEFER_GATHER", True)
+    for tensor, pipe, data, extra in (
+        (1, 1, 4, f"{EP} 2"),
+        (2, 1, 2, f"{EP} 2 {SEQUENCE_PARALLEL}"),
+        (1, 2, 2, f"{EP} 2"),
+    ):
+        micro, gas = split_global_batch(data, 2)
+        argv = make_flags(tensor, pipe, micro_batch_size=micro, gas=gas, extra=f"{BALANCED} {extra} {ZERO} 1")
         size = tensor * pipe * data
         check_fp64(compare(reference, run_ranks(size, trace_rank, argv, size, 3, 0)))
 
 
 @pytest.mark.parametrize("gas", [4, pytest.param(16, marks=SLOW)])
-def test_the_number_of_micro_batches_changes_nothing(gas: int) -> None:
+def test_number_of_micro_batches_does_not_change_training(gas: int) -> None:
     """The balance loss is that of the global batch, and capacity that of a sample."""
     for model in (CAPACITY, DEEPSEEK):
-        whole = serial(GLOBAL_BATCH, 1, model)
-        check_fp64(compare(whole, [serial(*batches(1, gas), model)]))
-        *chosen, dropped = whole.choices[0].T
-        assert all(sum(chosen) == GLOBAL_BATCH * SEQ * 2)
-        assert all(dropped > 0) == (model == CAPACITY) and len(dropped) == (4 if model == CAPACITY else 3)
+        reference = trace_one_process(GLOBAL_BATCH, 1, model)
+        check_fp64(compare(reference, [trace_one_process(*split_global_batch(1, gas), model)]))
+        *num_chosen, num_dropped = reference.expert_tokens[0].T
+        assert all(sum(num_chosen) == GLOBAL_BATCH * SEQ * 2)
+        assert all(num_dropped > 0) == (model == CAPACITY) and len(num_dropped) == (4 if model == CAPACITY else 3)
 
 
 # Experts that get all tokens or none, and scores that are equal.
@@ -138,46 +158,46 @@ FORCED = (
 BIASES = {"ties": [0.0, 0.0, 0.0, 0.0], "first and last": [5.0, 0.0, 0.0, 9.0], "the last two": [0.0, 0.0, 5.0, 5.0]}
 
 
-def provider(kind: str) -> torch.nn.Module:
-    """Return this rank's model, whose routers choose by ``kind``."""
+def forced_provider(bias: str) -> torch.nn.Module:
+    """Return this rank's model, whose routers choose by ``bias``."""
     model = pretrain_gpt2.model_provider()
     for router in model.modules():
         if isinstance(router, Router):
             assert router.expert_bias is not None
-            router.expert_bias.data.copy_(torch.tensor(BIASES[kind]))
-            if kind == "ties":
+            router.expert_bias.data.copy_(torch.tensor(BIASES[bias]))
+            if bias == "ties":
                 router.weight.data.zero_()
                 set_uninitialized(router.weight, False)
     return model
 
 
-def forced(rank: int, argv: list[str], size: int, kind: str) -> Trace:
+def train_forced(rank: int, argv: list[str], size: int, bias: str) -> Trace:
     """Train two steps; the first moves routers away from ties."""
     config = parse(argv, world_size=size).with_vocab(VOCAB)
-    here = initialize.start(config)
+    world = initialize.start(config)
     data = MockTokens(VOCAB, SEQ, seed=7)
-    return trace_steps(config, here, data, partial(provider, kind), pretrain_gpt2.forward_step, steps=2)
+    return trace_steps(config, world, data, partial(forced_provider, bias), pretrain_gpt2.forward_step, num_steps=2)
 
 
-@pytest.mark.parametrize("kind", ["ties", *(pytest.param(kind, marks=SLOW) for kind in list(BIASES)[1:])])
+@pytest.mark.parametrize("bias", ["ties", *(pytest.param(bias, marks=SLOW) for bias in list(BIASES)[1:])])
 @pytest.mark.parametrize(
     ("layout", "extra"),
     [
         ((1, 1, 2), f"{EP} 2"),
         pytest.param((1, 1, 4), f"{EP} 4 {ZERO} 1", marks=SLOW),
-        pytest.param((2, 1, 2), f"{EP} 2 {CUT}", marks=SLOW),
+        pytest.param((2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL}", marks=SLOW),
         pytest.param((1, 2, 2), f"{EP} 2 {RECOMPUTED}", marks=SLOW),
     ],
     ids=["2", "4", "2-cut", "2-stages"],
 )
-def test_experts_may_have_all_tokens_or_none(layout: tuple[int, int, int], extra: str, kind: str) -> None:
+def test_experts_may_get_all_tokens_or_none(layout: tuple[int, int, int], extra: str, bias: str) -> None:
     tensor, pipe, data = layout
-    one = flags(1, 1, micro=GLOBAL_BATCH // 2, gas=2, extra=FORCED)
-    micro, gas = batches(data, 2)
-    argv = flags(tensor, pipe, micro=micro, gas=gas, extra=f"{FORCED} {extra}")
-    (reference,) = run_ranks(1, forced, one, 1, kind)
+    serial_argv = make_flags(1, 1, micro_batch_size=GLOBAL_BATCH // 2, gas=2, extra=FORCED)
+    micro, gas = split_global_batch(data, 2)
+    argv = make_flags(tensor, pipe, micro_batch_size=micro, gas=gas, extra=f"{FORCED} {extra}")
+    (reference,) = run_ranks(1, train_forced, serial_argv, 1, bias)
     size = tensor * pipe * data
-    check_fp64(compare(reference, run_ranks(size, forced, argv, size, kind)))
+    check_fp64(compare(reference, run_ranks(size, train_forced, argv, size, bias)))
 
 
 # A loss that a script returns as a mean over the tokens of its micro-batch.
@@ -194,7 +214,7 @@ def mean_forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, dic
     return mean_of(loss), {}
 
 
-def provider_of_means(weighting: str = "micro-batches") -> torch.nn.Module:
+def mean_loss_provider(weighting: str = "micro-batches") -> torch.nn.Module:
     """Return this rank's model; the loss function of a pipeline returns means, as its model declares."""
     model: Any = pretrain_gpt2.model_provider()
     if hasattr(model, "loss_fn"):
@@ -203,19 +223,21 @@ def provider_of_means(weighting: str = "micro-batches") -> torch.nn.Module:
     return model
 
 
-def trained_on_means(rank: int, argv: list[str], size: int, weighting: str = "micro-batches") -> Trace:
+def train_on_means(rank: int, argv: list[str], size: int, weighting: str = "micro-batches") -> Trace:
     config = parse(argv, world_size=size).with_vocab(VOCAB)
-    here = initialize.start(config)
-    data, provider = MockTokens(VOCAB, config.batch.seq_length, seed=7), partial(provider_of_means, weighting)
-    return trace_steps(config, here, data, provider, mean_forward_step, steps=1)
+    world = initialize.start(config)
+    data, provider = MockTokens(VOCAB, config.batch.seq_length, seed=7), partial(mean_loss_provider, weighting)
+    return trace_steps(config, world, data, provider, mean_forward_step, num_steps=1)
 
 
-MEANS = f"{SIZES} --num-layers 2 --seq-length 12 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+MEAN_LOSS_FLAGS = f"{SIZES} --num-layers 2 --seq-length 12 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
 
 
 @functools.cache
-def one_process_on_means() -> Trace:
-    return run_ranks(1, trained_on_means, flags(1, 1, micro=GLOBAL_BATCH // 2, gas=2, extra=MEANS), 1)[0]
+def serial_mean_trace() -> Trace:
+    return run_ranks(
+        1, train_on_means, make_flags(1, 1, micro_batch_size=GLOBAL_BATCH // 2, gas=2, extra=MEAN_LOSS_FLAGS), 1
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -223,16 +245,18 @@ def one_process_on_means() -> Trace:
     [(1, 1, 2), (2, 1, 1), pytest.param(1, 2, 1, marks=SLOW), pytest.param(2, 2, 2, marks=SLOW)],
     ids=["context", "stages", "replicas", "stages, replicas and context"],
 )
-def test_router_losses_next_to_a_mean_have_the_weight_of_one_process(pipe: int, data: int, context: int) -> None:
+def test_router_losses_with_mean_loss_equal_single_process(pipe: int, data: int, context: int) -> None:
     """A mean over tokens gives each token the weight 1 / tokens of this rank, and so must the losses of routers."""
-    micro, gas = batches(data, 2)
-    argv = flags(1, pipe, micro=micro, gas=gas, extra=f"{MEANS} --context-parallel-size {context}")
+    micro, gas = split_global_batch(data, 2)
+    argv = make_flags(
+        1, pipe, micro_batch_size=micro, gas=gas, extra=f"{MEAN_LOSS_FLAGS} --context-parallel-size {context}"
+    )
     size = pipe * data * context
-    check_fp64(compare(one_process_on_means(), run_ranks(size, trained_on_means, argv, size)))
+    check_fp64(compare(serial_mean_trace(), run_ranks(size, train_on_means, argv, size)))
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_experts_rejects_a_loss_of_another_form_than_declared() -> None:
-    argv = flags(1, 2, micro=4, gas=4, extra=MEANS)
+def test_pipeline_rejects_loss_form_that_differs_from_declaration() -> None:
+    argv = make_flags(1, 2, micro_batch_size=4, gas=4, extra=MEAN_LOSS_FLAGS)
     with pytest.raises(RankFailure, match='Set loss_weighting = "micro-batches" on the model'):
-        run_ranks(2, trained_on_means, argv, 2, "tokens")
+        run_ranks(2, train_on_means, argv, 2, "tokens")

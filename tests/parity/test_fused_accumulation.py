@@ -9,21 +9,28 @@ import pytest
 from megatron.optim.gradients import buffer as grad_buffer
 from megatron.training.parity import Trace, compare
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import batches, check_fp64, flags, serial, trace_rank, traces
+from tests.helpers.layouts import (
+    check_fp64,
+    make_flags,
+    split_global_batch,
+    trace_layout,
+    trace_one_process,
+    trace_rank,
+)
 from tests.parity.test_schedules import UNTIED, ZERO_BUBBLE, check_same_bits
 
 FUSED = "--gradient-accumulation-fusion"
 RECOMPUTE = "--checkpoint-activations"
 
 
-def check(grid: tuple[int, int, int], extra: str, gas: int = 2, steps: int = 3) -> None:
+def check_layout(grid: tuple[int, int, int], extra: str, gas: int = 2, steps: int = 3) -> None:
     """Compare with one process without the flag."""
-    ranks = traces(*grid, *batches(grid[2], gas), f"--fp64 {FUSED} {extra}", steps=steps)
-    check_fp64(compare(serial(*batches(1, gas), steps=steps), ranks))
+    ranks = trace_layout(*grid, *split_global_batch(grid[2], gas), f"--fp64 {FUSED} {extra}", steps=steps)
+    check_fp64(compare(trace_one_process(*split_global_batch(1, gas), steps=steps), ranks))
 
 
-def test_stages_that_put_weights_off_equal_one_process_without_it() -> None:
-    check((1, 2, 2), f"{ZERO_BUBBLE} {RECOMPUTE} --zero-stage 1", gas=4, steps=1)
+def test_deferred_weight_grads_with_fusion_equal_single_process() -> None:
+    check_layout((1, 2, 2), f"{ZERO_BUBBLE} {RECOMPUTE} --zero-stage 1", gas=4, steps=1)
 
 
 @pytest.mark.slow
@@ -42,27 +49,27 @@ def test_stages_that_put_weights_off_equal_one_process_without_it() -> None:
         ((1, 2, 2), ZERO_BUBBLE),
     ],
 )
-def test_every_layout_equals_one_process_without_it(grid: tuple[int, int, int], schedule: str, extra: str) -> None:
+def test_every_layout_with_fusion_equals_single_process(grid: tuple[int, int, int], schedule: str, extra: str) -> None:
     if "sequence" in extra and grid[0] == 1:
         extra = "--loss-chunk-tokens 8"  # whose table's gradient autograd adds
-    check(grid, f"{schedule} {extra}")
+    check_layout(grid, f"{schedule} {extra}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", RECOMPUTE, f"{UNTIED} --activation gated-silu"])
+@pytest.mark.parametrize("extra_flags", ["", RECOMPUTE, f"{UNTIED} --activation gated-silu"])
 @pytest.mark.parametrize("grid", [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)])
-def test_schedules_differ_in_no_bit(grid: tuple[int, int, int], more: str) -> None:
+def test_schedules_are_bitwise_equal(grid: tuple[int, int, int], extra_flags: str) -> None:
     """In fp32, over whole backwards and halves of them."""
-    sizes = (batches(grid[2], 4)[0], 4)
-    extra = f"--fp32 {FUSED} {more}"
-    expected = traces(*grid, *sizes, extra)
+    batch_sizes = (split_global_batch(grid[2], 4)[0], 4)
+    extra = f"--fp32 {FUSED} {extra_flags}"
+    expected = trace_layout(*grid, *batch_sizes, extra)
     for schedule in (ZERO_BUBBLE, "--pipeline-schedule gpipe"):
-        check_same_bits(expected, traces(*grid, *sizes, f"{extra} {schedule}"))
+        check_same_bits(expected, trace_layout(*grid, *batch_sizes, f"{extra} {schedule}"))
 
 
-def scattered(rank: int, argv: list[str], size: int) -> Trace:
+def train_scattered(rank: int, argv: list[str], size: int) -> Trace:
     """Train with gradients in slots, which gloo makes whole."""
-    grad_buffer.SCATTERS = True
+    grad_buffer.USE_REDUCE_SCATTER = True
     return trace_rank(rank, argv, size, 3, 0)
 
 
@@ -70,9 +77,13 @@ def scattered(rank: int, argv: list[str], size: int) -> Trace:
 @pytest.mark.parametrize(
     ("grid", "extra"), [((1, 1, 2), ""), ((2, 1, 2), "--sequence-parallel"), ((1, 2, 2), ZERO_BUBBLE)]
 )
-def test_products_add_to_slots_of_zero_1(grid: tuple[int, int, int], extra: str) -> None:
-    micro, gas = batches(grid[2], 2)
+def test_fused_products_accumulate_into_zero_1_slots(grid: tuple[int, int, int], extra: str) -> None:
+    micro, gas = split_global_batch(grid[2], 2)
     size = grid[0] * grid[1] * grid[2]
-    how = f"--fp64 --zero-stage 1 {FUSED} {extra}"
-    argv: Any = flags(grid[0], grid[1], micro=micro, gas=gas, extra=how)
-    check_fp64(compare(serial(*batches(1, 2)), run_ranks(size, scattered, argv, size, deadline_s=100.0)))
+    run_flags = f"--fp64 --zero-stage 1 {FUSED} {extra}"
+    argv: Any = make_flags(grid[0], grid[1], micro_batch_size=micro, gas=gas, extra=run_flags)
+    check_fp64(
+        compare(
+            trace_one_process(*split_global_batch(1, 2)), run_ranks(size, train_scattered, argv, size, deadline_s=100.0)
+        )
+    )

@@ -10,17 +10,17 @@ from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.parity.decoder_tests import *  # noqa: F403 - tests of every decoder
 from tests.parity.llama_runs import RUNS, VARIANTS
 
-SHORT = [((2, 2, 1), "positions")]
-EVERY = [
-    pytest.param(*grid, variant, marks=() if (grid, variant) in SHORT else pytest.mark.slow)
+QUICK = [((2, 2, 1), "positions")]
+CASES = [
+    pytest.param(*grid, variant, marks=() if (grid, variant) in QUICK else pytest.mark.slow)
     for grid, variant in product(LAYOUTS, VARIANTS)
 ]
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data", "variant"), EVERY)
-def test_fp64_equals_one_process(tensor: int, pipe: int, data: int, variant: str) -> None:
+@pytest.mark.parametrize(("tensor", "pipe", "data", "variant"), CASES)
+def test_fp64_equals_single_process(tensor: int, pipe: int, data: int, variant: str) -> None:
     """Rows E01, E04, E06, E09, E16, E17."""
-    check_fp64(RUNS.difference(tensor, pipe, data, f"--fp64 --clip-grad 0.5 {VARIANTS[variant]}", 3))
+    check_fp64(RUNS.compare_layout(tensor, pipe, data, f"--fp64 --clip-grad 0.5 {VARIANTS[variant]}", 3))
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_fp64_equals_one_process(tensor: int, pipe: int, data: int, variant: str
         ),
     ],
 )
-def test_each_flag_makes_another_model_or_batch(flag: str) -> None:
-    RUNS.check_acts(flag)
+def test_each_flag_changes_model_or_batch(flag: str) -> None:
+    RUNS.check_flag_changes_loss(flag)

@@ -27,7 +27,7 @@ from megatron.training.setup import build_engine, make_streams
 from tds.loss import Weighted
 from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import SEQ, VOCAB, check_fp64, flags, serial, traces
+from tests.helpers.layouts import SEQ, VOCAB, check_fp64, make_flags, trace_layout, trace_one_process
 from tests.parity import bert_runs
 
 MASKED = "--fp64 --eod-mask-loss --loss-average micro-batch"
@@ -38,28 +38,28 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def test_only_the_loss_to_train_on_becomes_a_mean() -> None:
+def test_only_trained_loss_becomes_mean() -> None:
     pair = Weighted(scalar(6.0), scalar(3.0))
     assert mean_of_micro_batch(pair).item() == 2.0
     assert mean_of_micro_batch(Weighted(scalar(6.0), 4)).item() == 1.5
     assert mean_of_micro_batch(scalar(5.0)).item() == 5.0
-    named = mean_of_micro_batch({"z": pair, "loss": pair})
-    assert list(named) == ["loss", "z"] and named["loss"].item() == 2.0 and named["z"] is pair
+    losses = mean_of_micro_batch({"z": pair, "loss": pair})
+    assert list(losses) == ["loss", "z"] and losses["loss"].item() == 2.0 and losses["z"] is pair
     assert mean_of_micro_batch(Weighted(scalar(0.0), scalar(0.0))).item() == 0.0, (
         "as Megatron's clamp(num_tokens, min=1)"
     )
 
 
-def test_the_routers_divisor_is_all_tokens_of_the_mean_number_of_micro_batches() -> None:
+def test_router_divisor_is_all_tokens_of_mean_micro_batch_count() -> None:
     grid: Any = SimpleNamespace(data_context=SimpleNamespace(size=4))
     assert token_weight(64 * 2.5, grid, is_mean=True) == 40.0
     assert token_weight(64 * 3.0, grid, is_mean=False) == token_weight(64 * 2.9, grid, is_mean=False) == 256.0
 
 
-ByHand = tuple[list[tuple[float, float]], float, float, dict[str, torch.Tensor]]
+HandComputed = tuple[list[tuple[float, float]], float, float, dict[str, torch.Tensor]]
 
 
-def gradients_by_hand(rank: int, argv: list[str], context: int = 1) -> ByHand:
+def compute_gradients_by_hand(rank: int, argv: list[str], context: int = 1) -> HandComputed:
     """Return (sum, count) of each micro-batch of the first step, both averages, and the gradient of the means' mean.
 
     Plain autograd on the single-stage model, without an engine's step.
@@ -68,45 +68,51 @@ def gradients_by_hand(rank: int, argv: list[str], context: int = 1) -> ByHand:
         context: context ranks; the part of each one counts as a micro-batch.
     """
     config = parse(argv, world_size=1).with_vocab(VOCAB)
-    here = initialize.start(config)
-    streams = make_streams(config, here)
+    world = initialize.start(config)
+    streams = make_streams(config, world)
     global_vars.set_current(config, mock_tokenizer(config), streams)
-    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
-    batches = RunData({"train": MockTokens(VOCAB, SEQ, seed=7)}, None).batches("train", config, here)
-    named = dict(named_parameters(engine.module))
-    pairs, summed = [], {name: torch.zeros_like(weight) for name, weight in named.items()}
-    parts = [Group(tuple(range(context)), number) for number in range(context)]
-    kept = [get_batch_on_this_cp_rank({"at": torch.arange(SEQ).unsqueeze(0)}, part)["at"] for part in parts]
+    engine = build_engine(config, world, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
+    batches = RunData({"train": MockTokens(VOCAB, SEQ, seed=7)}, None).batches("train", config, world)
+    parameters = dict(named_parameters(engine.module))
+    pairs, mean_gradients = [], {name: torch.zeros_like(weight) for name, weight in parameters.items()}
+    context_groups = [Group(tuple(range(context)), context_rank) for context_rank in range(context)]
+    rank_positions = [
+        get_batch_on_this_cp_rank({"at": torch.arange(SEQ).unsqueeze(0)}, group)["at"] for group in context_groups
+    ]
     for _ in range(config.batch.gas):
         fields = pretrain_gpt2.get_batch(next(batches))
-        for positions in kept:
+        for positions in rank_positions:
             assert positions is not None
             mask = torch.zeros_like(fields["loss_mask"])
             mask[:, positions[0]] = fields["loss_mask"][:, positions[0]]
             total, count = engine.module(**{**fields, "loss_mask": mask})
             pairs.append((total.item(), float(count)))
-            for name, gradient in zip(named, torch.autograd.grad(total / count, list(named.values())), strict=True):
-                summed[name] += gradient / (config.batch.gas * context)
+            for name, gradient in zip(
+                parameters, torch.autograd.grad(total / count, list(parameters.values())), strict=True
+            ):
+                mean_gradients[name] += gradient / (config.batch.gas * context)
     by_token = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
     by_micro_batch = sum(total / count for total, count in pairs) / len(pairs)
-    return pairs, by_token, by_micro_batch, {name: gradient.detach() for name, gradient in summed.items()}
+    return pairs, by_token, by_micro_batch, {name: gradient.detach() for name, gradient in mean_gradients.items()}
 
 
-def test_one_process_trains_on_the_mean_of_the_means() -> None:
-    argv = flags(1, 1, micro=2, gas=3, extra=MASKED)
-    ((pairs, by_token, by_micro_batch, gradients),) = run_ranks(1, gradients_by_hand, argv)
+def test_single_process_trains_on_mean_of_micro_batch_means() -> None:
+    argv = make_flags(1, 1, micro_batch_size=2, gas=3, extra=MASKED)
+    ((pairs, by_token, by_micro_batch, gradients),) = run_ranks(1, compute_gradients_by_hand, argv)
     assert len({count for _, count in pairs}) > 1 and abs(by_token - by_micro_batch) > 1e-6
-    found = serial(2, 3, MASKED, steps=1, eval_every=1)
-    assert found.losses[0] == pytest.approx(by_micro_batch, rel=1e-14)
-    assert serial(2, 3, BY_TOKEN, steps=1, eval_every=1).losses[0] == pytest.approx(by_token, rel=1e-14)
-    for name, (shard, gradient) in found.gradients.items():
+    trace = trace_one_process(2, 3, MASKED, steps=1, eval_every=1)
+    assert trace.losses[0] == pytest.approx(by_micro_batch, rel=1e-14)
+    assert trace_one_process(2, 3, BY_TOKEN, steps=1, eval_every=1).losses[0] == pytest.approx(by_token, rel=1e-14)
+    for name, (shard, gradient) in trace.gradients.items():
         torch.testing.assert_close(gradient, shard.unpadded(gradients[name]), rtol=1e-11, atol=1e-14, msg=name)
 
 
-def check_against_one_process(tensor: int, pipe: int, data: int, context: int, gas: int, extra: str, more: str) -> None:
+def check_against_single_process(
+    tensor: int, pipe: int, data: int, context: int, gas: int, extra: str, layout_flags: str
+) -> None:
     """Compare a layout with one process that has the same micro-batches."""
-    reference = serial(2, gas * data, extra, steps=2, eval_every=2)
-    ranks = traces(tensor, pipe, data, 2, gas, f"{extra} {more}", steps=2, eval_every=2, context=context)
+    reference = trace_one_process(2, gas * data, extra, steps=2, eval_every=2)
+    ranks = trace_layout(tensor, pipe, data, 2, gas, f"{extra} {layout_flags}", steps=2, eval_every=2, context=context)
     check_fp64(compare(reference, ranks))
     for trace in ranks:
         assert trace.eval_losses == pytest.approx(reference.eval_losses, rel=1e-12)
@@ -119,7 +125,7 @@ EXPERTS = (
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipe", "data", "gas", "extra", "more"),
+    ("tensor", "pipe", "data", "gas", "extra", "layout_flags"),
     [
         (1, 1, 2, 2, MASKED, "--zero-stage 1"),
         *(
@@ -141,28 +147,30 @@ EXPERTS = (
         ),
     ],
 )
-def test_layouts_with_the_same_micro_batches_are_equal(
-    tensor: int, pipe: int, data: int, gas: int, extra: str, more: str
+def test_layouts_with_same_micro_batches_are_equal(
+    tensor: int, pipe: int, data: int, gas: int, extra: str, layout_flags: str
 ) -> None:
-    check_against_one_process(tensor, pipe, data, 1, gas, extra, more)
+    check_against_single_process(tensor, pipe, data, 1, gas, extra, layout_flags)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", "--cp-comm-type a2a", "--pipe-parallel-size 2"])
-def test_the_part_of_each_context_rank_counts_as_a_micro_batch(more: str) -> None:
+@pytest.mark.parametrize("layout_flags", ["", "--cp-comm-type a2a", "--pipe-parallel-size 2"])
+def test_context_rank_slice_counts_as_micro_batch(layout_flags: str) -> None:
     """Megatron divides the loss by the tokens of the context rank and averages the gradients over the ranks."""
-    argv = flags(1, 1, micro=2, gas=3, extra=MASKED)
-    ((pairs, _, mean, gradients),) = run_ranks(1, functools.partial(gradients_by_hand, context=2), argv)
+    argv = make_flags(1, 1, micro_batch_size=2, gas=3, extra=MASKED)
+    ((pairs, _, expected_loss, gradients),) = run_ranks(
+        1, functools.partial(compute_gradients_by_hand, context=2), argv
+    )
     assert len({count for _, count in pairs}) > 1
-    pipe = 2 if "pipe" in more else 1
-    for trace in traces(1, pipe, 1, 2, 3, f"{MASKED} {more}", steps=1, context=2):
-        assert trace.losses[0] == pytest.approx(mean, rel=1e-13)
+    pipe = 2 if "pipe" in layout_flags else 1
+    for trace in trace_layout(1, pipe, 1, 2, 3, f"{MASKED} {layout_flags}", steps=1, context=2):
+        assert trace.losses[0] == pytest.approx(expected_loss, rel=1e-13)
         for name, (shard, gradient) in trace.gradients.items():
-            torch.testing.assert_close(gradient, shard.cut(gradients[name]), rtol=1e-11, atol=1e-14, msg=name)
+            torch.testing.assert_close(gradient, shard.narrow(gradients[name]), rtol=1e-11, atol=1e-14, msg=name)
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_both_heads_of_bert_add_their_means(context: int) -> None:
+def test_bert_heads_add_their_means(context: int) -> None:
     """Megatron's loss of a micro-batch is the mean over masked tokens plus the mean over samples.
 
     With context parallelism the tokens of a rank count as a micro-batch; the second head is on the first rank.
@@ -171,51 +179,60 @@ def test_both_heads_of_bert_add_their_means(context: int) -> None:
     s, b, v = 6, 3, 11
     words, scores = torch.randn(s, b, v, dtype=torch.float64), torch.randn(b, 2, dtype=torch.float64)
     labels, is_random, mask = torch.randint(v, (b, s)), torch.randint(2, (b,)), (torch.rand(b, s) < 0.5).double()
-    sizes = BertModelArgs(
+    args = BertModelArgs(
         num_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=v, max_position_embeddings=s,
         kv_hidden_size=4, ff_hidden_size=4, loss_average="micro-batch",
     )  # fmt: skip
     losses = F.cross_entropy(words.permute(1, 2, 0), labels, reduction="none") * mask
-    parts = [slice(rank * s // context, (rank + 1) * s // context) for rank in range(context)]
-    wanted = sum(losses[:, part].sum() / mask[:, part].sum() for part in parts) / context
-    wanted += F.cross_entropy(scores, is_random)
-    found = scalar(0.0)
-    for rank, part in enumerate(parts):
-        place = ParallelContext(context=Group(tuple(range(context)), rank))
-        given = (words[part], scores), labels[:, part], mask[:, part], is_random, torch.tensor([900, 7])
-        pairs = bert_loss(*given, sizes=sizes, place=place)
-        found += mean_of_micro_batch({name: Weighted(*pair) for name, pair in pairs.items()})["loss"] / context
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-14)
+    token_slices = [slice(rank * s // context, (rank + 1) * s // context) for rank in range(context)]
+    expected = sum(losses[:, token_slice].sum() / mask[:, token_slice].sum() for token_slice in token_slices) / context
+    expected += F.cross_entropy(scores, is_random)
+    total = scalar(0.0)
+    for rank, token_slice in enumerate(token_slices):
+        ctx = ParallelContext(context=Group(tuple(range(context)), rank))
+        loss_inputs = (
+            (words[token_slice], scores),
+            labels[:, token_slice],
+            mask[:, token_slice],
+            is_random,
+            torch.tensor([900, 7]),
+        )
+        pairs = bert_loss(*loss_inputs, args=args, parallel=ctx)
+        total += mean_of_micro_batch({name: Weighted(*pair) for name, pair in pairs.items()})["loss"] / context
+    assert total.item() == pytest.approx(expected.item(), rel=1e-14)
 
 
 @pytest.mark.slow
-def test_bert_and_t5_are_the_same_in_layouts_with_the_same_micro_batches() -> None:
-    micro = "--loss-average micro-batch --fp64 --hidden-dropout 0 --attention-dropout 0"
+def test_bert_and_t5_layouts_with_same_micro_batches_are_equal() -> None:
+    common_flags = "--loss-average micro-batch --fp64 --hidden-dropout 0 --attention-dropout 0"
     for runs, argv in ((t5_runs.RUNS, t5_runs.VARIANTS["ul2"]), (bert_runs.RUNS, "")):
-        serial_flags = runs.flags(1, 1, micro=2, gas=4, extra=f"{argv} {micro}")
+        serial_flags = runs.make_flags(1, 1, micro_batch_size=2, gas=4, extra=f"{argv} {common_flags}")
         (reference,) = run_ranks(1, runs.trace_rank, serial_flags, 1, 2, 2)
         (by_token,) = run_ranks(1, runs.trace_rank, [*serial_flags, "--loss-average", "token"], 1, 2, 2)
         assert abs(by_token.losses[0] - reference.losses[0]) > 1e-6
         assert by_token.eval_losses != reference.eval_losses, "of other weights"
         for pipe, data in ((2, 1), (1, 2)):
-            split = runs.flags(1, pipe, micro=2, gas=4 // data, extra=f"{argv} {micro}")
-            ranks = run_ranks(2, runs.trace_rank, split, 2, 2, 2)
+            layout_argv = runs.make_flags(1, pipe, micro_batch_size=2, gas=4 // data, extra=f"{argv} {common_flags}")
+            ranks = run_ranks(2, runs.trace_rank, layout_argv, 2, 2, 2)
             check_fp64(compare(reference, ranks))
 
 
 @pytest.mark.slow
-def test_context_ranks_equal_one_process_where_nothing_is_masked() -> None:
-    check_against_one_process(1, 1, 1, 2, 3, "--fp64 --loss-average micro-batch", "")
+def test_context_ranks_equal_single_process_without_masks() -> None:
+    check_against_single_process(1, 1, 1, 2, 3, "--fp64 --loss-average micro-batch", "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
-def test_both_averages_are_the_same_without_masks(layout: tuple[int, int, int]) -> None:
+def test_both_averages_are_equal_without_masks(layout: tuple[int, int, int]) -> None:
     """The losses of routers among them: they are means over all tokens of a micro-batch."""
     by_token, by_micro_batch = (
-        traces(*layout, 2, 3, f"--fp64 {EXPERTS} --loss-average {average}", steps=2)
+        trace_layout(*layout, 2, 3, f"--fp64 {EXPERTS} --loss-average {average}", steps=2)
         for average in ("token", "micro-batch")
     )
-    for one, other in zip(by_token, by_micro_batch, strict=True):
-        check_fp64(compare(one, [other]))
-        assert one.others == pytest.approx(other.others, rel=1e-12) and min(one.others) > 0
+    for token_trace, micro_batch_trace in zip(by_token, by_micro_batch, strict=True):
+        check_fp64(compare(token_trace, [micro_batch_trace]))
+        assert (
+            token_trace.other_losses == pytest.approx(micro_batch_trace.other_losses, rel=1e-12)
+            and min(token_trace.other_losses) > 0
+        )

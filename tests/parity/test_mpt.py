@@ -10,19 +10,19 @@ from tests.helpers.layouts import LAYOUTS, check_fp64
 from tests.parity.decoder_tests import *  # noqa: F403 - tests of every decoder
 from tests.parity.mpt_runs import RUNS, VARIANTS
 
-SHORT = [((2, 2, 1), "documents")]
-EVERY = [
-    pytest.param(*grid, variant, marks=() if (grid, variant) in SHORT else pytest.mark.slow)
+QUICK = [((2, 2, 1), "documents")]
+CASES = [
+    pytest.param(*grid, variant, marks=() if (grid, variant) in QUICK else pytest.mark.slow)
     for grid, variant in product(LAYOUTS, VARIANTS)
 ]
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data", "variant"), EVERY)
-def test_fp64_equals_one_process(tensor: int, pipe: int, data: int, variant: str) -> None:
+@pytest.mark.parametrize(("tensor", "pipe", "data", "variant"), CASES)
+def test_fp64_equals_single_process(tensor: int, pipe: int, data: int, variant: str) -> None:
     """Rows E01, E04, E06, E09, E16, E17."""
-    check_fp64(RUNS.difference(tensor, pipe, data, f"--fp64 --clip-grad 0.5 {VARIANTS[variant]}", 3))
+    check_fp64(RUNS.compare_layout(tensor, pipe, data, f"--fp64 --clip-grad 0.5 {VARIANTS[variant]}", 3))
 
 
 @pytest.mark.parametrize("flag", ["--reset-attention-mask", "--eod-mask-loss", "--alibi-bias-max 2", "--clip-qkv 0.1"])
-def test_each_flag_makes_another_model_or_batch(flag: str) -> None:
-    RUNS.check_acts(flag)
+def test_each_flag_changes_model_or_batch(flag: str) -> None:
+    RUNS.check_flag_changes_loss(flag)

@@ -12,75 +12,83 @@ from tds import backward_state, gradients
 from tds.engine import weight_grad_store
 from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import batches, flags, trace_rank
+from tests.helpers.layouts import make_flags, split_global_batch, trace_rank
 from tests.parity.test_zero_parts import assert_same_bits
 
 STEPS = 3
-BYTES = 16000
+BUCKET_BYTES = 16000
 
 
-def watch_weights() -> Callable[[], bool]:
+def watch_weight_backward() -> Callable[[], bool]:
     """Return what tells whether the half of a split backward that is for weights runs, with weights still to come."""
-    waiting: list[Any] = []
-    run, made = weight_grad_store.WeightGradStore.run, weight_grad_store._LinearCall.run
+    pending: list[Any] = []
+    original_run, original_call_run = weight_grad_store.WeightGradStore.run, weight_grad_store._LinearCall.run
 
-    def running(splitter: weight_grad_store.WeightGradStore, key: Any, *on_done: Any) -> None:
-        waiting[:] = splitter._put_off[key]
-        run(splitter, key, *on_done)
+    def recording_run(splitter: weight_grad_store.WeightGradStore, key: Any, *on_done: Any) -> None:
+        pending[:] = splitter._deferred[key]
+        original_run(splitter, key, *on_done)
 
-    def making(put_off: Any) -> Any:
-        waiting.pop()
-        return made(put_off)
+    def consuming_run(linear_call: Any) -> Any:
+        pending.pop()
+        return original_call_run(linear_call)
 
-    weight_grad_store.WeightGradStore.run, weight_grad_store._LinearCall.run = running, making  # type: ignore[assignment, method-assign]
-    return lambda: bool(waiting)
+    weight_grad_store.WeightGradStore.run, weight_grad_store._LinearCall.run = recording_run, consuming_run  # type: ignore[assignment, method-assign]
+    return lambda: bool(pending)
 
 
-def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, list[bool]]:
+def record_overlap(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, list[bool]]:
     """Return the trace, and of each sum of a bucket whether a backward, or one of its halves, ran as it started.
 
     All sums are cut into the same small buckets, whenever they start: where there are more than two replicas, a number
     rounds as its place in a bucket says.
     """
-    within: list[bool] = []
-    makes_weights = watch_weights()
+    is_overlapped: list[bool] = []
+    is_weight_backward_running = watch_weight_backward()
 
-    start = gradients.GradientBucket.start_all_reduce
+    original_start = gradients.GradientBucket.start_all_reduce
 
-    def noting(*args: Any) -> gradients.GradientBucket:
-        within.append(backward_state.is_running() or makes_weights())
-        return start(*args)
+    def recording_start(*args: Any) -> gradients.GradientBucket:
+        is_overlapped.append(backward_state.is_running() or is_weight_backward_running())
+        return original_start(*args)
 
-    gradients.GradientBucket.start_all_reduce = noting  # type: ignore[method-assign]
-    gradients.BUCKET_BYTES = BYTES
-    return trace(rank, argv, size, STEPS, 0), within
+    gradients.GradientBucket.start_all_reduce = recording_start  # type: ignore[method-assign]
+    gradients.BUCKET_BYTES = BUCKET_BYTES
+    return trace(rank, argv, size, STEPS, 0), is_overlapped
 
 
-def check(tensor: int, pipe: int, data: int, extra: str, of: Any = (flags, trace_rank), gas: int = 2) -> None:
-    made, trace = of
-    micro, gas = batches(data, gas)
+def check_overlap(
+    tensor: int, pipe: int, data: int, extra: str, runner: Any = (make_flags, trace_rank), gas: int = 2
+) -> None:
+    make_flags, trace = runner
+    micro, gas = split_global_batch(data, gas)
     size = tensor * pipe * data
-    both = [
-        run_ranks(size, watched, made(tensor, pipe, micro=micro, gas=gas, extra=f"{extra} {switch}"), size, trace)
+    runs = [
+        run_ranks(
+            size,
+            record_overlap,
+            make_flags(tensor, pipe, micro_batch_size=micro, gas=gas, extra=f"{extra} {switch}"),
+            size,
+            trace,
+        )
         for switch in ("--overlap-grad-reduce", "--no-overlap-grad-reduce")
     ]
-    for (_, early), (_, late) in zip(*both, strict=True):
-        assert sum(early) >= 2 * STEPS and not any(late), "and at least two in each step"
-    traces = [[trace for trace, _ in ranks] for ranks in both]
+    for (_, overlapped), (_, sequential) in zip(*runs, strict=True):
+        assert sum(overlapped) >= 2 * STEPS and not any(sequential), "and at least two in each step"
+    traces = [[trace for trace, _ in ranks] for ranks in runs]
     assert_same_bits(*traces)
 
 
-def test_one_stage_with_accumulation_in_fp32_has_the_same_bits() -> None:
-    check(1, 1, 2, "--fp32 --clip-grad 0.5")
+def test_single_stage_accumulation_in_fp32_is_bitwise_equal() -> None:
+    check_overlap(1, 1, 2, "--fp32 --clip-grad 0.5")
 
 
 @pytest.mark.slow  # stages that put weights off, below, are the quick ones
-def test_stages_of_two_chunks_have_the_same_bits() -> None:
-    check(1, 2, 2, "--fp32 --pipeline-chunks 2 --zero-stage 1")
+def test_interleaved_stages_are_bitwise_equal() -> None:
+    check_overlap(1, 2, 2, "--fp32 --pipeline-chunks 2 --zero-stage 1")
 
 
-def test_stages_that_put_weights_off_have_the_same_bits() -> None:
-    check(1, 2, 2, "--fp32 --pipeline-schedule zb-h1")
+def test_deferred_weight_grads_are_bitwise_equal() -> None:
+    check_overlap(1, 2, 2, "--fp32 --pipeline-schedule zb-h1")
 
 
 @pytest.mark.slow
@@ -100,11 +108,11 @@ def test_stages_that_put_weights_off_have_the_same_bits() -> None:
     ],
     ids=str,
 )
-def test_other_layouts_and_precisions_have_the_same_bits(layout: tuple[int, int, int], extra: str) -> None:
-    check(*layout, extra, gas=1 if layout[2] == 4 else 2)
+def test_other_layouts_and_precisions_are_bitwise_equal(layout: tuple[int, int, int], extra: str) -> None:
+    check_overlap(*layout, extra, gas=1 if layout[2] == 4 else 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipe", "extra"), [(1, "--fp32"), (2, "--fp32"), (1, "--bf16 --denoisers R,X,S")])
-def test_t5_with_shared_tables_has_the_same_bits(pipe: int, extra: str) -> None:
-    check(1, pipe, 2, extra, (t5_runs.RUNS.flags, t5_runs.RUNS.trace_rank))
+def test_t5_with_shared_tables_is_bitwise_equal(pipe: int, extra: str) -> None:
+    check_overlap(1, pipe, 2, extra, (t5_runs.RUNS.make_flags, t5_runs.RUNS.trace_rank))

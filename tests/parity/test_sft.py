@@ -20,7 +20,7 @@ from megatron.training import global_vars, initialize, setup
 from megatron.training.data import RunData
 from megatron.training.parity import Trace, compare, trace_steps
 from megatron.training.world import World
-from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
+from tests.helpers.chats import CHATML, CONVERSATIONS, make_messages, write_conversations, write_tokenizer
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import check_fp64
 
@@ -34,35 +34,37 @@ SIZES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def conversations() -> None:
-    folder()  # here, so that all ranks that are forked have the same
+    data_dir()  # here, so that all ranks that are forked have the same
 
 
 @functools.cache
-def folder() -> Path:
-    place = Path(tempfile.mkdtemp())
-    write_tokenizer(place, CHATML)
-    write_conversations(place / "c.jsonl", [*SOME, turns("a", "b"), turns("a longer question", "no")] * 4)
-    return place
+def data_dir() -> Path:
+    path = Path(tempfile.mkdtemp())
+    write_tokenizer(path, CHATML)
+    write_conversations(
+        path / "c.jsonl", [*CONVERSATIONS, make_messages("a", "b"), make_messages("a longer question", "no")] * 4
+    )
+    return path
 
 
-def config_of(words: str, world_size: int) -> tuple[Config, SFTDataset, Any]:
-    tokenizer = build("TokenizersJSON", tokenizer_path=folder())
-    argv = f"{SIZES} --sft {folder() / 'c.jsonl'} --tokenizer-path {folder()} {words}".split()
+def make_config_and_data(extra_flags: str, world_size: int) -> tuple[Config, SFTDataset, Any]:
+    tokenizer = build("TokenizersJSON", tokenizer_path=data_dir())
+    argv = f"{SIZES} --sft {data_dir() / 'c.jsonl'} --tokenizer-path {data_dir()} {extra_flags}".split()
     config = parse(argv, world_size=world_size).with_vocab(tokenizer.vocab_size)
-    file: Any = ConversationFile(folder() / "c.jsonl", find_template(tokenizer), capacity=SEQ + 1)
+    file: Any = ConversationFile(data_dir() / "c.jsonl", find_template(tokenizer), capacity=SEQ + 1)
     dataset = SFTDataset(file, documents=(0, file.num_documents), seq_length=SEQ, seed=5, packing="best-fit")
     return config, dataset, tokenizer
 
 
-def trace_rank(rank: int, words: str, world_size: int) -> Trace:
-    config, dataset, tokenizer = config_of(words, world_size)
-    here = initialize.start(config)
+def trace_rank(rank: int, extra_flags: str, world_size: int) -> Trace:
+    config, dataset, tokenizer = make_config_and_data(extra_flags, world_size)
+    world = initialize.start(config)
     providers = pretrain_gpt2.model_provider, pretrain_gpt2.forward_step
-    return trace_steps(config, here, dataset, *providers, steps=2, tokenizer=tokenizer)
+    return trace_steps(config, world, dataset, *providers, num_steps=2, tokenizer=tokenizer)
 
 
 @functools.cache
-def serial() -> Trace:
+def serial_trace() -> Trace:
     return run_ranks(1, trace_rank, "--batch-size 2 --gas 4", 1, deadline_s=100.0)[0]
 
 
@@ -75,43 +77,47 @@ LAYOUTS = {
         "--model-parallel-size 2 --sequence-parallel --zero-stage 2 --batch-size 2 --gas 2", 4,
     ),
 }  # fmt: skip
-SLOW = list(LAYOUTS)[1:]
+SLOW_LAYOUTS = list(LAYOUTS)[1:]
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout", [name if name not in SLOW_LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
-def test_a_layout_is_one_process(layout: str) -> None:
-    words, world_size = LAYOUTS[layout]
-    ranks = run_ranks(world_size, trace_rank, words, world_size, deadline_s=100.0)
-    found = compare(serial(), ranks)
-    check_fp64(found)
+def test_layout_equals_single_process(layout: str) -> None:
+    layout_flags, world_size = LAYOUTS[layout]
+    ranks = run_ranks(world_size, trace_rank, layout_flags, world_size, deadline_s=100.0)
+    diff = compare(serial_trace(), ranks)
+    check_fp64(diff)
 
 
 def test_prompts_have_no_gradient() -> None:
     """Of what the last norm gives, at every position whose next token the assistant does not say."""
-    (masked,) = run_ranks(1, observe, deadline_s=60.0, init=False)
+    (masked,) = run_ranks(1, check_gradient_positions, deadline_s=60.0, init=False)
     assert masked == (True, True, True)
 
 
-def observe(rank: int) -> tuple[bool, ...]:
+def check_gradient_positions(rank: int) -> tuple[bool, ...]:
     mpu.initialize_model_parallel()
-    config, dataset, tokenizer = config_of("--batch-size 2", 1)
+    config, dataset, tokenizer = make_config_and_data("--batch-size 2", 1)
     world = World("cpu", torch.device("cpu"), mpu.get_grid(), 0)
     global_vars.set_current(config, tokenizer, setup.make_streams(config, world))
     model = pretrain_gpt2.model_provider()
-    setup.put_in_place(config, model, world)
-    kept: list[torch.Tensor] = []
+    setup.initialize_and_move(config, model, world)
+    hidden_states: list[torch.Tensor] = []
 
-    def keep(module: torch.nn.Module, given: Any, hidden: torch.Tensor) -> None:
+    def save_hidden(module: torch.nn.Module, inputs: Any, hidden: torch.Tensor) -> None:
         hidden.retain_grad()
-        kept.append(hidden)
+        hidden_states.append(hidden)
 
-    model.final_norm.register_forward_hook(keep)
+    model.final_norm.register_forward_hook(save_hidden)
     batches: Any = RunData({"train": dataset}, None).batches("train", config, world)
     batch = next(iter(batches))
     (total, count), _ = pretrain_gpt2.forward_step(iter([batch]), model)
     total.backward()
-    gradient = kept[0].grad.transpose(0, 1).abs().amax(-1)  # [b, s]
-    said = batch["loss_mask"][:, 1:].bool() & (batch["segments"][:, 1:] == batch["segments"][:, :-1])
-    return bool((gradient[~said] == 0).all()), bool((gradient[said] > 0).all()), int(count) == int(said.sum())
+    gradient = hidden_states[0].grad.transpose(0, 1).abs().amax(-1)  # [b, s]
+    is_trained = batch["loss_mask"][:, 1:].bool() & (batch["segments"][:, 1:] == batch["segments"][:, :-1])
+    return (
+        bool((gradient[~is_trained] == 0).all()),
+        bool((gradient[is_trained] > 0).all()),
+        int(count) == int(is_trained.sum()),
+    )

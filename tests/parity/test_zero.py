@@ -7,30 +7,33 @@ import torch
 
 from megatron.mpu.shard import Shard
 from megatron.training.parity import Trace
-from tests.helpers.layouts import batches, traces
+from tests.helpers.layouts import split_global_batch, trace_layout
 
 
-def within(part: Shard, whole: Shard, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what lies in ``tensor``, the part ``whole``, where ``part`` lies."""
-    dim = part.partition_dim
+def slice_within(inner: Shard, outer: Shard, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what lies in ``tensor``, the part ``outer``, where ``inner`` lies."""
+    dim = inner.partition_dim
     assert dim is not None
-    first = whole.start if whole.partition_dim == dim else 0
-    return tensor.narrow(dim, part.start - first, part.length)
+    outer_start = outer.start if outer.partition_dim == dim else 0
+    return tensor.narrow(dim, inner.start - outer_start, inner.length)
 
 
-def assert_same_bits(plain: list[Trace], cut: list[Trace]) -> None:
+def assert_same_bits(plain: list[Trace], sharded: list[Trace]) -> None:
     """Losses, norms and weights are equal; each rank holds a part of its weights only."""
-    for a, b in zip(plain, cut, strict=True):
-        assert a.losses == b.losses
-        assert a.grad_norms == b.grad_norms
-        assert a.weights.keys() == b.weights.keys()
-        for name, (shard, part) in b.weights.items():
-            assert torch.equal(part, within(shard, *a.weights[name])), name
-        held, of = (sum(part.numel() for _, part in side.weights.values()) for side in (b, a))
-        assert held < 0.6 * of
+    for plain_trace, sharded_trace in zip(plain, sharded, strict=True):
+        assert plain_trace.losses == sharded_trace.losses
+        assert plain_trace.grad_norms == sharded_trace.grad_norms
+        assert plain_trace.weights.keys() == sharded_trace.weights.keys()
+        for name, (shard, local_weight) in sharded_trace.weights.items():
+            assert torch.equal(local_weight, slice_within(shard, *plain_trace.weights[name])), name
+        sharded_numel, full_numel = (
+            sum(local_weight.numel() for _, local_weight in trace.weights.values())
+            for trace in (sharded_trace, plain_trace)
+        )
+        assert sharded_numel < 0.6 * full_numel
 
 
-SLOW = [
+SLOW_CASES = [
     (layout, extra)
     for layout in ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4))
     for extra in ("--fp32", "--fp32 --clip-grad 0.5", "--bf16 --clip-grad 0.5")
@@ -41,12 +44,14 @@ SLOW = [
 @pytest.mark.slow  # tests/optim/zero/test_zero.py compares the stages in the short run
 @pytest.mark.parametrize(
     ("layout", "extra"),
-    [((1, 1, 2), "--fp32 --clip-grad 0.5"), *SLOW],
+    [((1, 1, 2), "--fp32 --clip-grad 0.5"), *SLOW_CASES],
     ids=str,
 )
-def test_losses_norms_and_weights_are_those_of_stage_0(layout: tuple[int, int, int], extra: str, steps: int) -> None:
+def test_zero_1_is_bitwise_zero_0(layout: tuple[int, int, int], extra: str, steps: int) -> None:
     tensor, pipe, data = layout
-    micro, gas = batches(data, 2)
-    plain, cut = (traces(*layout, micro, gas, f"{extra}{zero}", steps=steps) for zero in ("", " --zero-stage 1"))
+    micro, gas = split_global_batch(data, 2)
+    plain, sharded = (
+        trace_layout(*layout, micro, gas, f"{extra}{zero_flag}", steps=steps) for zero_flag in ("", " --zero-stage 1")
+    )
     assert len(plain[0].losses) == steps and len(plain) == tensor * pipe * data
-    assert_same_bits(plain, cut)
+    assert_same_bits(plain, sharded)

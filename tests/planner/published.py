@@ -17,7 +17,7 @@ from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models import registry
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
-from megatron.planner.machine import device
+from megatron.planner.machine import gpu_machine
 
 SC21 = "Narayanan et al. 2021 (SC21), table 1"
 SELECTIVE = "Korthikanti et al. 2022, table 5"
@@ -28,13 +28,13 @@ LLAMA = "Touvron et al. 2023 (LLaMA 65B)"
 LLAMA3 = "Grattafiori et al. 2024 (Llama 3 405B), table 4"
 
 
-BAND = 0.12
-"""Of the step's seconds, for runs of ``CLOSE``."""
-CLOSE = (SC21, SELECTIVE, LLAMA3)
+RATIO_TOLERANCE = 0.12
+"""Of the step's seconds, for runs of ``SAME_PROGRAM_SOURCES``."""
+SAME_PROGRAM_SOURCES = (SC21, SELECTIVE, LLAMA3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PublishedRun:
     """A run of a paper: its model and layout, and how long a step took.
 
     Args:
@@ -46,16 +46,16 @@ class Run:
     source: str
     figure: str
     step_s: float
-    sizes: tuple[int, int, int, int, int]  # L, h, a, s, v
+    model_shape: tuple[int, int, int, int, int]  # L, h, a, s, v
     layout: Layout
     gpu: str = "a100-80g"
     family: str = "gpt2"
-    more: tuple[tuple[str, Any], ...] = ()
+    overrides: tuple[tuple[str, Any], ...] = ()
     is_fused: bool = False
 
     @property
     def config(self) -> Config:
-        layers, hidden, heads, length, vocabulary = self.sizes
+        layers, hidden, heads, length, vocabulary = self.model_shape
         values = {
             "num_layers": layers,
             "hidden_size": hidden,
@@ -65,14 +65,14 @@ class Run:
             "vocab_size": vocabulary,
             "hidden_bias": self.family == "gpt2",
         }
-        return config_from_values({**values, **dict(self.more)}, family=self.family)
+        return config_from_values({**values, **dict(self.overrides)}, family=self.family)
 
     @cache  # noqa: B019 - a handful of frozen rows
     def estimate(self) -> Estimate:
         """Return what the planner says."""
         costs = registry.costs_of(self.config)
         assert isinstance(costs, DecoderCosts)
-        return Planner(self.config, device(self.gpu), replace(costs, is_fused=self.is_fused)).estimate(self.layout)
+        return Planner(self.config, gpu_machine(self.gpu), replace(costs, is_fused=self.is_fused)).estimate(self.layout)
 
     @property
     def ratio(self) -> float:
@@ -82,52 +82,62 @@ class Run:
     @property
     def mfu_points(self) -> float:
         """Predicted less published MFU, in points of a hundred."""
-        found = self.estimate()
-        return 100 * found.mfu * (1 - found.step_s / self.step_s)
+        estimate = self.estimate()
+        return 100 * estimate.mfu * (1 - estimate.step_s / self.step_s)
 
 
-def megatron_flops(sizes: tuple[int, int, int, int, int], batch: int) -> float:
+def megatron_flops(model_shape: tuple[int, int, int, int, int], batch: int) -> float:
     """Return the FLOPs of a step as SC21 counts them, equation 3: all attention, and the forward of full recompute."""
-    layers, h, _, s, v = sizes
+    layers, h, _, s, v = model_shape
     return 96.0 * batch * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
 
 
-def sc21(name: str, a: int, h: int, layers: int, t: int, p: int, gpus: int, batch: int, tflops: int, micro: int) -> Run:
+def sc21(
+    name: str, a: int, h: int, layers: int, t: int, p: int, gpus: int, batch: int, tflops: int, micro: int
+) -> PublishedRun:
     """A row of the weak scaling; chunks and micro-batches are not in the table."""
-    sizes = (layers, h, a, 2048, 51200)
+    model_shape = (layers, h, a, 2048, 51200)
     d = gpus // t // p
-    return Run(
+    return PublishedRun(
         name=name,
         source=SC21,
         figure=f"{tflops} TFLOP/s a GPU",
-        step_s=megatron_flops(sizes, batch) / gpus / tflops / 1e12,
-        sizes=sizes,
-        layout=old(tensor=t, pipe=p, data=d, micro_batch_size=micro, num_micro_batches=batch // d // micro),
+        step_s=megatron_flops(model_shape, batch) / gpus / tflops / 1e12,
+        model_shape=model_shape,
+        layout=early_layout(tensor=t, pipe=p, data=d, micro_batch_size=micro, num_micro_batches=batch // d // micro),
     )
 
 
 def selective(
-    name: str, sizes: tuple[int, int, int], p: int, batch: int, micro: int, chunks: int, step_s: float, *, full: bool
-) -> Run:
+    name: str,
+    model_shape: tuple[int, int, int],
+    p: int,
+    batch: int,
+    micro: int,
+    chunks: int,
+    step_s: float,
+    *,
+    full: bool,
+) -> PublishedRun:
     """A row with full recomputation, or with selective recomputation and sequence parallelism."""
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    plain = old(tensor=8, pipe=p, micro_batch_size=micro, num_micro_batches=batch // micro)
-    plain = replace(plain, chunks=chunks, schedule=schedule)
-    layout = plain if full else replace(plain, recompute="selective", sequence_parallel=True)
-    way = "full recompute" if full else "selective, sequence parallel"
-    return Run(
-        name=f"{name}, {way}",
+    base_layout = early_layout(tensor=8, pipe=p, micro_batch_size=micro, num_micro_batches=batch // micro)
+    base_layout = replace(base_layout, chunks=chunks, schedule=schedule)
+    layout = base_layout if full else replace(base_layout, recompute="selective", sequence_parallel=True)
+    label = "full recompute" if full else "selective, sequence parallel"
+    return PublishedRun(
+        name=f"{name}, {label}",
         source=SELECTIVE,
         figure=f"{step_s} s",
         step_s=step_s,
-        sizes=(sizes[0], sizes[1], sizes[2], 2048, 51200),
+        model_shape=(model_shape[0], model_shape[1], model_shape[2], 2048, 51200),
         layout=layout,
     )
 
 
-def old(**how: Any) -> Layout:
+def early_layout(**kwargs: Any) -> Layout:
     """A layout of Megatron's before 2023: 16 bits, all recomputed, sums behind nothing."""
-    return Layout(recompute="full", dtype="fp16", overlap_grad_reduce=False, overlaps_tensor=False, **how)
+    return Layout(recompute="full", dtype="fp16", overlap_grad_reduce=False, overlaps_tensor=False, **kwargs)
 
 
 _MT = (105, 20480, 128, 2048, 50257)
@@ -157,41 +167,43 @@ RUNS = (
     selective("1T", (128, 25600, 160), 64, 512, 1, 1, 94.42, full=True),
     selective("1T", (128, 25600, 160), 64, 512, 1, 1, 71.49, full=False),
     *(
-        Run(
+        PublishedRun(
             name=f"530B on {gpus} GPUs",
             source=MT_NLG,
             figure=f"{step_s} s",
             step_s=step_s,
-            sizes=_MT,
-            layout=old(tensor=8, pipe=35, data=gpus // 280, num_micro_batches=1920 * 280 // gpus),
+            model_shape=_MT,
+            layout=early_layout(tensor=8, pipe=35, data=gpus // 280, num_micro_batches=1920 * 280 // gpus),
         )
         for gpus, step_s in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
     ),
-    Run(
+    PublishedRun(
         name="176B on 384 GPUs",
         source=BLOOM,
         figure="150 TFLOP/s a GPU",
         step_s=megatron_flops(_BLOOM, 2048) / 384 / 150e12,
-        sizes=_BLOOM,
+        model_shape=_BLOOM,
         layout=replace(
-            old(tensor=4, pipe=12, data=8, micro_batch_size=2, num_micro_batches=128), zero_stage=1, dtype="bf16"
+            early_layout(tensor=4, pipe=12, data=8, micro_batch_size=2, num_micro_batches=128),
+            zero_stage=1,
+            dtype="bf16",
         ),
     ),
-    Run(
+    PublishedRun(
         name="20B on 96 GPUs",
         source=NEOX,
         figure="117 TFLOP/s a GPU",
         step_s=megatron_flops(_NEOX, 1536) / 96 / 117e12,
-        sizes=_NEOX,
-        layout=replace(old(tensor=2, pipe=4, data=12, micro_batch_size=4, num_micro_batches=32), zero_stage=1),
+        model_shape=_NEOX,
+        layout=replace(early_layout(tensor=2, pipe=4, data=12, micro_batch_size=4, num_micro_batches=32), zero_stage=1),
         gpu="a100-40g",
     ),
-    Run(
+    PublishedRun(
         name="65B on 2048 GPUs",
         source=LLAMA,
         figure="380 tokens/s a GPU",
         step_s=2048 * 2048 / 380 / 2048,
-        sizes=_65B,
+        model_shape=_65B,
         layout=Layout(  # not told: what the planner finds best
             tensor=4,
             pipe=8,
@@ -203,16 +215,16 @@ RUNS = (
             sequence_parallel=True,
         ),
         family="llama",
-        more=(("ff_hidden_size", 22016), ("num_query_groups", 64)),
+        overrides=(("ff_hidden_size", 22016), ("num_query_groups", 64)),
         is_fused=True,
     ),  # fmt: skip
     *(
-        Run(
+        PublishedRun(
             name=f"405B on {gpus} GPUs",
             source=LLAMA3,
             figure=f"{tflops} TFLOP/s a GPU",
             step_s=_LLAMA3_FLOPS / gpus / tflops / 1e12,
-            sizes=_405B,
+            model_shape=_405B,
             layout=Layout(
                 tensor=8,
                 pipe=16,
@@ -225,7 +237,7 @@ RUNS = (
             ),
             gpu="h100-80g",
             family="llama",
-            more=(("ff_hidden_size", 53248), ("num_query_groups", 8)),
+            overrides=(("ff_hidden_size", 53248), ("num_query_groups", 8)),
             is_fused=True,
         )  # fmt: skip
         for gpus, tflops in ((8192, 430), (16384, 400))
@@ -233,30 +245,30 @@ RUNS = (
 )
 
 
-def table() -> str:
+def summary_table() -> str:
     """Return the table of docs/planner.md: of the runs of each paper the least and the most."""
     rows = ["| source | runs | predicted / published | MFU, points |", "|---|---|---|---|"]
     for source in dict.fromkeys(run.source for run in RUNS):
         runs = [run for run in RUNS if run.source == source]
         ratios, points = [run.ratio for run in runs], [run.mfu_points for run in runs]
-        ratio = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
-        point = " to ".join(dict.fromkeys((f"{min(points):+.1f}", f"{max(points):+.1f}")))
-        rows.append(f"| {source} | {len(runs)} | {ratio} | {point} |")
+        ratio_text = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
+        points_text = " to ".join(dict.fromkeys((f"{min(points):+.1f}", f"{max(points):+.1f}")))
+        rows.append(f"| {source} | {len(runs)} | {ratio_text} | {points_text} |")
     return "\n".join(rows) + "\n"
 
 
-def every_run() -> str:
+def runs_table() -> str:
     """Return a line for each run."""
     rows = ["| source | run | published | step of it, s | predicted, s | predicted / published | MFU, points |"]
     rows.append("|---|---|---|---|---|---|---|")
     for run in RUNS:
-        found = run.estimate()
+        estimate = run.estimate()
         rows.append(
-            f"| {run.source} | {run.name} | {run.figure} | {run.step_s:.2f} | {found.step_s:.2f} | {run.ratio:.2f} | "
-            f"{run.mfu_points:+.1f} |"
+            f"| {run.source} | {run.name} | {run.figure} | {run.step_s:.2f} | {estimate.step_s:.2f} | {run.ratio:.2f} "
+            f"| {run.mfu_points:+.1f} |"
         )
     return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{every_run()}\n{table()}")
+    sys.stdout.write(f"{runs_table()}\n{summary_table()}")

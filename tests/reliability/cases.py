@@ -14,8 +14,8 @@ from typing import NamedTuple
 from megatron.config import parse
 from megatron.errors import ConfigError, exit_code
 
-SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
-GPT2, T5 = f"{SIZES} --seq-length 32", f"{SIZES} --enc-seq-length 32"
+MODEL_FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+GPT2, T5 = f"{MODEL_FLAGS} --seq-length 32", f"{MODEL_FLAGS} --enc-seq-length 32"
 
 
 class Case(NamedTuple):
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
     row: str
     line: str
-    parts: tuple[str, ...]
+    fragments: tuple[str, ...]
     world_size: int = 1
     json: str | dict[str, object] | None = None
     family: str = "gpt2"
@@ -66,9 +66,11 @@ CASES = (
     Case("C13", "--bf16", ("--bf16", "fp16.enabled true, that is fp16"), json={"fp16": {"enabled": True}}),
     Case("C13", "--zero-stage 0", ("--zero-stage 0 and zero_optimization.stage",), 1,
          {"zero_optimization": {"stage": 1}}),
-    Case("C14", "--pipe-parallel-size 2", ("zero_optimization.stage of the JSON 2 cannot", "Use --zero-stage 1"), 2,
+    Case("C14", "--pipe-parallel-size 2",
+         ("zero_optimization.stage of the JSON 2 is not supported", "Use --zero-stage 1"), 2,
          {"zero_optimization": {"stage": 2}}),
-    Case("C14", "--pipe-parallel-size 2 --zero-stage 3", ("--zero-stage 3 cannot", "traffic", "Use --zero-stage 1"), 2),
+    Case("C14", "--pipe-parallel-size 2 --zero-stage 3",
+         ("--zero-stage 3 is not supported", "traffic", "Use --zero-stage 1"), 2),
     Case("C15", "--device cpu --fp16", ("fp16 needs a GPU, got a CPU", "Use --bf16")),
     Case("C15", "--device cpu --distributed-backend nccl", ("nccl needs GPUs, got a CPU. Use gloo",)),
     Case("C17", "--warmup 1.5", ("--warmup must be a finite number of at least 0 and at most 1, got 1.5",)),
@@ -77,21 +79,22 @@ CASES = (
     Case("C17", "--lr 0 --train-iters -1", ("--lr must be a finite number of more than 0", "got -1")),
     Case("C19", "--vocab-file /nowhere/v.json", ("--vocab-file must name a file that can be read, got /nowhere/v",)),
     Case("C19", "--tokenizer-path /nowhere/t", ("--tokenizer-path must name a file that can be read, got /nowhere/t",)),
-    Case("C19", "--data-path /nowhere/d", ("without /nowhere/d.idx and /nowhere/d.bin", "tools/preprocess_data.py")),
+    Case("C19", "--data-path /nowhere/d",
+         ("cannot read /nowhere/d.idx and /nowhere/d.bin", "tools/preprocess_data.py")),
     Case("C21", "--num-lay 4", ("unknown flag --num-lay; did you mean --num-layers?",)),
     Case("C21", "--lr=", ("--lr needs a value", "got none. Write --lr VALUE")),
 )  # fmt: skip
 
 
-def message_of(case: Case, folder: Path) -> str:
+def error_message(case: Case, folder: Path) -> str:
     """Return what is said of ``case``, with its exit code if that is not 2; "taken" where nothing is."""
-    words = f"{T5 if case.family == 't5' else GPT2} {case.line}".split()
+    arguments = f"{T5 if case.family == 't5' else GPT2} {case.line}".split()
     if case.json is not None:
         path = folder / "config.json"
         path.write_text(case.json if isinstance(case.json, str) else json.dumps(case.json))
-        words += ["--deepspeed_config", str(path)]
+        arguments += ["--deepspeed_config", str(path)]
     try:
-        parse(words, world_size=case.world_size, env={}, family=case.family)
+        parse(arguments, world_size=case.world_size, env={}, family=case.family)
     except ConfigError as error:
         return str(error) if exit_code(error) == 2 else f"exit code {exit_code(error)}"
     return "taken"
@@ -100,13 +103,15 @@ def message_of(case: Case, folder: Path) -> str:
 def main() -> int:
     """Return how many cases are not told as they must be; each of them on standard error."""
     with tempfile.TemporaryDirectory() as folder:
-        texts = [(case, message_of(case, Path(folder))) for case in CASES]
-    wrong = [
-        f"{case.row} {case.line}: {text}\n" for case, text in texts if any(part not in text for part in case.parts)
+        texts = [(case, error_message(case, Path(folder))) for case in CASES]
+    failures = [
+        f"{case.row} {case.line}: {text}\n"
+        for case, text in texts
+        if any(fragment not in text for fragment in case.fragments)
     ]
-    sys.stderr.writelines(wrong)
+    sys.stderr.writelines(failures)
     sys.stdout.write(f"{len(texts)} cases, __debug__ {__debug__}, torch {'torch' in sys.modules}\n")
-    return len(wrong)
+    return len(failures)
 
 
 if __name__ == "__main__":

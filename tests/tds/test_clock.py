@@ -10,7 +10,7 @@ import torch
 from tds.clocks import EventClock, HostClock, clock_for, offset_to_wall_ns
 
 
-def test_the_hosts_clock_counts_seconds_between_marks() -> None:
+def test_host_clock_measures_time_between_marks() -> None:
     clock = clock_for(torch.device("cpu"))
     assert isinstance(clock, HostClock)
     before = clock.mark()
@@ -23,24 +23,24 @@ def test_the_hosts_clock_counts_seconds_between_marks() -> None:
     clock.free([before, after])
 
 
-def test_the_offset_turns_the_monotonic_clock_into_the_wall_clock() -> None:
+def test_offset_converts_monotonic_to_wall_clock() -> None:
     assert abs(time.perf_counter_ns() + offset_to_wall_ns() - time.time_ns()) < 50_000_000
 
 
 @pytest.mark.gpu(only="events on its streams")
-def test_the_gpus_clock_counts_the_work_between_marks_and_reuses_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_clock_measures_work_and_reuses_events(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     monkeypatch.setattr("tds.device.get_accelerator", CUDA_Accelerator)  # tests have the CPU's by default
     device = torch.device("cuda", 0)
     clock = clock_for(device)
     assert isinstance(clock, EventClock)
-    began = time.perf_counter_ns()
+    start_ns = time.perf_counter_ns()
     before = clock.mark()
     torch.cuda._sleep(10_000_000)
     after = clock.mark()
     seconds = clock.seconds(before, after)
     assert seconds > 1e-3 and clock.is_reached(after)
-    assert abs(clock.nanoseconds(before) - began) < 50_000_000
+    assert abs(clock.nanoseconds(before) - start_ns) < 50_000_000
     clock.free([before, after])
     assert clock.mark() in (before, after)

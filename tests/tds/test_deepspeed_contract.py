@@ -45,23 +45,23 @@ from torch.distributed import distributed_c10d
 
 from tds import torch_api
 from tds.deepspeed import api as deepspeed_api
-from tds.deepspeed.alias import SPEAKERS
+from tds.deepspeed.alias import PRINTING_MODULES
 from tds.deepspeed.api import GRID_GROUPS
 from tds.engine.pipeline_json import KEYS
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
 
 
-def _source(thing: Any) -> str:
-    return inspect.getsource(thing)
+def _source(obj: Any) -> str:
+    return inspect.getsource(obj)
 
 
-def test_initialize_makes_the_engine_by_the_name_that_we_replace() -> None:
+def test_initialize_looks_up_pipeline_engine_by_global_name() -> None:
     assert "PipelineEngine" in deepspeed.initialize.__code__.co_names
     assert deepspeed.initialize.__globals__ is vars(deepspeed)
 
 
-def test_the_step_calls_clip_fp32_gradients_and_reads_what_we_say_it_reads() -> None:
+def test_take_model_step_uses_expected_names() -> None:
     source = _source(DeepSpeedEngine._take_model_step)
     for name in ("clip_fp32_gradients", "_global_grad_norm", "overflow", "skipped_steps", "lr_scheduler.step",
                  "global_steps", "global_samples", "zero_grad"):  # fmt: skip
@@ -83,30 +83,35 @@ def test_the_step_calls_clip_fp32_gradients_and_reads_what_we_say_it_reads() -> 
         "mpu",
     ],
 )
-def test_pipeline_module_has(name: str) -> None:
+def test_pipeline_module_has_private_methods(name: str) -> None:
     assert callable(getattr(deepspeed.PipelineModule, name))
 
 
-def test_pipeline_module_calls_our_partition_with_the_users_method() -> None:
+def test_pipeline_module_passes_partition_method() -> None:
     assert "self._partition_layers(method=partition_method)" in _source(deepspeed.PipelineModule.__init__)
 
 
-def test_tied_modules_are_indexed_in_the_form_in_which_we_add_shared_ones() -> None:
+def test_tied_modules_are_indexed_by_sorted_key() -> None:
     """And in the order of their keys: a set's differs between processes, and each makes a group for every key."""
     source = _source(deepspeed.PipelineModule._index_tied_modules)
     assert "for key in sorted(tie_keys)" in source
     for name in ("'ranks'", "'group'", "'weight_attr'", "'module'", "if self._topo.get_dim('pipe') == 1"):
         assert name in source, name
     init = _source(deepspeed.PipelineModule.__init__)
-    parts = ("self.tied_modules = ", "self._build()", "self._index_tied_modules()", "self._synchronize_tied_weights()")
-    places = [init.index(part) for part in parts]
-    assert places == sorted(places)
+    statements = (
+        "self.tied_modules = ",
+        "self._build()",
+        "self._index_tied_modules()",
+        "self._synchronize_tied_weights()",
+    )
+    positions = [init.index(statement) for statement in statements]
+    assert positions == sorted(positions)
     assert "self._count_layer_params()" in _source(deepspeed.PipelineModule._partition_layers)
     assert "layer.build()" in _source(deepspeed.PipelineModule._build)
 
 
-def test_the_prints_that_we_silence_are_the_builtin_ones() -> None:
-    for module in map(importlib.import_module, SPEAKERS):
+def test_silenced_modules_use_builtin_print() -> None:
+    for module in map(importlib.import_module, PRINTING_MODULES):
         assert "print(" in _source(module)
         assert "print" not in vars(module) or vars(module)["print"] is print
 
@@ -116,18 +121,18 @@ def test_the_prints_that_we_silence_are_the_builtin_ones() -> None:
     ["get_pipe_parallel_group", "get_data_parallel_group", "get_slice_parallel_group", "get_slice_parallel_rank",
      "get_model_parallel_group", "get_data_parallel_rank", "get_stage_id", "get_global_rank", "stage_to_global"],
 )  # fmt: skip
-def test_grid_has(name: str) -> None:
+def test_grid_has_expected_methods(name: str) -> None:
     assert callable(getattr(pipe_topology.PipelineParallelGrid, name))
 
 
-def test_bf16_optimizer_keeps_its_fp32_gradients_where_we_read_them() -> None:
+def test_bf16_optimizer_stores_fp32_gradients() -> None:
     source = _source(BF16_Optimizer)
     assert "self.fp32_groups_gradients.append" in source and "self.bf16_groups.append" in source
     assert list(inspect.signature(BF16_Optimizer.update_hp_grads).parameters) == ["self", "clear_lp_grads"]
     assert callable(BF16_Optimizer.clear_lp_grads)
 
 
-def test_checkpointing_and_errors_have_the_names_we_use() -> None:
+def test_checkpointing_has_expected_names() -> None:
     assert callable(checkpointing.non_reentrant_checkpoint) and callable(checkpointing.reset)
     flags = ("PARTITION_ACTIVATIONS", "CPU_CHECKPOINT", "CONTIGUOUS_CHECKPOINTING")
     assert all(getattr(checkpointing, name) is False for name in flags)
@@ -140,11 +145,11 @@ def test_checkpointing_and_errors_have_the_names_we_use() -> None:
     assert "deepspeed.ops.__compatible_ops__.get(builder.NAME, False)" in _source(build_shm_op)
 
 
-def test_every_key_of_the_json_that_deepspeed_fills_in_is_known() -> None:
+def test_pipeline_config_keys_are_known() -> None:
     assert set(get_pipeline_config({})) <= set(KEYS)
 
 
-def test_process_groups_in_python_take_the_place_of_torchs() -> None:
+def test_python_process_groups_are_supported_by_torch() -> None:
     """As tds.p2p.host_copies does; of the names of an operation torch 2.11 has the first, 2.13 the second or both."""
     assert "issubclass(type(backend_class), ProcessGroup)" in _source(distributed_c10d._new_process_group_helper)
     for name in ("_set_default_backend", "_register_backend", "_get_backend", "_start_coalescing", "_end_coalescing"):
@@ -154,21 +159,21 @@ def test_process_groups_in_python_take_the_place_of_torchs() -> None:
         assert any(hasattr(dist.ProcessGroup, name) for name in names), names
 
 
-def test_groups_can_be_given_a_timeout_and_waits_too() -> None:
+def test_process_groups_accept_timeouts() -> None:
     assert list(inspect.signature(distributed_c10d._set_pg_timeout).parameters) == ["timeout", "group"]
     assert all(f"self.{name} = " in _source(pipe_topology.PipelineParallelGrid) for name in GRID_GROUPS)
     assert "self.world_group = " in _source(deepspeed.PipelineModule.__init__)
     assert hasattr(groups, "_WORLD_GROUP")
 
 
-def test_groups_of_a_pipeline_are_made_by_the_name_that_we_replace() -> None:
-    for made_by in (pipe_topology.PipelineParallelGrid.__init__, deepspeed.PipelineModule.__init__):
-        assert "dist.new_group(ranks=" in _source(made_by) and made_by.__globals__["dist"] is deepspeed.comm
+def test_pipeline_groups_are_created_through_dist_new_group() -> None:
+    for function in (pipe_topology.PipelineParallelGrid.__init__, deepspeed.PipelineModule.__init__):
+        assert "dist.new_group(ranks=" in _source(function) and function.__globals__["dist"] is deepspeed.comm
     assert "dist.new_group(ranks=" in _source(deepspeed.PipelineModule._index_tied_modules)
     assert list(inspect.signature(deepspeed.comm.new_group).parameters) == ["ranks"]
 
 
-def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
+def test_torch_has_expected_private_names() -> None:
     weight, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
     torch._C._swap_tensor_impl(weight, other)
     assert weight.shape == (3,) and other.shape == (2,)
@@ -196,32 +201,34 @@ def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
     assert torch._C._current_graph_task_id() == -1 and callable(torch._C._will_engine_execute_node)
 
 
-def _grid_of(kind: Any, topology: Any, rank: int, ranks: int) -> dict[str, Any]:
-    backend = mock.Mock(get_rank=lambda group=None: rank, get_world_size=lambda group=None: ranks)
+def _grid_of(grid_class: Any, topology: Any, rank: int, num_ranks: int) -> dict[str, Any]:
+    backend = mock.Mock(get_rank=lambda group=None: rank, get_world_size=lambda group=None: num_ranks)
     with (
         mock.patch("deepspeed.comm.comm.cdb", backend),
         mock.patch("deepspeed.comm.new_group", lambda ranks: tuple(ranks)),
         mock.patch("builtins.print"),
     ):
-        grid = kind(topology=topology)
+        grid = grid_class(topology=topology)
         stages = [grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size)]
         return vars(grid) | {"_topo": None, "stages": stages, "slice": grid.get_slice_parallel_rank()}
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 3), (4, 1, 2), (1, 2, 2), (3, 4)])
-def test_our_grid_is_deepspeeds(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dims", [(2, 2, 3), (4, 1, 2), (1, 2, 2), (3, 4)])
+def test_grid_equals_deepspeed_grid(dims: tuple[int, ...]) -> None:
     """All that it holds, on every rank; with axes pipe, data and tensor, and without tensor ranks."""
-    kind = pipe_topology.PipeModelDataParallelTopology if len(sizes) == 3 else pipe_topology.PipeDataParallelTopology
-    ranks = math.prod(sizes)
-    for rank in range(ranks):
-        ours = _grid_of(deepspeed_api.Grid, kind(*sizes), rank, ranks)
-        theirs = _grid_of(pipe_topology.PipelineParallelGrid, kind(*sizes), rank, ranks)
-        assert ours == theirs
-    grid = mock.Mock(_topo=kind(*sizes))
-    assert deepspeed_api.places_of(grid) == [grid._topo.get_coord(rank) for rank in range(ranks)]
+    topology_class = (
+        pipe_topology.PipeModelDataParallelTopology if len(dims) == 3 else pipe_topology.PipeDataParallelTopology
+    )
+    num_ranks = math.prod(dims)
+    for rank in range(num_ranks):
+        tds_vars = _grid_of(deepspeed_api.Grid, topology_class(*dims), rank, num_ranks)
+        deepspeed_vars = _grid_of(pipe_topology.PipelineParallelGrid, topology_class(*dims), rank, num_ranks)
+        assert tds_vars == deepspeed_vars
+    grid = mock.Mock(_topo=topology_class(*dims))
+    assert deepspeed_api.coordinates_of(grid) == [grid._topo.get_coord(rank) for rank in range(num_ranks)]
 
 
-def lines_run(do: Callable[[], Any]) -> int:
+def count_executed_lines(function: Callable[[], Any]) -> int:
     """Return the number of Python lines that a call executes: a measure of work that is the same on every machine."""
     count = 0
 
@@ -233,31 +240,33 @@ def lines_run(do: Callable[[], Any]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        do()
+        function()
     finally:
         sys.settrace(before)
     return count
 
 
-def test_our_grid_is_made_in_lines_that_grow_as_the_ranks() -> None:
+def test_grid_construction_is_linear_in_ranks() -> None:
     """On the last rank, which DeepSpeed's own finds last."""
     few, many = (
-        lines_run(partial(_grid_of, deepspeed_api.Grid, pipe_topology.PipeDataParallelTopology(2, n // 2), n - 1, n))
+        count_executed_lines(
+            partial(_grid_of, deepspeed_api.Grid, pipe_topology.PipeDataParallelTopology(2, n // 2), n - 1, n)
+        )
         for n in (64, 256)
     )
     assert many < 2.5 * few
 
 
-def _kind_of_grid(rank: int) -> tuple[str, bool]:
-    kind = type(make_engine(Toy("chain"), 1).grid).__module__
-    return kind, pipe_module.PipelineParallelGrid is pipe_topology.PipelineParallelGrid
+def _grid_module(rank: int) -> tuple[str, bool]:
+    module_name = type(make_engine(Toy("chain"), 1).grid).__module__
+    return module_name, pipe_module.PipelineParallelGrid is pipe_topology.PipelineParallelGrid
 
 
-def test_pipeline_modules_have_our_grid_and_deepspeeds_module_is_as_it_was() -> None:
-    assert run_ranks(1, _kind_of_grid) == [("tds.deepspeed.api", True)]
+def test_pipeline_module_uses_tds_grid_and_restores_deepspeed() -> None:
+    assert run_ranks(1, _grid_module) == [("tds.deepspeed.api", True)]
 
 
-def _engine_parts(rank: int) -> dict[str, bool]:
+def _check_engine_attributes(rank: int) -> dict[str, bool]:
     engine = make_engine(Toy("chain"), 1)
     module, grid = engine.module, engine.grid
     return {
@@ -282,12 +291,12 @@ def _engine_parts(rank: int) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def test_a_built_engine_has_the_parts_we_use() -> None:
-    parts = run_ranks(1, _engine_parts)[0]
-    assert all(parts.values()), parts
+def test_engine_has_expected_attributes() -> None:
+    checks = run_ranks(1, _check_engine_attributes)[0]
+    assert all(checks.values()), checks
 
 
-def test_saving_and_loading_call_what_we_override_and_keep_the_path_where_we_read_it() -> None:
+def test_save_and_load_call_overridden_methods() -> None:
     save, load = _source(DeepSpeedEngine._save_checkpoint), _source(DeepSpeedEngine._load_checkpoint)
     for name in ("self._curr_ckpt_path = os.path.join(", "self.module_state_dict(", "self._common_checkpoint_state("):
         assert name in save, name
@@ -300,7 +309,7 @@ def test_saving_and_loading_call_what_we_override_and_keep_the_path_where_we_rea
     assert "self._last_lr" in _source(lr_schedules.WarmupLR)
 
 
-def test_what_files_hold_is_read_through_the_checkpoint_engine_that_we_make_safe() -> None:
+def test_checkpoints_are_loaded_through_checkpoint_engine() -> None:
     assert "self._configure_checkpointing()" in _source(DeepSpeedEngine.__init__)
     assert "self.checkpoint_engine = create_checkpoint_engine(" in _source(DeepSpeedEngine._configure_checkpointing)
     assert "checkpoint_engine=self.checkpoint_engine" in _source(DeepSpeedEngine._load_checkpoint)
@@ -311,7 +320,7 @@ def test_what_files_hold_is_read_through_the_checkpoint_engine_that_we_make_safe
         assert "torch.load(path, map_location=map_location" in _source(engine.load)
 
 
-def test_layers_are_saved_under_the_path_that_we_number() -> None:
+def test_layer_paths_depend_on_local_start() -> None:
     module = deepspeed.PipelineModule
     for path in (module.ckpt_layer_path, module.ckpt_layer_path_list):
         assert "local_layer_idx + self._local_start" in _source(path)
@@ -321,20 +330,24 @@ def test_layers_are_saved_under_the_path_that_we_number() -> None:
     assert "self.tied_weight_attrs[layer.key] = " in _source(module._build)
 
 
-def test_layers_can_be_named_from_a_pipeline_modules_specs_and_parts() -> None:
+def test_pipeline_module_stores_layer_specs_and_bounds() -> None:
     source = _source(deepspeed.PipelineModule.__init__) + _source(deepspeed.PipelineModule._partition_layers)
     for name in ("self._layer_specs = list(layers)", "self.parts = ", "self.dynamic_shape = dynamic_shape"):
         assert name in source, name
     assert deepspeed.pipe.LayerSpec(torch.nn.Linear, 1, 1).typename is torch.nn.Linear
 
 
-def test_zero_1_reduces_through_what_we_replace_and_keeps_gradients_where_we_read_them() -> None:
+def test_zero_1_has_reduction_hooks_and_gradient_attributes() -> None:
     zero = DeepSpeedZeroOptimizer
-    for ours, theirs in (
+    for method, parameter in (
         ("_add_full_reduction_to_compact_grad_partition", "reduced_tensor"),
         ("average_tensor", "tensor"),
     ):
-        assert list(inspect.signature(getattr(zero, ours)).parameters) == ["self", theirs, "communication_data_type"]
+        assert list(inspect.signature(getattr(zero, method)).parameters) == [
+            "self",
+            parameter,
+            "communication_data_type",
+        ]
     assert "self.average_tensor(" in _source(zero.reduce_ipg_grads)
     assert list(inspect.signature(zero.reduce_gradients).parameters) == ["self", "pipeline_parallel"]
     assert "param.grad_accum.add_(" in _source(zero._fill_param_grad_accum_attribute)
@@ -347,7 +360,7 @@ def test_zero_1_reduces_through_what_we_replace_and_keeps_gradients_where_we_rea
     assert "overlap_comm = False" in _source(DeepSpeedEngine._configure_zero_optimizer)  # under a PipelineModule
 
 
-def test_fp16_optimizers_take_norm_and_overflow_over_the_replicas_own_ranks() -> None:
+def test_fp16_optimizers_reduce_norm_over_model_parallel_group() -> None:
     for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
         source = _source(optimizer)
         assert "CheckOverflow(self.fp16_groups, mpu=self.mpu" in source and "loss_scale = property(" in source
@@ -359,7 +372,7 @@ def test_fp16_optimizers_take_norm_and_overflow_over_the_replicas_own_ranks() ->
     assert "self.immediate_grad_update = " in _source(BF16_Optimizer.__init__)
 
 
-def test_curriculum_learning_reaches_loader_and_random_numbers_by_the_names_we_pass_on() -> None:
+def test_curriculum_learning_uses_forwarded_names() -> None:
     assert "self.training_dataloader.post_process_func = " in _source(DeepSpeedEngine.set_data_post_process_func)
     assert "training_dataloader.data_sampler" in _source(DeepSpeedEngine.set_custom_curriculum_learning_schedule)
     assert "dist.broadcast(batch, 0, group=self.data_parallel_group)" in _source(DeepSpeedDataSampler)
@@ -368,7 +381,7 @@ def test_curriculum_learning_reaches_loader_and_random_numbers_by_the_names_we_p
     assert callable(deepspeed.PipelineModule.get_additional_losses)
 
 
-def test_the_watchdog_can_have_a_connection_of_its_own_to_the_store(tmp_path: Path) -> None:
+def test_store_can_be_cloned_for_watchdog(tmp_path: Path) -> None:
     assert callable(distributed_c10d._get_default_store)
     store: Any = dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store"), 1))
     store.clone().set("x", "1")

@@ -38,7 +38,7 @@ print(is_kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flus
 """The first line is of a process whose user has set the allocator, the second of one whose user has not."""
 
 
-def later_faults() -> list[tuple[str, int]]:
+def count_page_faults() -> list[tuple[str, int]]:
     """Return (whether memory is kept, pages that the system hands out for tensors of 36 MiB after the first step).
 
     Above 32 MiB glibc by itself never keeps one; below, that depends on what lies behind it in the heap. Many steps: a
@@ -51,46 +51,50 @@ def later_faults() -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
-def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator() -> None:
-    (is_kept_then, faults_then), (is_kept, faults) = later_faults()
-    assert (is_kept, is_kept_then) == ("True", "False")
-    assert faults < faults_then / 4
+def test_freed_memory_is_retained_unless_user_configured_allocator() -> None:
+    (user_is_retained, user_faults), (is_retained, faults) = count_page_faults()
+    assert (is_retained, user_is_retained) == ("True", "False")
+    assert faults < user_faults / 4
 
 
-@pytest.mark.parametrize(("most", "kept"), [(2**40, 2**30), (2**25, 2**25), (0, None)])
-def test_older_releases_of_glibc_keep_what_they_can(
-    monkeypatch: pytest.MonkeyPatch, most: int, kept: int | None
+@pytest.mark.parametrize(("max_threshold", "expected_threshold"), [(2**40, 2**30), (2**25, 2**25), (0, None)])
+def test_older_glibc_uses_largest_accepted_threshold(
+    monkeypatch: pytest.MonkeyPatch, max_threshold: int, expected_threshold: int | None
 ) -> None:
     """They refuse more than 32 MiB; the trim threshold alone would make all larger tensors new pages."""
     calls: list[tuple[int, int]] = []
 
     def mallopt(option: int, value: int) -> int:
-        is_taken = option == tds_device.TRIM_THRESHOLD or value <= most
-        calls.extend([(option, value)] * is_taken)
-        return int(is_taken)
+        is_accepted = option == tds_device.TRIM_THRESHOLD or value <= max_threshold
+        calls.extend([(option, value)] * is_accepted)
+        return int(is_accepted)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
     for variable in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         monkeypatch.delenv(variable)
-    assert tds_device.keep_freed() == (kept is not None)
-    taken = [] if kept is None else [(tds_device.MMAP_THRESHOLD, kept), (tds_device.TRIM_THRESHOLD, 2**30)]
-    assert calls == taken
+    assert tds_device.keep_freed() == (expected_threshold is not None)
+    expected_calls = (
+        []
+        if expected_threshold is None
+        else [(tds_device.MMAP_THRESHOLD, expected_threshold), (tds_device.TRIM_THRESHOLD, 2**30)]
+    )
+    assert calls == expected_calls
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")
-    assert not tds_device.keep_freed() and calls == taken
+    assert not tds_device.keep_freed() and calls == expected_calls
 
 
-def test_a_training_without_a_pipeline_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for will in (True, False):
-        monkeypatch.setattr(tds_device, "keep_freed", lambda will=will: will)
-        assert device.keep_freed_memory() is will
+def test_training_without_pipeline_retains_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_retained in (True, False):
+        monkeypatch.setattr(tds_device, "keep_freed", lambda is_retained=is_retained: is_retained)
+        assert device.keep_freed_memory() is is_retained
 
 
-def _asked(rank: int) -> int:
-    asked: list[int] = []
-    engine.keep_freed = lambda: bool(asked.append(1))  # type: ignore[assignment]
+def _count_keep_freed_calls(rank: int) -> int:
+    calls: list[int] = []
+    engine.keep_freed = lambda: bool(calls.append(1))  # type: ignore[assignment]
     make_engine(Toy("chain"), 1)
-    return len(asked)
+    return len(calls)
 
 
-def test_an_engine_on_a_cpu_asks_for_it() -> None:
-    assert run_ranks(1, _asked) == [1]
+def test_cpu_engine_retains_freed_memory() -> None:
+    assert run_ranks(1, _count_keep_freed_calls) == [1]

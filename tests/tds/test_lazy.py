@@ -32,18 +32,18 @@ WITHOUT_DEEPSPEED = (
 )
 
 
-def _printed(program: str, **environment: str) -> str:
+def _run_python(program: str, **environment: str) -> str:
     """Return what ``program`` prints in a process of its own."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
-def test_much_of_tds_brings_no_deepspeed_and_one_of_another_version_is_rejected_at_its_first_name() -> None:
+def test_import_loads_no_deepspeed_and_first_use_rejects_other_version() -> None:
     """In one process, since importing torch takes most of the time; ``tds`` and its schedules do not import it."""
-    found = _printed(
+    output = _run_python(
         f"""
 import importlib, sys
 from importlib import metadata
@@ -62,19 +62,19 @@ for ask in (lambda: tds.zero, lambda: tds.initialize, lambda: tds.PipelineEngine
 """,
         TDS_VERBOSE="1",
     )
-    assert found.startswith("tds requires deepspeed"), "an import brings torch or DeepSpeed"
-    assert found.count("tds requires deepspeed >=0.19.6,<0.20, got 0.20.0") == 3, found
+    assert output.startswith("tds requires deepspeed"), "an import brings torch or DeepSpeed"
+    assert output.count("tds requires deepspeed >=0.19.6,<0.20, got 0.20.0") == 3, output
 
 
-def test_the_import_alone_reads_no_versions() -> None:
+def test_import_reads_no_package_versions() -> None:
     """``importlib.metadata`` with its mail parser would take longer than the rest of a tool's ``--help``."""
-    found = _printed("import sys; before = {*sys.modules}; import tds; print({*sys.modules} - before)")
-    assert "tds.deepspeed.alias" in found and "importlib.metadata" not in found
+    output = _run_python("import sys; before = {*sys.modules}; import tds; print({*sys.modules} - before)")
+    assert "tds.deepspeed.alias" in output and "importlib.metadata" not in output
 
 
-def test_names_that_need_them_are_there_all_the_same_whatever_comes_first() -> None:
+def test_lazy_names_resolve_in_any_import_order() -> None:
     """In the order in which a file by the name of a function, and a module of DeepSpeed's, could take their places."""
-    printed = _printed(
+    output = _run_python(
         """
 import tds as deepspeed
 from tds import schedule, pipe
@@ -90,4 +90,4 @@ print(logging.getLevelName(tds.utils.logger.level))
 """,
         TDS_VERBOSE="1",
     )
-    assert printed.splitlines()[-1] == "INFO"
+    assert output.splitlines()[-1] == "INFO"

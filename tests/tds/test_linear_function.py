@@ -18,12 +18,12 @@ from megatron.mpu.groups import SINGLE
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from tds.bucket_reducer import AgreedOrder, BucketReducer
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.linear_function import add_product, can_add_products, linear, share_of
+from tds.linear_function import add_product, can_add_products, linear, percentage_of
 from tds.param_info import ParamInfo, info_of, set_info
-from tests.helpers.alive import Alive
+from tests.helpers.alive import LiveMemoryTracker
 
-H, WORDS = 8, 11
-MANY = 3000
+H, VOCAB_SIZE = 8, 11
+NUM_TOKENS = 3000
 """Tokens whose products are made in several blocks, so that one which adds does not round as a product and a sum."""
 
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
     def __init__(self, h: int = H) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.words = nn.Embedding(WORDS, h)
+        self.words = nn.Embedding(VOCAB_SIZE, h)
         self.up = layers.ColumnParallelLinear(h, 2 * h)
         self.down = layers.RowParallelLinear(2 * h, h, bias=False)
         self.shared = layers.ColumnParallelLinear(h, h, bias=False)
@@ -46,109 +46,111 @@ class Net(nn.Module):
         return layers.aligned_linear(x, self.words.weight)
 
 
-def made(dtype: torch.dtype = torch.float64, *, fuses: bool, h: int = H) -> tuple[Net, MixedPrecisionOptimizer]:
+def build_net(dtype: torch.dtype = torch.float64, *, fuses: bool, h: int = H) -> tuple[Net, MixedPrecisionOptimizer]:
     net = Net(h)
     return net, build_optimizer(net.parameters(), dtype=dtype, data=SINGLE, lr=1e-2, fuses_accumulation=fuses)
 
 
-def tokens_of(micro_batch: int, number: int = 20) -> torch.Tensor:
-    return torch.randint(WORDS, (number,), generator=torch.Generator().manual_seed(micro_batch))
+def make_tokens(micro_batch: int, num_tokens: int = 20) -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(micro_batch))
 
 
 def backward(
-    net: Net, micro_batch: int, *, recomputes: bool = False, splitter: WeightGradStore | None = None, number: int = 20
+    net: Net, micro_batch: int, *, recomputes: bool = False, store: WeightGradStore | None = None, num_tokens: int = 20
 ) -> None:
-    tokens = tokens_of(micro_batch, number)
-    run: Any = functools.partial(checkpoint, net, use_reentrant=False) if recomputes else net
-    if splitter is None:
-        run(tokens).square().sum().backward()
+    tokens = make_tokens(micro_batch, num_tokens)
+    forward: Any = functools.partial(checkpoint, net, use_reentrant=False) if recomputes else net
+    if store is None:
+        forward(tokens).square().sum().backward()
         return
-    with splitter.active():
-        loss = run(tokens).square().sum()
-        with splitter.deferring((micro_batch, 0)):
+    with store.active():
+        loss = forward(tokens).square().sum()
+        with store.deferring((micro_batch, 0)):
             loss.backward()
-    splitter.run((micro_batch, 0))
+    store.run((micro_batch, 0))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_gradients_are_those_of_autograd(recomputes: bool) -> None:
-    (plain, a), (net, b) = made(fuses=False), made(fuses=True)
+def test_fused_gradients_equal_autograd(recomputes: bool) -> None:
+    (plain, plain_optimizer), (net, optimizer) = build_net(fuses=False), build_net(fuses=True)
     for micro_batch in range(3):
-        for each in (plain, net):
-            backward(each, micro_batch, recomputes=recomputes)
-    for (name, wanted), parameter in zip(plain.named_parameters(), net.parameters(), strict=True):
-        found = b.gradient_of(parameter)
-        torch.testing.assert_close(found, a.gradient_of(wanted), rtol=1e-13, atol=1e-13, msg=name)
-        assert (parameter in b.reducer.fused_params) == (found.dim() == 2), name
-    assert not a.reducer.fused_params
+        for module in (plain, net):
+            backward(module, micro_batch, recomputes=recomputes)
+    for (name, expected), parameter in zip(plain.named_parameters(), net.parameters(), strict=True):
+        grad = optimizer.gradient_of(parameter)
+        torch.testing.assert_close(grad, plain_optimizer.gradient_of(expected), rtol=1e-13, atol=1e-13, msg=name)
+        assert (parameter in optimizer.reducer.fused_params) == (grad.dim() == 2), name
+    assert not plain_optimizer.reducer.fused_params
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_halves_of_a_backward_have_the_same_bits(recomputes: bool) -> None:
-    (whole, a), (split, b), splitter = (
-        made(torch.float32, fuses=True),
-        made(torch.float32, fuses=True),
+def test_fused_split_backward_equals_full_backward(recomputes: bool) -> None:
+    (unsplit, unsplit_optimizer), (split, split_optimizer), store = (
+        build_net(torch.float32, fuses=True),
+        build_net(torch.float32, fuses=True),
         WeightGradStore(),
     )
-    for net in (whole, split):
+    for net in (unsplit, split):
         net.words.weight.requires_grad_(False)  # else its lookup comes ahead of the product that is put off
     for micro_batch in range(3):
-        backward(whole, micro_batch, recomputes=recomputes, number=MANY)
-        backward(split, micro_batch, recomputes=recomputes, splitter=splitter, number=MANY)
-    assert a.reducer.fused_params and len(a.reducer.fused_params) == len(b.reducer.fused_params)
-    for (name, one), two in zip(whole.named_parameters(), split.parameters(), strict=True):
-        assert torch.equal(a.gradient_of(one), b.gradient_of(two)), name
+        backward(unsplit, micro_batch, recomputes=recomputes, num_tokens=NUM_TOKENS)
+        backward(split, micro_batch, recomputes=recomputes, store=store, num_tokens=NUM_TOKENS)
+    assert unsplit_optimizer.reducer.fused_params and len(unsplit_optimizer.reducer.fused_params) == len(
+        split_optimizer.reducer.fused_params
+    )
+    for (name, expected_param), param in zip(unsplit.named_parameters(), split.parameters(), strict=True):
+        assert torch.equal(unsplit_optimizer.gradient_of(expected_param), split_optimizer.gradient_of(param)), name
 
 
-def test_hooks_run_once_behind_all_products_of_a_weight() -> None:
+def test_post_accumulate_hook_runs_once_after_all_products() -> None:
     """The sum over the replicas starts in such a hook: what it sees must be final."""
-    net, optimizer = made(fuses=True)
-    seen: dict[str, torch.Tensor] = {}
+    net, optimizer = build_net(fuses=True)
+    grads: dict[str, torch.Tensor] = {}
     for name, parameter in net.named_parameters():
 
-        def final(weight: torch.Tensor, name: str = name) -> None:
-            assert name not in seen
-            seen[name] = weight.grad.clone()
+        def record_grad(weight: torch.Tensor, name: str = name) -> None:
+            assert name not in grads
+            grads[name] = weight.grad.clone()
 
-        parameter.register_post_accumulate_grad_hook(final)
+        parameter.register_post_accumulate_grad_hook(record_grad)
     backward(net, 0)
-    assert seen.keys() == dict(net.named_parameters()).keys()
+    assert grads.keys() == dict(net.named_parameters()).keys()
     for name, parameter in net.named_parameters():
-        assert torch.equal(seen[name], optimizer.gradient_of(parameter)), name
+        assert torch.equal(grads[name], optimizer.gradient_of(parameter)), name
 
 
-def test_the_first_backward_that_sums_gradients_knows_which_it_will_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_reduced_backward_reaches_all_fused_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused weights are in autograd's graph: buckets with them do not go last."""
-    net, optimizer = made(fuses=True)
-    order, started = AgreedOrder(None), []  # type: ignore[arg-type, var-annotated]
-    monkeypatch.setattr(order, "_agree", lambda turns: started.append(turns) or setattr(order, "_agreed", 1))
+    net, optimizer = build_net(fuses=True)
+    order, events = AgreedOrder(None), []  # type: ignore[arg-type, var-annotated]
+    monkeypatch.setattr(order, "_agree", lambda sort_keys: events.append(sort_keys) or setattr(order, "_agreed", 1))
     for parameter in net.parameters():
         order.register(parameter)
     reducer = BucketReducer(order, optimizer.gradient_of, None)
-    monkeypatch.setattr(reducer, "_start", lambda ready: started.extend(ready))
+    monkeypatch.setattr(reducer, "_start", lambda ready_buckets: events.extend(ready_buckets))
     with reducer.last_backward():
         backward(net, 0)
-    turns, *buckets = started
-    assert turns == [0] * len(turns) and sum(map(len, buckets)) == len(list(net.parameters()))
+    sort_keys, *buckets = events
+    assert sort_keys == [0] * len(sort_keys) and sum(map(len, buckets)) == len(list(net.parameters()))
 
 
-def test_no_gradient_of_a_weight_is_made_apart() -> None:
+def test_fusion_allocates_no_separate_weight_gradient() -> None:
     """Of [128, 64]: the first micro-batch makes the place, later ones nothing of that size."""
-    most: dict[bool, int] = {}
+    peak_bytes: dict[bool, int] = {}
     for fuses in (False, True):
-        net, optimizer = made(torch.float32, fuses=fuses, h=64)
+        net, optimizer = build_net(torch.float32, fuses=fuses, h=64)
         largest = net.up.weight.nbytes
         for _ in range(2):
             loss = net.up(torch.ones(4, 64)).square().sum()
-            with Alive("cpu") as alive:
+            with LiveMemoryTracker("cpu") as alive:
                 loss.backward()
-        most[fuses] = alive.peak
+        peak_bytes[fuses] = alive.peak_bytes
         assert optimizer.gradient_of(net.up.weight).abs().sum() > 0
-    assert most[True] <= 1.2 * largest, "the gradient where it lies, which the product returns, and activations"
-    assert most[False] >= 2 * largest
+    assert peak_bytes[True] <= 1.2 * largest, "the gradient where it lies, which the product returns, and activations"
+    assert peak_bytes[False] >= 2 * largest
 
 
-def test_gate_and_value_are_one_product_of_their_weight() -> None:
+def test_gate_and_value_use_one_fused_product() -> None:
     outputs, gradients = [], []
     for fuses in (False, True):
         layer = GatedLinear(H, 2 * H)
@@ -162,22 +164,22 @@ def test_gate_and_value_are_one_product_of_their_weight() -> None:
             gate.is_contiguous() and value.is_contiguous() and (layer.weight in optimizer.reducer.fused_params) == fuses
         )
         outputs.append((gate, value))
-        gradients.append([x.grad, *(optimizer.gradient_of(each) for each in layer.parameters())])
+        gradients.append([x.grad, *(optimizer.gradient_of(parameter) for parameter in layer.parameters())])
     torch.testing.assert_close(outputs[0], outputs[1])
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("case", ["frozen", "no leaf", "other type", "no gradients", "autocast", "not fused", "fused"])
 @pytest.mark.parametrize("defers", [False, True])
-def test_what_is_no_plain_product_of_a_leaf_is_left_to_torch(case: str, defers: bool) -> None:
+def test_unsupported_products_fall_back_to_torch(case: str, defers: bool) -> None:
     """A product that is not to be fused can still be deferred."""
     weight = nn.Parameter(torch.ones(3, 4), requires_grad=case != "frozen")
     table = weight * 2 if case == "no leaf" else weight
     set_info(table, ParamInfo(add_product=lambda rows, inputs: None))
     x = torch.ones(2, 4, dtype=torch.bfloat16 if case == "other type" else torch.float32, requires_grad=True)
-    autocasts = torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast")
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast")
     with (
-        autocasts,
+        autocast,
         torch.set_grad_enabled(case != "no gradients"),
         WeightGradStore().active() if defers else nullcontext(),
     ):
@@ -186,12 +188,12 @@ def test_what_is_no_plain_product_of_a_leaf_is_left_to_torch(case: str, defers: 
                 linear(x, table)
             return
         y = linear(x, table, fuse=case != "not fused")
-    kind = "" if y.grad_fn is None else y.grad_fn.name()
-    assert ("_FusedLinear" in kind) == (case == "fused" and not defers)
-    assert ("_SplitLinear" in kind) == (case in ("fused", "not fused") and defers)
+    grad_fn_name = "" if y.grad_fn is None else y.grad_fn.name()
+    assert ("_FusedLinear" in grad_fn_name) == (case == "fused" and not defers)
+    assert ("_SplitLinear" in grad_fn_name) == (case in ("fused", "not fused") and defers)
 
 
-def test_our_layers_do_not_depend_on_the_name_in_torchs_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_do_not_call_patched_functional_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only users' layers are reached by replacing it; a product that is split calls torch's own."""
     layer, store = layers.ColumnParallelLinear(H, H), WeightGradStore()
     x = torch.ones(2, H, requires_grad=True)
@@ -201,11 +203,11 @@ def test_our_layers_do_not_depend_on_the_name_in_torchs_module(monkeypatch: pyte
         monkeypatch.undo()
     with store.deferring((0, 0)):
         y.sum().backward()
-    assert store.split == {layer.weight, layer.bias}
+    assert store.split_leaves == {layer.weight, layer.bias}
 
 
-def test_16_bits_are_fused_where_a_product_has_a_wider_sum() -> None:
-    net, optimizer = made(torch.bfloat16, fuses=True)
+def test_16_bit_fusion_requires_wider_accumulation() -> None:
+    net, optimizer = build_net(torch.bfloat16, fuses=True)
     assert info_of(net.up.weight).add_product is None
     backward(net, 0)
     assert not optimizer.reducer.fused_params and optimizer.gradient_of(net.up.weight).abs().sum() > 0
@@ -213,37 +215,37 @@ def test_16_bits_are_fused_where_a_product_has_a_wider_sum() -> None:
     assert can_add_products(torch.empty(2, 2), torch.float32) and not can_add_products(torch.empty(2), torch.float32)
 
 
-def test_zero_2_has_no_whole_gradients_to_add_to() -> None:
+def test_fusion_rejects_zero_2() -> None:
     with pytest.raises(ValueError, match="--gradient-accumulation-fusion requires --zero-stage 0 or 1, got 2"):
         build_optimizer(Net().parameters(), data=SINGLE, zero_stage=2, fuses_accumulation=True)
 
 
-def test_a_wider_sum_is_asked_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_product_requests_fp32_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA has it; untried there."""
-    asked: list[Any] = []
+    requested_dtypes: list[Any] = []
 
-    def addmm(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int, out: Any, out_dtype: Any) -> None:
-        asked.append(out_dtype)
-        out.copy_(beta * place + a.float() @ b.float())
+    def addmm(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int, out: Any, out_dtype: Any) -> None:
+        requested_dtypes.append(out_dtype)
+        out.copy_(beta * buffer + a.float() @ b.float())
 
     monkeypatch.setattr(torch, "addmm", addmm)
-    place = torch.full((3, 4), torch.nan)
-    add_product(place.zero_(), torch.ones(3, 2).bfloat16(), torch.ones(2, 4).bfloat16(), is_first=True)
-    add_product(place, torch.ones(3, 2).bfloat16(), torch.ones(2, 4).bfloat16(), is_first=False)
-    assert asked == [torch.float32] * 2 and place.eq(4).all()
+    buffer = torch.full((3, 4), torch.nan)
+    add_product(buffer.zero_(), torch.ones(3, 2).bfloat16(), torch.ones(2, 4).bfloat16(), is_first=True)
+    add_product(buffer, torch.ones(3, 2).bfloat16(), torch.ones(2, 4).bfloat16(), is_first=False)
+    assert requested_dtypes == [torch.float32] * 2 and buffer.eq(4).all()
 
 
-def test_the_first_product_writes_over_whatever_is_there() -> None:
+def test_first_product_overwrites_buffer() -> None:
     for shape in ((3, 4), (2, 3, 4)):
-        place = torch.full(shape, torch.nan)
+        buffer = torch.full(shape, torch.nan)
         a, b = torch.ones(*shape[:-1], 2), torch.ones(*shape[:-2], 2, 4)
-        add_product(place, a, b, is_first=True)
-        add_product(place, a, b, is_first=False)
-        assert place.eq(4).all()
+        add_product(buffer, a, b, is_first=True)
+        add_product(buffer, a, b, is_first=False)
+        assert buffer.eq(4).all()
 
 
-def test_the_share_counts_trained_numbers_and_names_the_largest_others() -> None:
-    sizes = dict(zip("abcdefg", (60, 10, 9, 8, 7, 6, 50), strict=True))
-    parameters = {name: nn.Parameter(torch.ones(size), requires_grad=name != "g") for name, size in sizes.items()}
-    assert share_of({parameters["a"]}, parameters) == ("60.0", "b, c, d, e and 1 more")
-    assert share_of(set(parameters.values()), parameters) == ("100.0", "")
+def test_fused_share_counts_trainable_weights_and_names_largest_others() -> None:
+    numels = dict(zip("abcdefg", (60, 10, 9, 8, 7, 6, 50), strict=True))
+    parameters = {name: nn.Parameter(torch.ones(numel), requires_grad=name != "g") for name, numel in numels.items()}
+    assert percentage_of({parameters["a"]}, parameters) == ("60.0", "b, c, d, e and 1 more")
+    assert percentage_of(set(parameters.values()), parameters) == ("100.0", "")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tds.loss import LossMeter, Weighted, named_losses
-from tds.loss_reduction import MAX_BYTES, MAX_LOSSES, MeanLosses, all_reduce_loss
+from tds.loss_reduction import MAX_LOSSES, MAX_NAME_BYTES, MeanLosses, all_reduce_loss
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import Toy, make_engine, worst
+from tests.helpers.toys import Toy, make_engine, worst_relative_error
 
 CPU = torch.device("cpu")
 Named = namedtuple("Named", ["aux", "loss"])
@@ -31,38 +31,44 @@ ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
         ([ONE, Weighted(TWO, 2)], ["loss", "loss_1"]),
     ],
 )
-def test_the_loss_called_loss_or_else_the_first_is_trained_on(loss: Any, names: list[str]) -> None:
+def test_loss_named_loss_or_first_is_trained(loss: Any, names: list[str]) -> None:
     named = named_losses(loss, 0)
     assert list(named) == names
     first = named[names[0]]
     assert (first.total if isinstance(first, Weighted) else first) is ONE
 
 
-def _agreed(*losses: Any, more: Any = None, nominal: float = 1.0) -> MeanLosses:
-    meter = LossMeter(len(losses), nominal, CPU, more)
+def _reduce_losses(*losses: Any, additional: Any = None, nominal: float = 1.0) -> MeanLosses:
+    meter = LossMeter(len(losses), nominal, CPU, additional)
     for micro_batch, loss in enumerate(losses):
         meter.add(loss, micro_batch)
     return all_reduce_loss(meter, CPU).means()
 
 
-def test_losses_of_16_bits_are_added_up_in_32_and_those_of_64_in_64() -> None:
+def test_16_bit_losses_accumulate_in_fp32_and_fp64_losses_in_fp64() -> None:
     half = torch.tensor(1.0, dtype=torch.bfloat16)
-    many = _agreed(*[half] * 300)  # in bf16 the sum would stand still at 256
-    assert many.loss.dtype is torch.float32 and many.loss == 1.0
-    tiny = torch.tensor(1.0 + 2.0**-40, dtype=torch.float64)
-    both = _agreed({"loss": tiny, "aux": half})
-    assert both.loss == tiny and both.loss.dtype is torch.float64 and both.additional["aux"].dtype is torch.float32
+    bf16_means = _reduce_losses(*[half] * 300)  # in bf16 the sum would stand still at 256
+    assert bf16_means.loss.dtype is torch.float32 and bf16_means.loss == 1.0
+    fp64_loss = torch.tensor(1.0 + 2.0**-40, dtype=torch.float64)
+    mixed_means = _reduce_losses({"loss": fp64_loss, "aux": half})
+    assert (
+        mixed_means.loss == fp64_loss
+        and mixed_means.loss.dtype is torch.float64
+        and mixed_means.additional["aux"].dtype is torch.float32
+    )
 
 
-def test_weighted_losses_are_a_mean_over_what_was_counted_and_zero_where_nothing_was() -> None:
-    means = _agreed(Weighted(torch.tensor(6.0), 2), Weighted(torch.tensor(1.0), torch.tensor(5)), nominal=4.0)
+def test_weighted_losses_average_over_total_count() -> None:
+    means = _reduce_losses(Weighted(torch.tensor(6.0), 2), Weighted(torch.tensor(1.0), torch.tensor(5)), nominal=4.0)
     assert means.loss == 1.0
-    assert _agreed(Weighted(torch.tensor(0.0), 0)).loss == 0.0
+    assert _reduce_losses(Weighted(torch.tensor(0.0), 0)).loss == 0.0
 
 
-def test_reported_losses_may_be_numbers_and_need_no_gradient() -> None:
-    means = _agreed({"loss": ONE, "right": torch.tensor(3)}, {"loss": TWO, "right": 4}, more=lambda: {"of module": 2})
-    assert list(means.own) == ["loss", "right"] and means.loss == 1.5
+def test_additional_losses_may_be_numbers_without_gradient() -> None:
+    means = _reduce_losses(
+        {"loss": ONE, "right": torch.tensor(3)}, {"loss": TWO, "right": 4}, additional=lambda: {"of module": 2}
+    )
+    assert list(means.loss_fn_losses) == ["loss", "right"] and means.loss == 1.5
     assert {name: float(mean) for name, mean in means.additional.items()} == {"right": 3.5, "of module": 2.0}
 
 
@@ -79,73 +85,77 @@ def test_reported_losses_may_be_numbers_and_need_no_gradient() -> None:
         ([torch.ones(3, 4)], 'the loss "loss" must be a single number, got a tensor of float32[3, 4] at micro-batch 0'),
         ([{"loss": ONE, "aux": torch.ones(2)}], 'the loss "aux" must be a single number, got a tensor of float32[2]'),
         ([(ONE, (ONE, TWO))], 'the loss "loss_1" must be a single number, got a tuple of 2'),
-        ([Weighted(ONE, torch.ones(2))], 'the loss "loss"\'s count must be a single number, got a tensor of float32[2]'),
+        ([Weighted(ONE, torch.ones(2))], 'the loss "loss"\'s count must be a single number, got a tensor of float32'),
         ([Weighted(1.0, 2)], 'to train on, "loss", must be a tensor of a floating-point type, got float'),  # type: ignore[arg-type]
         ([torch.tensor(3)], 'to train on, "loss", must be a tensor of a floating-point type, got a tensor of int64[]'),
         ([torch.tensor(1j)], "got a tensor of complex64[]"),
-        ([ONE, Weighted(ONE, 1)], "always have the same form, got Weighted at micro-batch 1 after one number"),
+        ([ONE, Weighted(ONE, 1)], "got Weighted at micro-batch 1 after a single number"),
         ([Weighted(ONE, 1), ONE], "got a tensor of float32[] at micro-batch 1 after tds.Weighted"),
         ([{"a": ONE}, {"b": ONE}], "same names in every micro-batch, got ['b'] at micro-batch 1 after ['a']"),
         ([{str(i): ONE for i in range(MAX_LOSSES + 1)}], f"at most {MAX_LOSSES} losses"),
-        ([{"x" * MAX_BYTES: ONE}], f"fewer than {MAX_BYTES} bytes in total, got {MAX_BYTES}"),
+        ([{"x" * MAX_NAME_BYTES: ONE}], f"fewer than {MAX_NAME_BYTES} bytes in total, got {MAX_NAME_BYTES}"),
         ([{"a\nb": ONE}], "no line breaks"),
     ],
 )  # fmt: skip
-def test_another_form_is_refused_with_what_was_got(losses: list[Any], message: str) -> None:
+def test_invalid_losses_are_rejected(losses: list[Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
-        _agreed(*losses)
+        _reduce_losses(*losses)
     assert message in str(raised.value)
 
 
-def test_names_of_the_module_must_not_be_those_of_the_loss_function() -> None:
+def test_additional_loss_names_must_not_repeat_loss_names() -> None:
     with pytest.raises(ValueError, match=r'"loss" of get_additional_losses\(\) is also a loss'):
-        _agreed(ONE, more=lambda: {"loss": TWO})
+        _reduce_losses(ONE, additional=lambda: {"loss": TWO})
 
 
-def _bad_loss(rank: int, toy: Toy) -> list[str]:
+def _train_with_invalid_losses(rank: int, toy: Toy) -> list[str]:
     engine = make_engine(toy, 1)
     messages = []
     for loss_fn in (lambda o, y: o, lambda o, y: y[0].sum()):
         engine.module.loss_fn = loss_fn
         with pytest.raises((ValueError, RuntimeError)) as raised:
-            engine.train_batch(iter(toy.batches()))
+            engine.train_batch(iter(toy.make_batches()))
         messages.append(str(raised.value))
     return messages
 
 
-def test_train_batch_refuses_a_loss_that_is_no_number_or_has_no_gradient() -> None:
+def test_train_batch_rejects_non_scalar_or_detached_loss() -> None:
     """Row P10."""
-    shape, gradient = run_ranks(1, _bad_loss, Toy("chain"))[0]
+    shape, gradient = run_ranks(1, _train_with_invalid_losses, Toy("chain"))[0]
     assert "must be a single number, got a tensor of float64[3, 4, 6] at micro-batch 0" in shape
     assert "must depend on the parameters, but it requires no gradient at micro-batch 0" in gradient
 
 
-def _several(output: torch.Tensor, labels: Any) -> dict[str, Any]:
+def _compute_named_losses(output: torch.Tensor, labels: Any) -> dict[str, Any]:
     target, mask = labels
-    each = ((output - target) ** 2).mean(-1)
-    return {"far": each.max(), "loss": Weighted((each * mask).sum(), mask.sum()), "right": int(mask.sum())}
+    token_losses = ((output - target) ** 2).mean(-1)
+    return {
+        "far": token_losses.max(),
+        "loss": Weighted((token_losses * mask).sum(), mask.sum()),
+        "right": int(mask.sum()),
+    }
 
 
-def _counting(calls: list[str]) -> None:
+def _record_collectives(calls: list[str]) -> None:
     for name in ("all_reduce", "broadcast"):
         call = getattr(dist, name)
 
-        def counted(tensor: torch.Tensor, *args: Any, name: str = name, call: Any = call, **kwargs: Any) -> Any:
+        def recorded_call(tensor: torch.Tensor, *args: Any, name: str = name, call: Any = call, **kwargs: Any) -> Any:
             calls.append(f"{name} {tensor.dtype}{list(tensor.shape)}")
             return call(tensor, *args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(dist, name, recorded_call)
 
 
 def _train_named(rank: int, toy: Toy) -> dict[str, Any]:
     engine = make_engine(toy, 2)
     engine.module.get_additional_losses = lambda: {"of module": 7.0}
-    batches = toy.batches(engine.grid.get_data_parallel_rank())
+    batches = toy.make_batches(engine.grid.get_data_parallel_rank())
     calls: list[str] = []
-    _counting(calls)
+    _record_collectives(calls)
     plain = engine.train_batch(iter(batches))
-    once, calls[:] = list(calls), []
-    engine.module.loss_fn = _several
+    plain_calls, calls[:] = list(calls), []
+    engine.module.loss_fn = _compute_named_losses
     gradients: dict[str, torch.Tensor] = {}
     handle = engine.optimizer.register_step_pre_hook(
         lambda *_: gradients.update({n: p.grad.clone() for n, p in engine.module.named_parameters()})
@@ -156,41 +166,41 @@ def _train_named(rank: int, toy: Toy) -> dict[str, Any]:
         "plain": plain,
         "loss": loss,
         "others": {name: float(mean) for name, mean in engine.get_additional_losses().items()},
-        "collectives": (once, list(calls)),
+        "collectives": (plain_calls, list(calls)),
         "gradients": gradients,
         "eval": engine.eval_batch(iter(batches)),
     }
 
 
-def test_named_losses_are_averaged_each_in_its_way_on_every_rank() -> None:
+def test_named_losses_are_averaged_on_all_ranks() -> None:
     """Two stages x two replicas, unequal masks: means over micro-batches, over tokens, no collective more."""
     toy = Toy("chain")
-    wanted = _expected(toy, replicas=2)
+    expected = _expected_losses(toy, replicas=2)
     for got in run_ranks(4, _train_named, toy):
-        assert abs(float(got["loss"]) - wanted["loss"]) < 1e-14
+        assert abs(float(got["loss"]) - expected["loss"]) < 1e-14
         assert list(got["others"]) == ["far", "right", "of module"]
         for name in ("far", "right"):
-            assert abs(got["others"][name] - wanted[name]) < 1e-14, name
+            assert abs(got["others"][name] - expected[name]) < 1e-14, name
         assert got["others"]["of module"] == 7.0
         assert {name: float(mean) for name, mean in got["eval"].items()} == {
             "loss": float(got["loss"]), "far": got["others"]["far"], "right": got["others"]["right"]
         }  # fmt: skip
         assert got["collectives"][0] == got["collectives"][1]
-        assert worst(got["gradients"], wanted["gradients"]) < 1e-12
+        assert worst_relative_error(got["gradients"], expected["gradients"]) < 1e-12
 
 
-def _expected(toy: Toy, replicas: int) -> dict[str, Any]:
+def _expected_losses(toy: Toy, replicas: int) -> dict[str, Any]:
     """The same by one process, written down anew."""
-    layers = [spec.build() for spec in toy.specs()]
+    layers = [spec.build() for spec in toy.layer_specs()]
     total, count, far, right = torch.zeros((), dtype=toy.dtype), 0.0, [], []
     for replica in range(replicas):
-        for x, (target, mask) in toy.batches(replica):
+        for x, (target, mask) in toy.make_batches(replica):
             for layer in layers:
                 x = layer(x)
-            each = ((x - target) ** 2).mean(-1)
-            total = total + (each * mask).sum()
+            token_losses = ((x - target) ** 2).mean(-1)
+            total = total + (token_losses * mask).sum()
             count += float(mask.sum())
-            far.append(float(each.detach().max()))
+            far.append(float(token_losses.detach().max()))
             right.append(float(mask.sum()))
     (total / count).backward()
     gradients = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
@@ -200,20 +210,20 @@ def _expected(toy: Toy, replicas: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _differ(rank: int, toy: Toy) -> list[Any]:
+def _train_with_different_names(rank: int, toy: Toy) -> list[Any]:
     engine = make_engine(toy, 2)
     replica = engine.grid.get_data_parallel_rank()
     before = [p.detach().clone() for p in engine.module.parameters()]
     engine.optimizer.param_groups[0]["lr"] = 1.0
     engine.module.loss_fn = lambda o, y: {"loss": o.sum(), f"aux {replica}": 1.0}
     with pytest.raises(ValueError, match="same names on each of the 2 replicas") as raised:
-        engine.train_batch(iter(toy.batches()))
-    same = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+        engine.train_batch(iter(toy.make_batches()))
+    is_unchanged = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
     engine.module.loss_fn = toy.loss_fn
-    return [str(raised.value), same, float(engine.eval_batch(iter(toy.batches())))]
+    return [str(raised.value), is_unchanged, float(engine.eval_batch(iter(toy.make_batches())))]
 
 
-def test_replicas_with_other_names_raise_on_every_rank_and_leave_nothing_in_flight() -> None:
-    results = run_ranks(4, _differ, Toy("chain"))
-    assert all(same for _, same, _ in results)
+def test_different_loss_names_across_replicas_raise_on_all_ranks() -> None:
+    results = run_ranks(4, _train_with_different_names, Toy("chain"))
+    assert all(is_unchanged for _, is_unchanged, _ in results)
     assert len({loss for *_, loss in results}) == 1

@@ -17,11 +17,11 @@ import tds
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import _share_groups
 
-WIDE, ROWS = 6, 2
+WIDTH, ROWS = 6, 2
 CONFIG = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 3, "gradient_clipping": 0.0}
 
 
-def _both(rank: int, program: Any, *args: Any) -> list[Any]:
+def _run_both(rank: int, program: Any, *args: Any) -> list[Any]:
     tds.init_distributed("gloo", verbose=False)
     _share_groups()
     results = []
@@ -31,31 +31,31 @@ def _both(rank: int, program: Any, *args: Any) -> list[Any]:
     return results
 
 
-def _check(num_ranks: int, program: Any, *args: Any) -> list[Any]:
+def _compare_with_deepspeed(num_ranks: int, program: Any, *args: Any) -> list[Any]:
     """Return what each rank got, after the comparison."""
-    ranks = run_ranks(num_ranks, _both, program, *args)
+    ranks = run_ranks(num_ranks, _run_both, program, *args)
     for stock, ours in ranks:
-        assert _same(stock, ours), (stock, ours)
+        assert _is_equal(stock, ours), (stock, ours)
     return [ours for _, ours in ranks]
 
 
-def _same(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one.reshape(-1).float(), two.reshape(-1).float())
-    if isinstance(one, dict):
-        return list(one) == list(two) and all(_same(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(_same(a, b) for a, b in zip(one, two, strict=True))
-    return bool(one == two)
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first.reshape(-1).float(), second.reshape(-1).float())
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(_is_equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(_is_equal(a, b) for a, b in zip(first, second, strict=True))
+    return bool(first == second)
 
 
 def _layers() -> list[nn.Module]:
-    return [nn.Linear(WIDE, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, WIDE)]
+    return [nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, WIDTH)]
 
 
-def _data(number: int, rows: int = ROWS, long: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(number)
-    shape = (number, rows, long, WIDE) if long else (number, rows, WIDE)
+def _make_batches(num_batches: int, rows: int = ROWS, seq_length: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(num_batches)
+    shape = (num_batches, rows, seq_length, WIDTH) if seq_length else (num_batches, rows, WIDTH)
     x = torch.randn(shape, generator=generator)
     return list(zip(x, x.flip(-1).argmax(-1), strict=True))
 
@@ -64,20 +64,22 @@ def _cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten())
 
 
-def _engine(ds: Any, layers: Any, num_stages: int = 2, config: Any = None, loss_fn: Any = _cross_entropy, **more: Any):  # type: ignore[no-untyped-def]
-    module = ds.PipelineModule(layers, num_stages=num_stages, loss_fn=loss_fn, **more)
+def _make_engine(
+    ds: Any, layers: Any, num_stages: int = 2, config: Any = None, loss_fn: Any = _cross_entropy, **kwargs: Any
+):  # type: ignore[no-untyped-def]
+    module = ds.PipelineModule(layers, num_stages=num_stages, loss_fn=loss_fn, **kwargs)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     return ds.initialize(model=module, optimizer=optimizer, config={**CONFIG, **(config or {})})[0]
 
 
-def _sequential(ds: Any) -> Any:
+def _train_sequential(ds: Any) -> Any:
     """nn.Sequential, a loss that is a module, training_data=, a collate function, a scheduler of the JSON."""
     module = ds.PipelineModule(nn.Sequential(*_layers()), num_stages=2, loss_fn=nn.CrossEntropyLoss())
     engine, optimizer, loader, scheduler = ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=[(x[0], y[0]) for x, y in _data(12, rows=1)],
-        collate_fn=lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True)),
+        training_data=[(x[0], y[0]) for x, y in _make_batches(12, rows=1)],
+        collate_fn=lambda items: tuple(torch.stack(column) for column in zip(*items, strict=True)),
         config={
             **CONFIG,
             "optimizer": {"type": "Adam", "params": {"lr": 0.05, "torch_adam": True}},
@@ -90,75 +92,77 @@ def _sequential(ds: Any) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_sequential_layers_with_training_data_and_a_scheduler_of_the_json(ranks: int) -> None:
-    ours = _check(ranks, _sequential)
+def test_sequential_with_training_data_and_json_scheduler(ranks: int) -> None:
+    ours = _compare_with_deepspeed(ranks, _train_sequential)
     assert float(ours[0][0][-1]) < float(ours[0][0][0])
 
 
-class Distance(nn.Module):
+class MeanSquare(nn.Module):
     """A last layer that gives the loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x**2).mean()
 
 
-def _loss_as_layer(ds: Any, method: str) -> Any:
-    specs = [ds.pipe.LayerSpec(type(each), WIDE, WIDE) for each in [nn.Linear(1, 1)] * 4]
-    specs += [torch.tanh, ds.pipe.LayerSpec(Distance)]
-    engine = _engine(ds, specs, loss_fn=None, partition_method=method)
-    loader = iter(ds.utils.RepeatingLoader(_data(2)))
+def _train_loss_layer(ds: Any, method: str) -> Any:
+    specs = [ds.pipe.LayerSpec(type(layer), WIDTH, WIDTH) for layer in [nn.Linear(1, 1)] * 4]
+    specs += [torch.tanh, ds.pipe.LayerSpec(MeanSquare)]
+    engine = _make_engine(ds, specs, loss_fn=None, partition_method=method)
+    loader = iter(ds.utils.RepeatingLoader(_make_batches(2)))
     losses = [engine.train_batch(data_iter=loader) for _ in range(3)]
     return losses, engine.eval_batch(loader), engine.module.parts, [n for n, _ in engine.module.named_parameters()]
 
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "type:Linear"])
-def test_the_loss_as_last_layer_with_each_way_to_cut(method: str) -> None:
-    parts = _check(2, _loss_as_layer, method)[0][2]
-    assert parts == ([0, 3, 6] if method == "uniform" else [0, 2, 6])
+def test_loss_layer_with_each_partition_method(method: str) -> None:
+    bounds = _compare_with_deepspeed(2, _train_loss_layer, method)[0][2]
+    assert bounds == ([0, 3, 6] if method == "uniform" else [0, 2, 6])
 
 
-def _sources(ds: Any) -> Any:
+def _use_data_sources(ds: Any) -> Any:
     """Every way to give data, another batch size, and what a step may ask in between."""
-    engine = _engine(ds, _layers(), 2)
-    asked: list[bool] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: asked.append(engine.is_gradient_accumulation_boundary()))
-    results: list[Any] = [engine.train_batch(iter(_data(3)))]
+    engine = _make_engine(ds, _layers(), 2)
+    boundary_flags: list[bool] = []
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: boundary_flags.append(engine.is_gradient_accumulation_boundary())
+    )
+    results: list[Any] = [engine.train_batch(iter(_make_batches(3)))]
     engine.set_batch_fn(lambda batch: (batch[0] * 2, batch[1]))
-    engine.set_dataiterator(iter(_data(6)))
+    engine.set_dataiterator(iter(_make_batches(6)))
     results += [engine.train_batch(), engine.train_batch()]
-    engine.set_dataloader(_data(3))
+    engine.set_dataloader(_make_batches(3))
     results.append(engine.train_batch())
     engine.set_batch_fn(None)
     engine.set_train_batch_size(ROWS * 5)
-    results.append(engine.train_batch(iter(_data(5))))
+    results.append(engine.train_batch(iter(_make_batches(5))))
     with pytest.raises(ValueError):
         engine.set_train_batch_size(ROWS * 5 + 1)
     results += [engine.gradient_accumulation_steps(), engine.train_batch_size(), engine.micro_batches]
-    results += [engine.is_gradient_accumulation_boundary(), asked, engine.global_steps, engine.global_samples]
+    results += [engine.is_gradient_accumulation_boundary(), boundary_flags, engine.global_steps, engine.global_samples]
     results += [engine.prev_stage, engine.next_stage, engine.is_pipe_parallel, engine.is_data_parallel]
     return results
 
 
-def test_data_comes_from_iterators_loaders_and_batch_functions() -> None:
-    for results in _check(2, _sources):
+def test_data_from_iterators_loaders_and_batch_functions() -> None:
+    for results in _compare_with_deepspeed(2, _use_data_sources):
         assert results[8:10] == [False, [True] * 5]
 
 
-def _curriculum(ds: Any) -> Any:
+def _train_with_growing_sequences(ds: Any) -> Any:
     """Sequences that grow, as curriculum learning has them."""
-    engine = _engine(ds, _layers(), 2)
+    engine = _make_engine(ds, _layers(), 2)
     losses = []
-    for long in (2, 4, 7):
+    for seq_length in (2, 4, 7):
         engine.reset_activation_shape()
-        losses.append(engine.train_batch(iter(_data(3, long=long))))
+        losses.append(engine.train_batch(iter(_make_batches(3, seq_length=seq_length))))
     return losses
 
 
-def test_sequences_may_grow_from_step_to_step() -> None:
-    _check(2, _curriculum)
+def test_sequence_length_may_grow_between_steps() -> None:
+    _compare_with_deepspeed(2, _train_with_growing_sequences)
 
 
-class Remembers(nn.Linear):
+class RecordingLinear(nn.Linear):
     """A layer that keeps the mean of what it gave, for the losses below."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,38 +171,38 @@ class Remembers(nn.Linear):
         return output
 
 
-def _more_losses(ds: Any) -> Any:
+def _train_with_additional_losses(ds: Any) -> Any:
     class WithLosses(ds.PipelineModule):  # type: ignore[name-defined,misc]
         def get_additional_losses(self) -> dict[str, torch.Tensor]:
             last = self.forward_funcs[-1]
-            return OrderedDict(size=last.mean, twice=2 * last.mean) if isinstance(last, Remembers) else ZEROS
+            return OrderedDict(size=last.mean, twice=2 * last.mean) if isinstance(last, RecordingLinear) else ZEROS
 
-    module = WithLosses([*_layers()[:-1], Remembers(9, WIDE)], num_stages=2, loss_fn=_cross_entropy)
+    module = WithLosses([*_layers()[:-1], RecordingLinear(9, WIDTH)], num_stages=2, loss_fn=_cross_entropy)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = ds.initialize(model=module, optimizer=optimizer, config=CONFIG)[0]
-    loss = engine.train_batch(iter(_data(6)[3 * engine.grid.get_data_parallel_rank() :]))
+    loss = engine.train_batch(iter(_make_batches(6)[3 * engine.grid.get_data_parallel_rank() :]))
     return loss, dict(engine.get_additional_losses())
 
 
 ZEROS = OrderedDict(size=torch.zeros(()), twice=torch.zeros(()))
 
 
-def test_a_modules_additional_losses_are_averaged_and_known_to_every_rank() -> None:
-    every = [more for _, more in _check(4, _more_losses)]
-    assert all(_same(more, every[0]) for more in every) and float(every[0]["size"]) > 0
+def test_additional_losses_are_averaged_on_all_ranks() -> None:
+    all_losses = [losses for _, losses in _compare_with_deepspeed(4, _train_with_additional_losses)]
+    assert all(_is_equal(losses, all_losses[0]) for losses in all_losses) and float(all_losses[0]["size"]) > 0
 
 
-def _monitored(ds: Any, folder: str) -> Any:
+def _train_with_monitor(ds: Any, folder: str) -> Any:
     config = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/{ds.__name__}", "job_name": "run"}}
-    engine = _engine(ds, _layers(), 2, config)
+    engine = _make_engine(ds, _layers(), 2, config)
     for _ in range(2):
-        engine.train_batch(iter(_data(3)))
-    engine.eval_batch(iter(_data(3)))
+        engine.train_batch(iter(_make_batches(3)))
+    engine.eval_batch(iter(_make_batches(3)))
     return None
 
 
-def test_monitors_get_the_same_events(tmp_path: Path) -> None:
-    _check(2, _monitored, str(tmp_path))
+def test_monitor_events_equal_deepspeed(tmp_path: Path) -> None:
+    _compare_with_deepspeed(2, _train_with_monitor, str(tmp_path))
     rows = {
         name: {p.name: list(csv.reader(p.open())) for p in sorted((tmp_path / name).rglob("*.csv"))}
         for name in ("deepspeed", "tds")
@@ -211,59 +215,59 @@ def test_monitors_get_the_same_events(tmp_path: Path) -> None:
     }
 
 
-def _tensorboard(rank: int, folder: str) -> None:
+def _train_with_tensorboard(rank: int, folder: str) -> None:
     tds.init_distributed("gloo", verbose=False)
     config = {"tensorboard": {"enabled": True, "output_path": folder, "job_name": "run"}}
-    _engine(tds, _layers(), 1, config).train_batch(iter(_data(3)))
+    _make_engine(tds, _layers(), 1, config).train_batch(iter(_make_batches(3)))
 
 
-def test_tensorboard_gets_an_event_file(tmp_path: Path) -> None:
-    run_ranks(1, _tensorboard, str(tmp_path))
+def test_tensorboard_event_file_is_written(tmp_path: Path) -> None:
+    run_ranks(1, _train_with_tensorboard, str(tmp_path))
     assert b"Train/Samples/train_loss" in b"".join(p.read_bytes() for p in tmp_path.rglob("events.*"))
 
 
-def _file_of_json(ds: Any, path: str) -> Any:
+def _train_from_json_file(ds: Any, path: str) -> Any:
     """A JSON file named by ``args``, and a model that is no pipeline."""
     model = nn.Sequential(*_layers())
     engine, *_ = ds.initialize(
         Namespace(deepspeed_config=path, local_rank=0), model, torch.optim.SGD(model.parameters(), 0.1)
     )
     losses = []
-    for x, y in _data(6):
+    for x, y in _make_batches(6):
         losses.append(_cross_entropy(engine(x), y))
         engine.backward(losses[-1])
         engine.step()
-    return type(engine).__name__, engine.global_steps, [each.detach() for each in losses]
+    return type(engine).__name__, engine.global_steps, [loss.detach() for loss in losses]
 
 
-def test_a_model_that_is_no_pipeline_trains_as_with_deepspeed(tmp_path: Path) -> None:
+def test_non_pipeline_model_uses_deepspeed_engine(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}')
-    for name, steps, _ in _check(1, _file_of_json, str(tmp_path / "ds.json")):
+    for name, steps, _ in _compare_with_deepspeed(1, _train_from_json_file, str(tmp_path / "ds.json")):
         assert (name, steps) == ("DeepSpeedEngine", 2)
 
 
-def _dual(ds: Any) -> Any:
+def _train_dualpipev(ds: Any) -> Any:
     module = ds.DualPipeVModule(_layers(), num_stages=2, loss_fn=_cross_entropy)
     engine = ds.initialize(
         model=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
         config={**CONFIG, "gradient_accumulation_steps": 4},
     )[0]
-    return type(engine) is deepspeed.DualPipeVEngine, [engine.train_batch(iter(_data(4))) for _ in range(3)]
+    return type(engine) is deepspeed.DualPipeVEngine, [engine.train_batch(iter(_make_batches(4))) for _ in range(3)]
 
 
-def test_a_dualpipev_module_trains_in_deepspeeds_own_engine() -> None:
-    for is_theirs, losses in _check(2, _dual):
-        assert is_theirs and losses[-1] < losses[0]
+def test_dualpipev_module_uses_deepspeed_engine() -> None:
+    for is_deepspeed_engine, losses in _compare_with_deepspeed(2, _train_dualpipev):
+        assert is_deepspeed_engine and losses[-1] < losses[0]
 
 
-def _unlisted(ds: Any) -> Any:
+def _train_without_boundary_lists(ds: Any) -> Any:
     """Several tensors cross, and no list says so; DeepSpeed's engine wants every float to have a gradient."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Linear(WIDE, WIDE)
+            self.inner = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Any) -> Any:
             first, ids, second = x if isinstance(x, tuple) else (x, torch.arange(x.shape[0]), x)
@@ -273,28 +277,30 @@ def _unlisted(ds: Any) -> Any:
         def forward(self, x: Any) -> torch.Tensor:
             return super().forward(x[0] + x[2])
 
-    engine = _engine(ds, [Pair(), Pair(), Pair(), Join(WIDE, WIDE)], 2, partition_method="uniform")
-    return [engine.train_batch(iter(_data(3))) for _ in range(2)]
+    engine = _make_engine(ds, [Pair(), Pair(), Pair(), Join(WIDTH, WIDTH)], 2, partition_method="uniform")
+    return [engine.train_batch(iter(_make_batches(3))) for _ in range(2)]
 
 
-def test_programs_without_boundary_lists_work() -> None:
-    _check(2, _unlisted)
+def test_boundary_lists_are_optional() -> None:
+    _compare_with_deepspeed(2, _train_without_boundary_lists)
 
 
-def test_every_public_method_of_deepspeeds_engine_is_there_with_its_arguments() -> None:
+def test_engine_has_all_public_deepspeed_methods_and_arguments() -> None:
     import inspect
 
     printing = {"log_for_device", "tput_log"}
     for name, method in vars(deepspeed.PipelineEngine).items():
         if name.startswith("_") or not callable(method) or name in printing:
             continue
-        theirs = [p for p in inspect.signature(method).parameters if p != "self"]
-        ours = inspect.signature(getattr(tds.PipelineEngine, name)).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in ours.values())
-        assert takes_all or [p for p in ours if p != "self"][: len(theirs)] == theirs, name
+        deepspeed_params = [p for p in inspect.signature(method).parameters if p != "self"]
+        our_params = inspect.signature(getattr(tds.PipelineEngine, name)).parameters
+        has_var_kwargs = any(p.kind is p.VAR_KEYWORD for p in our_params.values())
+        assert has_var_kwargs or [p for p in our_params if p != "self"][: len(deepspeed_params)] == deepspeed_params, (
+            name
+        )
 
 
-def _compiled(rank: int) -> list[float]:
+def _run_compiled(rank: int) -> list[float]:
     """Run chunks of functions before and after ``compile``, which here doubles what a function returns."""
     tds.init_distributed("gloo", verbose=False)
     module = tds.PipelineModule([_plus_one] * 4, num_stages=1, chunks=2, partition_method="uniform")
@@ -308,5 +314,5 @@ def _plus_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_compile_reaches_functions_of_every_chunk() -> None:
-    assert run_ranks(1, _compiled) == [[3.0, 3.0, 10.0, 10.0]]
+def test_compile_covers_functions_of_all_chunks() -> None:
+    assert run_ranks(1, _run_compiled) == [[3.0, 3.0, 10.0, 10.0]]

@@ -14,20 +14,20 @@ from torch import nn
 import tds
 from tds.deepspeed.checkpointing import CheckpointError
 from tds.deepspeed.module import layer_parameters
-from tds.deepspeed.shared_layers import held_in, sharing_layers
+from tds.deepspeed.shared_layers import shared_layer_indices, use_shared_modules
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import Dense, Sharer, Table, Toy, check_equal, make_engine, run_toys, train
+from tests.helpers.toys import Dense, SharedVector, SharingLayer, Toy, check_equal, make_engine, run_toys, train_batch
 
-NO_REENTRY = {"use_reentrant": False}
-OF_CHUNKS = ("interleaved", "zb-h1")
-IN_CHUNKS = {"layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
+NON_REENTRANT = {"use_reentrant": False}
+CHUNK_SCHEDULES = ("interleaved", "zb-h1")
+CHUNKED = {"layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
 
 
-def _compare(toys: list[Toy], ranks: int, num_stages: int, **more: Any) -> None:
-    results = run_ranks(ranks, run_toys, toys, num_stages, more)
+def _compare(toys: list[Toy], ranks: int, num_stages: int, **kwargs: Any) -> None:
+    results = run_ranks(ranks, run_toys, toys, num_stages, kwargs)
     for index, toy in enumerate(toys):
-        check_equal([each[index] for each in results], toy, ranks // num_stages, 1e-12)
+        check_equal([rank_results[index] for rank_results in results], toy, ranks // num_stages, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -36,30 +36,42 @@ def _compare(toys: list[Toy], ranks: int, num_stages: int, **more: Any) -> None:
 def test_gradients_and_norm_equal_one_process(num_stages: int) -> None:
     """The norm too: each shared weight counts once, however many stages hold it."""
     toys = [
-        Toy("sharing", layers=6, micro_batches=m, loss=loss, pipeline={"schedule": schedule, **NO_REENTRY})
+        Toy(
+            "sharing",
+            num_layers=6,
+            num_micro_batches=m,
+            loss_type=loss,
+            pipeline={"schedule": schedule, **NON_REENTRANT},
+        )
         for m, loss, schedule in itertools.product((1, 5), ("scalar", "pair"), ("1f1b", "gpipe", "zb-h1"))
     ]
     _compare(toys, num_stages, num_stages)
 
 
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_replicas_add_up_what_is_shared_once(num_stages: int) -> None:
+def test_replicas_reduce_shared_weights_once(num_stages: int) -> None:
     """Within one stage beside the last backward, over stages after the sum of the copies; recompute in both ways."""
     toys = [
-        Toy("sharing", layers=6, micro_batches=3, loss="pair", options=options, pipeline=pipeline)
+        Toy("sharing", num_layers=6, num_micro_batches=3, loss_type="pair", options=options, pipeline=pipeline)
         for options, pipeline in (
             ({}, {"schedule": "1f1b"}),
             ({}, {"schedule": "zb-h1"}),
-            ({"activation_checkpoint_interval": 2}, NO_REENTRY),
+            ({"activation_checkpoint_interval": 2}, NON_REENTRANT),
             ({"activation_checkpoint_interval": 2}, {"use_reentrant": True}),
         )
     ]
     _compare(toys, 2 * num_stages, num_stages)
 
 
-def test_what_one_stage_alone_holds_is_added_up_beside_its_backward() -> None:
+def test_weights_of_single_stage_are_reduced_during_backward() -> None:
     toys = [
-        Toy("sharing", layers=6, micro_batches=3, pipeline={"schedule": schedule}, options={"partition_method": bounds})
+        Toy(
+            "sharing",
+            num_layers=6,
+            num_micro_batches=3,
+            pipeline={"schedule": schedule},
+            options={"partition_method": bounds},
+        )
         for schedule, bounds in itertools.product(("1f1b", "zb-h1"), ([0, 3, 6], [0, 2, 6]))
     ]
     _compare(toys, 4, 2)
@@ -68,38 +80,42 @@ def test_what_one_stage_alone_holds_is_added_up_beside_its_backward() -> None:
 @pytest.mark.slow
 def test_chunks_equal_one_process() -> None:
     toys = [
-        Toy("sharing", micro_batches=m, **{**IN_CHUNKS, "pipeline": {"schedule": name}})
+        Toy("sharing", num_micro_batches=m, **{**CHUNKED, "pipeline": {"schedule": name}})
         for m in (1, 4)
-        for name in OF_CHUNKS
+        for name in CHUNK_SCHEDULES
     ]
-    again = {**IN_CHUNKS, "options": {"chunks": 3, "activation_checkpoint_interval": 2}}
-    again["pipeline"] = {"schedule": "interleaved", **NO_REENTRY}
-    _compare([*toys, Toy("sharing", micro_batches=3, **again)], 4, 2)
+    recompute_options = {**CHUNKED, "options": {"chunks": 3, "activation_checkpoint_interval": 2}}
+    recompute_options["pipeline"] = {"schedule": "interleaved", **NON_REENTRANT}
+    _compare([*toys, Toy("sharing", num_micro_batches=3, **recompute_options)], 4, 2)
 
 
 @pytest.mark.slow
-def test_every_way_to_cut_equals_one_process() -> None:
-    toys = [Toy("sharing", layers=6, options={"partition_method": method}) for method in ("parameters", "type:sharer")]
-    profile = {"partition_method": "profile", "profile_batch": toys[0].batch(0)}
-    _compare([*toys, Toy("sharing", layers=6, options=profile)], 2, 2)
+def test_every_partition_method_equals_one_process() -> None:
+    toys = [
+        Toy("sharing", num_layers=6, options={"partition_method": method}) for method in ("parameters", "type:sharer")
+    ]
+    profile = {"partition_method": "profile", "profile_batch": toys[0].make_batch(0)}
+    _compare([*toys, Toy("sharing", num_layers=6, options=profile)], 2, 2)
 
 
-def _held(rank: int, chunks: int) -> Any:
+def _build_shared_module(rank: int, chunks: int) -> Any:
     """Return, for layers whose weights are random on each rank, what this rank holds and the order of its groups."""
     tds.init_distributed("gloo", verbose=False)
     torch.manual_seed(rank)
-    made: list[list[int]] = []
+    created_groups: list[list[int]] = []
     new_group = deepspeed.comm.new_group
-    deepspeed.comm.new_group = lambda ranks: (made.append(list(ranks)), new_group(ranks))[1]
+    deepspeed.comm.new_group = lambda ranks: (created_groups.append(list(ranks)), new_group(ranks))[1]
     shares = {name: {"inner": Shared(name, nn.Linear, 3, 3)} for name in ("zeta", "mid", "alpha")}
     used = ["zeta", "zeta", "mid", "alpha", "zeta", "alpha"]
     layers = [SharingLayerSpec(Bare, shares=shares[name]) for name in used]
     module = PipelineModule(layers, num_stages=3, partition_method="uniform", chunks=chunks)
     weights = {name: p.detach().clone() for name, p in module.named_parameters()}
-    own = [{n for n, p in module.named_parameters() for q in module.parameters_of(c) if p is q} for c in range(chunks)]
-    ranks_of = {key: each["ranks"] for key, each in module.tied_comms.items()}
-    copies = {name for name, p in module.named_parameters() if p.ds_pipe_replicated}
-    return weights, own, made[-2:], ranks_of, copies
+    chunk_names = [
+        {n for n, p in module.named_parameters() for q in module.parameters_of(c) if p is q} for c in range(chunks)
+    ]
+    ranks_by_key = {key: comm["ranks"] for key, comm in module.tied_comms.items()}
+    replicated = {name for name, p in module.named_parameters() if p.ds_pipe_replicated}
+    return weights, chunk_names, created_groups[-2:], ranks_by_key, replicated
 
 
 class Bare(nn.Module):
@@ -112,30 +128,30 @@ class Bare(nn.Module):
 
 
 def _names(*keys: str) -> set[str]:
-    return {f"tied_modules.{key}.{part}" for key in keys for part in ("weight", "bias")}
+    return {f"tied_modules.{key}.{suffix}" for key in keys for suffix in ("weight", "bias")}
 
 
-def test_all_holders_start_with_one_copy_of_the_same_weights() -> None:
+def test_shared_weights_start_equal_on_all_holders() -> None:
     """And know which stages hold what, from groups that every process makes in the order of the keys."""
-    results = run_ranks(3, _held, 1)
-    held = [{"zeta"}, {"mid", "alpha"}, {"zeta", "alpha"}]
-    for rank, (weights, own, made, ranks_of, copies) in enumerate(results):
-        assert set(weights) == own[0] == _names(*held[rank])
-        assert made == [[1, 2], [0, 2]], "alpha, zeta; the one holder of mid has a group of its own already"
-        assert list(ranks_of) == sorted(held[rank])
-        assert copies == (_names("alpha", "zeta") if rank == 2 else set())
+    results = run_ranks(3, _build_shared_module, 1)
+    expected_keys = [{"zeta"}, {"mid", "alpha"}, {"zeta", "alpha"}]
+    for rank, (weights, chunk_names, created_groups, ranks_by_key, replicated) in enumerate(results):
+        assert set(weights) == chunk_names[0] == _names(*expected_keys[rank])
+        assert created_groups == [[1, 2], [0, 2]], "alpha, zeta; the one holder of mid has a group of its own already"
+        assert list(ranks_by_key) == sorted(expected_keys[rank])
+        assert replicated == (_names("alpha", "zeta") if rank == 2 else set())
     for name in results[2][0]:
         assert torch.equal(results[2][0][name], results[1 if "alpha" in name else 0][0][name])
 
 
-def test_each_chunk_knows_what_it_shares() -> None:
-    held = [({"zeta"}, {"alpha"}), ({"zeta"}, {"zeta"}), ({"mid"}, {"alpha"})]
-    for (weights, own, *_), wanted in zip(run_ranks(3, _held, 2), held, strict=True):
-        assert own == [_names(*keys) for keys in wanted]
-        assert set(weights) == set.union(*own)
+def test_chunks_list_their_shared_parameters() -> None:
+    expected_keys = [({"zeta"}, {"alpha"}), ({"zeta"}, {"zeta"}), ({"mid"}, {"alpha"})]
+    for (weights, chunk_names, *_), expected in zip(run_ranks(3, _build_shared_module, 2), expected_keys, strict=True):
+        assert chunk_names == [_names(*keys) for keys in expected]
+        assert set(weights) == set.union(*chunk_names)
 
 
-def _counted(rank: int) -> Any:
+def _partition_with_shared_layers(rank: int) -> Any:
     tds.init_distributed("gloo", verbose=False)
     big = Shared("big", nn.Linear, 100, 100)
     layers = [LayerSpec(Dense, 1, 6, torch.float32) for _ in range(6)]
@@ -143,11 +159,11 @@ def _counted(rank: int) -> Any:
     return PipelineModule(layers, num_stages=2, partition_method="parameters").parts
 
 
-def test_a_shared_module_counts_for_each_layer_that_runs_it() -> None:
-    assert run_ranks(2, _counted) == [[0, 1, 6]] * 2
+def test_shared_module_counts_for_every_layer_using_it() -> None:
+    assert run_ranks(2, _partition_with_shared_layers) == [[0, 1, 6]] * 2
 
 
-TOY = Toy("sharing", layers=6, dtype=torch.float32)
+TOY = Toy("sharing", num_layers=6, dtype=torch.float32)
 
 
 def _engine(num_stages: int, **options: Any) -> Any:
@@ -161,81 +177,84 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def _save(rank: int, place: str) -> Any:
+def _save(rank: int, folder: str) -> Any:
     engine = _engine(2)
-    train(engine, TOY)
-    engine.save_checkpoint(place)
+    train_batch(engine, TOY)
+    engine.save_checkpoint(folder)
     saved = _weights(engine)
-    return saved, train(engine, TOY)[0]
+    return saved, train_batch(engine, TOY)[0]
 
 
-def _load(rank: int, place: str, num_stages: int, chunks: int, is_same: bool) -> Any:
+def _load(rank: int, folder: str, num_stages: int, chunks: int, is_same_layout: bool) -> Any:
     engine = _engine(num_stages, chunks=chunks)
     before = _weights(engine)
-    engine.load_checkpoint(place, load_optimizer_states=is_same)
+    engine.load_checkpoint(folder, load_optimizer_states=is_same_layout)
     loaded = _weights(engine)
     assert all(not torch.equal(weight, before[name]) for name, weight in loaded.items())
-    return loaded, train(engine, TOY)[0]
+    return loaded, train_batch(engine, TOY)[0]
 
 
-def test_shared_modules_are_saved_once_and_load_on_any_number_of_stages(tmp_path: Path) -> None:
+def test_shared_modules_are_saved_once_and_load_on_any_stage_count(tmp_path: Path) -> None:
     results = run_ranks(2, _save, str(tmp_path))
     saved = results[0][0] | results[1][0]
     files = sorted(path.name for path in (tmp_path / "global_step1").glob("shared_*"))
     assert files == [f"shared_{key}-model_states.pt" for key in ("alpha", "mixer", "zeta")]
     for num_stages, chunks in ((2, 1), (1, 1), (3, 1), (2, 3)):
-        seen: set[str] = set()
-        is_same = (num_stages, chunks) == (2, 1)
-        for loaded, loss in run_ranks(num_stages, _load, str(tmp_path), num_stages, chunks, is_same):
+        names: set[str] = set()
+        is_same_layout = (num_stages, chunks) == (2, 1)
+        for loaded, loss in run_ranks(num_stages, _load, str(tmp_path), num_stages, chunks, is_same_layout):
             assert all(torch.equal(saved[name], weight) for name, weight in loaded.items())
             assert torch.allclose(loss, results[0][1], rtol=1e-6)
-            seen |= set(loaded)
-        assert seen == set(saved)
+            names |= set(loaded)
+        assert names == set(saved)
 
 
-def _broken(rank: int, place: str) -> str:
+def _load_incomplete(rank: int, folder: str) -> str:
     with pytest.raises(CheckpointError) as raised:
-        _engine(2).load_checkpoint(place)
+        _engine(2).load_checkpoint(folder)
     return str(raised.value)
 
 
-def test_a_missing_file_of_a_shared_module_is_told_by_name(tmp_path: Path) -> None:
+def test_missing_shared_module_file_is_named_in_error(tmp_path: Path) -> None:
     run_ranks(2, _save, str(tmp_path))
     (tmp_path / "global_step1" / "shared_alpha-model_states.pt").unlink()
-    assert all("shared_alpha-model_states.pt" in message for message in run_ranks(2, _broken, str(tmp_path)))
+    assert all("shared_alpha-model_states.pt" in message for message in run_ranks(2, _load_incomplete, str(tmp_path)))
 
 
-def test_a_layer_borrows_and_does_not_own() -> None:
-    shared = Shared("t", Table, 1, 4, torch.float32)
+def test_layer_references_shared_modules_without_registering_them() -> None:
+    shared = Shared("t", SharedVector, 1, 4, torch.float32)
     spec = SharingLayerSpec(
-        Sharer, 2, 4, torch.float32, shares={"table": shared, "mixer": Shared("m", nn.Linear, 4, 4)}
+        SharingLayer, 2, 4, torch.float32, shares={"table": shared, "mixer": Shared("m", nn.Linear, 4, 4)}
     )
-    with held_in(nn.ModuleDict()) as held:
+    with use_shared_modules(nn.ModuleDict()) as modules:
         layer, other = spec.build(), spec.build()
-    assert set(dict(layer.named_modules())) == {"", "inner"} and list(held) == ["t", "m"]
-    assert layer.table is other.table is held["t"]
+    assert set(dict(layer.named_modules())) == {"", "inner"} and list(modules) == ["t", "m"]
+    assert layer.table is other.table is modules["t"]
     assert len(list(layer_parameters(layer))) == 2 + 1 + 2
     with pytest.raises(AttributeError, match="table"):
         _ = spec.build().table
 
 
-def _plain(rank: int) -> str:
+def _get_stock_module_error(rank: int) -> str:
     tds.init_distributed("gloo", verbose=False)
-    module = deepspeed.PipelineModule(TOY.specs(), num_stages=1, loss_fn=TOY.loss_fn)
+    module = deepspeed.PipelineModule(TOY.layer_specs(), num_stages=1, loss_fn=TOY.loss_fn)
     with pytest.raises(TypeError) as raised:
         make_engine(TOY, 1, module=module)
     return str(raised.value)
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_invalid_sharing_is_rejected() -> None:
     with pytest.raises(ValueError, match="must be an identifier such as 'bias', got 'encoder.bias'"):
-        Shared("encoder.bias", Table)
-    table, other = Shared("t", Table, 1, 4), Shared("t", nn.Linear, 4, 4)
-    layers = [SharingLayerSpec(Bare, shares={"inner": each}) for each in (table, other)]
-    with pytest.raises(ValueError, match="'t' for Table and for Linear of layer 1"):
-        sharing_layers(layers)
-    with pytest.raises(ValueError, match="'t' for TiedLayerSpec and for Table of layer 0"):
-        sharing_layers([layers[0], TiedLayerSpec("t", nn.Linear, 4, 4)])
-    with pytest.raises(ValueError, match="'forward', because it has this attribute"), held_in(nn.ModuleDict()):
+        Shared("encoder.bias", SharedVector)
+    table, other = Shared("t", SharedVector, 1, 4), Shared("t", nn.Linear, 4, 4)
+    layers = [SharingLayerSpec(Bare, shares={"inner": shared}) for shared in (table, other)]
+    with pytest.raises(ValueError, match="'t' for SharedVector and for Linear of layer 1"):
+        shared_layer_indices(layers)
+    with pytest.raises(ValueError, match="'t' for TiedLayerSpec and for SharedVector of layer 0"):
+        shared_layer_indices([layers[0], TiedLayerSpec("t", nn.Linear, 4, 4)])
+    with (
+        pytest.raises(ValueError, match="'forward', because it has this attribute"),
+        use_shared_modules(nn.ModuleDict()),
+    ):
         SharingLayerSpec(Bare, shares={"forward": other}).build()
-    assert "need tds.PipelineModule, got deepspeed." in run_ranks(1, _plain)[0]
+    assert "need tds.PipelineModule, got deepspeed." in run_ranks(1, _get_stock_module_error)[0]

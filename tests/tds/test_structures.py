@@ -15,7 +15,7 @@ from tds.p2p.boundary import Boundary
 from tds.p2p.input_leaves import with_leaves
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import Dense, Toy, make_engine, reference, train, worst
+from tests.helpers.toys import Dense, Toy, make_engine, train_batch, train_reference, worst_relative_error
 
 
 class Fork(nn.Module):
@@ -26,17 +26,17 @@ class Fork(nn.Module):
         self.left, self.right = Dense(1, wide, torch.float64), Dense(2, wide, torch.float64)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        places = torch.arange(x.shape[-1], dtype=torch.int32)
+        positions = torch.arange(x.shape[-1], dtype=torch.int32)
         return {
             "left": self.left(x),
             "mask": x > 0,
             "right": self.right(x),
-            "places": places,
+            "places": positions,
             "unused": 2 * self.left(x),
         }
 
 
-class Use(nn.Module):
+class Combine(nn.Module):
     """The dict in; a list out: what it made, what came in as it was, and a half-precision float without gradient."""
 
     def __init__(self, wide: int) -> None:
@@ -44,8 +44,8 @@ class Use(nn.Module):
         self.inner = Dense(3, wide, torch.float64)
 
     def forward(self, x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        made = self.inner(torch.where(x["mask"], x["left"], -x["right"])[..., x["places"].long()])
-        return [made, x["left"], torch.ones((), dtype=torch.bfloat16)]
+        hidden = self.inner(torch.where(x["mask"], x["left"], -x["right"])[..., x["places"].long()])
+        return [hidden, x["left"], torch.ones((), dtype=torch.bfloat16)]
 
 
 class Join(nn.Module):
@@ -60,7 +60,7 @@ class Join(nn.Module):
         return x[0] * x[1] * x[2].double() + self.bias
 
 
-class Deaf(nn.Module):
+class IgnoresInput(nn.Module):
     """Returns a parameter of its own, whatever comes in."""
 
     def __init__(self, rows: int, wide: int) -> None:
@@ -72,26 +72,33 @@ class Deaf(nn.Module):
 
 
 class Structures(Toy):
-    def specs(self) -> list[Any]:
-        if self.kind == "deaf":
-            return [LayerSpec(Dense, 5, self.wide, self.dtype), LayerSpec(Deaf, self.rows, self.wide)]
-        return [LayerSpec(Fork, self.wide), LayerSpec(Use, self.wide), LayerSpec(Join, self.wide)]
+    def layer_specs(self) -> list[Any]:
+        if self.model_type == "deaf":
+            return [
+                LayerSpec(Dense, 5, self.hidden_size, self.dtype),
+                LayerSpec(IgnoresInput, self.micro_batch_size, self.hidden_size),
+            ]
+        return [
+            LayerSpec(Fork, self.hidden_size),
+            LayerSpec(Combine, self.hidden_size),
+            LayerSpec(Join, self.hidden_size),
+        ]
 
 
-class Growing(Toy):
+class VaryingRows(Toy):
     """Every micro-batch has another number of rows."""
 
-    def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
-        return super().batch(index, 1 + index % 3)
+    def make_batch(self, idx: int, num_rows: int | None = None) -> tuple[Any, Any]:
+        return super().make_batch(idx, 1 + idx % 3)
 
 
 def _train(rank: int, toy: Toy, num_stages: int, options: dict[str, Any]) -> Any:
-    return train(make_engine(toy, num_stages, **options), toy)
+    return train_batch(make_engine(toy, num_stages, **options), toy)
 
 
-def _check(results: list[Any], toy: Toy) -> None:
+def _assert_equals_reference(results: list[Any], toy: Toy) -> None:
     """Compare with one process, to the bit; what has no gradient there has zeros here."""
-    loss, gradients = reference(toy)
+    loss, gradients = train_reference(toy)
     for got_loss, got, _ in results:
         assert torch.equal(got_loss, loss)
         for name, gradient in got.items():
@@ -99,27 +106,27 @@ def _check(results: list[Any], toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_layers_that_return_dicts_and_lists_train_as_in_one_process(num_stages: int) -> None:
-    toy = Structures(layers=3)
-    _check(run_ranks(num_stages, _train, toy, num_stages, {}), toy)
+def test_dict_and_list_outputs_equal_one_process(num_stages: int) -> None:
+    toy = Structures(num_layers=3)
+    _assert_equals_reference(run_ranks(num_stages, _train, toy, num_stages, {}), toy)
 
 
-def test_a_stage_that_does_not_look_at_its_input_returns_zeros() -> None:
-    toy = Structures("deaf", layers=2)
+def test_stage_ignoring_its_input_returns_zero_gradients() -> None:
+    toy = Structures("deaf", num_layers=2)
     results = run_ranks(2, _train, toy, 2, {})
-    _check(results, toy)
+    _assert_equals_reference(results, toy)
     assert len(results[0][1]) == 2, "the first stage has gradients, all zero"
 
 
-def test_an_engine_with_dynamic_shape_takes_micro_batches_of_any_size() -> None:
-    toy = Growing("many")
-    _check(run_ranks(2, _train, toy, 2, {"dynamic_shape": True}), toy)
+def test_dynamic_shape_accepts_varying_micro_batch_sizes() -> None:
+    toy = VaryingRows("many")
+    _assert_equals_reference(run_ranks(2, _train, toy, 2, {"dynamic_shape": True}), toy)
 
 
-def _cut(rank: int, toy: Toy) -> Any:
+def _train_partitioned(rank: int, toy: Toy) -> Any:
     tds.init_distributed("gloo", verbose=False)
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-    module = PipelineModule(toy.specs(), topology=topology, loss_fn=toy.loss_fn, partition_method=[0, 1, 3])
+    module = PipelineModule(toy.layer_specs(), topology=topology, loss_fn=toy.loss_fn, partition_method=[0, 1, 3])
     module.boundary = {
         0: [
             Boundary("left", torch.float64, partitioned=True),
@@ -129,18 +136,18 @@ def _cut(rank: int, toy: Toy) -> Any:
             Boundary("unused", "float", partitioned=True),
         ]
     }
-    return train(make_engine(toy, 2, module=module), toy)
+    return train_batch(make_engine(toy, 2, module=module), toy)
 
 
-def test_a_dict_crosses_cut_over_the_tensor_group() -> None:
+def test_partitioned_dict_crosses_stage_boundary() -> None:
     """3 x 4 x 5 elements over two ranks divide, 5 indices do not."""
-    toy = Structures(layers=3, wide=5)
-    loss, gradients = reference(toy)
-    for got_loss, got, _ in run_ranks(4, _cut, toy):
-        assert abs(float(got_loss - loss)) < 1e-14 and worst(got, gradients) < 1e-13
+    toy = Structures(num_layers=3, hidden_size=5)
+    loss, gradients = train_reference(toy)
+    for got_loss, got, _ in run_ranks(4, _train_partitioned, toy):
+        assert abs(float(got_loss - loss)) < 1e-14 and worst_relative_error(got, gradients) < 1e-13
 
 
-def test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place() -> None:
+def test_stage_inputs_are_not_copied_and_allow_in_place_ops() -> None:
     message = torch.arange(-3.0, 5.0)
     tensors = message[:4].view(2, 2), message[4:]
     (x, y), leaves = with_leaves(tensors)
@@ -154,11 +161,11 @@ def test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place() -> None
     assert leaves[1].grad is not None and leaves[1].grad.tolist() == [6.0, 12.0, 18.0, 24.0]
 
 
-def _in_place(rank: int, schedules: list[str], options: dict[str, Any]) -> list[Any]:
+def _train_in_place(rank: int, schedules: list[str], options: dict[str, Any]) -> list[Any]:
     tds.init_distributed("gloo", verbose=False)
     results = []
     for schedule in schedules:
-        module = PipelineModule(_changing(), num_stages=2, loss_fn=nn.functional.mse_loss, **options)
+        module = PipelineModule(_make_in_place_layers(), num_stages=2, loss_fn=nn.functional.mse_loss, **options)
         config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
         config["pipeline"] = {"schedule": schedule}  # type: ignore[assignment]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -167,7 +174,7 @@ def _in_place(rank: int, schedules: list[str], options: dict[str, Any]) -> list[
     return results
 
 
-def _changing() -> list[nn.Module]:
+def _make_in_place_layers() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
 
@@ -177,21 +184,21 @@ def _pairs(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)) for _ in range(2)]
 
 
-def test_stages_that_begin_with_a_layer_in_place_train_as_one_process() -> None:
+def test_stages_starting_with_in_place_layer_equal_one_process() -> None:
     """The first stage's inputs are marked for reentrant recompute, too, which has only the linear layers to run."""
-    model = nn.Sequential(*_changing())
+    model = nn.Sequential(*_make_in_place_layers())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = []
+    expected = []
     for step in range(3):
         losses = [nn.functional.mse_loss(model(x.clone()), y) for x, y in _pairs(step)]
         optimizer.zero_grad()
         (sum(losses) / 2).backward()  # type: ignore[union-attr]
         optimizer.step()
-        wanted.append(float(sum(loss.detach() for loss in losses) / 2))
+        expected.append(float(sum(loss.detach() for loss in losses) / 2))
     for options in ({}, {"activation_checkpoint_interval": 1}):
         options = {"partition_method": [0, 3, 5], **options}
-        for losses in run_ranks(2, _in_place, ["1f1b", "zb-h1"], options):
-            assert losses == [pytest.approx(wanted, rel=1e-6)] * 2
+        for losses in run_ranks(2, _train_in_place, ["1f1b", "zb-h1"], options):
+            assert losses == [pytest.approx(expected, rel=1e-6)] * 2
 
 
 def _build_with_seeded_layers(rank: int) -> list[tuple[object, int, set[type]]]:

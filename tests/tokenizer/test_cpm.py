@@ -15,9 +15,9 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, chinese_words
 from megatron.tokenizer import cpm as tokenizer_cpm
 from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS, mixed_lines
-from tests.tokenizer.test_word_cut import ALPHABET, HARD
+from tests.tokenizer.test_word_cut import ALPHABET, DIFFICULT_TEXTS
 
-Cut = Callable[[str], list[str]]
+Segment = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -37,91 +37,93 @@ def cpm2(cpm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def cpm2_ids(cpm2_path: Path) -> dict[str, int]:
-    return {token: place for place, token in enumerate(cpm2_path.read_text(encoding="utf-8").split("\n"))}
+    return {token: token_id for token_id, token in enumerate(cpm2_path.read_text(encoding="utf-8").split("\n"))}
 
 
-def reference_cpm1(cut: Cut, model: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
-    return model.encode(" ".join(word.translate(CPM_MARKS) for word in cut(text)))
+def reference_cpm1(segment: Segment, model: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
+    return model.encode(" ".join(word.translate(CPM_MARKS) for word in segment(text)))
 
 
-def reference_cpm2(cut: Cut, ids: dict[str, int], text: str) -> list[int]:
-    found = []
-    for word in (word.translate(CPM_MARKS) for word in cut(text)):
+def reference_cpm2(segment: Segment, ids: dict[str, int], text: str) -> list[int]:
+    token_ids = []
+    for word in (word.translate(CPM_MARKS) for word in segment(text)):
         if len(word) > 200:
-            found.append(ids["<unk>"])
+            token_ids.append(ids["<unk>"])
             continue
         while word:
-            size = next((size for size in range(len(word), 0, -1) if word[:size] in ids), 0)
-            found.append(ids[word[:size]] if size else ids["<unk>"])
-            word = word[max(size, 1) :]
-    return found
+            length = next((length for length in range(len(word), 0, -1) if word[:length] in ids), 0)
+            token_ids.append(ids[word[:length]] if length else ids["<unk>"])
+            word = word[max(length, 1) :]
+    return token_ids
 
 
-def test_cpm1_ids_are_those_of_jieba_and_sentencepiece(
-    cpm1: Tokenizer, cpm1_model: sentencepiece.SentencePieceProcessor, cut: Cut, corpus: list[str]
+def test_cpm1_ids_equal_jieba_and_sentencepiece(
+    cpm1: Tokenizer, cpm1_model: sentencepiece.SentencePieceProcessor, jieba_segment: Segment, corpus: list[str]
 ) -> None:
-    texts = [text[:1500] for text in corpus] + HARD
-    assert cpm1.encode_batch(texts) == [reference_cpm1(cut, cpm1_model, text) for text in texts]
+    texts = [text[:1500] for text in corpus] + DIFFICULT_TEXTS
+    assert cpm1.encode_batch(texts) == [reference_cpm1(jieba_segment, cpm1_model, text) for text in texts]
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_ids_of_mixed_lines_are_the_original_ones_in_any_order(
+@pytest.mark.parametrize("num_lines", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_mixed_line_ids_equal_reference_in_any_order(
     cpm1: Tokenizer,
     cpm1_model: sentencepiece.SentencePieceProcessor,
     cpm2: Tokenizer,
     cpm2_ids: dict[str, int],
-    cut: Cut,
+    jieba_segment: Segment,
     corpus: list[str],
-    count: int,
+    num_lines: int,
 ) -> None:
-    lines = mixed_lines(count, 18, corpus)
-    for number, batch in enumerate((lines, lines[::-1], lines[1::2], lines[::2])):
+    lines = mixed_lines(num_lines, 18, corpus)
+    for batch_idx, batch in enumerate((lines, lines[::-1], lines[1::2], lines[::2])):
         chinese_words._known_runs.clear()
-        assert cpm1.encode_batch(batch) == [reference_cpm1(cut, cpm1_model, text) for text in batch], number
-    assert cpm2.encode_batch(lines) == [reference_cpm2(cut, cpm2_ids, text) for text in lines]
+        assert cpm1.encode_batch(batch) == [reference_cpm1(jieba_segment, cpm1_model, text) for text in batch], (
+            batch_idx
+        )
+    assert cpm2.encode_batch(lines) == [reference_cpm2(jieba_segment, cpm2_ids, text) for text in lines]
 
 
 @settings(max_examples=25, deadline=None)
 @given(text=st.one_of(st.text(ALPHABET, max_size=80), st.text(max_size=20)))
-def test_cpm_ids_are_the_original_ones_on_any_text(
+def test_cpm_ids_equal_reference_for_any_text(
     cpm1: Tokenizer,
     cpm1_model: sentencepiece.SentencePieceProcessor,
     cpm2: Tokenizer,
     cpm2_ids: dict[str, int],
-    cut: Cut,
+    jieba_segment: Segment,
     text: str,
 ) -> None:
-    assert cpm1.encode(text) == reference_cpm1(cut, cpm1_model, text)
-    assert cpm2.encode(text) == reference_cpm2(cut, cpm2_ids, text)
+    assert cpm1.encode(text) == reference_cpm1(jieba_segment, cpm1_model, text)
+    assert cpm2.encode(text) == reference_cpm2(jieba_segment, cpm2_ids, text)
 
 
-def test_cpm1_text_comes_back_with_its_spaces_and_lines(cpm1: Tokenizer) -> None:
+def test_cpm1_text_round_trips_with_spaces_and_lines(cpm1: Tokenizer) -> None:
     text = "灯。\n The lamp  stood in the same place 。\n\n"
     assert cpm1.decode(cpm1.encode(text)) == text
     assert cpm1.eod_name == "<eod>" and cpm1.unk_id == 0 and {*CPM_CONTROL, "<s>", "</s>"} <= cpm1.control_tokens.keys()
 
 
-def test_cpm1_takes_the_ids_of_a_vocab_json(cpm1: Tokenizer, cpm_folder: Path, tmp_path: Path) -> None:
+def test_cpm1_uses_ids_of_vocab_json(cpm1: Tokenizer, cpm_folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "chinese_vocab.model"
     model.write_bytes((cpm_folder / model.name).read_bytes())
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    shifted = {pieces.id_to_piece(number): number + 5 for number in range(cpm1.vocab_size)}
-    (tmp_path / "vocab.json").write_text(json.dumps(shifted))
-    moved = tokenizer.build("CPM1", vocab_file=tmp_path / "vocab.json")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    shifted_ids = {processor.id_to_piece(piece_id): piece_id + 5 for piece_id in range(cpm1.vocab_size)}
+    (tmp_path / "vocab.json").write_text(json.dumps(shifted_ids))
+    shifted_tokenizer = tokenizer.build("CPM1", vocab_file=tmp_path / "vocab.json")
     text = "窗前有一盏灯。\nThe lamp"
-    assert moved.encode(text) == [token + 5 for token in cpm1.encode(text)]
-    assert moved.decode(moved.encode(text)) == cpm1.decode(cpm1.encode(text))
-    assert moved.eod_id == cpm1.eod_id + 5 and moved.vocab_size == cpm1.vocab_size + 5
-    assert tokenizer.build("CPM1", tokenizer_path=tmp_path).identity == moved.identity
-    assert len({moved.identity, cpm1.identity, tokenizer.build(tokenizer_path=model).identity}) == 3
+    assert shifted_tokenizer.encode(text) == [token + 5 for token in cpm1.encode(text)]
+    assert shifted_tokenizer.decode(shifted_tokenizer.encode(text)) == cpm1.decode(cpm1.encode(text))
+    assert shifted_tokenizer.eod_id == cpm1.eod_id + 5 and shifted_tokenizer.vocab_size == cpm1.vocab_size + 5
+    assert tokenizer.build("CPM1", tokenizer_path=tmp_path).identity == shifted_tokenizer.identity
+    assert len({shifted_tokenizer.identity, cpm1.identity, tokenizer.build(tokenizer_path=model).identity}) == 3
 
 
-def test_cpm2_ids_are_the_longest_matches_of_each_word(
-    cpm2_path: Path, cpm2_ids: dict[str, int], cut: Cut, corpus: list[str]
+def test_cpm2_ids_are_longest_matches_of_each_word(
+    cpm2_path: Path, cpm2_ids: dict[str, int], jieba_segment: Segment, corpus: list[str]
 ) -> None:
     built = tokenizer.build("CPM2", tokenizer_path=cpm2_path.parent)
-    texts = [text[:1500] for text in corpus] + [*HARD, "a" * 200, "a" * 201]
-    assert built.encode_batch(texts) == [reference_cpm2(cut, cpm2_ids, text) for text in texts]
+    texts = [text[:1500] for text in corpus] + [*DIFFICULT_TEXTS, "a" * 200, "a" * 201]
+    assert built.encode_batch(texts) == [reference_cpm2(jieba_segment, cpm2_ids, text) for text in texts]
     text = corpus[0][:1500]
     assert built.decode(built.encode(text)) == text
     assert built.eod_id == 7 and built.pad_id == 5 and built.unk_id == 0 and len(built.sentinel_ids) == 20
@@ -136,31 +138,35 @@ def test_cpm2_ids_are_the_longest_matches_of_each_word(
         (b"\xff", "UTF-8"),
     ],
 )
-def test_a_file_that_is_no_vocabulary_of_cpm_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
+def test_file_without_cpm_vocabulary_is_rejected(tmp_path: Path, content: str | bytes, message: str) -> None:
     path = tmp_path / "vocab.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         tokenizer.build("CPM2", tokenizer_path=path)
 
 
-def test_ids_without_a_piece_are_told_apart_in_the_text(
+def test_out_of_vocabulary_ids_decode_to_replacement_character(
     cpm1: Tokenizer, cpm2: Tokenizer, cpm_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "chinese_vocab.model").write_bytes((cpm_folder / "chinese_vocab.model").read_bytes())
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "chinese_vocab.model"))
-    ids = {pieces.id_to_piece(number): number + 5 for number in range(cpm1.vocab_size)}
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "chinese_vocab.model"))
+    ids = {processor.id_to_piece(piece_id): piece_id + 5 for piece_id in range(cpm1.vocab_size)}
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     for built in (cpm1, cpm2, tokenizer.build("CPM1", tokenizer_path=tmp_path)):
-        lamp = built.encode("灯")
-        assert built.decode([*lamp, built.vocab_size + 7, *lamp]) == "灯\ufffd灯" and built.decode([]) == ""
+        lamp_ids = built.encode("灯")
+        assert built.decode([*lamp_ids, built.vocab_size + 7, *lamp_ids]) == "灯\ufffd灯" and built.decode([]) == ""
 
 
-def test_the_words_that_cpm2_remembers_are_bounded(
-    cpm2_path: Path, cpm2_ids: dict[str, int], cut: Cut, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+def test_cpm2_word_cache_is_bounded(
+    cpm2_path: Path,
+    cpm2_ids: dict[str, int],
+    jieba_segment: Segment,
+    corpus: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_cpm, "_MOST_CHARACTERS", 400)
+    monkeypatch.setattr(tokenizer_cpm, "_MAX_CHARACTERS", 400)
     built = tokenizer.build("CPM2", tokenizer_path=cpm2_path)
     assert isinstance(built, tokenizer_cpm.CPM2Tokenizer)
     for text in corpus[:2]:
-        assert built.encode(text[:500]) == reference_cpm2(cut, cpm2_ids, text[:500])
+        assert built.encode(text[:500]) == reference_cpm2(jieba_segment, cpm2_ids, text[:500])
         assert 0 < len(built._words) <= 400 // 17

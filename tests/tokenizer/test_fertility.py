@@ -24,11 +24,11 @@ from megatron.tokenizer.fertility import Fertility, language_of, measure
         (" \n", "code or other"),
     ],
 )
-def test_the_language_follows_from_the_characters(text: str, language: str) -> None:
+def test_language_follows_from_characters(text: str, language: str) -> None:
     assert language_of(text) == language
 
 
-class _Letters:
+class _LetterTokenizer:
     """A token for each letter; what is no small letter is unknown."""
 
     unk_id = 0
@@ -38,11 +38,11 @@ class _Letters:
         return np.array(ids, np.int32), np.array([len(text) for text in texts], np.int64)
 
 
-def test_counts_are_of_all_documents_of_a_group() -> None:
+def test_statistics_cover_all_documents_of_group() -> None:
     groups = {"a": ["ab cd", "窗"] * 100, "none": [], "b": ["x"]}
-    a, b, both = measure(_Letters(), groups)  # type: ignore[arg-type]
-    assert a == Fertility("a", 200, 800, 600, 300, 600, 200)
-    assert (a.bytes_per_token, a.tokens_per_char, a.tokens_per_word) == (800 / 600, 1.0, 2.0)
-    assert a.unknown_rate == 200 / 600
-    assert b == Fertility("b", 1, 1, 1, 1, 1, 0) and both == Fertility("all", 201, 801, 601, 301, 601, 200)
-    assert measure(_Letters(), {"b": ["x"]}) == [b]  # type: ignore[arg-type]
+    first, second, total = measure(_LetterTokenizer(), groups)  # type: ignore[arg-type]
+    assert first == Fertility("a", 200, 800, 600, 300, 600, 200)
+    assert (first.bytes_per_token, first.tokens_per_char, first.tokens_per_word) == (800 / 600, 1.0, 2.0)
+    assert first.unknown_rate == 200 / 600
+    assert second == Fertility("b", 1, 1, 1, 1, 1, 0) and total == Fertility("all", 201, 801, 601, 301, 601, 200)
+    assert measure(_LetterTokenizer(), {"b": ["x"]}) == [second]  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers, trainers
 
 from megatron import tokenizer
 from megatron.tokenizer import Tokenizer, with_gigatoken
-from tests.tokenizer.test_pieces import sentence_piece, unigram, with_parts
+from tests.tokenizer.test_pieces import write_sentencepiece, write_unigram, write_with_components
 
 NAMES = ["<pad>", "</s>", "<mask>"]
 TEXTS = [
@@ -26,8 +26,8 @@ TEXTS = [
 ]
 
 
-def json_unigram(folder: Path, corpus: list[str], before: object) -> Path:
-    path = unigram(folder, corpus, normalizer=normalizers.NFKC(), pre_tokenizer=before)
+def write_unigram_json(folder: Path, corpus: list[str], pre_tokenizer: object) -> Path:
+    path = write_unigram(folder, corpus, normalizer=normalizers.NFKC(), pre_tokenizer=pre_tokenizer)
     library = tokenizers.Tokenizer.from_file(str(path))
     trainer = trainers.UnigramTrainer(
         vocab_size=400,
@@ -42,7 +42,7 @@ def json_unigram(folder: Path, corpus: list[str], before: object) -> Path:
     return path
 
 
-def byte_bpe(folder: Path, bpe: Path) -> Path:
+def write_byte_bpe(folder: Path, bpe: Path) -> Path:
     library = tokenizers.Tokenizer.from_file(str(bpe))
     library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     library.add_tokens([tokenizers.AddedToken(name, normalized=True) for name in NAMES])
@@ -50,37 +50,37 @@ def byte_bpe(folder: Path, bpe: Path) -> Path:
     return folder / "t.json"
 
 
-KINDS: dict[str, Callable[[Path, Path, list[str]], Tokenizer]] = {
+BUILDERS: dict[str, Callable[[Path, Path, list[str]], Tokenizer]] = {
     "unigram": lambda folder, bpe, corpus: tokenizer.build(
-        tokenizer_path=json_unigram(folder, corpus, pre_tokenizers.Metaspace())
+        tokenizer_path=write_unigram_json(folder, corpus, pre_tokenizers.Metaspace())
     ),
     "words": lambda folder, bpe, corpus: tokenizer.build(
-        tokenizer_path=json_unigram(
+        tokenizer_path=write_unigram_json(
             folder, corpus, pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
         )
     ),
-    "bpe": lambda folder, bpe, corpus: tokenizer.build(tokenizer_path=byte_bpe(folder, bpe)),
+    "bpe": lambda folder, bpe, corpus: tokenizer.build(tokenizer_path=write_byte_bpe(folder, bpe)),
     "gigatoken": lambda folder, bpe, corpus: with_gigatoken(
-        tokenizer.build(tokenizer_path=with_parts(bpe, folder, normalizer=normalizers.NFC())), []
+        tokenizer.build(tokenizer_path=write_with_components(bpe, folder, normalizer=normalizers.NFC())), []
     ),
     "sentencepiece": lambda folder, bpe, corpus: tokenizer.build(
-        tokenizer_path=sentence_piece(folder, corpus, user_defined_symbols=["<pad>", "<mask>"])
+        tokenizer_path=write_sentencepiece(folder, corpus, user_defined_symbols=["<pad>", "<mask>"])
     ),
     "cpm1": lambda folder, bpe, corpus: tokenizer.build(
-        "CPM1", tokenizer_path=sentence_piece(folder, corpus, user_defined_symbols=["<pad>", "<mask>"])
+        "CPM1", tokenizer_path=write_sentencepiece(folder, corpus, user_defined_symbols=["<pad>", "<mask>"])
     ),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_normalised_text_becomes_a_control_token(
-    kind: str, tmp_path: Path, bpe_path: Path, corpus: list[str]
+@pytest.mark.parametrize("tokenizer_type", BUILDERS)
+def test_normalised_text_never_becomes_control_token(
+    tokenizer_type: str, tmp_path: Path, bpe_path: Path, corpus: list[str]
 ) -> None:
-    built = KINDS[kind](tmp_path, bpe_path, corpus)
-    never = set(built.control_tokens.values()) - {built.unk_id}
+    built = BUILDERS[tokenizer_type](tmp_path, bpe_path, corpus)
+    control_ids = set(built.control_tokens.values()) - {built.unk_id}
     encoded = built.encode_batch(TEXTS)
-    assert not never & {token for ids in encoded for token in ids} and all(encoded)
+    assert not control_ids & {token for ids in encoded for token in ids} and all(encoded)
     assert encoded == [built.encode(text) for text in TEXTS]
-    assert not never & set(built.encode_pieces(TEXTS).tolist())
-    if kind in ("unigram", "bpe"):
+    assert not control_ids & set(built.encode_chunks(TEXTS).tolist())
+    if tokenizer_type in ("unigram", "bpe"):
         assert built.decode(encoded[0]).casefold() == "a</s>b" and built.decode(encoded[-1]) == "a"

@@ -24,55 +24,62 @@ def built(bpe_path: Path) -> LibraryTokenizer:
     return built
 
 
-def check(built: LibraryTokenizer, words: KnownWords, texts: list[str]) -> None:
-    for expected, got in zip(ids_of(built._library, texts), words.encode_arrays(texts), strict=True):
-        assert expected.dtype == got.dtype and np.array_equal(expected, got)
+def assert_ids_equal_library(built: LibraryTokenizer, words: KnownWords, texts: list[str]) -> None:
+    for expected, actual in zip(ids_of(built._library, texts), words.encode_arrays(texts), strict=True):
+        assert expected.dtype == actual.dtype and np.array_equal(expected, actual)
 
 
 @settings(max_examples=40, deadline=None)
 @example(texts=["b a b  a\n b\t a \u3000a it's a", " a", "a ", "", " "])
 @given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=40), st.text(max_size=12)), max_size=8))
-def test_tokens_by_words_are_the_librarys(built: LibraryTokenizer, texts: list[str]) -> None:
+def test_word_cache_ids_equal_library(built: LibraryTokenizer, texts: list[str]) -> None:
     assert built._words is not None
-    check(built, built._words, texts)
+    assert_ids_equal_library(built, built._words, texts)
 
 
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_character_is_a_space_where_it_is_one_for_the_library(built: LibraryTokenizer, is_whole: bool) -> None:
+@pytest.mark.parametrize("is_exhaustive", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_space_classification_equals_library_for_every_character(built: LibraryTokenizer, is_exhaustive: bool) -> None:
     """Of letters without case (ideographs, most), private and unassigned characters every 61st, of all others each."""
-    alike = ("Lo", "Co", "Cn")
+    caseless_categories = ("Lo", "Co", "Cn")
     codes = [
         code
-        for code in range(0, 0x110000, 1 if is_whole else 1499)
+        for code in range(0, 0x110000, 1 if is_exhaustive else 1499)
         if not 0xD800 <= code < 0xE000
-        and (not is_whole or code % 61 == 0 or unicodedata.category(chr(code)) not in alike)
+        and (not is_exhaustive or code % 61 == 0 or unicodedata.category(chr(code)) not in caseless_categories)
     ]
-    assert len(codes) > (30_000 if is_whole else 700)
+    assert len(codes) > (30_000 if is_exhaustive else 700)
     characters = [chr(code) for code in codes]
     characters += [
         chr(code) for code in (*range(0x21), 0x7F, 0x85, 0xA0, 0x1680, 0x180E, *range(0x2000, 0x2070), 0x3000)
     ]
     assert built._words is not None
     for start in range(0, len(characters), 20_000):
-        check(built, built._words, [f"a {c} b{c}c {c}{c} d{c} e" for c in characters[start : start + 20_000]])
+        assert_ids_equal_library(
+            built,
+            built._words,
+            [
+                f"a {character} b{character}c {character}{character} d{character} e"
+                for character in characters[start : start + 20_000]
+            ],
+        )
 
 
-def test_what_is_remembered_is_bounded_and_texts_without_spaces_are_not(
+def test_word_cache_is_bounded_and_skips_texts_without_spaces(
     built: LibraryTokenizer, corpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = KnownWords(lambda texts: ids_of(built._library, texts))
-    check(built, words, [corpus[0].replace(" ", ""), "", "alone"])
+    assert_ids_equal_library(built, words, [corpus[0].replace(" ", ""), "", "alone"])
     assert not words._tokens and words._num_characters == 0
-    check(built, words, corpus[-3:])
+    assert_ids_equal_library(built, words, corpus[-3:])
     assert len(words._tokens) > 100
     assert words._num_characters == sum(len(word) + known_words.ENTRY_CHARACTERS for word in words._tokens)
     monkeypatch.setattr(known_words, "_CACHE_CHARACTERS", 10)
-    check(built, words, corpus[-3:])
+    assert_ids_equal_library(built, words, corpus[-3:])
     assert not words._tokens
-    check(built, words, corpus)
+    assert_ids_equal_library(built, words, corpus)
 
 
-def test_only_gpt2s_pattern_and_nothing_besides_goes_by_words(bpe_path: Path) -> None:
+def test_word_cache_requires_gpt2_pre_tokenizer(bpe_path: Path) -> None:
     fields = json.loads(bpe_path.read_text())
     assert are_independent(json.dumps(fields))
     for change in (

@@ -17,7 +17,13 @@ TEXTS = [
     "窗前有一盏灯。灯亮着。",
     "def f(x):\n    return x + 1\n",
 ] * 20
-HARD = ["a<|endoftext|>b", "<|endoftext|>", "<|endoftext|><|endoftext|> x", "窗 café 🙂\r\n\n  end ", "nothing new"]
+DIFFICULT_TEXTS = [
+    "a<|endoftext|>b",
+    "<|endoftext|>",
+    "<|endoftext|><|endoftext|> x",
+    "窗 café 🙂\r\n\n  end ",
+    "nothing new",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +47,27 @@ def any_tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
     }[request.param]()
 
 
-def test_any_text_comes_back_and_none_becomes_the_control_token(any_tokenizer: Tokenizer) -> None:
-    for text, ids in zip(HARD + TEXTS[:3], any_tokenizer.encode_batch(HARD + TEXTS[:3]), strict=True):
+def test_any_text_round_trips_without_control_token(any_tokenizer: Tokenizer) -> None:
+    for text, ids in zip(
+        DIFFICULT_TEXTS + TEXTS[:3], any_tokenizer.encode_batch(DIFFICULT_TEXTS + TEXTS[:3]), strict=True
+    ):
         assert any_tokenizer.encode(text) == ids and any_tokenizer.decode(ids) == text
         assert any_tokenizer.eod_id not in ids and max(ids) < any_tokenizer.vocab_size
     assert any_tokenizer.eod_name == "<|endoftext|>" and any_tokenizer.encode("") == []
 
 
-def test_gpt2_files_and_json_of_one_vocabulary_agree(folder: Path) -> None:
+def test_gpt2_files_and_json_of_same_vocabulary_agree(folder: Path) -> None:
     from_json = tokenizer.build(tokenizer_path=folder / "tokenizer.json")
     from_files = tokenizer.build("GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt")
-    assert from_json.encode_batch(HARD + TEXTS) == from_files.encode_batch(HARD + TEXTS)
+    assert from_json.encode_batch(DIFFICULT_TEXTS + TEXTS) == from_files.encode_batch(DIFFICULT_TEXTS + TEXTS)
     assert from_json.vocab_size == from_files.vocab_size == 300 and from_json.identity != from_files.identity
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_a_control_token_that_the_library_would_find_is_escaped(folder: Path, tmp_path: Path, special: bool) -> None:
+@pytest.mark.parametrize("is_special", [True, False])
+def test_added_control_token_in_text_is_escaped(folder: Path, tmp_path: Path, is_special: bool) -> None:
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    add = library.add_special_tokens if special else library.add_tokens
-    add(["<eod>"])
+    add_tokens = library.add_special_tokens if is_special else library.add_tokens
+    add_tokens(["<eod>"])
     library.save(str(tmp_path / "t.json"))
     fields = json.loads((tmp_path / "t.json").read_text())
     fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] == "<eod>"]
@@ -70,7 +78,7 @@ def test_a_control_token_that_the_library_would_find_is_escaped(folder: Path, tm
     assert built.decode(built.encode("a<eod>b<eod>")) == "a<eod>b<eod>"
 
 
-def test_a_vocabulary_without_an_end_of_document_token_says_so_when_it_is_needed(tmp_path: Path) -> None:
+def test_missing_eod_token_raises_when_accessed(tmp_path: Path) -> None:
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
     library.save(str(tmp_path / "t.json"))
     built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
@@ -79,16 +87,20 @@ def test_a_vocabulary_without_an_end_of_document_token_says_so_when_it_is_needed
         _ = built.eod_id
 
 
-def test_sentinels_and_padding_are_found_by_their_names(folder: Path, tmp_path: Path) -> None:
-    plain = tokenizer.build(tokenizer_path=folder / "unigram.model")
-    assert plain.sentinel_ids == () and plain.pad_id is None
-    for name, top in (("<extra_id_{}>", 302), ("<s_{}>", 302)):
+def test_sentinels_and_padding_are_found_by_name(folder: Path, tmp_path: Path) -> None:
+    unigram_tokenizer = tokenizer.build(tokenizer_path=folder / "unigram.model")
+    assert unigram_tokenizer.sentinel_ids == () and unigram_tokenizer.pad_id is None
+    for name_format, first_sentinel_id in (("<extra_id_{}>", 302), ("<s_{}>", 302)):
         library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        library.add_special_tokens([name.format(number) for number in (2, 1, 0, 9)] + ["<pad>"])
+        library.add_special_tokens([name_format.format(sentinel_idx) for sentinel_idx in (2, 1, 0, 9)] + ["<pad>"])
         library.save(str(tmp_path / "t.json"))
         built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
-        assert built.sentinel_ids == (top, top - 1, top - 2) and built.pad_id == 304 and built.vocab_size == 305
-        assert not set(built.encode(f"a {name.format(0)} <pad>")) & {300, 301, 302, 304}
+        assert (
+            built.sentinel_ids == (first_sentinel_id, first_sentinel_id - 1, first_sentinel_id - 2)
+            and built.pad_id == 304
+            and built.vocab_size == 305
+        )
+        assert not set(built.encode(f"a {name_format.format(0)} <pad>")) & {300, 301, 302, 304}
 
 
 @pytest.mark.parametrize(
@@ -107,12 +119,12 @@ def test_sentinels_and_padding_are_found_by_their_names(folder: Path, tmp_path: 
         ({"tokenizer_type": "CPM2"}, "--tokenizer-type CPM2 needs --tokenizer-path"),
     ],
 )
-def test_flags_that_name_no_tokenizer_are_refused(arguments: dict[str, str], text: str) -> None:
+def test_invalid_tokenizer_flags_are_rejected(arguments: dict[str, str], text: str) -> None:
     with pytest.raises(DataError, match=text):
         tokenizer.build(**arguments)
 
 
-def test_training_is_deterministic_and_refuses_too_small_sizes(folder: Path) -> None:
+def test_training_is_deterministic_and_rejects_invalid_sizes(folder: Path) -> None:
     assert train.train_bpe(TEXTS, 300) == (folder / "tokenizer.json").read_bytes()
     with pytest.raises(DataError, match="--vocab-size must be at least 257"):
         train.train_bpe(TEXTS, 256)
@@ -120,20 +132,22 @@ def test_training_is_deterministic_and_refuses_too_small_sizes(folder: Path) -> 
         train.train_unigram(TEXTS, 100_000)
 
 
-def test_importing_the_package_imports_no_library() -> None:
+def test_importing_package_imports_no_tokenizer_library() -> None:
     libraries = ["tokenizers", "sentencepiece", "jieba", "rjieba", "gigatoken", "torch"]
     code = f"import sys, megatron.tokenizer; print([name for name in {libraries} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("missing", ["jieba", "rjieba"])
-@pytest.mark.parametrize("kind", ["CPM1", "CPM2"])
-def test_a_vocabulary_of_cpm_without_jieba_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, missing: str
+@pytest.mark.parametrize("package", ["jieba", "rjieba"])
+@pytest.mark.parametrize("tokenizer_type", ["CPM1", "CPM2"])
+def test_missing_jieba_error_names_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer_type: str, package: str
 ) -> None:
     """And nothing else needs them: GPU machines have neither."""
     monkeypatch.delitem(sys.modules, "megatron.tokenizer.cpm", raising=False)
     monkeypatch.delitem(sys.modules, "megatron.tokenizer.chinese_words", raising=False)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(DataError, match=f"--tokenizer-type {kind} needs {missing}, .* Run: pip install {missing}$"):
-        tokenizer.build(kind, tokenizer_path=tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        DataError, match=f"--tokenizer-type {tokenizer_type} needs {package}, .* Run: pip install {package}$"
+    ):
+        tokenizer.build(tokenizer_type, tokenizer_path=tmp_path)

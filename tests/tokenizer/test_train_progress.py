@@ -12,14 +12,14 @@ from megatron.tokenizer import train_progress
 from megatron.tokenizer.train_progress import TrainingProgress
 
 
-def test_reading_then_training_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_progress_reports_reading_then_training(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(log, "info", lines.append)
     monkeypatch.setattr(train_progress, "INTERVAL_S", 0.001)
 
-    def wait_for(ending: str) -> None:
+    def wait_for(suffix: str) -> None:
         deadline = time.monotonic() + 30
-        while not any(line.endswith(ending) for line in lines):
+        while not any(line.endswith(suffix) for line in lines):
             assert time.monotonic() < deadline, lines[-3:]
             time.sleep(0.001)
 
@@ -31,13 +31,13 @@ def test_reading_then_training_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         wait_for(": read 2 documents, 1.3 MB")
         assert next(texts, None) is None
         wait_for(": training a vocabulary on 2 documents, 1.3 MB")
-    count = len(lines)
+    num_lines = len(lines)
     assert not any(thread.name == "training progress" for thread in threading.enumerate())
     time.sleep(0.01)
-    assert len(lines) == count
+    assert len(lines) == num_lines
 
 
-def test_short_training_is_silent_and_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_training_logs_nothing_and_errors_stop_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(log, "info", lines.append)
     with pytest.raises(KeyError), TrainingProgress("a vocabulary"):

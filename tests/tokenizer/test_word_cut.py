@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from megatron.tokenizer import chinese_words
 from megatron.tokenizer.chinese_words import MARK, mark_words
-from tests.tokenizer.conftest import LEFT_IN_CHARACTERS
+from tests.tokenizer.conftest import SPLIT_WORDS
 
-Cut = Callable[[str], list[str]]
+Segment = Callable[[str], list[str]]
 
-HARD = [
+DIFFICULT_TEXTS = [
     "",
     "a",
     "灯",
@@ -30,45 +30,45 @@ HARD = [
 ALPHABET = "的一是在有我他这中大来上个国灯窗麻八常修丟並乂㐀鿖𠀀abzAZ019+#&._%- \r\n\t，。🙂"
 
 
-def test_words_are_those_of_jieba(cut: Cut, corpus: list[str]) -> None:
-    texts = HARD + [text[:1500] for text in corpus]
-    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+def test_words_equal_jieba(jieba_segment: Segment, corpus: list[str]) -> None:
+    texts = DIFFICULT_TEXTS + [text[:1500] for text in corpus]
+    assert mark_words(texts) == [MARK.join(jieba_segment(text)) for text in texts]
     assert mark_words([]) == []
 
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=60), st.text(max_size=12)), max_size=3))
-def test_words_are_those_of_jieba_on_any_text(cut: Cut, texts: list[str]) -> None:
-    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+def test_words_equal_jieba_for_any_text(jieba_segment: Segment, texts: list[str]) -> None:
+    assert mark_words(texts) == [MARK.join(jieba_segment(text)) for text in texts]
 
 
 @pytest.mark.slow
 @settings(max_examples=6000, deadline=None)
 @given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=200), st.text(max_size=40)), max_size=4))
-def test_words_are_those_of_jieba_on_much_text(cut: Cut, texts: list[str]) -> None:
-    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+def test_words_equal_jieba_for_many_texts(jieba_segment: Segment, texts: list[str]) -> None:
+    assert mark_words(texts) == [MARK.join(jieba_segment(text)) for text in texts]
 
 
-def test_a_word_left_in_characters_stays_so_beside_a_run_that_has_it(cut: Cut) -> None:
+def test_split_word_stays_split_next_to_run_containing_it(jieba_segment: Segment) -> None:
     """In `1玉人` probability joins the two characters; alone they are a word that the route did not take."""
-    for text in LEFT_IN_CHARACTERS:
+    for text in SPLIT_WORDS:
         assert mark_words([f"1{text}"]) != [f"1{MARK}{MARK.join(text)}"], "else it shows nothing"
         for texts in ([f"1{text}", text], [text, f"{text}2"], [text], [f"a{text}", f"{text}。", text]):
             chinese_words._known_runs.clear()
-            assert mark_words(texts) == mark_words(texts) == [MARK.join(cut(one)) for one in texts]
+            assert mark_words(texts) == mark_words(texts) == [MARK.join(jieba_segment(item)) for item in texts]
 
 
-def test_equal_routes_are_decided_as_jieba_decides_them(cut: Cut, corpus: list[str]) -> None:
+def test_ties_between_routes_are_resolved_like_jieba(jieba_segment: Segment, corpus: list[str]) -> None:
     """Of three equal characters two are a word: the first two or the last, by the rounding of all that follows."""
-    sentences = [part for text in corpus[:9] for part in text.replace("\n", "").split("，")]
+    sentences = [sentence for text in corpus[:9] for sentence in text.replace("\n", "").split("，")]
     ties = ["麻麻麻", "八八八", "上变上", "丁税政", "一一一", "下冲下"]
     texts = [
-        sentence[:9] + ties[at % 6] + "㐀" * (at % 2) + sentence[9:40] for at, sentence in enumerate(sentences[:400])
+        sentence[:9] + ties[idx % 6] + "㐀" * (idx % 2) + sentence[9:40] for idx, sentence in enumerate(sentences[:400])
     ]
-    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+    assert mark_words(texts) == [MARK.join(jieba_segment(text)) for text in texts]
 
 
-def test_words_stay_the_same_when_the_known_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = mark_words(HARD)
-    monkeypatch.setattr(chinese_words, "_MOST_KNOWN", 0)
-    assert mark_words(HARD) == expected and mark_words(HARD[4:6]) == expected[4:6]
+def test_words_are_independent_of_word_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mark_words(DIFFICULT_TEXTS)
+    monkeypatch.setattr(chinese_words, "_MAX_KNOWN_RUNS", 0)
+    assert mark_words(DIFFICULT_TEXTS) == expected and mark_words(DIFFICULT_TEXTS[4:6]) == expected[4:6]

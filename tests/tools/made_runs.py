@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def record(step: int, run: int = 0, **more: Any) -> dict[str, Any]:
+def make_record(step: int, run: int = 0, **overrides: Any) -> dict[str, Any]:
     """Return a record of a pipeline of two stages."""
     loss = 6.0 * math.exp(-step / 40) + 2.0 + 0.1 * run
     values = {
@@ -19,19 +19,19 @@ def record(step: int, run: int = 0, **more: Any) -> dict[str, Any]:
         "bubble_predicted": 0.2, "checkpoint_stall_s": 0.0, "work_s": {"stage 0": 0.4, "stage 1": 0.3},
         "memory_bytes": {"stage 0": 2.0**30, "stage 1": 1.5 * 2**30}, "time": 1.7e9 + step,
     }  # fmt: skip
-    return {"kind": "train", "step": step, **values, **more}
+    return {"kind": "train", "step": step, **values, **overrides}
 
 
 def make_run(folder: Path, steps: int = 60, run: int = 0, **config: Any) -> Path:
     """Write the folder of a run that has ended; ``config`` are settings of its model."""
     folder.mkdir(parents=True)
-    records = [record(step, run) for step in range(1, steps + 1)]
-    evaluated = (
+    records = [make_record(step, run) for step in range(1, steps + 1)]
+    evaluations = (
         {"kind": "valid", "step": steps // 2, "loss": 4.5, "perplexity": 90.02},
         {"kind": "test", "step": steps, "loss": 3.25},
     )
     saved = {"kind": "save", "step": steps // 2, "save_stall_s": 0.5}
-    lines = [*records, *evaluated, saved]
+    lines = [*records, *evaluations, saved]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {
         "family": "gpt2",
@@ -48,6 +48,6 @@ def make_run(folder: Path, steps: int = 60, run: int = 0, **config: Any) -> Path
         {"stage": 0, "ranks": 1, "layers": "layers 0-2 of 7", "parameters": 12_000, "estimated_bytes": 2**30},
         {"stage": 1, "ranks": 1, "layers": "layers 3-6 of 7", "parameters": 13_000, "estimated_bytes": 2**30},
     ]
-    parts = {"weights": 2**29, "gradients": 2**28, "optimizer": 2**28, "gathered": 0, "host": 2**20}
-    (folder / "stages.json").write_text(json.dumps([{**stage, "estimated_parts": parts} for stage in stages]))
+    memory_parts = {"weights": 2**29, "gradients": 2**28, "optimizer": 2**28, "gathered": 0, "host": 2**20}
+    (folder / "stages.json").write_text(json.dumps([{**stage, "estimated_parts": memory_parts} for stage in stages]))
     return folder

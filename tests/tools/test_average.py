@@ -25,24 +25,29 @@ STEPS = (7, 9, 12)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three checkpoints, the first saved by two tensor ranks, with optimizer states."""
     folder = tmp_path_factory.mktemp("run")
-    save_model(folder, model_of(folder), ranks=2)
+    save_model(folder, make_config(folder), num_ranks=2)
     first = open_folder(folder)
     weights = read_weights(first)
     for seed, step in enumerate(STEPS[1:], 1):
         add_checkpoint(
-            folder, step, {name: moved(name, tensor, seed) for name, tensor in weights.items()}, first.metadata
+            folder, step, {name: perturb(name, tensor, seed) for name, tensor in weights.items()}, first.metadata
         )
     return folder
 
 
-def model_of(folder: Path, num_layers: int = 4) -> Config:
+def make_config(folder: Path, num_layers: int = 4) -> Config:
     """Return the configuration of a small model whose tokenizer lies in ``folder``."""
-    sizes = {"num_layers": num_layers, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
+    model_values = {
+        "num_layers": num_layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 48,
+    }
     tokenizer = {"vocab_size": make_tokenizer(folder).vocab_size, "tokenizer_path": str(folder / "t.json")}
-    return config_from_values({**sizes, **tokenizer}, family="gpt2")
+    return config_from_values({**model_values, **tokenizer}, family="gpt2")
 
 
 def add_checkpoint(folder: Path, step: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -53,22 +58,22 @@ def add_checkpoint(folder: Path, step: int, weights: dict[str, torch.Tensor], st
     save(folder / "checkpoints", step, records, {**state, "progress": progress, "optimizer_steps": step}, SINGLE)
 
 
-def moved(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def perturb(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed + len(name))
     return tensor + 0.1 * torch.randn(tensor.shape, generator=rng)
 
 
-def called(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["average.py", *map(str, words)])
+def run_average(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["average.py", *map(str, args)])
     return average.main()
 
 
-def of_steps(run: Path) -> list[dict[str, torch.Tensor]]:
-    return [read_weights(open_folder(run / "checkpoints" / f"step-{step:08d}")) for step in STEPS]
+def read_all_weights(run_dir: Path) -> list[dict[str, torch.Tensor]]:
+    return [read_weights(open_folder(run_dir / "checkpoints" / f"step-{step:08d}")) for step in STEPS]
 
 
 @pytest.mark.parametrize(
-    ("words", "shares"),
+    ("flags", "coefficients"),
     [
         pytest.param("--last 3", (1 / 3, 1 / 3, 1 / 3), marks=pytest.mark.slow),
         pytest.param("--last 2", (0, 1 / 2, 1 / 2), marks=pytest.mark.slow),
@@ -76,26 +81,29 @@ def of_steps(run: Path) -> list[dict[str, torch.Tensor]]:
         ("--last 3 --ema 0.75", (0.75**2, 0.75 * 0.25, 0.25)),
     ],
 )
-def test_an_average_is_that_by_hand(
-    run: Path, words: str, shares: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_average_equals_manual_average(
+    run_dir: Path, flags: str, coefficients: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert called(monkeypatch, run, *words.split(), "--output", tmp_path / "mean") == 0
-    found, saved = open_folder(tmp_path / "mean"), of_steps(run)
-    weights = read_weights(found)
+    assert run_average(monkeypatch, run_dir, *flags.split(), "--output", tmp_path / "mean") == 0
+    averaged, saved = open_folder(tmp_path / "mean"), read_all_weights(run_dir)
+    weights = read_weights(averaged)
     assert weights.keys() == saved[0].keys()
     for name, tensor in weights.items():
-        wanted = sum(share * each[name].double() for share, each in zip(shares, saved, strict=True))
+        expected = sum(
+            coefficient * checkpoint_weights[name].double()
+            for coefficient, checkpoint_weights in zip(coefficients, saved, strict=True)
+        )
         assert tensor.dtype == torch.float32
-        assert torch.allclose(tensor.double(), wanted, rtol=6e-8, atol=0)  # half of the last bit of fp32
-    assert (found.path.name, found.metadata["progress"]["step"]) == ("step-00000012", 12)
-    assert found.metadata["optimizer"].startswith("none (") and found.metadata["optimizer_steps"] == 0
-    assert not [name for name in found.names() if not name.startswith("weights/")]
+        assert torch.allclose(tensor.double(), expected, rtol=6e-8, atol=0)  # half of the last bit of fp32
+    assert (averaged.path.name, averaged.metadata["progress"]["step"]) == ("step-00000012", 12)
+    assert averaged.metadata["optimizer"].startswith("none (") and averaged.metadata["optimizer_steps"] == 0
+    assert not [name for name in averaged.names() if not name.startswith("weights/")]
 
 
-def test_a_mean_is_rounded_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_is_rounded_once(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit the sum in fp64 over the number; sums in fp32 would differ in some bits."""
-    assert called(monkeypatch, run, "--last", 3, "--output", tmp_path / "mean") == 0
-    weights, (a, b, c) = read_weights(open_folder(tmp_path / "mean")), of_steps(run)
+    assert run_average(monkeypatch, run_dir, "--last", 3, "--output", tmp_path / "mean") == 0
+    weights, (a, b, c) = read_weights(open_folder(tmp_path / "mean")), read_all_weights(run_dir)
     assert all(
         torch.equal(tensor, ((a[name].double() + b[name].double() + c[name].double()) / 3).float())
         for name, tensor in weights.items()
@@ -104,28 +112,28 @@ def test_a_mean_is_rounded_once(run: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_newest_of_several_runs_is_a_soup_and_tools_load_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_average_of_runs_is_loaded_by_tools(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = run / "checkpoints" / "step-00000009"
-    assert called(monkeypatch, run, other, "--output", tmp_path / "soup") == 0
-    _, b, c = of_steps(run)
+    other = run_dir / "checkpoints" / "step-00000009"
+    assert run_average(monkeypatch, run_dir, other, "--output", tmp_path / "soup") == 0
+    _, b, c = read_all_weights(run_dir)
     weights = read_weights(open_folder(tmp_path / "soup"))
     assert all(
         torch.equal(tensor, ((c[name].double() + b[name].double()) / 2).float()) for name, tensor in weights.items()
     )
     capsys.readouterr()
-    words = ["--load", str(tmp_path / "soup"), "--prompt", "the lamp", "--max-new-tokens", "3", "--json"]
-    generate.run(generate.parse_args("", words), {})
+    args = ["--load", str(tmp_path / "soup"), "--prompt", "the lamp", "--max-new-tokens", "3", "--json"]
+    generate.run(generate.parse_args("", args), {})
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
-    monkeypatch.setattr(sys, "argv", ["convert_hf.py", "export", "--load", words[1], "--output", str(tmp_path / "hf")])
+    monkeypatch.setattr(sys, "argv", ["convert_hf.py", "export", "--load", args[1], "--output", str(tmp_path / "hf")])
     assert convert_hf.main() == 0
-    monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", words[1]])
+    monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", args[1]])
     assert inspect_checkpoint.main() == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "problem"),
+    ("flags", "code", "problem"),
     [
         ("", 2, "a single run requires either --last K or --steps A B C, got neither"),
         ("--last 2 --steps 7 9", 2, "got --last and --steps"),
@@ -136,26 +144,26 @@ def test_the_newest_of_several_runs_is_a_soup_and_tools_load_it(
         ("--steps 7 8", 3, "--steps 8: not found in .*: 7, 9, 12"),
     ],
 )
-def test_what_names_no_two_checkpoints_is_refused(
-    run: Path, words: str, code: int, problem: str, tmp_path: Path,
+def test_average_rejects_invalid_checkpoint_selection(
+    run_dir: Path, flags: str, code: int, problem: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    assert called(monkeypatch, run, *words.split(), "--output", tmp_path / "mean") == code
+    assert run_average(monkeypatch, run_dir, *flags.split(), "--output", tmp_path / "mean") == code
     assert re.search(problem, capsys.readouterr().err)
     assert not (tmp_path / "mean").exists()
 
 
-def test_other_models_are_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_average_rejects_different_models(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tmp_path / "other", model_of(tmp_path, num_layers=2))
-    assert called(monkeypatch, run, tmp_path / "other", "--output", tmp_path / "mean") == 3
+    save_model(tmp_path / "other", make_config(tmp_path, num_layers=2))
+    assert run_average(monkeypatch, run_dir, tmp_path / "other", "--output", tmp_path / "mean") == 3
     assert "\n  num_layers: saved 4, now 2" in capsys.readouterr().err
-    first = open_folder(run)
-    lacking = dict(list(read_weights(first).items())[1:])
-    add_checkpoint(tmp_path / "less", 3, lacking, first.metadata)
-    assert called(monkeypatch, run, tmp_path / "less", "--output", tmp_path / "mean") == 3
+    first = open_folder(run_dir)
+    incomplete_weights = dict(list(read_weights(first).items())[1:])
+    add_checkpoint(tmp_path / "less", 3, incomplete_weights, first.metadata)
+    assert run_average(monkeypatch, run_dir, tmp_path / "less", "--output", tmp_path / "mean") == 3
     assert "differ in: weights/" in capsys.readouterr().err
     add_checkpoint(tmp_path / "words", 3, read_weights(first), {**first.metadata, "tokenizer": "another"})
-    assert called(monkeypatch, run, tmp_path / "words", "--output", tmp_path / "mean") == 3
+    assert run_average(monkeypatch, run_dir, tmp_path / "words", "--output", tmp_path / "mean") == 3
     assert "same tokenizer" in capsys.readouterr().err

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from tests.helpers.documented_commands import Clone, documented, undocumented
-from tests.helpers.legacy_files import HEADS, model_of, write_cpm1
+from tests.helpers.documented_commands import Clone, documented_commands, find_smoke_table_problems
+from tests.helpers.legacy_files import NUM_HEADS, make_model, write_cpm1_checkpoint
 
-SMOKE = {
+SMOKE_COMMANDS = {
     "tools/average.py": [
         "python tools/average.py runs/my-run --last 4 --output runs/mean",
         "python tools/average.py runs/one runs/another --output runs/soup",
@@ -47,7 +47,7 @@ SMOKE = {
     ],
     "tools/import_checkpoint.py": [
         "python tools/import_checkpoint.py --input CPM-large --output runs/cpm1 --num-attention-heads 32 "
-        f"--num-attention-heads {HEADS}"
+        f"--num-attention-heads {NUM_HEADS}"
     ],
     "tools/inspect_checkpoint.py": [
         "python tools/inspect_checkpoint.py runs/my-run",
@@ -90,28 +90,31 @@ repeated flag replaces the documented value."""
 
 EXEMPT = {"tools/set_up.py": "tools/setup.sh starts it; every run script does so, and benchmarks/start_up.py runs one"}
 
-TRAIN = (
+TRAIN_COMMAND = (
     "python pretrain_gpt2.py --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--batch-size 2 --gas 1 --train-iters 20 --save-interval 5 --eval-iters 1 --lr 1e-3 --data-path data/corpus "
     "--tokenizer-path tokenizer.json --split 900,50,50 --save runs/my-run --debug-dump one --debug-dump-steps 1"
 )
 
 
-def test_every_tool_has_a_smoke_command_that_begins_as_its_docstring_says() -> None:
-    assert undocumented(SMOKE, EXEMPT, "tools") == []
+def test_every_tool_has_documented_smoke_command() -> None:
+    assert find_smoke_table_problems(SMOKE_COMMANDS, EXEMPT, "tools") == []
 
 
-def test_a_missing_an_outdated_and_an_invented_smoke_command_are_found() -> None:
-    smoke = {**SMOKE, "tools/report.py": ["python tools/report.py old-runs"], "tools/gone.py": []}
+def test_missing_and_outdated_smoke_commands_are_reported() -> None:
+    smoke = {**SMOKE_COMMANDS, "tools/report.py": ["python tools/report.py old-runs"], "tools/gone.py": []}
     del smoke["tools/plan.py"]
-    faults = undocumented(smoke, EXEMPT, "tools")
-    assert [fault.split()[0] for fault in faults] == ["tools/plan.py", "tools/gone.py", "'python"]
+    problems = find_smoke_table_problems(smoke, EXEMPT, "tools")
+    assert [problem.split()[0] for problem in problems] == ["tools/plan.py", "tools/gone.py", "'python"]
 
 
-def test_documented_commands_are_read_without_comments_and_over_several_lines() -> None:
-    assert "python tools/report.py runs" in documented("tools/report.py")
-    assert documented("tools/average.py")[-1] == "python tools/average.py runs/one runs/another --output runs/soup"
-    assert any("--data-parallel-size 2 --num-layers 6" in line for line in documented("tools/check_layout.py"))
+def test_documented_commands_join_lines_and_drop_comments() -> None:
+    assert "python tools/report.py runs" in documented_commands("tools/report.py")
+    assert (
+        documented_commands("tools/average.py")[-1]
+        == "python tools/average.py runs/one runs/another --output runs/soup"
+    )
+    assert any("--data-parallel-size 2 --num-layers 6" in line for line in documented_commands("tools/check_layout.py"))
 
 
 @pytest.fixture(scope="module")
@@ -132,24 +135,24 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     texts = [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text("utf-8").splitlines()[:3]]
     (folder / "data/story.txt").write_text(texts[0], encoding="utf-8")
     (folder / "news.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    clone.run(TRAIN)
+    clone.run(TRAIN_COMMAND)
     shutil.copytree(folder / "one", folder / "two")
     for name in ("one", "another", "other"):
         shutil.copytree(folder / "runs/my-run", folder / "runs" / name)
-    weights = {name: parameter.detach() for name, parameter in model_of().named_parameters()}
-    write_cpm1(folder / "CPM-large", weights)
+    weights = {name: parameter.detach() for name, parameter in make_model().named_parameters()}
+    write_cpm1_checkpoint(folder / "CPM-large", weights)
     return clone
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tool", SMOKE)
-def test_a_tool_runs_by_its_documented_command(tool: str, clone: Clone) -> None:
-    for command in SMOKE[tool]:
+@pytest.mark.parametrize("tool", SMOKE_COMMANDS)
+def test_documented_tool_commands_run(tool: str, clone: Clone) -> None:
+    for command in SMOKE_COMMANDS[tool]:
         clone.run(command)
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_is_reported_with_its_output(clone: Clone) -> None:
+def test_failing_command_raises_with_its_output(clone: Clone) -> None:
     with pytest.raises(AssertionError, match="(?s)exit code 3.*nowhere"):
         clone.run("python tools/inspect_checkpoint.py nowhere")

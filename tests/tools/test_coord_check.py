@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tools import coord_check
-from tools.coord_check import PARTS, WIDTHS, Sizes
+from tools.coord_check import CURVES, WIDTHS, Magnitudes
 
-LEVEL, RISEN = 1.4, 3.0
+MAX_LEVEL_RATIO, MIN_GROWTH_RATIO = 1.4, 3.0
 
 
-def ratios(by_width: dict[int, Sizes], part: str, first: int = 0) -> list[float]:
-    """Return how large a part is in each width beside the narrowest, in each step from number ``first`` on."""
-    narrow, *others = (sizes[part][first:] for sizes in by_width.values())
-    return [size / base for sizes in others for size, base in zip(sizes, narrow, strict=True)]
+def size_ratios(by_width: dict[int, Magnitudes], component: str, first_step: int = 0) -> list[float]:
+    """Return how large a part is in each width beside the narrowest, in each step from number ``first_step`` on."""
+    narrow, *wider = (component_sizes[component][first_step:] for component_sizes in by_width.values())
+    return [size / base for component_sizes in wider for size, base in zip(component_sizes, narrow, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -23,30 +23,34 @@ def ratios(by_width: dict[int, Sizes], part: str, first: int = 0) -> list[float]
     [
         "--activation gated-silu --position-embedding-type rope --normalization RMSNorm",
         *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("", "--untie-embeddings-and-output-weights", "--position-embedding-type alibi")
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in ("", "--untie-embeddings-and-output-weights", "--position-embedding-type alibi")
         ),
     ],
 )
 @pytest.mark.parametrize("heads", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_activations_stay_level_over_widths_by_mup_alone(extra: str, heads: int) -> None:
-    words = ["--steps", "3", "--lr", "0.005", "--heads", str(heads)]
-    flags, rest = coord_check.make_parser().parse_known_args([*words, *extra.split()])
-    assert flags.widths == list(WIDTHS)
-    level = coord_check.check(flags, rest, has_mup=True)
-    for part in list(PARTS)[:-1]:
-        found = ratios(level, part)
-        assert min(found) >= 1 / LEVEL and max(found) <= LEVEL, (part, found)
-    found = ratios(level, "logits", first=1)  # ahead of the first update they fall as 1 / sqrt(m), towards 0
-    assert min(found) >= 0.4 and max(found) <= 1.2, found
-    flags.widths = [WIDTHS[0], WIDTHS[-1]]
-    risen = coord_check.check(flags, rest, has_mup=False)
-    assert all(ratios(risen, part)[-1] >= RISEN for part in ("attention", "feed-forward"))
-    assert ratios(risen, "logits")[-1] > 1.2
+def test_mup_keeps_activation_size_constant_over_widths(extra: str, heads: int) -> None:
+    tool_flags = ["--steps", "3", "--lr", "0.005", "--heads", str(heads)]
+    args, model_flags = coord_check.make_parser().parse_known_args([*tool_flags, *extra.split()])
+    assert args.widths == list(WIDTHS)
+    with_mup = coord_check.train_widths(args, model_flags, has_mup=True)
+    for component in list(CURVES)[:-1]:
+        part_ratios = size_ratios(with_mup, component)
+        assert min(part_ratios) >= 1 / MAX_LEVEL_RATIO and max(part_ratios) <= MAX_LEVEL_RATIO, (component, part_ratios)
+    part_ratios = size_ratios(
+        with_mup, "logits", first_step=1
+    )  # ahead of the first update they fall as 1 / sqrt(m), towards 0
+    assert min(part_ratios) >= 0.4 and max(part_ratios) <= 1.2, part_ratios
+    args.widths = [WIDTHS[0], WIDTHS[-1]]
+    without_mup = coord_check.train_widths(args, model_flags, has_mup=False)
+    assert all(
+        size_ratios(without_mup, component)[-1] >= MIN_GROWTH_RATIO for component in ("attention", "feed-forward")
+    )
+    assert size_ratios(without_mup, "logits")[-1] > 1.2
 
 
 @pytest.mark.slow
-def test_the_picture_is_drawn_and_rises_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_is_drawn_and_growth_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "coord.svg"
     assert coord_check.main(["--widths", "16", "32", "--steps", "1", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -55,7 +59,7 @@ def test_the_picture_is_drawn_and_rises_are_told(tmp_path: Path, capsys: pytest.
     assert "<svg" in out.read_text() and lines[2] == f"plot written to {out}"
 
 
-def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         coord_check.main(["--num-query-groups", "3", "--widths", "64"])
     assert "--num-attention-heads must be a multiple of --num-query-groups, got 4 and 3" in capsys.readouterr().err

@@ -25,35 +25,37 @@ TOOLS = Path(inspect_data.__file__).parent
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a vocabulary ``t.json`` and the corpora ``a`` and ``b``."""
-    place = tmp_path_factory.mktemp("corpora")
-    vocabulary = small_corpora.make_tokenizer(place)
-    small_corpora.write(place / "a", small_corpora.TEXTS * 3, vocabulary)
-    small_corpora.write(place / "b", small_corpora.TEXTS[::-1] * 2, vocabulary)
-    return place
+    path = tmp_path_factory.mktemp("corpora")
+    vocabulary = small_corpora.make_tokenizer(path)
+    small_corpora.write_token_files(path / "a", small_corpora.TEXTS * 3, vocabulary)
+    small_corpora.write_token_files(path / "b", small_corpora.TEXTS[::-1] * 2, vocabulary)
+    return path
 
 
-def tell(rank: int, line: str, out: str) -> int:
+def run_tool(rank: int, command_line: str, out: str) -> int:
     """Run the tool in this process with its output in the file ``out``."""
     with open(out, "w") as file, contextlib.redirect_stdout(file):
-        return inspect_data.main(shlex.split(line))
+        return inspect_data.main(shlex.split(command_line))
 
 
-def output_of(folder: Path, line: str) -> str:
+def get_output(folder: Path, command_line: str) -> str:
     """Return what the tool prints, run in a process of its own: it forms a world of one rank."""
-    line = line.replace("DIR", str(folder))
-    assert run_ranks(1, tell, f"{line} --tokenizer-path {folder}/t.json", str(folder / "out"), init=False) == [0]
+    command_line = command_line.replace("DIR", str(folder))
+    assert run_ranks(
+        1, run_tool, f"{command_line} --tokenizer-path {folder}/t.json", str(folder / "out"), init=False
+    ) == [0]
     return (folder / "out").read_text()
 
 
-def cells(text: str) -> list[list[str]]:
+def parse_table(text: str) -> list[list[str]]:
     """Return the rows of the tables of samples in ``text`` but the skipped ones."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     return [row for row in rows if row[0].isdecimal()]
 
 
-def test_what_is_shown_is_what_the_training_reads(folder: Path) -> None:
+def test_shown_samples_equal_training_samples(folder: Path) -> None:
     flags = "--seq-length 7 --seed 5 --split 1,0,0 --eod-mask-loss --reset-attention-mask --reset-position-ids"
-    text = output_of(folder, f"DIR/a --samples 3 --first 4 --rows 99 {flags}")
+    text = get_output(folder, f"DIR/a --samples 3 --first 4 --rows 99 {flags}")
     samples = build_train_valid_test(
         BlendPaths(data_path=str(folder / "a"), split="1,0,0"),
         seq_length=7, seed=5, vocab_size=10_000, needed=(True, False, False),
@@ -64,34 +66,35 @@ def test_what_is_shown_is_what_the_training_reads(folder: Path) -> None:
     columns = [fields[name] for name in ("tokens", "labels", "loss_mask", "position_ids", "segment_ids")]
     expected = torch.stack([column.long() for column in columns], dim=-1).reshape(-1, 5).tolist()
     assert fields["loss_mask"].min() == 0.0 and fields["segment_ids"].max() > 0
-    assert [[int(cell.split()[0]) for cell in row[1:]] for row in cells(text)] == expected
+    assert [[int(cell.split()[0]) for cell in row[1:]] for row in parse_table(text)] == expected
     assert "sample 4 of train" in text and "sample 6 of train" in text and "[no loss: <|endoftext|>]" in text
 
 
-def test_samples_of_a_mixture_name_their_corpus(folder: Path) -> None:
-    text = output_of(folder, "--data-path 0.75 DIR/a 0.25 DIR/b --samples 4 --seq-length 7 --split 1,0,0 --rows 0")
+def test_blend_samples_name_their_corpus(folder: Path) -> None:
+    text = get_output(folder, "--data-path 0.75 DIR/a 0.25 DIR/b --samples 4 --seq-length 7 --split 1,0,0 --rows 0")
     order = text.split("samples: ")[1].split()[0]
     assert order.count("a") == 48 and order.count("b") == 16
     names = [line for line in text.splitlines() if line.startswith("sample ")]
-    used = {letter: itertools.count() for letter in "ab"}
+    counters = {letter: itertools.count() for letter in "ab"}
     for index, (line, letter) in enumerate(zip(names, order, strict=False)):
-        assert f"sample {index} of train: " in line and f"{letter}, its sample {next(used[letter])} " in line
+        assert f"sample {index} of train: " in line and f"{letter}, its sample {next(counters[letter])} " in line
 
 
-def test_t5_is_shown_with_its_spans(folder: Path) -> None:
-    text = output_of(folder, "DIR/a --model t5 --samples 1 --enc-seq-length 20 --subset valid --split 1,1,0 --rows 0")
-    _, inputs, late, targets = re.split("\n(?:inputs|decoder inputs|targets), ", text)
-    assert "<1>" in inputs and "<1>" in targets and "<1>" in late and "sample 0 of valid" in text
+def test_t5_samples_show_corrupted_spans(folder: Path) -> None:
+    text = get_output(folder, "DIR/a --model t5 --samples 1 --enc-seq-length 20 --subset valid --split 1,1,0 --rows 0")
+    _, inputs, decoder_inputs, targets = re.split("\n(?:inputs|decoder inputs|targets), ", text)
+    assert "<1>" in inputs and "<1>" in targets and "<1>" in decoder_inputs and "sample 0 of valid" in text
 
 
-def test_facts_need_no_tokenizer_and_all_lengths_go_into_one_picture(
+def test_statistics_work_without_tokenizer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn = {}
-    monkeypatch.setattr(statistics, "draw", lambda lengths, path: drawn.update({path.name: lengths}))
+    monkeypatch.setattr(statistics, "plot_lengths", lambda lengths, path: drawn.update({path.name: lengths}))
     assert inspect_data.main(f"{folder}/a {folder}/b --top 2 --picture {folder}/l.png".split()) == 0
     text = capsys.readouterr().out
-    assert "100.0% of 12 documents" in text and "100.0% of 8 documents" in text and "most frequent tokens" in text
+    assert "100.0% of 12 examined documents" in text and "100.0% of 8 examined documents" in text
+    assert "most frequent tokens" in text
     assert [lengths.num_documents for lengths in drawn["l.png"].values()] == [12, 8]
 
 
@@ -107,7 +110,7 @@ def test_facts_need_no_tokenizer_and_all_lengths_go_into_one_picture(
         ("DIR/a --seq-lenght 5", "did you mean --seq-length"),
     ],
 )
-def test_what_cannot_be_ends_with_code_2_and_says_why(
+def test_invalid_arguments_exit_with_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], line: str, expected: str
 ) -> None:
     try:
@@ -117,7 +120,7 @@ def test_what_cannot_be_ends_with_code_2_and_says_why(
     assert code == 2 and expected in capsys.readouterr().err
 
 
-def test_help_of_the_three_tools_loads_no_torch() -> None:
+def test_help_of_data_tools_does_not_import_torch() -> None:
     program = (
         "import sys; sys.argv = ['x', '--help']; from tools import count_tokens, inspect_data, merge_data\n"
         "for tool in (count_tokens, inspect_data, merge_data):\n"
@@ -125,12 +128,14 @@ def test_help_of_the_three_tools_loads_no_torch() -> None:
         "    except SystemExit as error: assert error.code == 0\n"
         "assert not {'torch', 'matplotlib', 'deepspeed'} & set(sys.modules), 'slow'"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=TOOLS.parent, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.count("usage:") == 3, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=TOOLS.parent, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0 and result.stdout.count("usage:") == 3, result.stderr
 
 
 @pytest.mark.slow
-def test_facts_load_no_torch_and_samples_no_compiler(folder: Path) -> None:
+def test_statistics_do_not_import_torch(folder: Path) -> None:
     program = f"""
 import sys
 from tools import inspect_data
@@ -140,5 +145,7 @@ assert "torch" not in sys.modules, "a second"
 assert inspect_data.main("{folder}/a --tokenizer-path {folder}/t.json --samples 1 --seq-length 7".split()) == 0
 assert "torch" in sys.modules and not {{"torch._dynamo", "deepspeed"}} & set(sys.modules), "a second more"
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=TOOLS.parent, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "sample 0 of train" in done.stdout, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=TOOLS.parent, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0 and "sample 0 of train" in result.stdout, result.stderr

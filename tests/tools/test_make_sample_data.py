@@ -16,50 +16,52 @@ import pytest
 
 from megatron.data import IndexedDataset
 from tools import make_sample_data
-from tools.make_sample_data import PEOPLE, ZH_PEOPLE, stories, with_words_apart
+from tools.make_sample_data import PEOPLE, ZH_PEOPLE, separate_words, stories
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = list(stories(2000))
 SHA256 = "b19cc29fab736b0a"
 """Of the first hundred, its beginning."""
-KINDS = {kind.split()[0] for kind in PEOPLE.values()}
+ANIMALS = {animal.split()[0] for animal in PEOPLE.values()}
 
 
-def test_a_seed_gives_the_same_stories_on_every_machine() -> None:
+def test_stories_depend_only_on_seed() -> None:
     digest = hashlib.sha256("\n".join(STORIES[:100]).encode()).hexdigest()
     assert digest.startswith(SHA256)
     assert list(stories(3, seed=1)) == list(stories(3, seed=1)) != list(stories(3, seed=2))
 
 
-def test_languages_take_turns_and_no_story_comes_twice() -> None:
+def test_languages_alternate_and_stories_are_unique() -> None:
     is_chinese = [bool(re.search("[一-鿿]", story)) for story in STORIES]
     assert is_chinese == [False, True] * 1000
     assert not any(re.search("[A-Za-z]", story) for story in STORIES[1::2])
     assert max(Counter(STORIES).values()) == 1
 
 
-def test_every_slot_is_filled_and_a_story_has_two_people_at_most() -> None:
+def test_stories_fill_all_slots_with_at_most_two_people() -> None:
     for story, names in zip(STORIES, (PEOPLE, ZH_PEOPLE) * 1000, strict=True):
         assert not re.search(r"[{}]", story)
         assert 1 <= len({name for name in names if re.search(rf"{name}(?![a-z])", story)}) <= 2, story
 
 
-def test_a_small_vocabulary_tells_them_all() -> None:
+def test_stories_use_small_vocabulary() -> None:
     words = Counter(word for story in STORIES[::2] for word in re.findall(r"[A-Za-z]+", story))
     characters = Counter(character for story in STORIES[1::2] for character in story)
     assert 300 < len(words) < 700 and 300 < len(characters) < 700
 
 
-def test_a_named_animal_is_always_of_one_kind_and_one_pronoun() -> None:
+def test_each_name_has_one_species_and_pronoun() -> None:
     for story in STORIES[::2]:
         pairs = re.findall(r"(\w+) (?:was a little|the) (\w+)", story)
-        assert all(PEOPLE[name].split()[0] == kind for name, kind in pairs if name in PEOPLE and kind in KINDS), story
+        assert all(
+            PEOPLE[name].split()[0] == animal for name, animal in pairs if name in PEOPLE and animal in ANIMALS
+        ), story
         hero = next(name for name in re.findall(r"[A-Z]\w+", story) if name in PEOPLE)
-        other = {"she": "he", "he": "she"}[PEOPLE[hero].split()[1]]
-        assert not re.search(rf"\b{other}\b", story, re.IGNORECASE), story
+        wrong_pronoun = {"she": "he", "he": "she"}[PEOPLE[hero].split()[1]]
+        assert not re.search(rf"\b{wrong_pronoun}\b", story, re.IGNORECASE), story
 
 
-def test_stories_are_printed_as_text_or_as_the_lines_that_preprocessing_reads(
+def test_print_writes_text_or_json_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert make_sample_data.main(["--number", "3", "--print", "json"]) == 0
@@ -71,7 +73,7 @@ def test_stories_are_printed_as_text_or_as_the_lines_that_preprocessing_reads(
 @pytest.mark.parametrize(
     "script", ["run_gpt2.sh", "run_t5.sh", "examples/llama/run_llama.sh", "examples/mpt/run_mpt.sh"]
 )
-def test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languages(script: str) -> None:
+def test_run_script_prompts_are_story_sentences(script: str) -> None:
     (flags,) = re.findall(r'^stories="(.*?[^\\])"$', (ROOT / script).read_text(), re.MULTILINE | re.DOTALL)
     prompts = shlex.split(shlex.split(f'"{flags}"')[0].partition("--sample-prompts")[2])
     corpus = "\n".join(stories(10_000))
@@ -82,24 +84,24 @@ def test_prompts_of_the_run_scripts_are_sentences_of_the_stories_in_both_languag
     assert [bool(re.search("[一-鿿]", prompt)) for prompt in prompts] == [False, True]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the tool as a user does, from another folder."""
     command = [sys.executable, str(ROOT / "tools" / "make_sample_data.py"), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ})
 
 
-def test_sample_data_is_made_once_and_again_when_the_stories_change(tmp_path: Path) -> None:
+def test_sample_data_is_rebuilt_only_if_stories_change(tmp_path: Path) -> None:
     arguments = ["--output", "out", "--vocab-size", "400", "--workers", "1", "--number"]
-    first = start(tmp_path, *arguments, "20")
+    first = run_tool(tmp_path, *arguments, "20")
     assert first.returncode == 0 and "20 documents" in first.stderr, first.stderr
-    made = (tmp_path / "out/gpt2_text_document.bin").read_bytes()
-    assert "up to date" in start(tmp_path, *arguments, "20").stderr
-    assert "22 documents" in start(tmp_path, *arguments, "22").stderr
+    tokens = (tmp_path / "out/gpt2_text_document.bin").read_bytes()
+    assert "up to date" in run_tool(tmp_path, *arguments, "20").stderr
+    assert "22 documents" in run_tool(tmp_path, *arguments, "22").stderr
     assert IndexedDataset(tmp_path / "out/gpt2_text_document").num_documents == 22
-    assert "20 documents" in start(tmp_path, *arguments, "20").stderr
-    assert (tmp_path / "out/gpt2_text_document.bin").read_bytes() == made
+    assert "20 documents" in run_tool(tmp_path, *arguments, "20").stderr
+    assert (tmp_path / "out/gpt2_text_document.bin").read_bytes() == tokens
 
 
-def test_a_chinese_name_is_a_word_of_the_vocabulary() -> None:
-    assert with_words_apart("旺旺有一个红色的球。") == "\n旺旺\n有一个\n红色的球\n。"
-    assert with_words_apart("Max had a red ball.") == "Max had a red ball."
+def test_chinese_names_are_separate_words() -> None:
+    assert separate_words("旺旺有一个红色的球。") == "\n旺旺\n有一个\n红色的球\n。"
+    assert separate_words("Max had a red ball.") == "Max had a red ball."

@@ -17,36 +17,36 @@ import numpy as np
 import pytest
 
 from megatron.costs.memory import Memory
-from tests.tools.made_runs import make_run, record
+from tests.tools.made_runs import make_record, make_run
 from tests.tools.test_draw_schedule import write_trace
 from tools import report
 from tools.report import (
-    COMPARED,
-    HEAD,
-    PARTS,
-    as_script,
-    compared,
-    facts,
+    MEMORY_COLUMNS,
+    MEMORY_COMPONENTS,
+    RUN_COLUMNS,
+    compare_settings,
+    describe_state,
     memory_table,
-    page,
+    render_page,
     stage_table,
-    state,
+    summary_cells,
+    to_script_json,
 )
-from tools.report_parts.runs import CHARTS, RunFolder, at_step, columns, names_of, read_run, thinned
+from tools.report_parts.runs import CHARTS, RunFolder, interpolate, names_of, read_run, thin_records, to_columns
 from tools.report_parts.words import ZH, bilingual
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
 
 
-WANTED = (
+EXPECTED_TEXTS = (
     "My runs", "one", "two", "gpt2, 4 layers, hidden 32", "2 = 2 x 1 x 1", "3.2500", "layers 3-6 of 7", "1.50 GiB",
     "400.0 ms", "20.0 %", "python pretrain_gpt2.py --lr 1e-3", "torch 2.13.0", "480 samples read",
 )  # fmt: skip
 """What stands on the page of two made-up runs."""
 
 
-class Reader(HTMLParser):
+class PageReader(HTMLParser):
     """Keeps tags with their attributes, and the text outside of scripts and styles."""
 
     def __init__(self, text: str) -> None:
@@ -76,35 +76,38 @@ class Reader(HTMLParser):
         return json.JSONDecoder().raw_decode(self.script)[0]
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+def run_report(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, args)])
     return report.main()
 
 
-def read(*folders: Path, **how: Any) -> Reader:
+def read_page(*folders: Path, **options: Any) -> PageReader:
     """Return the page of these runs, read."""
     runs = [read_run(path, name) for path, name in zip(folders, names_of(list(folders)), strict=True)]
-    found = Reader(page(runs, "Runs", **how))
-    assert not found.open
-    return found
+    reader = PageReader(render_page(runs, "Runs", **options))
+    assert not reader.open
+    return reader
 
 
-def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two", run=1, hidden_size=64)
+def test_page_is_complete_and_self_contained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_run, second_run = (
+        make_run(tmp_path / "runs" / "one"),
+        make_run(tmp_path / "runs" / "two", run=1, hidden_size=64),
+    )
     out = tmp_path / "page.html"
-    assert call(monkeypatch, one, two, "-o", out, "--title", "My runs") == 0
+    assert run_report(monkeypatch, first_run, second_run, "-o", out, "--title", "My runs") == 0
     text = out.read_text()
     assert not re.search(r"https?://|@import|url\(", text)
-    found = Reader(text)
-    for tag, attributes in found.tags:
+    reader = PageReader(text)
+    for tag, attributes in reader.tags:
         assert tag not in ("iframe", "object", "embed", "img", "base")
         assert tag != "script" or "src" not in attributes
         assert (attributes.get("href") or "data:,").startswith("data:")
         assert not [name for name in attributes if name.startswith("on")]
-    words = " ".join(found.words)
-    for wanted in WANTED:
-        assert wanted in words, wanted
-    data = found.data()
+    page_text = " ".join(reader.words)
+    for expected in EXPECTED_TEXTS:
+        assert expected in page_text, expected
+    data = reader.data()
     assert [run["name"] for run in data["runs"]] == ["one", "two"]
     charts = {chart["id"]: chart for chart in data["charts"]}
     assert set(charts) == set(
@@ -119,30 +122,30 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path, monkeypatch: pyt
     assert marks == {("save", 30): 30720, ("start", 20): 20480}
 
 
-def test_text_of_a_run_cannot_act(tmp_path: Path) -> None:
+def test_run_text_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert(1)<img onerror=x>"
     folder = make_run(tmp_path / evil, activation="</script><script>alert(2)</script>", note="{{data}}")
     (folder / "command.txt").write_text("python x </pre></script><script>alert(3)</script> 'a' \"b\" &amp;\n")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(record(61, layer_norms={"</script><b>": 1.0})) + "\n")
-    found = read(folder)
-    assert [tag for tag, _ in found.tags].count("script") == 2
-    assert not [tag for tag, _ in found.tags if tag in ("img", "b")]
-    words = " ".join(found.words)
-    assert evil in words and "alert(3)</script> 'a' \"b\" &amp;" in words and '"{{data}}"' in words
-    assert "layer_norms/</script><b>" in found.data()["runs"][0]["columns"]
-    assert "<" not in as_script({"a": "</script><!--"})
+        file.write(json.dumps(make_record(61, layer_norms={"</script><b>": 1.0})) + "\n")
+    reader = read_page(folder)
+    assert [tag for tag, _ in reader.tags].count("script") == 2
+    assert not [tag for tag, _ in reader.tags if tag in ("img", "b")]
+    page_text = " ".join(reader.words)
+    assert evil in page_text and "alert(3)</script> 'a' \"b\" &amp;" in page_text and '"{{data}}"' in page_text
+    assert "layer_norms/</script><b>" in reader.data()["runs"][0]["columns"]
+    assert "<" not in to_script_json({"a": "</script><!--"})
 
 
 @pytest.mark.parametrize("name", ["half", "crashed", "empty", "damaged", "old"])
-def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
+def test_incomplete_runs_have_pages(name: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / name)
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     if name == "half":
         metrics.write_text("\n".join(lines[:30]) + '\n{"kind":"train","st')
     elif name == "crashed":
-        metrics.write_text("\n".join(lines[:10]) + "\n" + json.dumps(record(11, loss=None, grad_norm=None)))
+        metrics.write_text("\n".join(lines[:10]) + "\n" + json.dumps(make_record(11, loss=None, grad_norm=None)))
     elif name == "empty":
         metrics.unlink()
     elif name == "damaged":
@@ -153,9 +156,9 @@ def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
     else:
         for file in ("starts.jsonl", "stages.json"):
             (folder / file).unlink()
-        few = {"kind": "train", "step": 60, "loss": 2.5, "samples": 480, "step_s": 0.5, "tokens_per_s": 9.0}
-        metrics.write_text(json.dumps(few) + "\n")
-    wanted = {
+        short_record = {"kind": "train", "step": 60, "loss": 2.5, "samples": 480, "step_s": 0.5, "tokens_per_s": 9.0}
+        metrics.write_text(json.dumps(short_record) + "\n")
+    expected_by_name = {
         "half": ("at step 30 of 60", "", 30),
         "crashed": ("loss not finite at step 11", "", 11),
         "empty": ("no record", "there is no record yet", 0),
@@ -163,18 +166,18 @@ def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
         "old": ("finished", "", 1),
     }
     run = read_run(folder, name)
-    expected, note, number = wanted[name]
-    text, *values = state(run)
+    expected, note, num_points = expected_by_name[name]
+    text, *values = describe_state(run)
     assert text.format(*values) == expected and note in " ".join(run.notes)
-    found = read(folder)
-    assert len(found.data()["runs"][0]["columns"].get("loss", [])) == number
+    reader = read_page(folder)
+    assert len(reader.data()["runs"][0]["columns"].get("loss", [])) == num_points
     if name == "old":
-        assert found.data()["runs"][0]["columns"]["tokens"] == [480 * 128]
-        assert dict(zip(HEAD[1:], facts(run), strict=True))["time"] == "0:30"
+        assert reader.data()["runs"][0]["columns"]["tokens"] == [480 * 128]
+        assert dict(zip(RUN_COLUMNS[1:], summary_cells(run), strict=True))["time"] == "0:30"
 
 
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("limits", "expected"),
     [
         ({"train_samples": 484}, "finished"),  # 480 are consumed, by steps of 8
         ({"train_samples": 488}, "at sample 480 of 488"),
@@ -183,18 +186,16 @@ def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
         ({"train_samples": 960, "train_tokens": 700 * 128}, "at sample 480 of 700"),
     ],
 )
-def test_a_run_limited_by_samples_is_finished_when_they_are_consumed(
-    limits: dict[str, int], said: str, tmp_path: Path
-) -> None:
+def test_run_state_respects_sample_and_token_limits(limits: dict[str, int], expected: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     config = json.loads((folder / "config.json").read_text())
     config["batch"] |= {"train_iters": 99, "seq_length": 128, **limits}
     (folder / "config.json").write_text(json.dumps(config))
-    text, *values = state(read_run(folder, "run"))
-    assert text.format(*values) == said
+    text, *values = describe_state(read_run(folder, "run"))
+    assert text.format(*values) == expected
 
 
-def test_a_damaged_run_does_not_take_the_page_from_others(
+def test_damaged_run_does_not_prevent_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage = '{"step": "x"}\n[1]\n"step"\n{"step": true}\n'
@@ -202,7 +203,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
     (odd / "stability.jsonl").write_text(damage)
     (odd / "starts.jsonl").write_text(damage)
     broken, unread, good = (make_run(tmp_path / "all" / name) for name in ("broken", "unread", "good"))
-    plain_read, plain_facts = report.read_run, facts
+    plain_read, plain_facts = report.read_run, summary_cells
 
     def failing_read(path: Path, name: str) -> RunFolder:
         if path == unread:
@@ -213,77 +214,80 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
         return [][1] if run.path == broken and run.records else plain_facts(run)
 
     monkeypatch.setattr(report, "read_run", failing_read)
-    monkeypatch.setattr("tools.report.facts", failing_facts)
+    monkeypatch.setattr("tools.report.summary_cells", failing_facts)
     out = tmp_path / "page.html"
-    assert call(monkeypatch, tmp_path / "all", "-o", out) == 0
+    assert run_report(monkeypatch, tmp_path / "all", "-o", out) == 0
     assert "4 runs" in capsys.readouterr().out
-    found = Reader(out.read_text(encoding="utf-8"))
-    drawn = {run["name"]: len(run["columns"].get("loss", [])) for run in found.data()["runs"]}
+    reader = PageReader(out.read_text(encoding="utf-8"))
+    drawn = {run["name"]: len(run["columns"].get("loss", [])) for run in reader.data()["runs"]}
     assert drawn == {"broken": 0, "good": 60, "odd": 60, "unread": 0}
-    words = " ".join(found.words)
-    assert "broken: the run is damaged and was skipped (IndexError: " in words and "unread: the run is damaged" in words
+    page_text = " ".join(reader.words)
+    assert (
+        "broken: the run is damaged and was skipped (IndexError: " in page_text
+        and "unread: the run is damaged" in page_text
+    )
     assert read_run(odd, "odd").starts == read_run(odd, "odd").journal == []
 
 
-def test_scripts_find_what_they_look_for(tmp_path: Path) -> None:
+def test_script_selectors_exist_in_page(tmp_path: Path) -> None:
     """What the slow test sees in a browser, as far as it goes without one."""
-    found = read(make_run(tmp_path / "one"), make_run(tmp_path / "two", run=1))
-    ids = {attributes.get("id") for _, attributes in found.tags}
-    asked = set(re.findall(r'getElementById\("([\w-]+)"\)', found.script + ACTING))
-    assert {"data", "charts", "theme"} <= asked <= ids
-    having = {(tag, name) for tag, attributes in found.tags for name in (attributes.get("class") or "").split()}
-    selected = set(re.findall(r'querySelector(?:All)?\("(\w+)\.([\w-]+)', found.script + ACTING))
-    assert {("table", "settings"), ("button", "all-settings"), ("i", "swatch")} <= selected <= having
+    reader = read_page(make_run(tmp_path / "one"), make_run(tmp_path / "two", run=1))
+    ids = {attributes.get("id") for _, attributes in reader.tags}
+    used_ids = set(re.findall(r'getElementById\("([\w-]+)"\)', reader.script + INTERACTION_SCRIPT))
+    assert {"data", "charts", "theme"} <= used_ids <= ids
+    classes = {(tag, name) for tag, attributes in reader.tags for name in (attributes.get("class") or "").split()}
+    selected = set(re.findall(r'querySelector(?:All)?\("(\w+)\.([\w-]+)', reader.script + INTERACTION_SCRIPT))
+    assert {("table", "settings"), ("button", "all-settings"), ("i", "swatch")} <= selected <= classes
 
 
-def test_thousands_of_steps_become_few_points_with_every_spike(tmp_path: Path) -> None:
+def test_thinned_records_keep_spikes(tmp_path: Path) -> None:
     records = [{"kind": "train", "step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 6001)]
     records[1234]["loss"], records[2345]["grad_norm"] = 9.0, 70.0
-    found = thinned(records, 1000)
-    assert 300 < len(found) <= 1000 and [found[0]["step"], found[-1]["step"]] == [1, 6000]
-    assert {1235, 2346} <= {each["step"] for each in found}
-    assert [each["step"] for each in found] == sorted(each["step"] for each in found)
-    assert thinned(records[:1000], 1000) == records[:1000]
+    reader = thin_records(records, 1000)
+    assert 300 < len(reader) <= 1000 and [reader[0]["step"], reader[-1]["step"]] == [1, 6000]
+    assert {1235, 2346} <= {row["step"] for row in reader}
+    assert [row["step"] for row in reader] == sorted(row["step"] for row in reader)
+    assert thin_records(records[:1000], 1000) == records[:1000]
 
 
-def test_twenty_runs_fit_on_a_page(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / f"run-{number}", 60, number, hidden_size=number) for number in range(20)]
-    found = read(*folders, limit=15)
-    assert len(found.data()["runs"]) == 20
-    assert sum(1 for tag, attributes in found.tags if tag == "input" and "data-run" in attributes) == 20
-    assert len(found.script) < 300_000
+def test_page_supports_twenty_runs(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"run-{idx}", 60, idx, hidden_size=idx) for idx in range(20)]
+    reader = read_page(*folders, max_points=15)
+    assert len(reader.data()["runs"]) == 20
+    assert sum(1 for tag, attributes in reader.tags if tag == "input" and "data-run" in attributes) == 20
+    assert len(reader.script) < 300_000
 
 
-def test_columns_know_what_is_missing_and_lie_on_lines_between_steps() -> None:
+def test_columns_mark_missing_values_and_interpolate() -> None:
     rows = [{"step": 1, "loss": 1.23456789}, {"step": 3, "loss": float("nan"), "more": {"a": 2}}, {"step": 5}]
-    found = columns(rows)
-    assert found == {"step": [1, 3, 5], "loss": [1.23457, None, None], "more/a": [None, 2, None]}
-    assert [at_step([1, 3, 5], [10, 30, None], step) for step in (0, 1, 2, 3, 9)] == [10, 10, 20, 30, 30]
-    assert at_step([], [], 3) is None
+    reader = to_columns(rows)
+    assert reader == {"step": [1, 3, 5], "loss": [1.23457, None, None], "more/a": [None, 2, None]}
+    assert [interpolate([1, 3, 5], [10, 30, None], step) for step in (0, 1, 2, 3, 9)] == [10, 10, 20, 30, 30]
+    assert interpolate([], [], 3) is None
 
 
-def test_settings_that_differ_are_told_apart_from_those_that_do_not(tmp_path: Path) -> None:
+def test_compared_marks_different_settings(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / str(size), hidden_size=size), str(size)) for size in (32, 64)]
-    rows = {name: (values, differs) for name, values, differs in compared(runs)}
+    rows = {name: (values, differs) for name, values, differs in compare_settings(runs)}
     assert rows["model.hidden_size"] == (["32", "64"], True)
     assert rows["model.num_layers"] == (["4", "4"], False)
     assert [name for name, (_, differs) in rows.items() if differs] == ["model.hidden_size"]
     assert rows["version.torch"] == (["2.13.0", "2.13.0"], False)
 
 
-def test_runs_are_named_by_as_much_of_their_path_as_tells_them_apart() -> None:
+def test_run_names_are_shortest_unique_paths() -> None:
     assert names_of([Path("/a/x"), Path("/b/y")]) == ["x", "y"]
     assert names_of([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
     assert names_of([Path("/a/x")]) == ["x"]
 
 
-def test_idle_time_of_a_stage_is_what_its_work_leaves_of_the_step(tmp_path: Path) -> None:
+def test_stage_idle_time_is_step_minus_work(tmp_path: Path) -> None:
     text = str(stage_table(read_run(make_run(tmp_path / "run"), "run")))
     assert [f"{share} %" in text for share in ("20.0", "40.0")] == [True, True]  # 0.4 and 0.3 of 0.5 s
     assert stage_table(read_run(tmp_path, "none")) is None
 
 
-def test_the_pipeline_and_the_slowest_operators_are_on_the_page(tmp_path: Path) -> None:
+def test_page_shows_pipeline_and_slowest_operators(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     write_trace(folder / "trace")
     config = json.loads((folder / "config.json").read_text())
@@ -293,101 +297,105 @@ def test_the_pipeline_and_the_slowest_operators_are_on_the_page(tmp_path: Path) 
     operators = [{"name": "aten::mm<float>", "calls": 8, "host_us": 6000.0, "device_us": 0.0}]
     top = {"steps": 2, "ranks": 2, "operators": operators}
     (folder / "profile" / "top.json").write_text(json.dumps(top))
-    found = read(folder)
-    boxes = [attributes["class"] for tag, attributes in found.tags if tag == "rect"]
+    reader = read_page(folder)
+    boxes = [attributes["class"] for tag, attributes in reader.tags if tag == "rect"]
     assert boxes.count("box Forward") == 2 * 2 * 4  # measured and simulated, two stages, four micro-batches
-    words = " ".join(found.words)
-    assert "zb-h1, step 3, 4 micro-batches" in words and "aten::mm<float>" in words and "1.500" in words
+    page_text = " ".join(reader.words)
+    assert "zb-h1, step 3, 4 micro-batches" in page_text and "aten::mm<float>" in page_text and "1.500" in page_text
     (folder / "trace" / "trace-rank0.json").write_text("{")
-    assert "The trace cannot be drawn" in " ".join(read(folder).words)
+    assert "The trace cannot be drawn" in " ".join(read_page(folder).words)
 
 
-@pytest.mark.parametrize(("named", "place"), [(["all"], "all"), (["all/a"], "all/a"), (["all/a", "all/b"], "all")])
-def test_the_page_lies_in_the_folder_that_it_reports_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: list[str], place: str
+@pytest.mark.parametrize(("args", "folder"), [(["all"], "all"), (["all/a"], "all/a"), (["all/a", "all/b"], "all")])
+def test_report_is_written_to_reported_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], folder: str
 ) -> None:
     make_run(tmp_path / "all" / "a"), make_run(tmp_path / "all" / "b")
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, *named) == 0
-    assert [str(page.parent.relative_to(tmp_path)) for page in tmp_path.rglob("report.html")] == [place]
-    assert f"{place}/report.html: " in capsys.readouterr().out
+    assert run_report(monkeypatch, *args) == 0
+    assert [str(page.parent.relative_to(tmp_path)) for page in tmp_path.rglob("report.html")] == [folder]
+    assert f"{folder}/report.html: " in capsys.readouterr().out
 
 
-def test_evaluations_stand_beside_the_run_and_do_not_change_what_is_said_of_it(tmp_path: Path) -> None:
+def test_evaluations_do_not_change_run_state(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     values = {"loss": 3.75, "perplexity": 42.52, "losses": {"a": 3.5}}
     notes = {"checkpoint": "c/<40>", "config": {"batch": {"train_iters": 5}}}
-    found = {"kind": "test", "step": 40, **values, **notes}
-    (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n[1]\n")
+    reader = {"kind": "test", "step": 40, **values, **notes}
+    (folder / "evaluations.jsonl").write_text(json.dumps(reader) + "\n[1]\n")
     run = read_run(folder, "run")
-    cells = dict(zip(HEAD[1:], facts(run), strict=True))
+    cells = dict(zip(RUN_COLUMNS[1:], summary_cells(run), strict=True))
     assert (cells["state"], cells["test"], run.setting("batch", "train_iters")) == (bilingual("finished"), "3.2500", 60)
-    words = " ".join(read(folder).words)
-    assert "Evaluations" in words and "c/<40>" in words and "3.7500" in words and "a 3.5000" in words
+    page_text = " ".join(read_page(folder).words)
+    assert "Evaluations" in page_text and "c/<40>" in page_text and "3.7500" in page_text and "a 3.5000" in page_text
     for name in ("metrics.jsonl", "config.json"):
         (folder / name).unlink()
-    alone = read_run(folder, "run")
-    assert (state(alone), facts(alone)[6], alone.setting("batch", "train_iters")) == (("evaluated",), "3.7500", 5)
+    evaluation_only = read_run(folder, "run")
+    assert (
+        describe_state(evaluation_only),
+        summary_cells(evaluation_only)[6],
+        evaluation_only.setting("batch", "train_iters"),
+    ) == (("evaluated",), "3.7500", 5)
 
 
-def test_the_memory_of_a_process_before_its_model_is_told_beside_the_estimate(tmp_path: Path) -> None:
+def test_page_shows_process_memory_before_model(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     path = folder / "stages.json"
     path.write_text(json.dumps([{**stage, "before_bytes": 300 << 20} for stage in json.loads(path.read_text())]))
-    words = " ".join(read(folder).words)
-    assert "before the model" in words and "300.00 MiB" in words and "(Python, torch, libraries)" in words
+    page_text = " ".join(read_page(folder).words)
+    assert "before the model" in page_text and "300.00 MiB" in page_text and "(Python, torch, libraries)" in page_text
 
 
-def test_the_difference_of_estimated_and_measured_memory_is_told_by_parts(tmp_path: Path) -> None:
+def test_memory_table_shows_estimate_minus_measurement(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     path = folder / "stages.json"
     path.write_text(json.dumps([{**stage, "before_bytes": 300 << 20} for stage in json.loads(path.read_text())]))
     text = str(memory_table(read_run(folder, "run")))
     rows = [re.findall("<td>(.*?)</td>", row)[1:] for row in re.findall("<tr>(.*?)</tr>", text)[1:]]
-    parts = ["512.00 MiB", "256.00 MiB", "256.00 MiB", "1.00 GiB", "300.00 MiB"]
-    assert rows == [[*parts, "1024.00 MiB", "-300.00 MiB"], [*parts, "1.50 GiB", "+212.00 MiB"]]
+    memory_cells = ["512.00 MiB", "256.00 MiB", "256.00 MiB", "1.00 GiB", "300.00 MiB"]
+    assert rows == [[*memory_cells, "1024.00 MiB", "-300.00 MiB"], [*memory_cells, "1.50 GiB", "+212.00 MiB"]]
     heads = re.findall('<th><span lang="en">(.*?)</span>', text)
-    assert heads == ["stage", "weights", "gradients", "optimizer", *COMPARED], "no part that is 0, or on the host"
+    assert heads == ["stage", "weights", "gradients", "optimizer", *MEMORY_COLUMNS], "no part that is 0, or on the host"
     assert "memory cached by the allocator" in text
-    assert set(PARTS) == {field.name for field in dataclasses.fields(Memory)} - {"host"}
+    assert set(MEMORY_COMPONENTS) == {field.name for field in dataclasses.fields(Memory)} - {"host"}
     path.write_text(json.dumps([{"stage": 0, "estimated_bytes": None}]))
     assert memory_table(read_run(folder, "run")) is None
 
 
-def test_evaluations_of_the_run_are_curves_and_rows(tmp_path: Path) -> None:
-    found = read(make_run(tmp_path / "run"))
-    data = found.data()
+def test_run_evaluations_have_curves_and_rows(tmp_path: Path) -> None:
+    reader = read_page(make_run(tmp_path / "run"))
+    data = reader.data()
     assert data["runs"][0]["valid"] == {
         "step": [30], "tokens": [30720], "hours": [0.00833333], "loss": [4.5], "perplexity": [90.02],
     }  # fmt: skip
     charts = {chart["id"]: (chart["source"], chart["keys"]) for chart in data["charts"]}
     assert charts["valid-loss"] == ("valid", ["loss"]) and charts["valid-perplexity"] == ("valid", ["perplexity"])
-    words = " ".join(found.words)
-    assert "90.02" in words and "4.5000" in words and "3.2500" in words
+    page_text = " ".join(reader.words)
+    assert "90.02" in page_text and "4.5000" in page_text and "3.2500" in page_text
 
 
-def test_the_page_says_everything_in_both_languages(tmp_path: Path) -> None:
+def test_page_is_bilingual(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     write_trace(folder / "trace")
-    found = read(folder, make_run(tmp_path / "other", run=1))
-    languages = [attributes["lang"] for tag, attributes in found.tags if tag == "span" and "lang" in attributes]
+    reader = read_page(folder, make_run(tmp_path / "other", run=1))
+    languages = [attributes["lang"] for tag, attributes in reader.tags if tag == "span" and "lang" in attributes]
     assert languages.count("en") == languages.count("zh") > 60
-    same = {text for text, chinese in ZH.items() if text == chinese}
-    assert same == {"MFU", "logits"}
+    untranslated = {text for text, chinese in ZH.items() if text == chinese}
+    assert untranslated == {"MFU", "logits"}
     assert all(text.count("{}") == chinese.count("{}") for text, chinese in ZH.items())
-    assert all(re.search("[\u4e00-\u9fff]|nat", chinese) for text, chinese in ZH.items() if text not in same)
-    data = found.data()
+    assert all(re.search("[\u4e00-\u9fff]|nat", chinese) for text, chinese in ZH.items() if text not in untranslated)
+    data = reader.data()
     for chart in data["charts"]:
         assert {chart["title"], chart["about"]} - {""} <= set(data["zh"])
     assert {text for chart in CHARTS for text in (chart.title, chart.about) if text} <= set(ZH)
-    written = re.findall(r'word\(\w* ?\??=? ?"([^"]+)"', found.script)
+    written = re.findall(r'word\(\w* ?\??=? ?"([^"]+)"', reader.script)
     assert set(written) <= set(data["zh"]) and len(written) >= 4
-    assert "navigator.language" in found.script
+    assert "navigator.language" in reader.script
     with pytest.raises(KeyError):
         bilingual("what has no Chinese")
 
 
-LINEAR_TO_SEEN = {
+COLOR_VISION_MATRICES = {
     "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
     "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
     "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
@@ -397,12 +405,12 @@ LINEAR_TO_SEEN = {
 TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]]
 
 
-def linear(colour: str) -> np.ndarray:
-    parts = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
-    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+def linear_rgb(colour: str) -> np.ndarray:
+    channels = np.array([int(colour[offset : offset + 2], 16) / 255 for offset in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
 
 
-def lab(light: np.ndarray) -> np.ndarray:
+def cielab(light: np.ndarray) -> np.ndarray:
     """Return CIE L*a*b* of linear RGB: about 2 apart is just seen."""
     scaled = np.array(TO_XYZ) @ light / np.array([0.9505, 1.0, 1.0888])
     x, y, z = np.where(scaled > 216 / 24389, np.cbrt(scaled), (24389 / 27 * scaled + 16) / 116)
@@ -410,37 +418,37 @@ def lab(light: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_eight_runs_have_colours_that_everyone_tells_apart(theme: str) -> None:
+def test_run_colors_are_distinguishable(theme: str) -> None:
     folder = Path(report.__file__).parent / "report_parts"
     palette = re.findall("#[0-9a-f]{6}", re.search(rf"{theme}: \[(.*?)\]", (folder / "report.js").read_text())[1])
     card = re.findall("--card: (#[0-9a-f]{6})", (folder / "page.html").read_text())[theme == "dark"]
     assert len(palette) == 8
-    for eyes, seen in LINEAR_TO_SEEN.items():
-        seen_by = [lab(np.clip(np.array(seen) @ linear(colour), 0, 1)) for colour in palette]
-        nearest = min(float(np.linalg.norm(one - two)) for one, two in itertools.combinations(seen_by, 2))
+    for eyes, matrix in COLOR_VISION_MATRICES.items():
+        seen_colors = [cielab(np.clip(np.array(matrix) @ linear_rgb(colour), 0, 1)) for colour in palette]
+        nearest = min(float(np.linalg.norm(first - second)) for first, second in itertools.combinations(seen_colors, 2))
         assert nearest > 25, eyes
     for colour in palette:
-        low, high = sorted(float(np.array(TO_XYZ)[1] @ linear(each)) for each in (colour, card))
+        low, high = sorted(float(np.array(TO_XYZ)[1] @ linear_rgb(color)) for color in (colour, card))
         assert (high + 0.05) / (low + 0.05) >= 3, "the contrast that lines need"
 
 
-def test_what_is_no_run_ends_with_2_and_is_told_at_once(
+def test_folders_without_runs_exit_with_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "none").mkdir()
-    assert call(monkeypatch, tmp_path / "none", tmp_path / "away") == 2
+    assert run_report(monkeypatch, tmp_path / "none", tmp_path / "away") == 2
     output = capsys.readouterr().err
     assert "none must be a run folder" in output and "got a folder without a run" in output
     assert "away must be a run folder" in output and "got no folder" in output
     make_run(tmp_path / "all" / "b"), make_run(tmp_path / "all" / "a")
-    assert call(monkeypatch, tmp_path / "all", "-o", tmp_path / "page.html") == 0
+    assert run_report(monkeypatch, tmp_path / "all", "-o", tmp_path / "page.html") == 0
     assert "2 runs" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, tmp_path / "all", "--points", 0)
-    assert call(monkeypatch, tmp_path / "all", "-o", tmp_path / "no" / "page.html") == 2
+        run_report(monkeypatch, tmp_path / "all", "--points", 0)
+    assert run_report(monkeypatch, tmp_path / "all", "-o", tmp_path / "no" / "page.html") == 2
 
 
-ACTING = """
+INTERACTION_SCRIPT = """
 <script>
 const chart = charts[0], notes = document.documentElement.dataset;
 const before = chart.lines()[0].y.slice();
@@ -462,73 +470,73 @@ notes.rows = String([...document.querySelectorAll("table.settings tr")].filter((
 """
 
 
-QUIETLY = (
+CHROMIUM_FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --virtual-time-budget=2000 "
     "--window-size=1400,2400"
 ).split()
 
 
-def browse(html: Path, anchor: str = "", *flags: str) -> tuple[dict[str, str], list[str]]:
+def run_chromium(html: Path, anchor: str = "", *flags: str) -> tuple[dict[str, str], list[str]]:
     """Return what the page has noted of itself in Chromium, and what it said on the console."""
     assert CHROMIUM is not None
     command = [
         CHROMIUM,
-        *QUIETLY,
+        *CHROMIUM_FLAGS,
         "--enable-logging=stderr",
         "--dump-dom",
         *flags,
         f"--user-data-dir={html.parent / 'browser'}",
     ]
-    done = subprocess.run([*command, f"{html.as_uri()}{anchor}"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    root = next(attributes for tag, attributes in Reader(done.stdout).tags if tag == "html")
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    result = subprocess.run([*command, f"{html.as_uri()}{anchor}"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    root = next(attributes for tag, attributes in PageReader(result.stdout).tags if tag == "html")
+    console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
     return {name.removeprefix("data-"): value or "" for name, value in root.items()}, console
 
 
 @needs_chromium
 @pytest.mark.slow
-def test_the_page_draws_and_acts_in_a_browser_without_an_error(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / name, run=number, hidden_size=32 * number) for number, name in enumerate("<b", 1)]
+def test_page_works_in_browser(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, run=idx, hidden_size=32 * idx) for idx, name in enumerate("<b", 1)]
     runs = [read_run(path, path.name) for path in folders]
-    text = page(runs, "Runs")
-    (tmp_path / "page.html").write_text(text.replace("</body>", f"{ACTING}</body>"))
-    notes, console = browse(tmp_path / "page.html", "#dark")
+    text = render_page(runs, "Runs")
+    (tmp_path / "page.html").write_text(text.replace("</body>", f"{INTERACTION_SCRIPT}</body>"))
+    notes, console = run_chromium(tmp_path / "page.html", "#dark")
     assert not console
-    drawn = len(Reader(text).data()["charts"])
+    drawn = len(PageReader(text).data()["charts"])
     assert (notes["drawn"], notes["theme"]) == (str(drawn), "dark")
     assert (notes["smooth"], notes["lines"], notes["log"]) == ("true", "1", "true")
     assert notes["axes"] == "step,tokens,tokens"
     assert notes["tip"].startswith("step 30") and "<" in notes["tip"]
-    assert notes["rows"] == str(1 + len(compared(runs)))
+    assert notes["rows"] == str(1 + len(compare_settings(runs)))
 
 
 @needs_chromium
 @pytest.mark.slow
 @pytest.mark.parametrize(("language", "title"), [("zh-CN", "损失（按步数）"), ("en-US", "Loss over steps")])
-def test_the_page_is_in_the_language_of_the_browser(tmp_path: Path, language: str, title: str) -> None:
+def test_page_uses_browser_language(tmp_path: Path, language: str, title: str) -> None:
     seen = "document.documentElement.dataset"
     script = (
         f"<script>{seen}.title = charts[0].figure.querySelector('b').textContent;"
         f"{seen}.heads = document.querySelector('h2').innerText;</script></body>"
     )
     (tmp_path / "page.html").write_text(
-        page([read_run(make_run(tmp_path / "run"), "run")], "Runs").replace("</body>", script)
+        render_page([read_run(make_run(tmp_path / "run"), "run")], "Runs").replace("</body>", script)
     )
-    notes, console = browse(tmp_path / "page.html", "", f"--lang={language}", f"--accept-lang={language}")
+    notes, console = run_chromium(tmp_path / "page.html", "", f"--lang={language}", f"--accept-lang={language}")
     assert not console and notes["title"] == title
     assert notes["heads"] == ("设置" if language == "zh-CN" else "Settings")
 
 
 @needs_chromium
 @pytest.mark.slow
-def test_an_error_in_the_page_is_seen(tmp_path: Path) -> None:
+def test_browser_reports_page_errors(tmp_path: Path) -> None:
     """The test above can fail; and a page without records draws nothing."""
     folder = make_run(tmp_path / "run")
     (folder / "metrics.jsonl").unlink()
-    text = page([read_run(folder, "run")], "Runs")
+    text = render_page([read_run(folder, "run")], "Runs")
     (tmp_path / "page.html").write_text(text)
-    notes, console = browse(tmp_path / "page.html")
+    notes, console = run_chromium(tmp_path / "page.html")
     assert not console and notes["drawn"] == "0"
     (tmp_path / "page.html").write_text(text.replace("</body>", "<script>nothing.at.all</script></body>"))
-    assert len(browse(tmp_path / "page.html")[1]) == 1
+    assert len(run_chromium(tmp_path / "page.html")[1]) == 1

@@ -11,28 +11,28 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.tools.made_runs import make_run
-from tests.tools.test_report import CHROMIUM, QUIETLY, needs_chromium
-from tools.report import page
+from tests.tools.test_report import CHROMIUM, CHROMIUM_FLAGS, needs_chromium
+from tools.report import render_page
 from tools.report_parts.runs import read_run
 
 
-def photograph(html: Path, anchor: str = "") -> NDArray[np.uint8]:
+def take_screenshot(html: Path, anchor: str = "") -> NDArray[np.uint8]:
     """Return the pixels [height, width, 3] of the page as Chromium shows it."""
     assert CHROMIUM is not None
-    picture = html.with_suffix(".png")
-    command = [CHROMIUM, *QUIETLY, f"--screenshot={picture}", f"--user-data-dir={html.parent / 'browser'}"]
+    path = html.with_suffix(".png")
+    command = [CHROMIUM, *CHROMIUM_FLAGS, f"--screenshot={path}", f"--user-data-dir={html.parent / 'browser'}"]
     subprocess.run([*command, f"{html.as_uri()}{anchor}"], check=True, capture_output=True, timeout=60)
-    with Image.open(picture) as opened:
+    with Image.open(path) as opened:
         return np.asarray(opened.convert("RGB"))
 
 
-def backgrounds(pixels: NDArray[np.uint8], number: int) -> float:
+def background_share(pixels: NDArray[np.uint8], num_colors: int) -> float:
     """Return the share of the pixels that have one of the most frequent colours."""
     _, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
-    return float(np.sort(counts)[-number:].sum() / counts.sum())
+    return float(np.sort(counts)[-num_colors:].sum() / counts.sum())
 
 
-def blue(pixels: NDArray[np.uint8]) -> int:
+def count_blue_pixels(pixels: NDArray[np.uint8]) -> int:
     """Return how many pixels are of the first run's colour, or of one between it and the background."""
     red_of, blue_of = (pixels[..., channel].astype(int) for channel in (0, 2))
     return int((blue_of - red_of > 80).sum())
@@ -40,15 +40,15 @@ def blue(pixels: NDArray[np.uint8]) -> int:
 
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize(("anchor", "light"), [("#light", range(200, 256)), ("#dark", range(80))])
-def test_the_page_is_seen_in_a_picture_of_it(tmp_path: Path, anchor: str, light: range) -> None:
+@pytest.mark.parametrize(("anchor", "brightness"), [("#light", range(200, 256)), ("#dark", range(80))])
+def test_screenshot_shows_text_tables_and_curves(tmp_path: Path, anchor: str, brightness: range) -> None:
     """In both themes: the background, and on it text, tables and curves."""
     run = read_run(make_run(tmp_path / "run"), "run")
-    (tmp_path / "page.html").write_text(page([run], "Runs"))
-    pixels = photograph(tmp_path / "page.html", anchor)
+    (tmp_path / "page.html").write_text(render_page([run], "Runs"))
+    pixels = take_screenshot(tmp_path / "page.html", anchor)
     assert pixels.shape == (2400, 1400, 3)
-    assert int(np.median(pixels)) in light
-    assert backgrounds(pixels, 2) < 0.97  # of the page and of its cards; 0.956, and 0.986 where no script draws
-    assert blue(pixels) > 10_000  # 14,420; 4,626 without the curves of the twelve charts
+    assert int(np.median(pixels)) in brightness
+    assert background_share(pixels, 2) < 0.97  # of the page and of its cards; 0.956, and 0.986 where no script draws
+    assert count_blue_pixels(pixels) > 10_000  # 14,420; 4,626 without the curves of the twelve charts
     (tmp_path / "page.html").write_text("<html><body></body></html>")
-    assert backgrounds(photograph(tmp_path / "page.html"), 1) == 1.0
+    assert background_share(take_screenshot(tmp_path / "page.html"), 1) == 1.0

@@ -22,101 +22,111 @@ from tds.loss import Weighted
 from tests.helpers import runs
 from tests.helpers.harness import run_ranks
 
-GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
-SHORT = "--train-iters 12 --eval-iters 0 --stability-window 4 --stability-sigma 20 --step-timeout 25"
-Plant = Callable[[int], None]
+GRID_FLAGS = "--model-parallel-size 2 --pipe-parallel-size 2"
+SHORT_RUN_FLAGS = "--train-iters 12 --eval-iters 0 --stability-window 4 --stability-sigma 20 --step-timeout 25"
+FaultInjector = Callable[[int], None]
 
 
 @dataclass
-class Seen:
+class RankRecord:
     """What one rank saw. ``digests`` are of weights and optimizer state, ahead of each step and at the end."""
 
     error: str = ""
     is_of_this_rank: bool = False
     was_stopped: bool = False
     digests: list[str] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    first_samples: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
 
-def train(num_ranks: int, prefix: Path, folder: Path, extra: str = "", plant: Plant | None = None) -> list[Seen]:
+def train(
+    num_ranks: int, prefix: Path, folder: Path, extra_args: str = "", inject_fault: FaultInjector | None = None
+) -> list[RankRecord]:
     """Train in forked ranks; return what each saw."""
-    argv = runs.flags(prefix, folder, f"{SHORT} {extra}")
-    return run_ranks(num_ranks, _rank, argv, num_ranks, plant, deadline_s=100.0)
+    argv = runs.make_flags(prefix, folder, f"{SHORT_RUN_FLAGS} {extra_args}")
+    return run_ranks(num_ranks, _run_rank, argv, num_ranks, inject_fault, deadline_s=100.0)
 
 
-def spoil(
-    firsts: Collection[int], factor: float, *, rank_hit: int | None = None, micro_hit: int | None = None
-) -> Plant:
-    """Return a plant that multiplies the losses of the steps whose first sample is among ``firsts``."""
+def scale_losses(
+    first_samples: Collection[int],
+    factor: float,
+    *,
+    faulty_rank: int | None = None,
+    faulty_micro_batch: int | None = None,
+) -> FaultInjector:
+    """Return a plant that multiplies the losses of the steps whose first sample is among ``first_samples``."""
 
-    def plant(rank: int) -> None:
-        now = {"first": -1, "micro": -1}
-        plain = loss_forms.as_weighted
+    def inject_fault(rank: int) -> None:
+        current = {"first": -1, "micro": -1}
+        original_as_weighted = loss_forms.as_weighted
 
-        def noted(*facts: int) -> StepSamples:
-            made = StepSamples(*facts)
-            now.update(first=made.first, micro=-1)
-            return made
+        def record_samples(*args: int) -> StepSamples:
+            step_samples = StepSamples(*args)
+            current.update(first=step_samples.first, micro=-1)
+            return step_samples
 
-        def spoiled(loss: Any) -> Any:
-            weighted = plain(loss)
-            now["micro"] += 1
-            is_hit = now["first"] in firsts and rank_hit in (None, rank) and micro_hit in (None, now["micro"])
-            return Weighted(weighted.total * factor, weighted.count) if is_hit else weighted
+        def scale_loss(loss: Any) -> Any:
+            weighted = original_as_weighted(loss)
+            current["micro"] += 1
+            is_faulty = (
+                current["first"] in first_samples
+                and faulty_rank in (None, rank)
+                and faulty_micro_batch in (None, current["micro"])
+            )
+            return Weighted(weighted.total * factor, weighted.count) if is_faulty else weighted
 
-        trainer.StepSamples = noted  # type: ignore[assignment, misc]
-        loss_forms.as_weighted = single_stage_engine.as_weighted = spoiled
+        trainer.StepSamples = record_samples  # type: ignore[assignment, misc]
+        loss_forms.as_weighted = single_stage_engine.as_weighted = scale_loss
 
-    return plant
+    return inject_fault
 
 
-def _rank(rank: int, argv: list[str], num_ranks: int, plant: Plant | None) -> Seen:
-    seen = Seen()
-    _watch(seen)
-    runs.leave_out_what_takes_long()
-    if plant is not None:
-        plant(rank)
-    config = resolve_dtype(runs.parse_as(pretrain_gpt2, argv, num_ranks), "fp32")
-    here = initialize.start(config)
-    stop = StopRequests()
-    stop.limit(config.run.exit_interval, 0.0, 0.0)
+def _run_rank(rank: int, argv: list[str], num_ranks: int, inject_fault: FaultInjector | None) -> RankRecord:
+    record = RankRecord()
+    _record_steps(record)
+    runs.disable_slow_features()
+    if inject_fault is not None:
+        inject_fault(rank)
+    config = resolve_dtype(runs.parse_script_config(pretrain_gpt2, argv, num_ranks), "fp32")
+    world = initialize.start(config)
+    stop_requests = StopRequests()
+    stop_requests.set_limits(config.run.exit_interval, 0.0, 0.0)
     script = pretrain_gpt2
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     try:
-        run(config, here, *providers, "gpt2", stop, runs.PLANTED)
+        run(config, world, *providers, "gpt2", stop_requests, runs.INJECTED_CALLBACKS)
     except NumericsError as error:
-        seen.error, seen.is_of_this_rank = str(error), error.is_of_this_rank
+        record.error, record.is_of_this_rank = str(error), error.is_of_this_rank
     except StopRequest:
-        seen.was_stopped = True
+        record.was_stopped = True
     sys.stdout.flush()
-    return seen
+    return record
 
 
-def _watch(seen: Seen) -> None:
+def _record_steps(record: RankRecord) -> None:
     """Note what is there ahead of each step, and at the end."""
-    step = Trainer.train_step
+    original_train_step = Trainer.train_step
 
-    def watched_step(run: Trainer) -> StepResult:
-        seen.digests.append(_digest(run))
-        seen.firsts.append(run.progress.samples_consumed)
-        seen.steps.append(run.progress.step)
-        seen.scales.append(run.engine.optimizer.loss_scale)
+    def record_step(trainer: Trainer) -> StepResult:
+        record.digests.append(_state_digest(trainer))
+        record.first_samples.append(trainer.progress.samples_consumed)
+        record.steps.append(trainer.progress.step)
+        record.loss_scales.append(trainer.engine.optimizer.loss_scale)
         try:
-            return step(run)
+            return original_train_step(trainer)
         except NumericsError:
-            seen.digests.append(_digest(run))
+            record.digests.append(_state_digest(trainer))
             raise
         finally:
-            seen.rates.append(run.engine.optimizer.param_groups[0]["lr"])
+            record.learning_rates.append(trainer.engine.optimizer.param_groups[0]["lr"])
 
-    Trainer.train_step = watched_step  # type: ignore[method-assign]
+    Trainer.train_step = record_step  # type: ignore[method-assign]
 
 
-def _digest(run: Trainer) -> str:
-    optimizer = run.engine.optimizer
-    tensors = [p.detach() for p in run.engine.module.parameters()]
+def _state_digest(trainer: Trainer) -> str:
+    optimizer = trainer.engine.optimizer
+    tensors = [p.detach() for p in trainer.engine.module.parameters()]
     tensors += [v for state in optimizer.inner.state.values() for v in state.values() if hasattr(v, "numpy")]
     return hashlib.sha256(b"".join(t.contiguous().float().numpy().tobytes() for t in tensors)).hexdigest()[:12]

@@ -31,21 +31,21 @@ from megatron.training.train_progress import TrainProgress
 from tests.helpers.harness import run_ranks
 from tests.helpers.saved_states import load_state, save_state
 
-VOCAB = 101  # a prime: padded for every tensor size
-COMMON = (
-    f"--hidden-size 32 --num-attention-heads 4 --vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0 "
+VOCAB_SIZE = 101  # a prime: padded for every tensor size
+COMMON_FLAGS = (
+    f"--hidden-size 32 --num-attention-heads 4 --vocab-size {VOCAB_SIZE} --attention-dropout 0 --hidden-dropout 0 "
     "--data-path none --device cpu --train-iters 20 --lr 1e-3 --batch-size 2 --gas 4 --keep-last 1000"
 )
-SIZES = {
-    pretrain_gpt2: f"--num-layers 4 --max-position-embeddings 16 --hidden-bias --seq-length 16 {COMMON}",
-    pretrain_bert: f"--num-layers 4 --seq-length 16 {COMMON}",
-    pretrain_llama: f"--num-layers 4 --seq-length 16 {COMMON} --num-attention-heads 8 --num-query-groups 4",
-    pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON}",
-    pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",
+MODEL_FLAGS = {
+    pretrain_gpt2: f"--num-layers 4 --max-position-embeddings 16 --hidden-bias --seq-length 16 {COMMON_FLAGS}",
+    pretrain_bert: f"--num-layers 4 --seq-length 16 {COMMON_FLAGS}",
+    pretrain_llama: f"--num-layers 4 --seq-length 16 {COMMON_FLAGS} --num-attention-heads 8 --num-query-groups 4",
+    pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON_FLAGS}",
+    pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON_FLAGS}",
 }
 PROGRESS = TrainProgress(step=7, updates=6, samples_consumed=168)
 
-Parts = dict[str, tuple[Shard, torch.Tensor]]
+ShardedTensors = dict[str, tuple[Shard, torch.Tensor]]
 """What a rank holds of each tensor, without padding."""
 
 
@@ -56,178 +56,180 @@ class Layout:
     tensor: int
     pipe: int
     data: int
-    zero: int = 0
+    zero_stage: int = 0
     dtype: str = "fp32"
-    offload: str = ""
+    offload_flag: str = ""
     context: int = 1
 
     @property
     def num_ranks(self) -> int:
         return self.tensor * self.pipe * self.data * self.context
 
-    def flags(self, script: ModuleType) -> list[str]:
-        cut = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero} "
-        cut += f"{self.offload} --context-parallel-size {self.context}"
-        return f"{SIZES[script]} {cut} --fp32".split()
+    def make_flags(self, script: ModuleType) -> list[str]:
+        layout_flags = (
+            f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero_stage} "
+        )
+        layout_flags += f"{self.offload_flag} --context-parallel-size {self.context}"
+        return f"{MODEL_FLAGS[script]} {layout_flags} --fp32".split()
 
     def __str__(self) -> str:
         axes = f"{self.tensor}-{self.pipe}-{self.data}-{self.context}"
-        return f"{axes}-zero{self.zero}{self.offload.replace(' ', '')}-{self.dtype}"
+        return f"{axes}-zero{self.zero_stage}{self.offload_flag.replace(' ', '')}-{self.dtype}"
 
 
 @dataclass
-class Rank:
+class RankState:
     """One rank of a layout: its part of the model and of the optimizer's state."""
 
     config: Config
-    here: world.World
+    rank_world: world.World
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
 
     @classmethod
-    def of(cls, layout: Layout, script: ModuleType) -> Rank:
+    def build(cls, layout: Layout, script: ModuleType) -> RankState:
         """Build what this process is in ``layout``. Collective."""
         family = script.__name__.rpartition("pretrain_")[2]
-        argv, defaults = layout.flags(script), getattr(script, "DEFAULTS", None)
-        config = parse(argv, world_size=layout.num_ranks, family=family, defaults=defaults).with_vocab(VOCAB)
-        here = initialize.start(config)
+        argv, defaults = layout.make_flags(script), getattr(script, "DEFAULTS", None)
+        config = parse(argv, world_size=layout.num_ranks, family=family, defaults=defaults).with_vocab(VOCAB_SIZE)
+        rank_world = initialize.start(config)
         # only now: parse refuses fp16 on a CPU, since its arithmetic is slow there; there is none here
         config = replace(config, precision=replace(config.precision, dtype=layout.dtype))
-        streams = make_streams(config, here)
+        streams = make_streams(config, rank_world)
         global_vars.set_current(config, mock_tokenizer(config), streams)
-        module, optimizer = build_weights(config, here, streams, script.model_provider)
+        module, optimizer = build_weights(config, rank_world, streams, script.model_provider)
         optimizer.store.shard_weights(module)
         make_moments(optimizer)
-        return cls(config, here, module, optimizer)
+        return cls(config, rank_world, module, optimizer)
 
     def fill(self, seed: int) -> None:
         """Take the state that goes by the name of ``seed``. Collective."""
-        for record in records_of(self.module, self.optimizer):
+        for record in iter_records(self.module, self.optimizer):
             shard = record.shard
-            shard.unpadded(record.tensor).copy_(shard.cut(whole(record.name, shard.global_shape, seed)))
+            shard.unpadded(record.tensor).copy_(shard.narrow(make_full_tensor(record.name, shard.global_shape, seed)))
         self.optimizer.copy_main_params_to_parameters()
         set_optimizer_steps(self.optimizer, seed)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint as a run does. Collective."""
-        save_state(folder, PROGRESS, fingerprint="data", **self._parts())
+        save_state(folder, PROGRESS, fingerprint="data", **self._components())
 
     def load(self, folder: Path) -> None:
         """Take up the checkpoint in ``folder`` as a run does. Collective."""
-        progress = load_state(folder, fingerprint="data", **self._parts())
+        progress = load_state(folder, fingerprint="data", **self._components())
         assert progress == PROGRESS
 
-    def parts(self) -> Parts:
+    def copy_all_shards(self) -> ShardedTensors:
         """Return copies of masters, moments and, under ``model/``, the parameters that the model computes with."""
-        held = parts_of(self.module, self.optimizer)
+        shards = copy_shards(self.module, self.optimizer)
         for name, parameter in named_parameters(self.module):
-            kept = self.optimizer.store.persistent_storage(parameter)
-            shard = shard_of(parameter if kept is parameter else self.optimizer.main_param_of(parameter))
-            held[f"model/{name}"] = (shard, shard.unpadded(kept.detach()).clone())
-        return held
+            stored = self.optimizer.store.persistent_storage(parameter)
+            shard = shard_of(parameter if stored is parameter else self.optimizer.main_param_of(parameter))
+            shards[f"model/{name}"] = (shard, shard.unpadded(stored.detach()).clone())
+        return shards
 
-    def _parts(self) -> dict[str, Any]:
-        return {"config": self.config, "module": self.module, "optimizer": self.optimizer, "world": self.here}
+    def _components(self) -> dict[str, Any]:
+        return {"config": self.config, "module": self.module, "optimizer": self.optimizer, "world": self.rank_world}
 
 
-def records_of(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
+def iter_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
     """Yield masters and moments."""
     yield from weight_records(module, optimizer)
     yield from optimizer_records(module, optimizer)
 
 
-def parts_of(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Parts:
+def copy_shards(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> ShardedTensors:
     """Return copies of masters and moments."""
-    held = records_of(module, optimizer)
-    return {record.name: (record.shard, record.shard.unpadded(record.tensor).clone()) for record in held}
+    records = iter_records(module, optimizer)
+    return {record.name: (record.shard, record.shard.unpadded(record.tensor).clone()) for record in records}
 
 
-def keep_parts(folder: Path) -> Callable[[int], None]:
+def make_shard_recorder(folder: Path) -> Callable[[int], None]:
     """Return a plant: each rank of a run keeps in ``folder`` what it holds at a save and, later, right after a load."""
 
-    def keep(name: str, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> None:
+    def write_shards(name: str, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> None:
         folder.mkdir(exist_ok=True)
-        (folder / name).write_bytes(pickle.dumps(parts_of(module, optimizer)))
+        (folder / name).write_bytes(pickle.dumps(copy_shards(module, optimizer)))
 
-    def plant(rank: int) -> None:
-        capture, load = checkpointer.capture, resume.restore
+    def install(rank: int) -> None:
+        original_capture, original_restore = checkpointer.capture, resume.restore
 
-        def capture_and_keep(*args: Any, **given: Any) -> Any:
-            keep(f"saved-{rank}", given["module"], given["optimizer"])
-            return capture(*args, **given)
+        def capture_and_record(*args: Any, **kwargs: Any) -> Any:
+            write_shards(f"saved-{rank}", kwargs["module"], kwargs["optimizer"])
+            return original_capture(*args, **kwargs)
 
-        def load_and_keep(*args: Any, **given: Any) -> Any:
-            progress = load(*args, **given)
-            keep(f"loaded-{rank}", given["module"], given["optimizer"])
+        def restore_and_record(*args: Any, **kwargs: Any) -> Any:
+            progress = original_restore(*args, **kwargs)
+            write_shards(f"loaded-{rank}", kwargs["module"], kwargs["optimizer"])
             return progress
 
-        checkpointer.capture, resume.restore = capture_and_keep, load_and_keep
+        checkpointer.capture, resume.restore = capture_and_record, restore_and_record
 
-    return plant
-
-
-def kept(folder: Path, what: str) -> dict[str, torch.Tensor]:
-    """Return what the ranks of a run kept in ``folder``, gathered; ``what`` is "saved" or "loaded"."""
-    return gather([pickle.loads(path.read_bytes()) for path in sorted(folder.glob(f"{what}-*"))])
+    return install
 
 
-def whole(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+def gather_recorded(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Return what the ranks of a run kept in ``folder``, gathered; ``prefix`` is "saved" or "loaded"."""
+    return gather([pickle.loads(path.read_bytes()) for path in sorted(folder.glob(f"{prefix}-*"))])
+
+
+def make_full_tensor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Return the whole tensor ``name`` of the state ``seed``, in 32 bits."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed))
 
 
-def gather(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
+def gather(rank_shards: Sequence[ShardedTensors]) -> dict[str, torch.Tensor]:
     """Return the whole tensors, put together from what all ranks hold, copies compared bit for bit.
 
     Raises:
         AssertionError: two ranks hold different bits of the same part, or nobody holds a part.
     """
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for parts in ranks:
-        for name, (shard, part) in parts.items():
-            value, is_there = found.setdefault(
-                name, (part.new_zeros(shard.global_shape), torch.zeros(shard.global_shape, dtype=torch.bool))
+    full_tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for shards in rank_shards:
+        for name, (shard, local_value) in shards.items():
+            value, filled_mask = full_tensors.setdefault(
+                name, (local_value.new_zeros(shard.global_shape), torch.zeros(shard.global_shape, dtype=torch.bool))
             )
-            seen = shard.cut(is_there)
-            assert torch.equal(shard.cut(value)[seen], part[seen]), f"copies of {name} differ"
-            shard.cut(value).copy_(part)
-            seen.fill_(True)
-    assert all(is_there.all() for _, is_there in found.values())
-    return {name: value for name, (value, _) in found.items()}
+            shard_mask = shard.narrow(filled_mask)
+            assert torch.equal(shard.narrow(value)[shard_mask], local_value[shard_mask]), f"copies of {name} differ"
+            shard.narrow(value).copy_(local_value)
+            shard_mask.fill_(True)
+    assert all(filled_mask.all() for _, filled_mask in full_tensors.values())
+    return {name: value for name, (value, _) in full_tensors.items()}
 
 
-def assert_is_state(found: Mapping[str, torch.Tensor], seed: int, dtype: str) -> None:
+def assert_equals_state(tensors: Mapping[str, torch.Tensor], seed: int, dtype: str) -> None:
     """Every tensor is, bit for bit, that of the state ``seed``; parameters are rounded to ``dtype``."""
-    for name, value in found.items():
+    for name, value in tensors.items():
         if name.startswith("model/"):
-            wanted = whole(name.replace("model/", "weights/"), value.shape, seed).to(device.DTYPES[dtype])
+            expected = make_full_tensor(name.replace("model/", "weights/"), value.shape, seed).to(device.DTYPES[dtype])
         else:
-            wanted = whole(name, value.shape, seed)
-        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+            expected = make_full_tensor(name, value.shape, seed)
+        assert value.dtype == expected.dtype and torch.equal(value, expected), name
 
 
-def _save(rank: int, layout: Layout, script: ModuleType, root: Path, seed: int) -> None:
-    own = Rank.of(layout, script)
-    own.fill(seed)
-    own.save(root / str(layout))
+def _save_rank(rank: int, layout: Layout, script: ModuleType, root: Path, seed: int) -> None:
+    rank_state = RankState.build(layout, script)
+    rank_state.fill(seed)
+    rank_state.save(root / str(layout))
 
 
-def _load(rank: int, layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[Parts]:
-    own, found = Rank.of(layout, script), []
+def _load_rank(rank: int, layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[ShardedTensors]:
+    rank_state, loaded = RankState.build(layout, script), []
     for folder in folders:
-        own.fill(99)
-        own.load(folder)
-        found.append(own.parts())
-    return found
+        rank_state.fill(99)
+        rank_state.load(folder)
+        loaded.append(rank_state.copy_all_shards())
+    return loaded
 
 
-def save_by(layout: Layout, script: ModuleType, root: Path, seed: int) -> Path:
+def save_in_layout(layout: Layout, script: ModuleType, root: Path, seed: int) -> Path:
     """Let the ranks of ``layout`` save the state ``seed``; return the run folder."""
-    run_ranks(layout.num_ranks, _save, layout, script, root, seed)
+    run_ranks(layout.num_ranks, _save_rank, layout, script, root, seed)
     return root / str(layout)
 
 
-def load_by(layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[dict[str, torch.Tensor]]:
+def load_in_layout(layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[dict[str, torch.Tensor]]:
     """Let the ranks of ``layout`` load each of ``folders``; return what they then hold, gathered."""
-    ranks = run_ranks(layout.num_ranks, _load, layout, script, folders, deadline_s=120.0)
-    return [gather([found[place] for found in ranks]) for place in range(len(folders))]
+    loaded_by_rank = run_ranks(layout.num_ranks, _load_rank, layout, script, folders, deadline_s=120.0)
+    return [gather([loaded[folder_idx] for loaded in loaded_by_rank]) for folder_idx in range(len(folders))]

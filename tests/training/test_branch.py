@@ -7,17 +7,17 @@ import json
 from megatron.training.checkpoint_lineage import CheckpointLineage
 
 
-def test_a_run_that_went_on_from_an_older_one_leaves_those_after_it() -> None:
+def test_resume_from_older_step_excludes_later_checkpoints() -> None:
     first = CheckpointLineage()
     first.continue_from(3, 3)
-    assert first.to_metadata() == {} and first.has(1)
+    assert first.to_metadata() == {} and first.contains(1)
     first.continue_from(2, 5)
-    again = CheckpointLineage.of(json.loads(json.dumps(first.to_metadata())))
-    again.continue_from(7, 8)
-    assert [number for number in range(1, 11) if again.has(number)] == [1, 2, 6, 7, 9, 10]
+    restored = CheckpointLineage.from_metadata(json.loads(json.dumps(first.to_metadata())))
+    restored.continue_from(7, 8)
+    assert [step for step in range(1, 11) if restored.contains(step)] == [1, 2, 6, 7, 9, 10]
 
 
-def test_an_earlier_run_in_the_folder_is_not_on_the_way_of_a_restart_either() -> None:
-    again = CheckpointLineage.of(CheckpointLineage(earlier=4).to_metadata())
-    again.continue_from(6, 6)
-    assert [number for number in range(1, 8) if again.has(number)] == [5, 6, 7]
+def test_restart_excludes_checkpoints_of_earlier_run() -> None:
+    restored = CheckpointLineage.from_metadata(CheckpointLineage(earlier=4).to_metadata())
+    restored.continue_from(6, 6)
+    assert [step for step in range(1, 8) if restored.contains(step)] == [5, 6, 7]

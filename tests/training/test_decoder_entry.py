@@ -11,10 +11,10 @@ import pytest
 
 from megatron.training.callbacks.metrics_writer import read_metrics
 from tests.helpers.harness import fork_ranks
-from tests.helpers.runs import LENGTHS, ROOT, SIZES, _rendezvous_by_file, leave_out_what_takes_long, write_corpus
+from tests.helpers.runs import BASE_FLAGS, LENGTH_FLAGS, ROOT, _rendezvous_by_file, disable_slow_features, write_corpus
 
 ENTRY = "pretrain_gpt2.py"
-MAXIMUM = "--train-iters 4 --eval-iters 0"
+SHORT_RUN = "--train-iters 4 --eval-iters 0"
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def start(program: str, words: str, corpus: Path, folder: Path, family: str = "llama") -> tuple[int, str]:
+def start(program: str, extra_args: str, corpus: Path, folder: Path, family: str = "llama") -> tuple[int, str]:
     """Run ``program`` in ``folder`` as one rank; return its exit code and its output."""
     folder.mkdir(exist_ok=True)
-    argv = [*SIZES, *LENGTHS[family].split(), "--data-path", str(corpus), *f"{MAXIMUM} {words}".split()]
+    argv = [
+        *BASE_FLAGS,
+        *LENGTH_FLAGS[family].split(),
+        "--data-path",
+        str(corpus),
+        *f"{SHORT_RUN} {extra_args}".split(),
+    ]
     log = folder / "log"
     log.unlink(missing_ok=True)
     (code,), _, _ = fork_ranks(1, _run, program, argv, folder, log, init=False, deadline_s=100.0)
@@ -41,7 +47,7 @@ def _run(rank: int, program: str, argv: list[str], folder: Path, log: Path) -> N
     store = folder / "store"
     store.unlink(missing_ok=True)
     _rendezvous_by_file(store)
-    leave_out_what_takes_long()
+    disable_slow_features()
     sys.argv = [program, *argv]
     runpy.run_path(str(ROOT / program), run_name="__main__")
     sys.exit(0)
@@ -54,29 +60,29 @@ def losses(folder: Path, family: str = "llama") -> list[float]:
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("mpt", marks=pytest.mark.slow)])
-def test_the_entry_trains_as_the_program_of_the_family(family: str, corpus: Path, tmp_path: Path) -> None:
-    for program, words in ((f"examples/{family}/pretrain_{family}.py", ""), (ENTRY, f"--model {family}")):
-        code, output = start(program, words, corpus, tmp_path / Path(program).stem, family)
+def test_entry_program_equals_family_program_losses(family: str, corpus: Path, tmp_path: Path) -> None:
+    for program, extra_args in ((f"examples/{family}/pretrain_{family}.py", ""), (ENTRY, f"--model {family}")):
+        code, output = start(program, extra_args, corpus, tmp_path / Path(program).stem, family)
         assert code == 0, output
-    found = losses(tmp_path / "pretrain_gpt2", family)
-    assert len(found) == 4 and found == losses(tmp_path / f"pretrain_{family}", family)
+    entry_losses = losses(tmp_path / "pretrain_gpt2", family)
+    assert len(entry_losses) == 4 and entry_losses == losses(tmp_path / f"pretrain_{family}", family)
 
 
 @pytest.mark.parametrize("is_swapped", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_either_program_resumes_the_run_of_the_other(is_swapped: bool, corpus: Path, tmp_path: Path) -> None:
+def test_entry_and_family_programs_resume_each_other(is_swapped: bool, corpus: Path, tmp_path: Path) -> None:
     """The run is found by its name, and a setting that only the first start gave comes from the checkpoint."""
     programs = [("examples/llama/pretrain_llama.py", ""), (ENTRY, "--model llama")]
-    (first, words), (second, more) = programs[::-1] if is_swapped else programs
-    code, output = start(first, f"{words} --qk-norm head", corpus, tmp_path / "whole")
+    (first_program, extra_args), (second_program, second_args) = programs[::-1] if is_swapped else programs
+    code, output = start(first_program, f"{extra_args} --qk-norm head", corpus, tmp_path / "whole")
     assert code == 0, output
-    code, output = start(first, f"{words} --qk-norm head --exit-interval 2", corpus, tmp_path / "parts")
+    code, output = start(first_program, f"{extra_args} --qk-norm head --exit-interval 2", corpus, tmp_path / "parts")
     assert code == 75, output
-    code, output = start(second, f"{more} --resume", corpus, tmp_path / "parts")
+    code, output = start(second_program, f"{second_args} --resume", corpus, tmp_path / "parts")
     assert code == 0, output
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_another_family_is_an_error_of_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_model_family_mismatch_with_checkpoint_raises(corpus: Path, tmp_path: Path) -> None:
     code, output = start(ENTRY, "--model llama --save llama --train-iters 1", corpus, tmp_path)
     assert code == 0, output
     code, output = start(ENTRY, "--model mpt --load llama --save other", corpus, tmp_path, "mpt")

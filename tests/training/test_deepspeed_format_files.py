@@ -16,7 +16,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron import files
 from megatron.checkpoint import metadata
-from megatron.checkpoint.retention import ALL, RetentionPolicy
+from megatron.checkpoint.retention import KEEP_ALL, RetentionPolicy
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE, Group, single_grid
@@ -37,7 +37,7 @@ STATE = {
 }  # fmt: skip
 
 
-class Engine:
+class FakeEngine:
     """What is asked of an engine: two files, through its checkpoint engine."""
 
     optimizer = SimpleNamespace(scaler=GradScaler())
@@ -54,129 +54,131 @@ class Engine:
             )
 
     def load_checkpoint(self, root: str, tag: str, **options: Any) -> tuple[str, dict[str, Any]]:
-        found = self.checkpoint_engine.load(f"{root}/{tag}/model_{self.rank}.pt", map_location="cpu")
-        self.value = found["value"]
-        return tag, found
+        state = self.checkpoint_engine.load(f"{root}/{tag}/model_{self.rank}.pt", map_location="cpu")
+        self.value = state["value"]
+        return tag, state
 
 
-def write(root: Path, step: int, keep: RetentionPolicy = ALL) -> Path:
-    return deepspeed_checkpoint.save(root, step, STATE, Engine(float(step)), WORLD, retention=keep)
+def save_step(root: Path, step: int, retention: RetentionPolicy = KEEP_ALL) -> Path:
+    return deepspeed_checkpoint.save(root, step, STATE, FakeEngine(float(step)), WORLD, retention=retention)
 
 
-def value_of(path: Path) -> float:
-    engine = Engine()
+def load_value(path: Path) -> float:
+    engine = FakeEngine()
     deepspeed_checkpoint.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
     return engine.value
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """Ends a save as a kill would: nothing catches it."""
 
 
-def after(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> list[str]:
-    """Raise ``error`` ahead of the operation ``number`` and of every later one; return what was begun."""
-    seen: list[str] = []
+def fail_after(monkeypatch: pytest.MonkeyPatch, num_allowed: int, error: BaseException) -> list[str]:
+    """Raise ``error`` ahead of the operation ``num_allowed`` and of every later one; return what was begun."""
+    operations: list[str] = []
 
-    def stop(operation: str, path: Path) -> None:
-        seen.append(f"{operation} {path.name}")
-        if len(seen) > number:
+    def check_operation(operation: str, path: Path) -> None:
+        operations.append(f"{operation} {path.name}")
+        if len(operations) > num_allowed:
             raise error
 
-    monkeypatch.setattr(files, "before_operation", stop)
-    return seen
+    monkeypatch.setattr(files, "before_operation", check_operation)
+    return operations
 
 
-def test_a_kill_ahead_of_any_file_operation_leaves_a_whole_checkpoint_for_both_loaders(
+def test_kill_before_any_file_operation_leaves_loadable_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows A03, A04 and A06."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it costs most of the time, and no power is lost here
-    for number in range(100):
-        root = tmp_path / str(number)
-        write(root, 1)
-        write(root, 2)
+    for num_allowed in range(100):
+        root = tmp_path / str(num_allowed)
+        save_step(root, 1)
+        save_step(root, 2)
         with monkeypatch.context() as patch:
-            seen = after(patch, number, Killed())
+            operations = fail_after(patch, num_allowed, SimulatedKill())
             try:
-                write(root, 3, RetentionPolicy(last=1))
+                save_step(root, 3, RetentionPolicy(last=1))
                 is_done = True
-            except Killed:
+            except SimulatedKill:
                 is_done = False
-        left = [path.name for path in tags_in(root)]
-        assert left[0] in ("global_step2", "global_step3"), seen
-        assert (left[0] == "global_step3") >= is_done
-        assert value_of(root) == float(left[0][-1])
-        named = (root / "latest").read_text()  # what DeepSpeed loads
-        assert named in left and value_of(root / named) == float(named[-1])
-        again = write(root, 3, RetentionPolicy(last=1))
-        assert value_of(root) == 3.0 and (root / "latest").read_text() == again.name
+        tag_names = [path.name for path in tags_in(root)]
+        assert tag_names[0] in ("global_step2", "global_step3"), operations
+        assert (tag_names[0] == "global_step3") >= is_done
+        assert load_value(root) == float(tag_names[0][-1])
+        latest_tag = (root / "latest").read_text()  # what DeepSpeed loads
+        assert latest_tag in tag_names and load_value(root / latest_tag) == float(latest_tag[-1])
+        new_path = save_step(root, 3, RetentionPolicy(last=1))
+        assert load_value(root) == 3.0 and (root / "latest").read_text() == new_path.name
         assert not [path for path in root.iterdir() if path.name.startswith(".")]
         if is_done:
-            assert len(seen) == number and again.name == "global_step3-1"
+            assert len(operations) == num_allowed and new_path.name == "global_step3-1"
             break
     else:
         raise AssertionError("a save ends")
-    assert not {"write latest", "create latest"} & set(seen), "`latest` changes by a rename only"
-    assert number > 12 and len(tags_in(root)) == 1
+    assert not {"write latest", "create latest"} & set(operations), "`latest` changes by a rename only"
+    assert num_allowed > 12 and len(tags_in(root)) == 1
 
 
-def test_a_full_disk_costs_this_save_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_fails_only_current_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row K10."""
-    write(tmp_path, 1)
-    for number in range(1, 9):
+    save_step(tmp_path, 1)
+    for num_allowed in range(1, 9):
         with monkeypatch.context() as patch:
-            seen = after(patch, number, OSError(errno.ENOSPC, "No space left on device"))
+            operations = fail_after(patch, num_allowed, OSError(errno.ENOSPC, "No space left on device"))
             with pytest.raises(CheckpointError, match=r"step 2 was not saved to .*No space left"):
-                write(tmp_path, 2)
-        assert [path.name for path in tags_in(tmp_path)] == ["global_step1"], seen
-    assert value_of(tmp_path) == 1.0
-    write(tmp_path, 2)
+                save_step(tmp_path, 2)
+        assert [path.name for path in tags_in(tmp_path)] == ["global_step1"], operations
+    assert load_value(tmp_path) == 1.0
+    save_step(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "global_step2", "latest"]
 
 
-def _one_rank_fails(rank: int, root: Path) -> str:
+def _save_with_failing_rank(rank: int, root: Path) -> str:
     group = Group((0, 1), rank, torch.distributed.group.WORLD)
     grid = replace(single_grid(), topology=Topology(1, 2, 1), rank=rank, data_context=group, world=group, host=group)
     world = World("cpu", torch.device("cpu"), grid, rank)
-    deepspeed_checkpoint.save(root, 1, STATE, Engine(1.0, rank), world)
+    deepspeed_checkpoint.save(root, 1, STATE, FakeEngine(1.0, rank), world)
     if rank == 1:
-        files.before_operation = lambda operation, path: _fail(path)
+        files.before_operation = lambda operation, path: _raise_io_error(path)
     with pytest.raises(CheckpointError) as raised:
-        deepspeed_checkpoint.save(root, 2, STATE, Engine(2.0, rank), world)
+        deepspeed_checkpoint.save(root, 2, STATE, FakeEngine(2.0, rank), world)
     files.before_operation = lambda operation, path: None
-    client = Engine(0.0, rank).load_checkpoint(str(root), "global_step1")[1]
-    assert sorted(client["megatron"]["rng"]) == [0, 1]
+    client_state = FakeEngine(0.0, rank).load_checkpoint(str(root), "global_step1")[1]
+    assert sorted(client_state["megatron"]["rng"]) == [0, 1]
     return str(raised.value)
 
 
-def _fail(path: Path) -> None:
+def _raise_io_error(path: Path) -> None:
     raise OSError(errno.EIO, "the disk of rank 1 is gone")
 
 
-def test_a_save_that_fails_on_one_rank_is_nobodys(tmp_path: Path) -> None:
+def test_save_failing_on_one_rank_fails_on_all_ranks(tmp_path: Path) -> None:
     """Row K13."""
-    first, second = run_ranks(2, _one_rank_fails, tmp_path)
+    first, second = run_ranks(2, _save_with_failing_rank, tmp_path)
     assert first == second and "rank 1: " in first and "the disk of rank 1 is gone" in first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
 
 
-def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoint_falls_back_to_older_one_with_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Rows K01, K02, K04, K07 and K08; the pointer is a hint only (A05)."""
-    write(tmp_path, 1)
-    newest = write(tmp_path, 2) / "model_0.pt"
+    save_step(tmp_path, 1)
+    newest = save_step(tmp_path, 2) / "model_0.pt"
     content = newest.read_bytes()
     (tmp_path / "latest").write_text("junk")
-    assert value_of(tmp_path) == 2.0
-    write(tmp_path / "back", 2)
-    write(tmp_path / "back", 1)
-    assert value_of(tmp_path / "back") == 1.0, "the newest is the last saved, also of a run that went back"
+    assert load_value(tmp_path) == 2.0
+    save_step(tmp_path / "back", 2)
+    save_step(tmp_path / "back", 1)
+    assert load_value(tmp_path / "back") == 1.0, "the newest is the last saved, also of a run that went back"
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 4
     for damaged, message in ((content[:-1], "is truncated"), (bytes(flipped), "was altered"), (None, "No such file")):
         newest.unlink() if damaged is None else newest.write_bytes(damaged)
-        assert value_of(tmp_path) == 1.0
-        said = capfd.readouterr()
-        assert "falling back to global_step1 (step 1)" in said.err + said.out and message in said.err + said.out
+        assert load_value(tmp_path) == 1.0
+        output = capfd.readouterr()
+        assert "falling back to global_step1 (step 1)" in output.err + output.out and message in output.err + output.out
         with pytest.raises(CheckpointError, match="--strict-load"):
             open_newest(tmp_path, SINGLE, strict=True)
     (tmp_path / "global_step1" / metadata.MANIFEST_NAME).write_text("{}")
@@ -184,25 +186,25 @@ def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: py
         open_newest(tmp_path, SINGLE)
 
 
-def test_a_file_that_would_run_code_is_refused_without_a_switch(tmp_path: Path) -> None:
+def test_file_with_executable_pickle_is_rejected(tmp_path: Path) -> None:
     """Row K23: also where its checksum fits."""
-    engine = Engine(1.0)
+    engine = FakeEngine(1.0)
     path = deepspeed_checkpoint.save(tmp_path, 1, STATE, engine, WORLD)
     torch.save({"value": Bomb(tmp_path / "mark")}, path / "model_0.pt")
     with pytest.raises(CheckpointError, match="explode"):
-        deepspeed_checkpoint.restore(_verified(path), engine, Config(), WORLD, EVERYTHING)
+        deepspeed_checkpoint.restore(_read_checkpoint(path), engine, Config(), WORLD, EVERYTHING)
     assert not (tmp_path / "mark").exists() and engine.value == 1.0
 
 
-def _verified(path: Path) -> Any:
-    content = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
+def _read_checkpoint(path: Path) -> Any:
+    manifest = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
     from megatron.checkpoint import Checkpoint
 
-    return Checkpoint(path, content)
+    return Checkpoint(path, manifest)
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "takes_optimizer", "message"),
+    ("saved", "current", "takes_optimizer", "message"),
     [
         ((2, 1, 2), (2, 4, 2), True, None),
         ((4, 1, 1), (2, 2, 1), False, None),
@@ -211,68 +213,70 @@ def _verified(path: Path) -> Any:
         ((1, 2, 1), (2, 1, 1), False, r"saved tp1 pp1 dp2, now tp1 pp2 dp1.*--checkpoint-format native"),
     ],
 )
-def test_another_layout_gets_weights_or_an_error_with_both(
-    saved: Any, now: Any, takes_optimizer: bool, message: str | None, tmp_path: Path
+def test_new_layout_loads_weights_or_raises_with_both_layouts(
+    saved: Any, current: Any, takes_optimizer: bool, message: str | None, tmp_path: Path
 ) -> None:
     """Row K15 in this format: (pipe, data, tensor)."""
     names = ("pipe", "data", "tensor")
     state = {"layout": dict(zip(names, saved, strict=True)), "config": Config().to_dict()}
     checkpoint: Any = type("Saved", (), {"metadata": state, "path": tmp_path})
-    place = Topology(**dict(zip(names, now, strict=True)))
+    topology = Topology(**dict(zip(names, current, strict=True)))
     if message is None:
-        deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
+        deepspeed_checkpoint.check_layout(checkpoint, Config(), topology, loads_optimizer=takes_optimizer)
         return
     with pytest.raises(CheckpointError, match=message):
-        deepspeed_checkpoint.check_layout(checkpoint, Config(), place, takes_optimizer=takes_optimizer)
+        deepspeed_checkpoint.check_layout(checkpoint, Config(), topology, loads_optimizer=takes_optimizer)
 
 
-def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
+def _load_with_stock_deepspeed(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
     """Save by a DeepSpeed engine with our optimizer, and load by one that knows nothing of us."""
     config = {"train_micro_batch_size_per_gpu": 1}
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = _optimizer(module)
+    optimizer = _make_optimizer(module)
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-    _step(optimizer, module)
+    _apply_step(optimizer, module)
     path = deepspeed_checkpoint.save(root, 1, STATE, engine, WORLD)
-    wanted = {name: weight.clone() for name, weight in module.state_dict().items()}
+    expected = {name: weight.clone() for name, weight in module.state_dict().items()}
     torch.manual_seed(2)
-    plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).bfloat16()
-    stock = deepspeed.initialize(model=plain, optimizer=torch.optim.SGD(plain.parameters(), 0.1), config=config)[0]
-    _, client = stock.load_checkpoint(str(root), load_optimizer_states=False)
-    same = all(torch.equal(weight, wanted[name]) for name, weight in plain.state_dict().items())
+    stock_module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).bfloat16()
+    stock_engine = deepspeed.initialize(
+        model=stock_module, optimizer=torch.optim.SGD(stock_module.parameters(), 0.1), config=config
+    )[0]
+    _, client_state = stock_engine.load_checkpoint(str(root), load_optimizer_states=False)
+    is_loaded = all(torch.equal(weight, expected[name]) for name, weight in stock_module.state_dict().items())
     torch.nn.init.zeros_(module[0].weight)
     with torch.no_grad():
         optimizer.main_param_of(module[0].weight).zero_()
     deepspeed_checkpoint.restore(open_newest(path, SINGLE), engine, Config(), WORLD, EVERYTHING)
-    again = all(torch.equal(weight, wanted[name]) for name, weight in module.state_dict().items())
-    return same, again, client["megatron"]["state"]["progress"], float(optimizer.scaler.scale)
+    is_restored = all(torch.equal(weight, expected[name]) for name, weight in module.state_dict().items())
+    return is_loaded, is_restored, client_state["megatron"]["state"]["progress"], float(optimizer.scaler.scale)
 
 
-def _optimizer(module: torch.nn.Module, **options: Any) -> MixedPrecisionOptimizer:
+def _make_optimizer(module: torch.nn.Module, **options: Any) -> MixedPrecisionOptimizer:
     scaler = GradScaler(scale=64.0, is_dynamic=True)
-    given = {"dtype": torch.bfloat16, "scaler": scaler, **options}
-    return build_optimizer(module.parameters(), lr=0.1, weight_decay=0.0, **given)
+    kwargs = {"dtype": torch.bfloat16, "scaler": scaler, **options}
+    return build_optimizer(module.parameters(), lr=0.1, weight_decay=0.0, **kwargs)
 
 
-def _step(optimizer: MixedPrecisionOptimizer, module: torch.nn.Module) -> None:
-    for number, parameter in enumerate(module.parameters()):
+def _apply_step(optimizer: MixedPrecisionOptimizer, module: torch.nn.Module) -> None:
+    for idx, parameter in enumerate(module.parameters()):
         gradient = optimizer.gradient_of(parameter)
         assert gradient is not None
-        gradient.fill_(1e-3 * (number + 1))
+        gradient.fill_(1e-3 * (idx + 1))
     optimizer.step()
 
 
-def test_stock_deepspeed_loads_the_weights_and_we_load_everything(tmp_path: Path) -> None:
-    (loaded,) = run_ranks(1, _stock_reads, tmp_path)
+def test_stock_deepspeed_loads_weights_and_engine_restores_all_state(tmp_path: Path) -> None:
+    (loaded,) = run_ranks(1, _load_with_stock_deepspeed, tmp_path)
     assert loaded == (True, True, STATE["progress"], 64.0)
 
 
-def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp_path: Path) -> None:
+def test_optimizer_state_restores_bitwise_and_rejects_mismatch(tmp_path: Path) -> None:
     modules = [torch.nn.Linear(3, 2) for _ in range(2)]
-    first, second = (_optimizer(module) for module in modules)
-    _step(first, modules[0])
+    first, second = (_make_optimizer(module) for module in modules)
+    _apply_step(first, modules[0])
     first.scaler.scale = 32.0
     torch.save(first.state_dict(), tmp_path / "state")
     second.param_groups[0]["lr"] = 0.7
@@ -281,23 +285,27 @@ def test_the_optimizer_goes_on_from_its_state_to_the_bit_and_refuses_another(tmp
     second.param_groups[0]["lr"] = 0.1
     for _ in range(2):
         for optimizer, module in zip((first, second), modules, strict=True):
-            _step(optimizer, module)
-    for one, two in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        assert torch.equal(first.main_param_of(one), second.main_param_of(two)) and torch.equal(one, two)
-        assert not torch.equal(one.float(), first.main_param_of(one)), "masters hold more than the weights"
+            _apply_step(optimizer, module)
+    for first_param, second_param in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert torch.equal(first.main_param_of(first_param), second.main_param_of(second_param)) and torch.equal(
+            first_param, second_param
+        )
+        assert not torch.equal(first_param.float(), first.main_param_of(first_param)), (
+            "masters hold more than the weights"
+        )
     assert second.loss_scale == 32.0
-    other = _optimizer(torch.nn.Linear(4, 2))
-    for state, message in (({}, "without masters"), (first.state_dict(), r"\[2, 3\], now \[2, 4\]")):
+    mismatched = _make_optimizer(torch.nn.Linear(4, 2))
+    for state, message in (({}, "without masters, scaler, state"), (first.state_dict(), r"\[2, 3\], now \[2, 4\]")):
         with pytest.raises(ValueError, match=message):
-            other.load_state_dict(state)
+            mismatched.load_state_dict(state)
     with torch.no_grad():
         modules[1].weight.fill_(3.0)
     second.refresh_fp32_params()
     assert second.main_param_of(modules[1].weight).eq(3.0).all()
 
 
-def test_a_state_of_parts_is_refused() -> None:
-    optimizer = _optimizer(torch.nn.Linear(64, 32), data=Group((0, 1), 0), zero_stage=1)
+def test_sharded_optimizer_state_dict_is_rejected() -> None:
+    optimizer = _make_optimizer(torch.nn.Linear(64, 32), data=Group((0, 1), 0), zero_stage=1)
     with pytest.raises(RuntimeError, match="ZeRO shards them. Use --checkpoint-format native"):
         optimizer.state_dict()
 
@@ -306,7 +314,7 @@ def test_a_state_of_parts_is_refused() -> None:
     "flags",
     ["--zero-stage 1", "--async-save", "--keep-last 2 --keep-every 5", "--no-save-optim", "--stability-guard rollback"],
 )
-def test_what_cannot_act_in_this_format_is_refused(flags: str) -> None:
+def test_flags_unsupported_by_deepspeed_format_are_rejected(flags: str) -> None:
     argv = f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --save-interval 5 --dry-run {flags}".split()
     argv += ["--data-path", "none", "--tokenizer-path", str(TOKENIZER)]
     parse([*argv, "--checkpoint-format", "native"], world_size=1)
@@ -314,18 +322,18 @@ def test_what_cannot_act_in_this_format_is_refused(flags: str) -> None:
         parse([*argv, "--checkpoint-format", "deepspeed"], world_size=1)
 
 
-def test_a_run_folder_holds_one_format_and_names_it(tmp_path: Path) -> None:
+def test_run_folder_uses_one_checkpoint_format(tmp_path: Path) -> None:
     flags = Config().checkpoint
-    assert checkpoint_source.format_of(tmp_path, flags) == "native"
-    write(tmp_path, 1)
-    assert checkpoint_source.format_of(tmp_path, flags) == "deepspeed"
+    assert checkpoint_source.choose_format(tmp_path, flags) == "native"
+    save_step(tmp_path, 1)
+    assert checkpoint_source.choose_format(tmp_path, flags) == "deepspeed"
     checkpoint_source.require_checkpoint(tmp_path)
-    native = type(flags)(checkpoint_format="native")
+    native_flags = type(flags)(checkpoint_format="native")
     with pytest.raises(ConfigError, match="got deepspeed ones in .* and --checkpoint-format native"):
-        checkpoint_source.format_of(tmp_path, native)
+        checkpoint_source.choose_format(tmp_path, native_flags)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="native and deepspeed ones"):
-        checkpoint_source.format_of(tmp_path, flags)
+        checkpoint_source.choose_format(tmp_path, flags)
     foreign = tmp_path / "foreign"
     os.makedirs(foreign / "global_step7")
     with pytest.raises(CheckpointError, match=r"tools/import_checkpoint\.py"):

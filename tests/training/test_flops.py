@@ -31,14 +31,14 @@ from megatron.training.callbacks.speed_monitor import Rates
 from megatron.training.mock_data import random_data
 from megatron.training.parity import trace_steps
 from tests.helpers.harness import run_ranks
-from tests.helpers.runs import family_of, parse_as
+from tests.helpers.runs import family_of, parse_script_config
 
 SAMPLES, LENGTH, VOCAB = 2, 24, 109
-COMMON = (
+COMMON_ARGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 48 --vocab-size 109 --batch-size 2 "
     "--gas 1 --attention-dropout 0.1 --hidden-dropout 0 --data-path none --device cpu --train-iters 1 --lr 1e-3 --fp32"
 )
-OF_T5 = "--enc-layers 2 --dec-layers 3 --vocab-extra-ids 8"
+T5_LAYERS = "--enc-layers 2 --dec-layers 3 --vocab-extra-ids 8"
 CASES: dict[str, tuple[ModuleType, str]] = {
     "gpt2": (pretrain_gpt2, "--seq-length 24 --hidden-bias"),
     "gpt2, untied, gated, wide heads": (
@@ -73,22 +73,22 @@ CASES: dict[str, tuple[ModuleType, str]] = {
 
 def count_flops(rank: int) -> dict[str, tuple[float, Config]]:
     """Return the products that a step of each case runs, and its configuration."""
-    found: dict[str, tuple[float, Config]] = {}
+    results: dict[str, tuple[float, Config]] = {}
     for name, (script, extra) in CASES.items():
-        words = COMMON if script is not pretrain_t5 else COMMON.replace("--num-layers 2", OF_T5)
-        config = parse_as(script, [*words.split(), *extra.split()], 1).with_vocab(VOCAB)
-        here = initialize.start(config)
-        scripts = (script.model_provider, script.forward_step)
+        args = COMMON_ARGS if script is not pretrain_t5 else COMMON_ARGS.replace("--num-layers 2", T5_LAYERS)
+        config = parse_script_config(script, [*args.split(), *extra.split()], 1).with_vocab(VOCAB)
+        world = initialize.start(config)
+        providers = (script.model_provider, script.forward_step)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            trace_steps(config, here, random_data(config), *scripts, steps=1)
-        found[name] = (float(counter.get_total_flops()), config)
-    return found
+            trace_steps(config, world, random_data(config), *providers, num_steps=1)
+        results[name] = (float(counter.get_total_flops()), config)
+    return results
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, tuple[float, Config]]:
-    (found,) = run_ranks(1, count_flops)
-    return found
+def counted_flops() -> dict[str, tuple[float, Config]]:
+    (rank_results,) = run_ranks(1, count_flops)
+    return rank_results
 
 
 def causal_half(config: Config) -> float:
@@ -98,38 +98,40 @@ def causal_half(config: Config) -> float:
     return 0.0 if config.family in ("bert", "t5") else 6.0 * model.num_layers * width * LENGTH**2
 
 
-def vectors(config: Config) -> float:
+def vector_flops(config: Config) -> float:
     """Return 6 FLOPs for each number of norms and biases, and each token that goes through it."""
     model = config.model
     h, d, f = model.hidden_size, model.kv_hidden_size, model.ff_hidden_size
-    if config.own.is_encoder_decoder:
+    if config.family_config.is_encoder_decoder:
         return 0.0
     norm = h if config.family in ("llama", "mpt") else 2 * h
     groups = model.num_query_groups
     gates = 2 if model.activation.startswith("gated-") else 1
     biases = (model.num_attention_heads + 2 * groups) * d + h + gates * f + h if model.hidden_bias else 0
-    second = h + 2 if config.family == "bert" and config.own.binary_head else 0  # of one token
-    return 6.0 * (LENGTH * (model.num_layers * (2 * norm + biases) + norm) + second)
+    head_params = h + 2 if config.family == "bert" and config.family_config.binary_head else 0  # of one token
+    return 6.0 * (LENGTH * (model.num_layers * (2 * norm + biases) + norm) + head_params)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flops_are_those_that_torch_counts(name: str, counted: dict[str, tuple[float, Config]]) -> None:
-    flops, config = counted[name]
+def test_flops_match_torch_flop_counter(name: str, counted_flops: dict[str, tuple[float, Config]]) -> None:
+    flops, config = counted_flops[name]
     assert config.family == family_of(CASES[name][0])
-    assert registry.costs_of(config).flops_per_sample == flops / SAMPLES - causal_half(config) + vectors(config)
+    assert registry.costs_of(config).flops_per_sample == flops / SAMPLES - causal_half(config) + vector_flops(config)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_mfu_is_flops_of_a_second_over_what_the_devices_can_do(
-    is_known: bool, counted: dict[str, tuple[float, Config]], monkeypatch: pytest.MonkeyPatch
+def test_mfu_is_flop_rate_over_peak_flops(
+    is_known: bool, counted_flops: dict[str, tuple[float, Config]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model of the user's own, whose parameters differ, 6 N are counted."""
-    config, now = counted["gpt2"][1], [10.0]
-    number = registry.costs_of(config).num_parameters + (not is_known)
-    flops = registry.costs_of(config).flops_per_sample if is_known else 6.0 * number * LENGTH
-    monkeypatch.setattr("megatron.training.callbacks.speed_monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    rates = Rates(config, 1e9, [number, number])
-    now[0] += 3.0
+    config, clock = counted_flops["gpt2"][1], [10.0]
+    num_parameters = registry.costs_of(config).num_parameters + (not is_known)
+    flops = registry.costs_of(config).flops_per_sample if is_known else 6.0 * num_parameters * LENGTH
+    monkeypatch.setattr(
+        "megatron.training.callbacks.speed_monitor.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
+    rates = Rates(config, 1e9, [num_parameters, num_parameters])
+    clock[0] += 3.0
     metrics = rates.drain(4, 4 * SAMPLES, pause_s=1.0, waited_s=0.5)
     assert metrics["mfu"] == pytest.approx(4 * SAMPLES * flops / 2.0 / 1e9)
     assert (metrics["step_s"], metrics["data_wait"]) == (0.5, 0.25)

@@ -42,25 +42,25 @@ class FusedAdam(torch.optim.Optimizer):
 @pytest.fixture
 def apex(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put a stand-in for apex into ``sys.modules``; the list names the norms that were called."""
-    called: list[str] = []
+    calls: list[str] = []
 
-    def layer(x: Any, weight: Any, bias: Any, shape: Any, eps: float) -> torch.Tensor:
-        called.append("layer")
+    def fake_layer_norm(x: Any, weight: Any, bias: Any, shape: Any, eps: float) -> torch.Tensor:
+        calls.append("layer")
         return F.layer_norm(x, shape, weight, bias, eps)
 
-    def rms(x: Any, weight: Any, shape: Any, eps: float) -> torch.Tensor:
-        called.append("rms")
+    def fake_rms_norm(x: Any, weight: Any, shape: Any, eps: float) -> torch.Tensor:
+        calls.append("rms")
         return rms_norm(x, weight, eps)
 
-    for name in ("apex", "apex.normalization", *fused_kernels.MODULES):
+    for name in ("apex", "apex.normalization", *fused_kernels.APEX_MODULES):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     norms = sys.modules["apex.normalization.fused_layer_norm"]
-    norms.fused_layer_norm_affine, norms.fused_rms_norm_affine = layer, rms  # type: ignore[attr-defined]
+    norms.fused_layer_norm_affine, norms.fused_rms_norm_affine = fake_layer_norm, fake_rms_norm  # type: ignore[attr-defined]
     sys.modules["apex.optimizers"].FusedAdam = FusedAdam  # type: ignore[attr-defined]
-    return called
+    return calls
 
 
-def config_of(kernels: str, dtype: str = "fp32", **optimizer: Any) -> Config:
+def make_config(kernels: str, dtype: str = "fp32", **optimizer: Any) -> Config:
     return Config(
         parallel=ParallelConfig(fused_kernels=kernels),
         precision=PrecisionConfig(dtype=dtype),
@@ -68,55 +68,57 @@ def config_of(kernels: str, dtype: str = "fp32", **optimizer: Any) -> Config:
     )
 
 
-def row(config: Config, kind: str) -> str:
-    return dict(fused_kernels.fused_kernel_rows(config, kind))["fused kernels"]
+def kernel_row(config: Config, device_type: str) -> str:
+    return dict(fused_kernels.fused_kernel_rows(config, device_type))["fused kernels"]
 
 
-def test_apex_is_refused_where_it_cannot_be() -> None:
+def test_apex_is_rejected_on_unsupported_device_or_dtype() -> None:
     assert parse(["--fused-kernels", "apex", "--dry-run"], world_size=1, env={}).parallel.fused_kernels == "apex"
     with pytest.raises(ConfigError, match="--fused-kernels apex needs a GPU, got --device cpu"):
-        fused_kernels.check_fused_kernels(config_of("apex"), "cpu")
+        fused_kernels.check_fused_kernels(make_config("apex"), "cpu")
     with pytest.raises(ConfigError, match="needs NVIDIA's apex with its CUDA extensions, got No module named 'apex'"):
-        fused_kernels.check_fused_kernels(config_of("apex"), "cuda")
+        fused_kernels.check_fused_kernels(make_config("apex"), "cuda")
     with pytest.raises(ConfigError, match="needs fp32, bf16 or fp16, got --fp64"):
-        fused_kernels.check_fused_kernels(config_of("apex", "fp64"), "cuda")
+        fused_kernels.check_fused_kernels(make_config("apex", "fp64"), "cuda")
     for kernels in ("auto", "torch"):
-        fused_kernels.check_fused_kernels(config_of(kernels), "cuda")
-        assert row(config_of(kernels), "cuda") == "torch's"
+        fused_kernels.check_fused_kernels(make_config(kernels), "cuda")
+        assert kernel_row(make_config(kernels), "cuda") == "torch's"
 
 
-def test_apex_without_its_extensions_is_refused(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_kernels.check_fused_kernels(config_of("apex"), "cuda")
+def test_apex_without_extensions_is_rejected(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_kernels.check_fused_kernels(make_config("apex"), "cuda")
     monkeypatch.setitem(sys.modules, "amp_C", None)
     with pytest.raises(ConfigError, match="needs NVIDIA's apex with its CUDA extensions, got .*amp_C"):
-        fused_kernels.check_fused_kernels(config_of("apex"), "cuda")
+        fused_kernels.check_fused_kernels(make_config("apex"), "cuda")
 
 
-def test_the_choice_is_told(apex: list[str]) -> None:
-    assert row(config_of("auto"), "cuda").startswith("torch's (apex is installed, too: --fused-kernels apex")
-    assert row(config_of("auto"), "cpu") == row(config_of("torch"), "cuda") == "torch's"
-    assert row(config_of("apex"), "cuda") == "apex's norms and AdamW"
+def test_start_table_names_fused_kernel_choice(apex: list[str]) -> None:
+    assert kernel_row(make_config("auto"), "cuda").startswith("torch's (apex is installed, too: --fused-kernels apex")
+    assert kernel_row(make_config("auto"), "cpu") == kernel_row(make_config("torch"), "cuda") == "torch's"
+    assert kernel_row(make_config("apex"), "cuda") == "apex's norms and AdamW"
     message = "apex's norms; the optimizer is not apex's, which has only AdamW on the GPU"
-    assert row(config_of("apex", optimizer="sgd"), "cuda") == message
+    assert kernel_row(make_config("apex", optimizer="sgd"), "cuda") == message
 
 
-def test_norms_use_apex_where_it_is_chosen_and_has_a_kernel(apex: list[str]) -> None:
+def test_norms_use_apex_if_chosen_and_supported(apex: list[str]) -> None:
     modules = torch.nn.ModuleList(
         [LayerNorm(8, 1e-5), torch.nn.Sequential(RMSNorm(8, 1e-6)), LayerNorm(8, 1e-5, False)]
     )
     x = torch.randn(3, 8)
     before = [module(x) for module in modules]
     for kernels in ("auto", "torch"):
-        assert fused_kernels.use_norms(config_of(kernels), modules) == 0
-    assert fused_kernels.use_norms(config_of("apex"), modules) == 2 and not apex
+        assert fused_kernels.set_norm_kernels(make_config(kernels), modules) == 0
+    assert fused_kernels.set_norm_kernels(make_config("apex"), modules) == 2 and not apex
     after = [module(x) for module in modules]
     assert apex == ["layer", "rms"], "apex has no layer norm without a shift"
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(
+        torch.equal(before_output, after_output) for before_output, after_output in zip(before, after, strict=True)
+    )
     LayerNorm(8, 1e-5)(x)
     assert len(apex) == 2, "other norms stay torch's"
 
 
-def make(adam: Any) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
+def make_module_and_optimizer(adam: Any) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
     torch.manual_seed(0)
     module = torch.nn.Linear(6, 4)
     return module, build_optimizer(module.parameters(), lr=0.1, weight_decay=0.1, adam=adam)
@@ -128,53 +130,64 @@ def train(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, first: in
         optimizer.step()
 
 
-def test_adam_of_apex_moves_weights_as_torchs_and_a_resume_in_the_other_goes_on(apex: list[str]) -> None:
-    assert fused_kernels.uses_adam(config_of("apex")) and not fused_kernels.uses_adam(config_of("auto"))
-    whole, other = make(None), make(fused_kernels.apex_adam)
-    for pair in (whole, other):
+def test_apex_adam_matches_torch_adam_also_after_resume(apex: list[str]) -> None:
+    assert fused_kernels.uses_apex_adam(make_config("apex")) and not fused_kernels.uses_apex_adam(make_config("auto"))
+    torch_run, apex_run = make_module_and_optimizer(None), make_module_and_optimizer(fused_kernels.apex_adam)
+    for pair in (torch_run, apex_run):
         train(*pair, 0, 3)
-    assert torch.allclose(whole[0].weight, other[0].weight, atol=1e-6)
-    assert optimizer_steps(whole[1]) == optimizer_steps(other[1]) == 3
-    assert not torch.equal(whole[0].weight, make(None)[0].weight)
-    for source, adam in ((whole, fused_kernels.apex_adam), (other, None)):
-        module, optimizer = make(adam)
+    assert torch.allclose(torch_run[0].weight, apex_run[0].weight, atol=1e-6)
+    assert optimizer_steps(torch_run[1]) == optimizer_steps(apex_run[1]) == 3
+    assert not torch.equal(torch_run[0].weight, make_module_and_optimizer(None)[0].weight)
+    for source, adam in ((torch_run, fused_kernels.apex_adam), (apex_run, None)):
+        module, optimizer = make_module_and_optimizer(adam)
         make_moments(optimizer)
         module.load_state_dict(source[0].state_dict())
-        for mine, theirs in zip(optimizer.inner.state.values(), source[1].inner.state.values(), strict=True):
+        for resumed_state, source_state in zip(
+            optimizer.inner.state.values(), source[1].inner.state.values(), strict=True
+        ):
             for key in ("exp_avg", "exp_avg_sq"):
-                mine[key].copy_(theirs[key])
+                resumed_state[key].copy_(source_state[key])
         set_optimizer_steps(optimizer, 3)
         train(module, optimizer, 3, 5)
-        expected, going_on = make(None)
-        train(expected, going_on, 0, 5)
-        assert torch.allclose(module.weight, expected.weight, atol=1e-6)
+        expected_module, expected_optimizer = make_module_and_optimizer(None)
+        train(expected_module, expected_optimizer, 0, 5)
+        assert torch.allclose(module.weight, expected_module.weight, atol=1e-6)
         assert optimizer_steps(optimizer) == 5
 
 
-def test_the_engine_is_built_with_what_was_chosen(apex: list[str]) -> None:
+def test_optimizer_setup_uses_chosen_adam(apex: list[str]) -> None:
     from megatron.training import optimizer_setup
 
-    assert optimizer_setup._adam(config_of("apex")) is fused_kernels.apex_adam
-    assert optimizer_setup._adam(config_of("auto")) is None is optimizer_setup._adam(config_of("apex", optimizer="sgd"))
+    assert optimizer_setup._adam_constructor(make_config("apex")) is fused_kernels.apex_adam
+    assert (
+        optimizer_setup._adam_constructor(make_config("auto"))
+        is None
+        is optimizer_setup._adam_constructor(make_config("apex", optimizer="sgd"))
+    )
 
 
-DRY = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--bf16", "--dry-run"]
+DRY_RUN_ARGS = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--bf16", "--dry-run"]
 
 
-def dropping(*flags: str) -> Config:
-    return parse([*DRY, "--layout-independent-dropout", *flags], world_size=1, env={})
+def make_dropout_config(*flags: str) -> Config:
+    return parse([*DRY_RUN_ARGS, "--layout-independent-dropout", *flags], world_size=1, env={})
 
 
-def test_the_start_says_by_what_elements_are_dropped_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_rows.fused_dropout, "is_there", lambda: True)
-    by_kernel, by_torch = dropping("--attention-dropout", "0"), dropping("--fused-kernels", "torch")
+def test_start_table_names_cuda_dropout_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_rows.fused_dropout, "is_available", lambda: True)
+    by_kernel, by_torch = (
+        make_dropout_config("--attention-dropout", "0"),
+        make_dropout_config("--fused-kernels", "torch"),
+    )
     assert [name for name, _ in kernel_rows.dropout_rows(by_kernel, "cuda")] == ["dropout"]
     assert not list(kernel_rows.dropout_rows(by_torch, "cuda")) and not list(kernel_rows.dropout_rows(by_kernel, "cpu"))
-    text, slow = (kernel_rows.dropout_warning(each, "cuda") for each in (by_kernel, by_torch))
-    assert text is not None and "not been run on a GPU" in text and "attention" not in text
-    assert slow is not None and "6 to 7 times as long; attention dropout stores all" in slow
+    kernel_warning, torch_warning = (kernel_rows.dropout_warning(config, "cuda") for config in (by_kernel, by_torch))
+    assert (
+        kernel_warning is not None and "not been run on a GPU" in kernel_warning and "attention" not in kernel_warning
+    )
+    assert torch_warning is not None and "6 to 7 times as long; attention dropout stores all" in torch_warning
     assert kernel_rows.dropout_warning(by_kernel, "cpu") is None
-    plain = parse(DRY, world_size=1, env={})
-    assert kernel_rows.dropout_warning(plain, "cuda") is None
-    monkeypatch.setattr(kernel_rows.fused_dropout, "is_there", lambda: False)
+    plain_config = parse(DRY_RUN_ARGS, world_size=1, env={})
+    assert kernel_rows.dropout_warning(plain_config, "cuda") is None
+    monkeypatch.setattr(kernel_rows.fused_dropout, "is_available", lambda: False)
     assert not list(kernel_rows.dropout_rows(by_kernel, "cuda"))

@@ -24,7 +24,7 @@ GRID = 4, "--model-parallel-size 2 --pipe-parallel-size 2"
     ],
     ids=["pretrain_gpt2-1", "pretrain_gpt2-2x2", "pretrain_t5-1", "pretrain_t5-2x2"],
 )
-def test_losses_are_the_golden_ones(script: ModuleType, num_ranks: int, layout: str, tmp_path: Path) -> None:
+def test_losses_match_golden_file(script: ModuleType, num_ranks: int, layout: str, tmp_path: Path) -> None:
     losses = golden_losses(script, num_ranks, layout, tmp_path)
     assert losses == pytest.approx(read_golden(script), abs=1e-9, rel=0)
     assert losses[-1] < losses[0]

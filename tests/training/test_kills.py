@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kill
-from benchmarks.kill import Outcome, broken, losses, newest_step, run_killed, run_whole
+from benchmarks.kill import Outcome, broken_checkpoints, newest_step, read_losses, run_killed, run_undisturbed
 from benchmarks.kill_job import ALL, LOAD, PHASES, STEP, Case, Moment, draw_moments, preload, write_corpus
 from megatron import files
 from megatron.checkpoint.manifest import CHECKPOINTS
@@ -27,84 +27,87 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("tokens"))
 
 
-def assert_undisturbed(outcome: Outcome, kills: int) -> None:
+def assert_recovered(outcome: Outcome, num_kills: int) -> None:
     """The run has survived so many kills, and nothing else was found."""
     message = "\n".join(outcome.problems)
     assert not outcome.problems, message
-    assert len(outcome.kills) == kills
+    assert len(outcome.kills) == num_kills
 
 
 @pytest.mark.slow  # kills ahead of file operations and of loads, above and below, are in the short run
-def test_ten_random_kills_in_one_run_cost_nothing_but_time(tokens: Path, tmp_path: Path) -> None:
+def test_run_recovers_from_ten_random_kills(tokens: Path, tmp_path: Path) -> None:
     """Rows A01, A02, A05, A18, D21: two tensor ranks by two stages, dropout, saved in the background at each step."""
     case, moments = Case("t2p2", steps=30, keep_last=2, is_async=True), [*draw_moments(random.Random(10), 4, 10)]
     assert {moment.phase for moment in moments} == {*PHASES}
-    whole = run_whole(case, tokens, tmp_path / "whole")
-    outcome = run_killed(case, whole, tmp_path / "killed", random.Random(6), moments)
-    assert_undisturbed(outcome, 10)
+    reference = run_undisturbed(case, tokens, tmp_path / "whole")
+    outcome = run_killed(case, reference, tmp_path / "killed", random.Random(6), moments)
+    assert_recovered(outcome, 10)
 
 
-def kills_in_loads(number: int, num_ranks: int, draw: random.Random) -> Iterator[Moment]:
-    """Yield one kill behind the first checkpoint, then ``number`` while a checkpoint is loaded."""
+def kills_in_loads(num_kills: int, num_ranks: int, rng: random.Random) -> Iterator[Moment]:
+    """Yield one kill behind the first checkpoint, then ``num_kills`` while a checkpoint is loaded."""
     yield Moment(STEP, 3, 0.0, ALL, 0)
-    for _ in range(number):
-        yield Moment(LOAD, 1, draw.uniform(0, 0.03), ALL, draw.randrange(num_ranks))
+    for _ in range(num_kills):
+        yield Moment(LOAD, 1, rng.uniform(0, 0.03), ALL, rng.randrange(num_ranks))
 
 
 @pytest.mark.parametrize("layout", ["one", pytest.param("t2p2", marks=pytest.mark.slow)])
-def test_a_load_that_is_killed_five_times_in_a_row_succeeds_at_last(layout: str, tokens: Path, tmp_path: Path) -> None:
+def test_load_succeeds_after_five_consecutive_kills(layout: str, tokens: Path, tmp_path: Path) -> None:
     """Row A07."""
-    case, draw = Case(layout, steps=12), random.Random(7)
-    whole = run_whole(case, tokens, tmp_path / "whole")
-    outcome = run_killed(case, whole, tmp_path / "killed", draw, kills_in_loads(5, case.num_ranks, draw))
-    assert_undisturbed(outcome, 6)
+    case, rng = Case(layout, steps=12), random.Random(7)
+    reference = run_undisturbed(case, tokens, tmp_path / "whole")
+    outcome = run_killed(case, reference, tmp_path / "killed", rng, kills_in_loads(5, case.num_ranks, rng))
+    assert_recovered(outcome, 6)
 
 
-def keep_each_moment(run: Path, kept: Path) -> Callable[[int], None]:
+def copy_before_each_operation(run_dir: Path, copies_dir: Path) -> Callable[[int], None]:
     """Return a plant that copies the checkpoints as they are ahead of each file operation on them, of each rank."""
 
-    def plant(rank: int) -> None:
+    def patch_rank(rank: int) -> None:
         count = iter(range(10**6))
 
-        def copy(operation: str, path: Path) -> None:
-            if (run / CHECKPOINTS) in path.parents:
-                shutil.copytree(run / CHECKPOINTS, kept / f"{rank}-{next(count):04d}-{operation}" / CHECKPOINTS)
+        def copy_checkpoints(operation: str, path: Path) -> None:
+            if (run_dir / CHECKPOINTS) in path.parents:
+                shutil.copytree(
+                    run_dir / CHECKPOINTS, copies_dir / f"{rank}-{next(count):04d}-{operation}" / CHECKPOINTS
+                )
 
-        files.before_operation = copy
+        files.before_operation = copy_checkpoints
 
-    return plant
+    return patch_rank
 
 
-def content(checkpoint: Path) -> dict[str, bytes]:
+def read_tensor_files(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "async"])
-def test_at_each_file_operation_of_each_rank_all_that_bears_a_checkpoints_name_is_whole(
-    is_async: bool, tokens: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_are_complete_before_every_file_operation(is_async: bool, tokens: Path, tmp_path: Path) -> None:
     """Rows A03 to A06: what a kill of all ranks at that moment would leave; the last and the one before, never a part.
 
     The state is that of training, in 2 x 2 ranks; old checkpoints are removed, and ``latest`` is written anew.
     """
-    run, whole, kept = tmp_path / "run", tmp_path / "whole", tmp_path / "kept"
-    assert train_ranks(4, Case("t2p2", 3).flags(tokens, whole))[0] == [0] * 4
+    run_dir, reference, copies_dir = tmp_path / "run", tmp_path / "whole", tmp_path / "kept"
+    assert train_ranks(4, Case("t2p2", 3).flags(tokens, reference))[0] == [0] * 4
     case = Case("t2p2", 3, keep_last=1, is_async=is_async)
-    assert train_ranks(4, case.flags(tokens, run), keep_each_moment(run, kept))[0] == [0] * 4
-    wanted = {step: content(whole / CHECKPOINTS / f"step-{step:08d}") for step in (1, 2, 3)}
+    assert train_ranks(4, case.flags(tokens, run_dir), copy_before_each_operation(run_dir, copies_dir))[0] == [0] * 4
+    expected = {step: read_tensor_files(reference / CHECKPOINTS / f"step-{step:08d}") for step in (1, 2, 3)}
     for rank in range(4):
-        found = []
-        moments = sorted(kept.glob(f"{rank}-*"))
+        newest_steps = []
+        moments = sorted(copies_dir.glob(f"{rank}-*"))
         for moment in moments:
-            assert not [*broken(moment)], moment.name
-            found.append(newest_step(moment))
-            if found[-1]:
-                assert content(moment / CHECKPOINTS / f"step-{found[-1]:08d}") == wanted[found[-1]], moment.name
-        assert found == sorted(found) and {*found} == ({0, 1, 2, 3} if rank == 0 else {0, 1, 2})
+            assert not [*broken_checkpoints(moment)], moment.name
+            newest_steps.append(newest_step(moment))
+            if newest_steps[-1]:
+                assert (
+                    read_tensor_files(moment / CHECKPOINTS / f"step-{newest_steps[-1]:08d}")
+                    == expected[newest_steps[-1]]
+                ), moment.name
+        assert newest_steps == sorted(newest_steps) and {*newest_steps} == ({0, 1, 2, 3} if rank == 0 else {0, 1, 2})
         operations = {moment.name.split("-")[2] for moment in moments}
-        of_all = {"create", "write", "fsync"}
-        of_0 = {"make_folder", "sync_folder", "rename", "remove", "remove_folder"}
-        assert operations == (of_all | of_0 if rank == 0 else of_all)
+        common_operations = {"create", "write", "fsync"}
+        rank_0_operations = {"make_folder", "sync_folder", "rename", "remove", "remove_folder"}
+        assert operations == (common_operations | rank_0_operations if rank == 0 else common_operations)
 
 
 @pytest.mark.parametrize(
@@ -115,32 +118,32 @@ def test_at_each_file_operation_of_each_rank_all_that_bears_a_checkpoints_name_i
         pytest.param("rename", 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_from_what_is_left_amidst_a_save(operation: str, step: int, tokens: Path, tmp_path: Path) -> None:
+def test_run_resumes_after_interrupted_save(operation: str, step: int, tokens: Path, tmp_path: Path) -> None:
     """Rows A04 and A06: half-written and half-removed folders are ignored, and removed by the next save."""
     case = Case("one", 3, keep_last=1)
-    run, kept, again = tmp_path / "run", tmp_path / "kept", tmp_path / "again"
-    assert train_ranks(1, case.flags(tokens, run), keep_each_moment(run, kept))[0] == [0]
-    moment = sorted(kept.glob(f"*-{operation}"))[step]
+    run_dir, copies_dir, resumed_dir = tmp_path / "run", tmp_path / "kept", tmp_path / "again"
+    assert train_ranks(1, case.flags(tokens, run_dir), copy_before_each_operation(run_dir, copies_dir))[0] == [0]
+    moment = sorted(copies_dir.glob(f"*-{operation}"))[step]
     hidden = {path.name for path in (moment / CHECKPOINTS).iterdir() if path.name.startswith(".")}
     assert hidden
-    os.rename(moment, again)
-    assert train_ranks(1, case.flags(tokens, again))[0] == [0]
-    begun = newest_step(again) - len(losses(again))
-    assert losses(again) == losses(run)[begun:] and len(losses(again)) > 0
-    assert {path.name for path in (again / CHECKPOINTS).iterdir()} <= {"latest", "step-00000002", "step-00000003"}
+    os.rename(moment, resumed_dir)
+    assert train_ranks(1, case.flags(tokens, resumed_dir))[0] == [0]
+    start_step = newest_step(resumed_dir) - len(read_losses(resumed_dir))
+    assert read_losses(resumed_dir) == read_losses(run_dir)[start_step:] and len(read_losses(resumed_dir)) > 0
+    assert {path.name for path in (resumed_dir / CHECKPOINTS).iterdir()} <= {"latest", "step-00000002", "step-00000003"}
 
 
 @pytest.mark.slow  # benchmarks/kill.py is run before a release
-def test_the_benchmark_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_kill_benchmark_reports_no_failures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
-    few = ["--kills", "1", "--layout", "one", "--steps", "4", "--folder", str(folder)]
-    tally = kill.main([*few, "--json", str(tmp_path / "kills.json")])
+    args = ["--kills", "1", "--layout", "one", "--steps", "4", "--folder", str(folder)]
+    tally = kill.main([*args, "--json", str(tmp_path / "kills.json")])
     assert tally.kills >= 1 and not tally.failed and not [*folder.iterdir()]
     assert '"bricked": 0' in (tmp_path / "kills.json").read_text()
     assert "as undisturbed" in capfd.readouterr().out
 
 
-def test_the_benchmark_names_a_folder_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_kill_benchmark_rejects_invalid_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         kill.main(["--folder", str(tmp_path / "file")])
@@ -150,8 +153,8 @@ def test_the_benchmark_names_a_folder_that_cannot_be_made(tmp_path: Path, capfd:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", ["t2d2", "p2d2", "p2", "d2"])
-def test_ten_random_kills_in_other_layouts(layout: str, tokens: Path, tmp_path: Path) -> None:
-    case, draw = Case(layout, steps=40, interval=2, is_async=layout in ("t2d2", "p2")), random.Random(8)
-    whole = run_whole(case, tokens, tmp_path / "whole")
-    outcome = run_killed(case, whole, tmp_path / "killed", draw, draw_moments(draw, case.num_ranks, 10))
-    assert_undisturbed(outcome, 10)
+def test_other_layouts_recover_from_ten_random_kills(layout: str, tokens: Path, tmp_path: Path) -> None:
+    case, rng = Case(layout, steps=40, interval=2, is_async=layout in ("t2d2", "p2")), random.Random(8)
+    reference = run_undisturbed(case, tokens, tmp_path / "whole")
+    outcome = run_killed(case, reference, tmp_path / "killed", rng, draw_moments(rng, case.num_ranks, 10))
+    assert_recovered(outcome, 10)

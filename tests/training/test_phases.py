@@ -25,307 +25,343 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
 from megatron.runtime import exit_guard, rank_status
 from megatron.training import timeouts
-from megatron.training.timeouts import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Sections
+from megatron.training.timeouts import (
+    EVALUATING,
+    FIRST_STEP,
+    GROUP_TIMEOUT_MARGIN_S,
+    LOADING,
+    OPENING_DATA,
+    SAVING,
+    STEP,
+    RunPhases,
+)
 from megatron.training.world import World
 from tds.watchdog import watchdog
 from tests.helpers.harness import fork_ranks, run_ranks
 from tests.helpers.toys import Toy, make_engine
 
 CPU = torch.device("cpu")
-RANKS, ABSENT = 4, 1
-LIMIT_S = 1
-LONG_S = 6.0
+NUM_RANKS, STUCK_RANK = 4, 1
+STEP_LIMIT_S = 1
+PHASE_LIMIT_S = 6.0
 SLACK_S = 8.0
 """What is promised within 2 s of the limit: the machine may have more to do."""
 NAME = "rank 1 (stage 0, tensor 1, data 0)"
 
 
-def make_world(rank: int, size: int, tensor: int = 1) -> World:
-    topology = Topology.of_world(size, tensor, 1)
+def make_world(rank: int, world_size: int, tensor_size: int = 1) -> World:
+    topology = Topology.from_world_size(world_size, tensor_size, 1)
     return World("cpu", CPU, build_grid(topology, rank, timedelta(seconds=60)), rank)
 
 
-def _config(step_s: int = LIMIT_S, long_s: float = LONG_S) -> Any:
-    return SimpleNamespace(parallel=ParallelConfig(step_timeout=step_s, phase_timeout_minutes=long_s / 60))
+def _make_config(step_limit_s: int = STEP_LIMIT_S, phase_limit_s: float = PHASE_LIMIT_S) -> Any:
+    return SimpleNamespace(parallel=ParallelConfig(step_timeout=step_limit_s, phase_timeout_minutes=phase_limit_s / 60))
 
 
-def _guarded(rank: int, place: Path, main: Callable[[], None]) -> None:
+def _run_guarded(rank: int, folder: Path, main: Callable[[], None]) -> None:
     """Run ``main`` as ``pretrain`` does, what it writes to standard error going to a file."""
-    descriptor = os.open(place / f"lines-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(folder / f"lines-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     exit_guard.guard(main, lambda: f"rank {rank}")
 
 
-def _note_loss(place: Path) -> None:
-    (place / "lost").write_text(f"{os.getpid()} {time.monotonic()}")
+def _record_lost_process(folder: Path) -> None:
+    (folder / "lost").write_text(f"{os.getpid()} {time.monotonic()}")
 
 
-def _be_stuck(how: str) -> None:
-    if how == "stop":
+def _be_stuck(hang_type: str) -> None:
+    if hang_type == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "hold":
-        ctypes.PyDLL(None).sleep(LIMIT_S + 4)  # PyDLL keeps Python's lock
+    elif hang_type == "hold":
+        ctypes.PyDLL(None).sleep(STEP_LIMIT_S + 4)  # PyDLL keeps Python's lock
     else:
-        time.sleep(LIMIT_S + SLACK_S)
+        time.sleep(STEP_LIMIT_S + SLACK_S)
 
 
-def _train(rank: int, place: Path, how: str) -> None:
+def _train_until_stuck(rank: int, folder: Path, hang_type: str) -> None:
     """Three steps of two micro-batches over tensor and data groups; one rank gets stuck in the second."""
-    here = make_world(rank, RANKS, tensor=2)
-    this = Sections(here, _config())
+    world = make_world(rank, NUM_RANKS, tensor_size=2)
+    phases = RunPhases(world, _make_config())
     value = torch.ones(2, 3)
 
     def main() -> None:
-        with this.over(STEP):
+        with phases.during(STEP):
             for step in range(3):
                 for micro_batch in range(2):
-                    rank_status.heartbeat_note(f"step {step + 1}, forward of micro-batch {micro_batch}")
-                    if (rank, step, micro_batch) == (ABSENT, 1, 1):
-                        while this._watch._armed[1] != LIMIT_S:  # type: ignore[union-attr]
+                    rank_status.write_operation(f"step {step + 1}, forward of micro-batch {micro_batch}")
+                    if (rank, step, micro_batch) == (STUCK_RANK, 1, 1):
+                        while phases._watchdog._armed[1] != STEP_LIMIT_S:  # type: ignore[union-attr]
                             time.sleep(0.01)
-                        _note_loss(place)
-                        _be_stuck(how)
-                    all_reduce(value, here.grid.tensor)
-                all_reduce(value, here.grid.world)
-                this.step_done()
+                        _record_lost_process(folder)
+                        _be_stuck(hang_type)
+                    all_reduce(value, world.grid.tensor)
+                all_reduce(value, world.grid.world)
+                phases.step_done()
 
-    _guarded(rank, place, main)
+    _run_guarded(rank, folder, main)
 
 
-def _stuck(place: Path, function: Callable[..., None], how: str) -> tuple[list[int], dict[int, str]]:
+def _run_stuck_ranks(folder: Path, function: Callable[..., None], hang_type: str) -> tuple[list[int], dict[int, str]]:
     """Return the exit codes and what each rank wrote."""
-    helper = threading.Thread(target=_end_stopped, args=(place, how), daemon=True)
-    helper.start()
-    codes, _, reports = fork_ranks(RANKS, function, place, how, deadline_s=LIMIT_S + 3 * SLACK_S)
-    helper.join(SLACK_S)
+    killer = threading.Thread(target=_kill_stopped_rank, args=(folder, hang_type), daemon=True)
+    killer.start()
+    codes, _, reports = fork_ranks(NUM_RANKS, function, folder, hang_type, deadline_s=STEP_LIMIT_S + 3 * SLACK_S)
+    killer.join(SLACK_S)
     assert not any(reports), reports
-    return codes, {rank: (place / f"lines-{rank}").read_text() for rank in range(RANKS)}
+    return codes, {rank: (folder / f"lines-{rank}").read_text() for rank in range(NUM_RANKS)}
 
 
-def _end_stopped(place: Path, how: str) -> None:
+def _kill_stopped_rank(folder: Path, hang_type: str) -> None:
     """Kill the rank that was stopped once the others have said their last words."""
-    end = time.monotonic() + LIMIT_S + 2 * SLACK_S
-    others = [place / f"lines-{rank}" for rank in range(RANKS) if rank != ABSENT]
-    while how == "stop" and time.monotonic() < end:
+    deadline = time.monotonic() + STEP_LIMIT_S + 2 * SLACK_S
+    other_outputs = [folder / f"lines-{rank}" for rank in range(NUM_RANKS) if rank != STUCK_RANK]
+    while hang_type == "stop" and time.monotonic() < deadline:
         time.sleep(0.05)
-        if all(each.exists() and "exiting" in each.read_text() for each in others):
-            os.kill(int((place / "lost").read_text().split()[0]), signal.SIGKILL)
+        if all(path.exists() and "exiting" in path.read_text() for path in other_outputs):
+            os.kill(int((folder / "lost").read_text().split()[0]), signal.SIGKILL)
             return
 
 
-@pytest.mark.parametrize("how", ["stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "hold"))])
-def test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "hang_type", ["stop", *(pytest.param(hang_type, marks=pytest.mark.slow) for hang_type in ("sleep", "hold"))]
+)
+def test_all_ranks_name_rank_stuck_in_step_without_pipeline(hang_type: str, tmp_path: Path) -> None:
     """Rows A13 and A19: stopped, asleep in a user's code, in code that holds Python's lock."""
-    codes, lines = _stuck(tmp_path, _train, how)
-    assert codes == [4, -signal.SIGKILL if how == "stop" else 4, 4, 4], lines
-    for rank in set(range(RANKS)) - {ABSENT}:
-        line = lines[rank]
-        assert re.search(rf"exiting.*, {re.escape(NAME)} is missing", line), line
-        assert "step 2" in line and "waiting in all_reduce, at all_reduce (mappings.py:" in line
-        assert "last 20 operations: " in line and "all_reduce float[2, 3] (tensor)" in line
-        wanted = "forward of micro-batch 1" if how == "sleep" else "does not answer: stopped, dead or disconnected"
-        assert wanted in line
-    if how == "sleep":
-        assert "_be_stuck\n" in lines[ABSENT] and "time.sleep(" in lines[ABSENT], "the stack of the one that sleeps"
-        assert f"{NAME} has been in step 2, forward of micro-batch 1 for " in lines[ABSENT]
-    if how == "hold":
-        assert "Timeout (0:00:01)!" in lines[ABSENT] and "in _be_stuck" in lines[ABSENT]
+    codes, outputs = _run_stuck_ranks(tmp_path, _train_until_stuck, hang_type)
+    assert codes == [4, -signal.SIGKILL if hang_type == "stop" else 4, 4, 4], outputs
+    for rank in set(range(NUM_RANKS)) - {STUCK_RANK}:
+        output = outputs[rank]
+        assert re.search(rf"exiting.*, {re.escape(NAME)} is missing", output), output
+        assert "step 2" in output and "waiting in all_reduce, at all_reduce (mappings.py:" in output
+        assert "last 20 operations: " in output and "all_reduce float[2, 3] (tensor)" in output
+        expected = (
+            "forward of micro-batch 1" if hang_type == "sleep" else "does not answer: stopped, dead or disconnected"
+        )
+        assert expected in output
+    if hang_type == "sleep":
+        assert "_be_stuck\n" in outputs[STUCK_RANK] and "time.sleep(" in outputs[STUCK_RANK], (
+            "the stack of the one that sleeps"
+        )
+        assert f"{NAME} has been in step 2, forward of micro-batch 1 for " in outputs[STUCK_RANK]
+    if hang_type == "hold":
+        assert "Timeout (0:00:01)!" in outputs[STUCK_RANK] and "in _be_stuck" in outputs[STUCK_RANK]
 
 
-def _pipeline(rank: int, place: Path, how: str) -> None:
-    here = World("cpu", CPU, build_grid(Topology.of_world(RANKS, 1, 2), rank, timedelta(seconds=60)), rank)
-    this = Sections(here, _config())
+def _run_stuck_pipeline(rank: int, folder: Path, hang_type: str) -> None:
+    world = World("cpu", CPU, build_grid(Topology.from_world_size(NUM_RANKS, 1, 2), rank, timedelta(seconds=60)), rank)
+    phases = RunPhases(world, _make_config())
     toy = Toy("chain")
     engine = make_engine(toy, 2)
-    this.follow(SimpleNamespace(engine=engine))
-    steps = [0]
+    phases.attach_engine(SimpleNamespace(engine=engine))
+    current_step = [0]
 
-    def lose(index: int) -> None:
-        if (rank, steps[0], index) == (ABSENT, 1, 2):
-            _note_loss(place)
-            _be_stuck(how)
+    def hang_at_micro_batch(micro_batch_idx: int) -> None:
+        if (rank, current_step[0], micro_batch_idx) == (STUCK_RANK, 1, 2):
+            _record_lost_process(folder)
+            _be_stuck(hang_type)
 
-    engine.on_micro_batch = lose
+    engine.on_micro_batch = hang_at_micro_batch
 
     def main() -> None:
-        with this.over(STEP):
+        with phases.during(STEP):
             for step in range(3):
-                steps[0] = step
-                engine.train_batch(iter(toy.batches(engine.grid.get_data_parallel_rank())))
-                this.step_done()
+                current_step[0] = step
+                engine.train_batch(iter(toy.make_batches(engine.grid.get_data_parallel_rank())))
+                phases.step_done()
 
-    _guarded(rank, place, main)
+    _run_guarded(rank, folder, main)
 
 
-@pytest.mark.parametrize("how", ["sleep", pytest.param("stop", marks=pytest.mark.slow)])
-def test_a_rank_that_is_stuck_in_a_pipeline_is_named_with_micro_batch_and_action(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hang_type", ["sleep", pytest.param("stop", marks=pytest.mark.slow)])
+def test_all_ranks_name_action_of_rank_stuck_in_pipeline(hang_type: str, tmp_path: Path) -> None:
     """The run's watch takes the place of the engine's own."""
-    codes, lines = _stuck(tmp_path, _pipeline, how)
-    assert codes == [4, -signal.SIGKILL if how == "stop" else 4, 4, 4], lines
+    codes, outputs = _run_stuck_ranks(tmp_path, _run_stuck_pipeline, hang_type)
+    assert codes == [4, -signal.SIGKILL if hang_type == "stop" else 4, 4, 4], outputs
     name = "rank 1 (stage 0, tensor 0, data 1)"
-    for rank in set(range(RANKS)) - {ABSENT}:
-        assert f"{name} is missing" in lines[rank] and "last messages: " in lines[rank]
-        assert "tds watchdog" not in lines[rank]
-    assert "activation of micro-batch 2 from stage 0 (rank 1)" in lines[3]
-    if how == "sleep":
-        assert all(f"{name} is missing: it has been in its forward of micro-batch 2" in each for each in lines.values())
+    for rank in set(range(NUM_RANKS)) - {STUCK_RANK}:
+        assert f"{name} is missing" in outputs[rank] and "last messages: " in outputs[rank]
+        assert "tds watchdog" not in outputs[rank]
+    assert "activation of micro-batch 2 from stage 0 (rank 1)" in outputs[3]
+    if hang_type == "sleep":
+        assert all(
+            f"{name} is missing: it has been in its forward of micro-batch 2" in output for output in outputs.values()
+        )
 
 
-def _slow(rank: int) -> list[float]:
+def _run_slow_ranks(rank: int) -> list[float]:
     """Be slower than a step may be, on one rank alone, in all that may take long; return the waits of the others."""
-    here = make_world(rank, 2)
-    this = Sections(here, _config())
-    waited = []
+    world = make_world(rank, 2)
+    phases = RunPhases(world, _make_config())
+    waits_s = []
 
-    def slow_on(which: int) -> None:
-        if rank == which:
-            time.sleep(LIMIT_S + 0.6)
+    def sleep_on(slow_rank: int) -> None:
+        if rank == slow_rank:
+            time.sleep(STEP_LIMIT_S + 0.6)
 
-    with this.over(OPENING_DATA):
-        slow_on(0)
-    with this.over(STEP):
-        assert this.name == FIRST_STEP
-        slow_on(1)
-        all_reduce(torch.ones(1), here.grid.data)
-        this.step_done()
-        assert this.name == STEP
-        for name, which in ((EVALUATING, 1), (SAVING, 0)):
-            began = time.monotonic()
-            with this.over(name):
-                slow_on(which)
-            assert this.name == STEP
-            waited.append(time.monotonic() - began)
-            all_reduce(torch.ones(1), here.grid.data)
-            this.step_done()
-    this.close()
-    return waited
-
-
-def test_a_rank_that_is_slow_where_it_may_be_is_waited_for() -> None:
-    for waited in run_ranks(2, _slow):
-        assert len(waited) == 2 and min(waited) > LIMIT_S
+    with phases.during(OPENING_DATA):
+        sleep_on(0)
+    with phases.during(STEP):
+        assert phases.phase == FIRST_STEP
+        sleep_on(1)
+        all_reduce(torch.ones(1), world.grid.data)
+        phases.step_done()
+        assert phases.phase == STEP
+        for phase, slow_rank in ((EVALUATING, 1), (SAVING, 0)):
+            start = time.monotonic()
+            with phases.during(phase):
+                sleep_on(slow_rank)
+            assert phases.phase == STEP
+            waits_s.append(time.monotonic() - start)
+            all_reduce(torch.ones(1), world.grid.data)
+            phases.step_done()
+    phases.close()
+    return waits_s
 
 
-def _behind(rank: int, place: Path, how: str) -> None:
+def test_slow_rank_in_long_phase_is_waited_for() -> None:
+    for waits_s in run_ranks(2, _run_slow_ranks):
+        assert len(waits_s) == 2 and min(waits_s) > STEP_LIMIT_S
+
+
+def _run_stuck_rank_during_save(rank: int, folder: Path, hang_type: str) -> None:
     """One rank is stuck in a step while the others are about to save, which may take long."""
-    here = make_world(rank, RANKS)
-    this = Sections(here, _config(long_s=120.0))
+    world = make_world(rank, NUM_RANKS)
+    phases = RunPhases(world, _make_config(phase_limit_s=120.0))
 
     def main() -> None:
-        with this.over(STEP):
-            this.step_done()
-            if rank == ABSENT:
-                _note_loss(place)
-                _be_stuck(how)
-            with this.over(SAVING):
+        with phases.during(STEP):
+            phases.step_done()
+            if rank == STUCK_RANK:
+                _record_lost_process(folder)
+                _be_stuck(hang_type)
+            with phases.during(SAVING):
                 pass
 
-    _guarded(rank, place, main)
+    _run_guarded(rank, folder, main)
 
 
-def test_a_rank_stuck_in_a_step_has_the_limit_of_a_step_though_the_others_save_already(tmp_path: Path) -> None:
-    codes, lines = _stuck(tmp_path, _behind, "stop")
-    assert codes == [4, -signal.SIGKILL, 4, 4], lines
-    assert "waiting for all ranks before saving" in lines[0] and "rank 1 (stage 0, tensor 0, data 1)" in lines[0]
+def test_step_limit_applies_to_stuck_rank_while_other_ranks_save(tmp_path: Path) -> None:
+    codes, outputs = _run_stuck_ranks(tmp_path, _run_stuck_rank_during_save, "stop")
+    assert codes == [4, -signal.SIGKILL, 4, 4], outputs
+    assert "waiting for all ranks before saving" in outputs[0] and "rank 1 (stage 0, tensor 0, data 1)" in outputs[0]
 
 
-def _lose_store(rank: int, place: Path) -> None:
+def _stop_store_host(rank: int, folder: Path) -> None:
     """Rank 0 holds the store of the process group and is stopped."""
     if rank == 0:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        (place / "port.tmp").write_text(str(store.port))
-        (place / "port.tmp").rename(place / "port")
+        (folder / "port.tmp").write_text(str(store.port))
+        (folder / "port.tmp").rename(folder / "port")
     else:
-        while not (place / "port").exists():
+        while not (folder / "port").exists():
             time.sleep(0.01)
-        store = dist.TCPStore("localhost", int((place / "port").read_text()), is_master=False)
+        store = dist.TCPStore("localhost", int((folder / "port").read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    here = make_world(rank, 2)
-    this = Sections(here, _config())
+    world = make_world(rank, 2)
+    phases = RunPhases(world, _make_config())
 
     def main() -> None:
-        with this.over(STEP):
-            this.step_done()
+        with phases.during(STEP):
+            phases.step_done()
             if rank == 0:
-                (place / "lost").write_text(str(os.getpid()))
+                (folder / "lost").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
-            all_reduce(torch.ones(1), here.grid.data)
+            all_reduce(torch.ones(1), world.grid.data)
 
-    _guarded(rank, place, main)
+    _run_guarded(rank, folder, main)
 
 
-def test_a_host_that_is_lost_with_the_store_of_the_process_group_takes_the_limit(tmp_path: Path) -> None:
-    def end_host() -> None:
-        end = time.monotonic() + LIMIT_S + 2 * SLACK_S
-        lines = tmp_path / "lines-1"
-        while time.monotonic() < end and not (lines.exists() and "exiting" in lines.read_text()):
+def test_loss_of_process_group_store_host_times_out(tmp_path: Path) -> None:
+    def kill_host() -> None:
+        deadline = time.monotonic() + STEP_LIMIT_S + 2 * SLACK_S
+        output_path = tmp_path / "lines-1"
+        while time.monotonic() < deadline and not (output_path.exists() and "exiting" in output_path.read_text()):
             time.sleep(0.05)
         os.kill(int((tmp_path / "lost").read_text()), signal.SIGKILL)
 
-    helper = threading.Thread(target=end_host, daemon=True)
-    helper.start()
-    codes, _, reports = fork_ranks(2, _lose_store, tmp_path, init=False, deadline_s=LIMIT_S + 3 * SLACK_S)
-    helper.join(SLACK_S)
+    killer = threading.Thread(target=kill_host, daemon=True)
+    killer.start()
+    codes, _, reports = fork_ranks(2, _stop_store_host, tmp_path, init=False, deadline_s=STEP_LIMIT_S + 3 * SLACK_S)
+    killer.join(SLACK_S)
     assert codes == [-signal.SIGKILL, 4], reports
     assert watchdog.STORE_LOST in (tmp_path / "lines-1").read_text()
 
 
-def _limits(rank: int) -> list[Any]:
+def _collect_limits(rank: int) -> list[Any]:
     """Return the limits of groups, of messages and of the watch, phase by phase; one group is no step's."""
-    here = World("cpu", CPU, build_grid(Topology.of_world(2, 1, 2), rank, timedelta(seconds=60)), rank)
-    apart = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
-    this = Sections(here, _config())
+    world = World("cpu", CPU, build_grid(Topology.from_world_size(2, 1, 2), rank, timedelta(seconds=60)), rank)
+    other_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
+    phases = RunPhases(world, _make_config())
     engine = make_engine(Toy("chain"), 2)
-    this.follow(SimpleNamespace(engine=engine))
+    phases.attach_engine(SimpleNamespace(engine=engine))
 
-    def seen() -> tuple[float, ...]:
-        handles = here.grid.pipe.handle, engine.grid.get_pipe_parallel_group(), here.grid.host.handle, apart
-        groups = [each._get_backend(CPU).options._timeout.total_seconds() for each in handles]
-        return *groups, engine._stage.exchange.links.timeout.total_seconds(), this._watch.limit_s  # type: ignore[union-attr]
+    def current_limits() -> tuple[float, ...]:
+        handles = world.grid.pipe.handle, engine.grid.get_pipe_parallel_group(), world.grid.host.handle, other_group
+        group_limits = [handle._get_backend(CPU).options._timeout.total_seconds() for handle in handles]
+        return *group_limits, engine._stage.communicator.links.timeout.total_seconds(), phases._watchdog.limit_s  # type: ignore[union-attr]
 
-    found = [seen()]
-    with this.over(STEP):
-        found.append(seen())
-        this.step_done()
-        found.append(seen())
-        with this.over(LOADING):
-            found.append(seen())
-        found.append(seen())
-        with pytest.raises(ArithmeticError), this.over(SAVING):
+    limits = [current_limits()]
+    with phases.during(STEP):
+        limits.append(current_limits())
+        phases.step_done()
+        limits.append(current_limits())
+        with phases.during(LOADING):
+            limits.append(current_limits())
+        limits.append(current_limits())
+        with pytest.raises(ArithmeticError), phases.during(SAVING):
             raise ArithmeticError
-        found.append(seen())
-    found.append(seen())
-    threads = [this.name, sum(each.name.startswith(("watch", "tds watchdog")) for each in threading.enumerate())]
-    this.close()
-    return [*found, threads, threading.active_count()]
+        limits.append(current_limits())
+    limits.append(current_limits())
+    ending_threads = [
+        phases.phase,
+        sum(thread.name.startswith(("watch", "tds watchdog")) for thread in threading.enumerate()),
+    ]
+    phases.close()
+    return [*limits, ending_threads, threading.active_count()]
 
 
-def test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone() -> None:
-    long = (LONG_S + NET_S, LONG_S + NET_S, LONG_S + NET_S, 77.0, LONG_S + NET_S, LONG_S)
-    step = (LIMIT_S + NET_S, LIMIT_S + NET_S, LONG_S + NET_S, 77.0, LIMIT_S + NET_S, LIMIT_S)
-    for found in run_ranks(2, _limits):
-        assert found[:7] == [long, long, step, long, step, step, long]
-        assert found[7] == [timeouts.ENDING, 2] and found[8] == 1, "no thread of the engine's, none of ours once closed"
+def test_group_timeouts_follow_phase_and_skip_other_groups() -> None:
+    long_limits = (
+        PHASE_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        PHASE_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        PHASE_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        77.0,
+        PHASE_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        PHASE_LIMIT_S,
+    )
+    step_limits = (
+        STEP_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        STEP_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        PHASE_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        77.0,
+        STEP_LIMIT_S + GROUP_TIMEOUT_MARGIN_S,
+        STEP_LIMIT_S,
+    )
+    for limits in run_ranks(2, _collect_limits):
+        assert limits[:7] == [long_limits, long_limits, step_limits, long_limits, step_limits, step_limits, long_limits]
+        assert limits[7] == [timeouts.ENDING, 2] and limits[8] == 1, (
+            "no thread of the engine's, none of ours once closed"
+        )
 
 
-def _alone(rank: int, place: Path) -> None:
-    os.environ["MEGATRON_FAILURE_FILE"] = str(place / "failure")
-    this = Sections(World("cpu", CPU, single_grid(), 0), _config())
+def _run_stuck_single_rank(rank: int, folder: Path) -> None:
+    os.environ["MEGATRON_FAILURE_FILE"] = str(folder / "failure")
+    phases = RunPhases(World("cpu", CPU, single_grid(), 0), _make_config())
 
     def main() -> None:
-        with this.over(STEP):
+        with phases.during(STEP):
             for _ in range(3):
-                this.step_done()
-            rank_status.heartbeat_note("step 4, forward of micro-batch 1")
+                phases.step_done()
+            rank_status.write_operation("step 4, forward of micro-batch 1")
             _be_stuck("sleep")
 
-    _guarded(rank, place, main)
+    _run_guarded(rank, folder, main)
 
 
-def test_a_single_rank_of_the_launcher_that_is_stuck_ends_with_its_stack(tmp_path: Path) -> None:
+def test_stuck_single_rank_of_launcher_exits_with_stack(tmp_path: Path) -> None:
     """Row A19: with --max-restarts the launcher starts it again."""
-    codes, _, reports = fork_ranks(1, _alone, tmp_path, deadline_s=LIMIT_S + 2 * SLACK_S)
+    codes, _, reports = fork_ranks(1, _run_stuck_single_rank, tmp_path, deadline_s=STEP_LIMIT_S + 2 * SLACK_S)
     output = (tmp_path / "lines-0").read_text()
     assert codes == [4], reports
     assert "_be_stuck\n" in output and "time.sleep(" in output
@@ -335,35 +371,33 @@ def test_a_single_rank_of_the_launcher_that_is_stuck_ends_with_its_stack(tmp_pat
 
 
 @pytest.mark.parametrize("has_launcher", [False, True])
-def test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched(
-    has_launcher: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interactive_single_rank_run_is_not_watched(has_launcher: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger may hold it."""
     monkeypatch.delenv("MEGATRON_FAILURE_FILE", raising=False)
     if has_launcher:
         monkeypatch.setenv("MEGATRON_FAILURE_FILE", "nowhere")
         monkeypatch.setattr(timeouts.os, "isatty", lambda file: True)
-    number = threading.active_count()
-    for this in (Sections(), Sections(World("cpu", CPU, single_grid(), 0), _config())):
-        with this.over(STEP):
-            this.step_done()
-        this.follow(SimpleNamespace(engine=None))
-        assert threading.active_count() == number
-        this.close()
-    assert threading.active_count() == number
+    num_threads = threading.active_count()
+    for phases in (RunPhases(), RunPhases(World("cpu", CPU, single_grid(), 0), _make_config())):
+        with phases.during(STEP):
+            phases.step_done()
+        phases.attach_engine(SimpleNamespace(engine=None))
+        assert threading.active_count() == num_threads
+        phases.close()
+    assert threading.active_count() == num_threads
 
 
-def _count(rank: int) -> list[int]:
-    this = Sections(make_world(rank, 2), _config())
-    found = []
-    with this.over(STEP):
+def _collect_progress(rank: int) -> list[int]:
+    phases = RunPhases(make_world(rank, 2), _make_config())
+    progress = []
+    with phases.during(STEP):
         for _ in range(3):
-            this.step_done()
-            found.append(this._watch.progress)  # type: ignore[union-attr]
-    this.close()
-    return found
+            phases.step_done()
+            progress.append(phases._watchdog.progress)  # type: ignore[union-attr]
+    phases.close()
+    return progress
 
 
-def test_a_step_that_is_done_is_progress() -> None:
-    for first, second, third in run_ranks(2, _count):
+def test_step_done_counts_as_progress() -> None:
+    for first, second, third in run_ranks(2, _collect_progress):
         assert first < second < third

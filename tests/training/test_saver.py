@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import Committed, RetentionPolicy, Staged
-from megatron.checkpoint.retention import retention_of
+from megatron.checkpoint.retention import make_retention_policy
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
@@ -20,14 +20,14 @@ from megatron.training.callbacks import checkpointer
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.run_folder import RunPaths
 from megatron.training.step_result import StepResult
-from megatron.training.timeouts import SAVING, Sections
+from megatron.training.timeouts import SAVING, RunPhases
 from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 from tests.helpers.saved_states import save_state
 
 
-class Stand(Checkpointer):
-    """A checkpointer that writes nothing; ``written`` are the steps that it has saved or staged."""
+class FakeCheckpointer(Checkpointer):
+    """A checkpointer that writes nothing; ``saved_steps`` are the steps that it has saved or staged."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
         super().__init__(RunPaths(folder, None))
@@ -35,12 +35,12 @@ class Stand(Checkpointer):
         self.lines: list[str] = []
         self.errors: list[str] = []
         self.records: list[tuple[int, dict[str, Any]]] = []
-        self.written: list[int] = []
-        self.attempts: list[int] = []
-        self.automatic: list[int] = []
-        self.save_ends: list[int] = []
-        self.fails = self.is_asked = False
-        self.progress, self.phases = TrainProgress(), Sections()
+        self.saved_steps: list[int] = []
+        self.failed_steps: list[int] = []
+        self.automatic_steps: list[int] = []
+        self.save_end_steps: list[int] = []
+        self.should_fail = self.is_requested = False
+        self.progress, self.phases = TrainProgress(), RunPhases()
         trainer: Any = SimpleNamespace(
             stop_text="",
             config=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
@@ -49,56 +49,56 @@ class Stand(Checkpointer):
             phases=self.phases,
             folder=folder,
             print_line=self.lines.append,
-            call=self.note_end,
-            request_save=self.ask,
+            call=self.record_hook,
+            request_save=self.record_request,
         )
         self.trainer = trainer
         monkeypatch.setattr(checkpointer.log, "error", self.errors.append)
 
-    def ask(self) -> None:
-        self.is_asked = True
+    def record_request(self) -> None:
+        self.is_requested = True
 
-    def note_end(self, hook: str, step: int, *given: Any) -> None:
+    def record_hook(self, hook: str, step: int, *hook_args: Any) -> None:
         """Record a call of ``on_save_staged(step, values)`` or ``on_save_end(step, path, values)``."""
-        *path, values = given
+        *path, values = hook_args
         assert hook == ("on_save_end" if path else "on_save_staged")
         self.records.append((step, values))
         if path and path[0] is not None:
-            self.save_ends.append(step)
+            self.save_end_steps.append(step)
 
     def _write(self, is_automatic: bool) -> Path | Staged:
         step = self.progress.step
         if is_automatic:
-            self.automatic.append(step)
+            self.automatic_steps.append(step)
         if self.async_saver is not None:
-            self.written.append(step)
+            self.saved_steps.append(step)
             return Staged(step, 0.25, 1000)
-        if self.fails:
-            self.attempts.append(step)
+        if self.should_fail:
+            self.failed_steps.append(step)
             raise CheckpointError("the disk is full. Free some space, or move --save.")
-        self.written.append(step)
+        self.saved_steps.append(step)
         path = self.folder / f"step-{step:08d}"
         path.mkdir(parents=True)
         return path
 
-    def wants_save(self) -> bool:
+    def requests_save(self) -> bool:
         """Return whether it asks for a save at the end of this step."""
-        self.is_asked = False
+        self.is_requested = False
         self.on_step_end(StepResult(1.0, 1.0, 1.0, False))
-        return self.is_asked
+        return self.is_requested
 
-    def step(self) -> None:
+    def run_step(self) -> None:
         """Take a step and save if that is due."""
         self.progress.step += 1
-        if self.wants_save():
+        if self.requests_save():
             self.on_save()
 
-    def later(self, minutes: float) -> None:
+    def advance_clock(self, minutes: float) -> None:
         """Let so many minutes pass."""
         self.status.last_time -= 60 * minutes
 
 
-class Disk:
+class FakeAsyncSaver:
     """A background in which a save ends when the test says so."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Disk:
 
 
 @pytest.mark.parametrize(
-    ("flags", "passed", "saves"),
+    ("flags", "elapsed_minutes", "is_saved"),
     [
         ({}, 29.9, False),
         ({}, 30.1, True),
@@ -124,170 +124,174 @@ class Disk:
         ({"save_interval_minutes": 0.0}, 1000.0, False),
     ],
 )
-def test_time_asks_for_a_save(flags: dict[str, Any], passed: float, saves: bool, tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, **flags)
-    run.step()
-    assert run.written == []
-    run.later(passed)
-    run.step()
-    assert run.written == ([2] if saves else [])
-    run.step()
-    assert run.written == ([2] if saves else []), "the time counts from the last save on"
+def test_save_is_requested_after_interval_minutes(
+    flags: dict[str, Any], elapsed_minutes: float, is_saved: bool, tmp_path: Path, monkeypatch
+) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, **flags)
+    saver.run_step()
+    assert saver.saved_steps == []
+    saver.advance_clock(elapsed_minutes)
+    saver.run_step()
+    assert saver.saved_steps == ([2] if is_saved else [])
+    saver.run_step()
+    assert saver.saved_steps == ([2] if is_saved else []), "the time counts from the last save on"
 
 
-def test_a_save_knows_whether_anybody_asked_for_it(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch)
-    run.later(31)
-    run.step()
-    run.progress.step = 9
-    run.save_step()
-    assert run.automatic == [1], "the last one of a run is always wanted"
-    asked = Stand(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
-    asked.later(2)
-    asked.step()
-    assert asked.written == [1] and asked.automatic == []
+def test_only_default_interval_saves_are_automatic(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch)
+    saver.advance_clock(31)
+    saver.run_step()
+    saver.progress.step = 9
+    saver.save_step()
+    assert saver.automatic_steps == [1], "the last one of a run is always wanted"
+    explicit = FakeCheckpointer(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
+    explicit.advance_clock(2)
+    explicit.run_step()
+    assert explicit.saved_steps == [1] and explicit.automatic_steps == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "kept"),
+    ("flags", "expected"),
     [
         ({}, RetentionPolicy(automatic=2)),
         ({"save_interval": 5, "keep_last": 3, "keep_every": 10}, RetentionPolicy(3, 10)),
     ],
 )  # fmt: skip
-def test_only_the_default_interval_has_a_number_of_its_own(flags: dict[str, Any], kept: RetentionPolicy) -> None:
-    assert retention_of(CheckpointConfig(**flags)) == kept
+def test_default_interval_has_separate_retention(flags: dict[str, Any], expected: RetentionPolicy) -> None:
+    assert make_retention_policy(CheckpointConfig(**flags)) == expected
 
 
-def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval=2)
-    run.step()
-    run.step()
-    run.save_step()
-    assert (run.written, run.save_ends, run.newest_step) == ([2], [2], 2)
-    assert run.lines == [f"step 2 | saved {run.committed}"]
-    ((step, values),) = run.records
+def test_step_is_saved_and_reported_once(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval=2)
+    saver.run_step()
+    saver.run_step()
+    saver.save_step()
+    assert (saver.saved_steps, saver.save_end_steps, saver.newest_step) == ([2], [2], 2)
+    assert saver.lines == [f"step 2 | saved {saver.committed}"]
+    ((step, values),) = saver.records
     assert step == 2 and values["save_stall_s"] == values["durable_s"] > 0
     assert 0 < values["save_stall_share"] <= 1
 
 
-def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval=1)
-    run.step()
-    run.fails = True
-    run.step()
-    (message,) = run.errors
+def test_failed_save_is_reported_and_run_continues(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval=1)
+    saver.run_step()
+    saver.should_fail = True
+    saver.run_step()
+    (message,) = saver.errors
     assert (
         "step 2: NOT SAVED: the disk is full. Free some space, or move --save. Older" in message and "00001" in message
     )
-    assert run.records[-1] == (2, {"failed": 1}) and run.save_ends == [1]
+    assert saver.records[-1] == (2, {"failed": 1}) and saver.save_end_steps == [1]
     with pytest.raises(CheckpointError, match="disk is full"):
-        run.save_step()
-    run.fails = False
-    run.save_step()
-    assert run.written == [1, 2], "the last one of a run is tried again"
+        saver.save_step()
+    saver.should_fail = False
+    saver.save_step()
+    assert saver.saved_steps == [1, 2], "the last one of a run is tried again"
 
 
-def test_by_time_a_save_that_failed_is_tried_again_after_the_interval_only(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval_minutes=1.0)
-    run.fails = True
+def test_failed_timed_save_is_retried_after_interval(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval_minutes=1.0)
+    saver.should_fail = True
     for minutes in (1.1, 0.0, 0.0, 0.5, 0.6, 0.0):
-        run.later(minutes)
-        run.step()
-    assert run.attempts == [1, 5]
+        saver.advance_clock(minutes)
+        saver.run_step()
+    assert saver.failed_steps == [1, 5]
 
 
-def test_on_save_error_stop_ends_the_run(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval=1, on_save_error="stop")
-    run.fails = True
+def test_on_save_error_stop_raises(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval=1, on_save_error="stop")
+    saver.should_fail = True
     with pytest.raises(CheckpointError, match="disk is full"):
-        run.step()
+        saver.run_step()
 
 
-def background(run: Stand) -> Disk:
-    disk = Disk()
-    run.async_saver = disk  # type: ignore[assignment]
+def use_async_saver(saver: FakeCheckpointer) -> FakeAsyncSaver:
+    disk = FakeAsyncSaver()
+    saver.async_saver = disk  # type: ignore[assignment]
     return disk
 
 
-def test_staged_and_durable_are_told_apart(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval=2)
-    disk = background(run)
-    run.step()
-    run.step()
-    assert run.committed is None and run.save_ends == []
-    assert "staged" in run.lines[0] and set(run.records[0][1]) == {
+def test_staged_and_durable_saves_are_reported_separately(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval=2)
+    disk = use_async_saver(saver)
+    saver.run_step()
+    saver.run_step()
+    assert saver.committed is None and saver.save_end_steps == []
+    assert "staged" in saver.lines[0] and set(saver.records[0][1]) == {
         *("staged_s", "staged_bytes", "save_stall_s", "save_stall_share"),
     }
     disk.outcomes.append(Committed(2, tmp_path / "two", 3.5, 1000))
-    run.step()
-    assert run.committed == tmp_path / "two" and run.save_ends == [2]
-    assert run.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
-    assert run.records[1] == (2, {"durable_s": 3.5, "durable_bytes": 1000})
-    run.wait_for_save(raise_failure=True)
-    assert len(run.lines) == 2
+    saver.run_step()
+    assert saver.committed == tmp_path / "two" and saver.save_end_steps == [2]
+    assert saver.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
+    assert saver.records[1] == (2, {"durable_s": 3.5, "durable_bytes": 1000})
+    saver.wait_for_save(raise_failure=True)
+    assert len(saver.lines) == 2
 
 
-def test_a_failure_in_the_background_is_told_and_the_next_save_goes_on(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval=2)
-    disk = background(run)
+def test_background_failure_is_reported_and_next_save_continues(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval=2)
+    disk = use_async_saver(saver)
     for _ in range(2):
-        run.step()
+        saver.run_step()
     disk.outcomes.append(CheckpointError("the disk is full"))
-    run.step()
-    assert len(run.errors) == 1 and run.newest_step == -1
-    run.wait_for_save(raise_failure=True)
-    run.step()
-    assert run.written == [2, 4] and run.status.failure is None
+    saver.run_step()
+    assert len(saver.errors) == 1 and saver.newest_step == -1
+    saver.wait_for_save(raise_failure=True)
+    saver.run_step()
+    assert saver.saved_steps == [2, 4] and saver.status.failure is None
     disk.outcomes.append(CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="disk is full"):
-        run.wait_for_save(raise_failure=True)
+        saver.wait_for_save(raise_failure=True)
 
 
-def test_the_wait_for_the_save_before_is_under_the_limit_of_saving(tmp_path: Path, monkeypatch) -> None:
-    run, names = Stand(tmp_path, monkeypatch, save_interval=2), []
-    disk = background(run)
-    monkeypatch.setattr(disk, "finish", lambda: names.append(run.phases.name))
+def test_wait_for_previous_save_uses_saving_phase_limit(tmp_path: Path, monkeypatch) -> None:
+    saver, phase_names = FakeCheckpointer(tmp_path, monkeypatch, save_interval=2), []
+    disk = use_async_saver(saver)
+    monkeypatch.setattr(disk, "finish", lambda: phase_names.append(saver.phases.phase))
     for _ in range(4):
-        run.step()
-    assert run.written == [2, 4] and names == [SAVING] * 2
+        saver.run_step()
+    assert saver.saved_steps == [2, 4] and phase_names == [SAVING] * 2
 
 
-def test_a_failure_in_the_background_does_not_hide_why_a_run_ends(tmp_path: Path, monkeypatch) -> None:
-    run = Stand(tmp_path, monkeypatch, save_interval=2)
-    disk = background(run)
+def test_background_failure_does_not_raise_at_end_of_run(tmp_path: Path, monkeypatch) -> None:
+    saver = FakeCheckpointer(tmp_path, monkeypatch, save_interval=2)
+    disk = use_async_saver(saver)
     for _ in range(2):
-        run.step()
+        saver.run_step()
     disk.outcomes.append(CheckpointError("the disk is full"))
-    run.wait_for_save()
-    assert len(run.errors) == 1 and "step 2: NOT SAVED" in run.errors[0]
+    saver.wait_for_save()
+    assert len(saver.errors) == 1 and "step 2: NOT SAVED" in saver.errors[0]
 
 
-def test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vote(tmp_path: Path, monkeypatch) -> None:
-    run, other = (Stand(tmp_path, monkeypatch, save_interval=50, on_save_error="stop") for _ in range(2))
-    for each in (run, other):
-        disk = background(each)
-        each.progress.step = 1
-        each.save_step()
-        each.progress.step = 2
-        if each is run:
+def test_background_failure_with_stop_raises_on_all_ranks(tmp_path: Path, monkeypatch) -> None:
+    saver, other_saver = (
+        FakeCheckpointer(tmp_path, monkeypatch, save_interval=50, on_save_error="stop") for _ in range(2)
+    )
+    for current in (saver, other_saver):
+        disk = use_async_saver(current)
+        current.progress.step = 1
+        current.save_step()
+        current.progress.step = 2
+        if current is saver:
             disk.outcomes.append(CheckpointError("the disk is full"))
-            assert each.wants_save()
+            assert current.requests_save()
         else:
-            assert not each.wants_save()
+            assert not current.requests_save()
             disk.outcomes.append(CheckpointError("the disk is full"))  # it has not looked yet
         with pytest.raises(CheckpointError, match="disk is full"):
-            each.on_save()
+            current.on_save()
 
 
-def test_no_save_in_the_midst_of_a_step(tmp_path: Path) -> None:
+def test_save_during_step_raises(tmp_path: Path) -> None:
     """Row K30."""
     module = torch.nn.Linear(2, 1)
     optimizer = build_optimizer(module.parameters(), name="adamw", lr=0.1, weight_decay=0.0)
     world = World("cpu", torch.device("cpu"), single_grid(), 0)
-    given: dict[str, Any] = {"config": Config(), "module": module, "optimizer": optimizer, "world": world}
+    state_args: dict[str, Any] = {"config": Config(), "module": module, "optimizer": optimizer, "world": world}
     module(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="only between steps"):
-        save_state(tmp_path, TrainProgress(), **given, fingerprint=None)
+        save_state(tmp_path, TrainProgress(), **state_args, fingerprint=None)
     optimizer.step()
-    assert save_state(tmp_path, TrainProgress(), **given, fingerprint=None).name == "step-00000000"
+    assert save_state(tmp_path, TrainProgress(), **state_args, fingerprint=None).name == "step-00000000"

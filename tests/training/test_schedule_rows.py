@@ -9,11 +9,11 @@ import pytest
 
 from megatron.arguments import parse
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.training.schedule_rows import epoch_rows, schedule_rows, schedule_text, token_count
+from megatron.training.schedule_rows import count_tokens, epoch_rows, schedule_rows, schedule_text
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("flags", "expected"),
     [
         ("--warmup 0.1", "cosine, 0.001 to 0, in steps: warm-up 20, decay 180"),
         ("--lr-decay-style linear --lr-warmup-iters 5 --min-lr 1e-5 --lr-decay-iters 105",
@@ -33,30 +33,30 @@ from megatron.training.schedule_rows import epoch_rows, schedule_rows, schedule_
          "cosine, 0.001 to 0, in steps: warm-up 20, decay 100"),
     ],
 )  # fmt: skip
-def test_the_phases_add_up_to_the_steps(line: str, text: str) -> None:
-    config = parse(["--lr", "1e-3", *line.split()], world_size=1, env={})
-    assert schedule_text(config, 1) == text
+def test_schedule_phases_sum_to_train_steps(flags: str, expected: str) -> None:
+    config = parse(["--lr", "1e-3", *flags.split()], world_size=1, env={})
+    assert schedule_text(config, 1) == expected
 
 
-def test_tokens_are_those_of_all_samples() -> None:
+def test_token_row_counts_all_samples() -> None:
     config = parse("--train-iters 10 --seq-length 64 --batch-size 2 --gas 3".split(), world_size=4, env={})
     assert dict(schedule_rows(config, 4))["tokens"] == "15,360 in 10 steps (240 samples)"
     assert not list(schedule_rows(parse(["--train-iters", "0"], world_size=1, env={}), 1))
 
 
-def write(prefix: Path, num_tokens: int) -> str:
+def write_dataset(prefix: Path, num_tokens: int) -> str:
     with IndexedDatasetBuilder(prefix, vocab_size=100) as builder:
         builder.add(np.arange(num_tokens) % 100, np.full(num_tokens // 10, 10))
     return str(prefix)
 
 
-def test_epochs_follow_from_the_sizes_of_the_files(tmp_path: Path) -> None:
-    small, large = write(tmp_path / "small", 1000), write(tmp_path / "large", 4000)
-    assert (token_count(small), token_count(large), token_count("/nowhere")) == (1000, 4000, None)
+def test_epochs_follow_file_sizes(tmp_path: Path) -> None:
+    small, large = write_dataset(tmp_path / "small", 1000), write_dataset(tmp_path / "large", 4000)
+    assert (count_tokens(small), count_tokens(large), count_tokens("/nowhere")) == (1000, 4000, None)
 
-    def epochs(line: str, family: str = "gpt2") -> str:
-        run = {"t5": "--enc-seq-length 50"}.get(family, "--seq-length 50") + " --train-iters 10 --batch-size 2"
-        config = parse([*f"{run} {line}".split(), "--dry-run"], world_size=1, env={}, family=family)
+    def epochs(flags: str, family: str = "gpt2") -> str:
+        base_flags = {"t5": "--enc-seq-length 50"}.get(family, "--seq-length 50") + " --train-iters 10 --batch-size 2"
+        config = parse([*f"{base_flags} {flags}".split(), "--dry-run"], world_size=1, env={}, family=family)
         return dict(epoch_rows(config, 1)).get("epochs", "")
 
     assert epochs(f"--data-path {large} --split 50,25,25") == "about 0.5"

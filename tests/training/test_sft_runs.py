@@ -22,13 +22,13 @@ from megatron.tokenizer import build
 from megatron.tokenizer.chat import find_template
 from megatron.training.callbacks import hf_exporter
 from megatron.training.callbacks.metrics_writer import read_metrics
-from tests.helpers.chats import CHATML, SOME, turns, write_conversations, write_tokenizer
-from tests.helpers.instruct_folders import files_in, write_folder
-from tests.helpers.runs import start_script
-from tests.training.test_saves_in_runs import assert_same
+from tests.helpers.chats import CHATML, CONVERSATIONS, make_messages, write_conversations, write_tokenizer
+from tests.helpers.instruct_folders import read_files, write_instruct_folder
+from tests.helpers.runs import launch_script
+from tests.training.test_saves_in_runs import assert_equal_state
 from tools import generate
 
-SIZES = (
+BASE_FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --hidden-bias --seq-length 96 --batch-size 1 --gas 2 "
     "--lr 3e-3 --log-interval 1 --eval-iters 1 --eval-interval 4 --split 8,1,1 --device cpu --progress plain "
     "--train-iters 6 --hidden-dropout 0.1 --max-position-embeddings 160 --activation gelu-tanh"
@@ -36,166 +36,189 @@ SIZES = (
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer(tmp_path_factory.mktemp("sft"), CHATML)
-    write_conversations(folder / "c.jsonl", [*SOME, *(turns(f"question {n}", f"the answer {n}") for n in range(40))])
+    write_conversations(
+        folder / "c.jsonl", [*CONVERSATIONS, *(make_messages(f"question {n}", f"the answer {n}") for n in range(40))]
+    )
     return folder
 
 
-def argv(place: Path, run: Path, more: str = "") -> list[str]:
-    return f"{SIZES} --sft {place / 'c.jsonl'} --tokenizer-path {place} --save {run} {more}".split()
+def make_argv(data_dir: Path, run_dir: Path, extra_flags: str = "") -> list[str]:
+    return (
+        f"{BASE_FLAGS} --sft {data_dir / 'c.jsonl'} --tokenizer-path {data_dir} --save {run_dir} {extra_flags}".split()
+    )
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was not stopped, and exported at steps 4 and 6."""
     folder = tmp_path_factory.mktemp("runs")
-    more = "--export-hf-interval 4 --async-save --save-interval 3 --keep-last 1"
-    assert start_script(1, argv(place, folder / "run", more), folder / "log") == [0], (folder / "log").read_text()
+    extra_flags = "--export-hf-interval 4 --async-save --save-interval 3 --keep-last 1"
+    assert launch_script(1, make_argv(data_dir, folder / "run", extra_flags), folder / "log") == [0], (
+        folder / "log"
+    ).read_text()
     return folder
 
 
-def losses(run: Path) -> list[tuple[str, int, float]]:
-    records = read_metrics(run / "metrics.jsonl")
-    return [(one["kind"], one["step"], one["loss"]) for one in records if "loss" in one]
+def read_losses(run_dir: Path) -> list[tuple[str, int, float]]:
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return [(record["kind"], record["step"], record["loss"]) for record in records if "loss" in record]
 
 
-def test_a_run_goes_on_in_mid_epoch_to_the_bit(whole: Path, place: Path, tmp_path: Path) -> None:
-    run, log = tmp_path / "run", tmp_path / "log"
-    assert start_script(1, argv(place, run, "--exit-interval 3"), log) == [75], log.read_text()
-    assert start_script(1, argv(place, run, f"--load {run}"), log) == [0], log.read_text()
-    assert losses(run) == losses(whole / "run")
-    assert {kind for kind, _, _ in losses(run)} == {"train", "valid", "test"}
-    assert_same(open_folder(run), open_folder(whole / "run"))
-    epochs = [one["epoch"] for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "train"]
+def test_sft_run_resumes_bitwise_within_epoch(uninterrupted_run: Path, data_dir: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    assert launch_script(1, make_argv(data_dir, run_dir, "--exit-interval 3"), log) == [75], log.read_text()
+    assert launch_script(1, make_argv(data_dir, run_dir, f"--load {run_dir}"), log) == [0], log.read_text()
+    assert read_losses(run_dir) == read_losses(uninterrupted_run / "run")
+    assert {kind for kind, _, _ in read_losses(run_dir)} == {"train", "valid", "test"}
+    assert_equal_state(open_folder(run_dir), open_folder(uninterrupted_run / "run"))
+    epochs = [record["epoch"] for record in read_metrics(run_dir / "metrics.jsonl") if record["kind"] == "train"]
     assert 0 < epochs[2] < 1
 
 
 @pytest.mark.slow
-def test_other_conversations_are_refused(whole: Path, place: Path, tmp_path: Path) -> None:
+def test_changed_conversations_are_rejected(uninterrupted_run: Path, data_dir: Path, tmp_path: Path) -> None:
     """The sibling without a run: the fingerprint in tests/data/test_sft.py."""
-    run, log = tmp_path / "run", tmp_path / "log"
-    changed = write_conversations(tmp_path / "c.jsonl", SOME * 3)
-    again = [str(changed) if word.endswith("c.jsonl") else word for word in argv(place, run, f"--load {whole / 'run'}")]
-    assert start_script(1, [*again, "--train-iters", "9"], log) == [3]
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    changed_path = write_conversations(tmp_path / "c.jsonl", CONVERSATIONS * 3)
+    changed_argv = [
+        str(changed_path) if arg.endswith("c.jsonl") else arg
+        for arg in make_argv(data_dir, run_dir, f"--load {uninterrupted_run / 'run'}")
+    ]
+    assert launch_script(1, [*changed_argv, "--train-iters", "9"], log) == [3]
     assert "the data differ from the data of the checkpoint" in log.read_text()
 
 
-def test_folders_appear_beside_checkpoints(whole: Path, place: Path, tmp_path: Path) -> None:
-    run, text = whole / "run", (whole / "log").read_text()
-    assert sorted(path.name for path in (run / "hf").iterdir()) == ["step-00000004", "step-00000006"]
-    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000006"]
-    assert text.count("| exported ") == 2
-    folder = run / "hf" / "step-00000006"
-    convert.export(open_folder(run), tmp_path / "by-hand")
+def test_hf_exports_are_written_next_to_checkpoints(uninterrupted_run: Path, data_dir: Path, tmp_path: Path) -> None:
+    run_dir, log_text = uninterrupted_run / "run", (uninterrupted_run / "log").read_text()
+    assert sorted(path.name for path in (run_dir / "hf").iterdir()) == ["step-00000004", "step-00000006"]
+    assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000006"]
+    assert log_text.count("| exported ") == 2
+    export_dir = run_dir / "hf" / "step-00000006"
+    convert.export(open_folder(run_dir), tmp_path / "by-hand")
     for name in sorted(path.name for path in (tmp_path / "by-hand").iterdir()):
-        assert (folder / name).read_bytes() == (tmp_path / "by-hand" / name).read_bytes(), name
-    assert (folder / "chat_template.jinja").exists()
-    assert (folder / "chat_template.jinja").read_text() == CHATML
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    theirs = transformers.AutoTokenizer.from_pretrained(place, local_files_only=True)
-    for messages in SOME:
-        assert tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(messages)
-    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")]
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
+        assert (export_dir / name).read_bytes() == (tmp_path / "by-hand" / name).read_bytes(), name
+    assert (export_dir / "chat_template.jinja").exists()
+    assert (export_dir / "chat_template.jinja").read_text() == CHATML
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export_dir, local_files_only=True)
+    source_tokenizer = transformers.AutoTokenizer.from_pretrained(data_dir, local_files_only=True)
+    for messages in CONVERSATIONS:
+        assert tokenizer.apply_chat_template(messages) == source_tokenizer.apply_chat_template(messages)
+    end_ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    assert json.loads((export_dir / "generation_config.json").read_text())["eos_token_id"] == end_ids
 
 
-def test_a_chat_is_the_greedy_text_of_transformers(whole: Path) -> None:
+def test_greedy_chat_equals_transformers(uninterrupted_run: Path) -> None:
     """fp32, one turn; the exported folder on the one side, the checkpoint on the other."""
-    run, question = whole / "run", "question 7"
-    folder = run / "hf" / "step-00000006"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    run_dir, question = uninterrupted_run / "run", "question 7"
+    export_dir = run_dir / "hf" / "step-00000006"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export_dir, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(export_dir, dtype=torch.float32, local_files_only=True)
     assert model.generation_config.eos_token_id == [
         tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>"),
     ]  # fmt: skip
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": question}]
-    given: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    inputs: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     with torch.no_grad():
-        wanted = model.eval().generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
-    (found,) = (json.loads(line) for line in chat(run, "--system", "s", "--prompt", question, "--json").splitlines())
-    assert found["tokens"] == wanted.tolist()
-    assert found["num_prompt_tokens"] == given["input_ids"].shape[1] and found["prompt"] == question
+        expected = model.eval().generate(**inputs, max_new_tokens=12, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+    (answer,) = (
+        json.loads(line) for line in run_chat(run_dir, "--system", "s", "--prompt", question, "--json").splitlines()
+    )
+    assert answer["tokens"] == expected.tolist()
+    assert answer["num_prompt_tokens"] == inputs["input_ids"].shape[1] and answer["prompt"] == question
 
 
-def chat(run: Path, *words: str) -> str:
-    words = (*words, *([] if "--max-new-tokens" in words else ["--max-new-tokens", "12"]))
-    out, always = io.StringIO(), ["--load", str(run), "--chat", "--device", "cpu"]
-    with redirect_stdout(out):
-        generate.run(parse_args("", [*always, *words]), {})
-    return out.getvalue()
+def run_chat(run_dir: Path, *options: str) -> str:
+    options = (*options, *([] if "--max-new-tokens" in options else ["--max-new-tokens", "12"]))
+    output, base_options = io.StringIO(), ["--load", str(run_dir), "--chat", "--device", "cpu"]
+    with redirect_stdout(output):
+        generate.run(parse_args("", [*base_options, *options]), {})
+    return output.getvalue()
 
 
-def test_a_conversation_remembers_its_turns(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_prompt_includes_previous_turns(uninterrupted_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read at the second turn is the whole conversation, in which the model's own answer stands."""
-    read: list[list[int]] = []
-    encode = ChatPrompts.encode
+    prompts: list[list[int]] = []
+    original_encode = ChatPrompts.encode
 
-    def noted(self: ChatPrompts, text: str) -> list[int]:
-        read.append(encode(self, text))
-        return read[-1]
+    def record_encode(self: ChatPrompts, text: str) -> list[int]:
+        prompts.append(original_encode(self, text))
+        return prompts[-1]
 
-    monkeypatch.setattr(ChatPrompts, "encode", noted)
+    monkeypatch.setattr(ChatPrompts, "encode", record_encode)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"question 7\nand 8?\n")))
-    answered: list[str] = []
-    remember = ChatPrompts.remember
+    answers: list[str] = []
+    original_remember = ChatPrompts.remember
 
-    def kept(self: ChatPrompts, text: str, answer: str) -> None:
-        answered.append(answer)
-        remember(self, text, answer)
+    def record_answer(self: ChatPrompts, text: str, answer: str) -> None:
+        answers.append(answer)
+        original_remember(self, text, answer)
 
-    monkeypatch.setattr(ChatPrompts, "remember", kept)
-    said = chat(whole / "run", "--max-new-tokens", "6")
-    first = answered[0]
-    assert said == "".join(f"{answer}\n" for answer in answered) and len(answered) == 2
-    template = find_template(build("TokenizersJSON", tokenizer_path=whole / "run" / "hf" / "step-00000006"))
-    assert read == [template.prompt_ids(turns("question 7")), template.prompt_ids(turns("question 7", first, "and 8?"))]
-    assert chat(whole / "run", "--max-new-tokens", "6", "--prompt", "question 7") == f"{first}\n"
+    monkeypatch.setattr(ChatPrompts, "remember", record_answer)
+    output = run_chat(uninterrupted_run / "run", "--max-new-tokens", "6")
+    first_answer = answers[0]
+    assert output == "".join(f"{answer}\n" for answer in answers) and len(answers) == 2
+    template = find_template(build("TokenizersJSON", tokenizer_path=uninterrupted_run / "run" / "hf" / "step-00000006"))
+    assert prompts == [
+        template.prompt_ids(make_messages("question 7")),
+        template.prompt_ids(make_messages("question 7", first_answer, "and 8?")),
+    ]
+    assert run_chat(uninterrupted_run / "run", "--max-new-tokens", "6", "--prompt", "question 7") == f"{first_answer}\n"
     assert ChatPrompts(template).eos_id == template.tokenizer.token_to_id("<|im_end|>")
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_does_not_end_the_run(place: Path, tmp_path: Path) -> None:
-    def plant(rank: int) -> None:
-        def fail(*_: Any, **__: Any) -> None:
+def test_failed_export_does_not_end_run(data_dir: Path, tmp_path: Path) -> None:
+    def inject_fault(rank: int) -> None:
+        def raise_no_space(*_: Any, **__: Any) -> None:
             raise OSError("No space left on device")
 
-        hf_exporter.export = fail  # type: ignore[assignment]
+        hf_exporter.export = raise_no_space  # type: ignore[assignment]
 
-    run, log = tmp_path / "run", tmp_path / "log"
-    more = "--train-iters 2 --export-hf-interval 1 --eval-iters 0 --pipe-parallel-size 2"
-    assert start_script(2, argv(place, run, more), log, plant) == [0, 0], log.read_text()
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    extra_flags = "--train-iters 2 --export-hf-interval 1 --eval-iters 0 --pipe-parallel-size 2"
+    assert launch_script(2, make_argv(data_dir, run_dir, extra_flags), log, inject_fault) == [0, 0], log.read_text()
     text = log.read_text()
     assert text.count("NOT EXPORTED") == 2 and "No space left on device. The run continues" in text
-    assert open_folder(run).step == 2
+    assert open_folder(run_dir).step == 2
 
 
 @pytest.mark.slow
-def test_an_instruct_folder_reaches_its_exports_through_training_and_a_resume(tmp_path: Path) -> None:
+def test_instruct_folder_survives_training_resume_and_export(tmp_path: Path) -> None:
     """Its control tokens, templates, generation settings and unknown keys, on two stages and then on one process.
 
     The siblings of the short run: tests/checkpoint/huggingface/test_origin.py, and a folder's start in test_pretrained.
     """
-    source = write_folder(tmp_path / "source")
-    wanted = {name: content for name, content in files_in(source).items() if name != "generation_config.json"}
-    wanted["chat_template.jinja"] = CHATML.encode()
-    data = write_conversations(tmp_path / "c.jsonl", [*SOME, *(turns(f"question {n}", f"yes {n}") for n in range(20))])
+    source = write_instruct_folder(tmp_path / "source")
+    expected = {name: content for name, content in read_files(source).items() if name != "generation_config.json"}
+    expected["chat_template.jinja"] = CHATML.encode()
+    data = write_conversations(
+        tmp_path / "c.jsonl", [*CONVERSATIONS, *(make_messages(f"question {n}", f"yes {n}") for n in range(20))]
+    )
     (tmp_path / "chatml.jinja").write_text(CHATML)
-    run, log = tmp_path / "run", tmp_path / "log"
-    words = (
-        f"--sft {data} --tokenizer-path {source} --chat-template {tmp_path / 'chatml.jinja'} --save {run} "
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    base_args = (
+        f"--sft {data} --tokenizer-path {source} --chat-template {tmp_path / 'chatml.jinja'} --save {run_dir} "
         "--seq-length 96 --batch-size 1 --gas 2 --lr 1e-3 --eval-iters 0 --device cpu --progress plain --split 1,0,0 "
         "--attention-dropout 0 --hidden-dropout 0"
     )
-    first = f"{words} --load {source} --finetune --train-iters 1 --export-hf-interval 1 --pipe-parallel-size 2"
-    assert start_script(2, first.split(), log) == [0, 0], log.read_text()
-    assert start_script(1, f"{words} --load {run} --train-iters 2".split(), log) == [0], log.read_text()
+    first_args = f"{base_args} --load {source} --finetune --train-iters 1 --export-hf-interval 1 --pipe-parallel-size 2"
+    assert launch_script(2, first_args.split(), log) == [0, 0], log.read_text()
+    assert launch_script(1, f"{base_args} --load {run_dir} --train-iters 2".split(), log) == [0], log.read_text()
     (tmp_path / "chatml.jinja").unlink()
-    convert.export(open_folder(run), tmp_path / "by-hand")
-    turn = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).convert_tokens_to_ids("<|im_end|>")
-    generation = json.loads((source / "generation_config.json").read_text())
-    for folder in (run / "hf" / "step-00000001", tmp_path / "by-hand"):
-        found = files_in(folder)
-        ended = json.loads(found.pop("generation_config.json"))
-        assert ended == {**generation, "eos_token_id": [turn, *generation["eos_token_id"]]}
-        assert found == wanted
+    convert.export(open_folder(run_dir), tmp_path / "by-hand")
+    im_end_id = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).convert_tokens_to_ids(
+        "<|im_end|>"
+    )
+    source_generation = json.loads((source / "generation_config.json").read_text())
+    for folder in (run_dir / "hf" / "step-00000001", tmp_path / "by-hand"):
+        exported_files = read_files(folder)
+        exported_generation = json.loads(exported_files.pop("generation_config.json"))
+        assert exported_generation == {
+            **source_generation,
+            "eos_token_id": [im_end_id, *source_generation["eos_token_id"]],
+        }
+        assert exported_files == expected

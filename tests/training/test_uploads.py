@@ -14,118 +14,121 @@ from megatron.data.mock_dataset import MockTokens
 from megatron.errors import SampleError
 from megatron.mpu.groups import single_grid
 from megatron.runtime import rank_status
-from megatron.runtime.exit_guard import is_same_everywhere
+from megatron.runtime.exit_guard import is_raised_on_all_ranks
 from megatron.training.batch_iterators import TimedBatches, UploadedBatches
 from megatron.training.data import RunData
 from megatron.training.parity import Trace
 from megatron.training.world import World
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import VOCAB, flags, trace_rank
-from tests.helpers.lazy_streams import CPU, uploading
+from tests.helpers.layouts import VOCAB, make_flags, trace_rank
+from tests.helpers.lazy_streams import CPU, simulate_uploads
 from tests.helpers.t5_runs import RUNS
 
 COPY, TAKE, WAIT = "copy", ["wait", "keep for computing"], "host waits"
 
 
-def numbered(last: int = 100) -> Iterator[dict[str, torch.Tensor]]:
-    for number in range(last):
-        yield {"text": torch.tensor([number])}
+def numbered_batches(num_batches: int = 100) -> Iterator[dict[str, torch.Tensor]]:
+    for idx in range(num_batches):
+        yield {"text": torch.tensor([idx])}
     raise SampleError("sample 3")
 
 
-def of(batch: Any) -> int:
+def batch_value(batch: Any) -> int:
     return int(batch["text"])
 
 
-def test_reading_ahead_changes_nothing_of_what_is_given_and_reads_one() -> None:
-    read: list[int] = []
-    batches = UploadedBatches((read.append(of(each)) or each for each in numbered()), CPU)
-    assert of(next(batches)) == 0 and read == [0]
+def test_prefetch_preserves_batches_and_reads_one() -> None:
+    reads: list[int] = []
+    batches = UploadedBatches((reads.append(batch_value(batch)) or batch for batch in numbered_batches()), CPU)
+    assert batch_value(next(batches)) == 0 and reads == [0]
     batches.read_ahead()
     batches.read_ahead()
-    assert read == [0, 1]
-    assert [of(next(batches)) for _ in range(3)] == [1, 2, 3] and read == [0, 1, 2, 3]
+    assert reads == [0, 1]
+    assert [batch_value(next(batches)) for _ in range(3)] == [1, 2, 3] and reads == [0, 1, 2, 3]
 
 
-def test_an_error_of_what_is_read_ahead_is_raised_when_it_is_asked_for() -> None:
-    batches = UploadedBatches(numbered(1), CPU)
+def test_prefetch_error_is_raised_by_next() -> None:
+    batches = UploadedBatches(numbered_batches(1), CPU)
     next(batches)
     batches.read_ahead()
     batches.read_ahead()
-    with pytest.raises(SampleError, match="sample 3") as raised:
+    with pytest.raises(SampleError, match="sample 3") as error_info:
         next(batches)
-    assert not is_same_everywhere(raised.value)
+    assert not is_raised_on_all_ranks(error_info.value)
     with pytest.raises(StopIteration):
         next(batches)
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_reading_while_the_device_has_work_is_no_wait(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_on_busy_device_is_not_counted_as_wait(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.5, 3.0, 5.0])
     monkeypatch.setattr("megatron.training.batch_iterators.time.perf_counter", lambda: next(times))
-    monkeypatch.setattr(device, "is_busy", lambda place: is_busy)
-    batches = UploadedBatches(numbered(), CPU)
+    monkeypatch.setattr(device, "is_busy", lambda torch_device: is_busy)
+    batches = UploadedBatches(numbered_batches(), CPU)
     next(batches)
     batches.read_ahead()
     next(batches)
     assert batches.drain_waited_s() == (0.5 if is_busy else 2.5)
 
 
-def test_who_hangs_in_it_is_found_and_then_the_position_is_as_before() -> None:
-    def telling() -> Iterator[dict[str, torch.Tensor]]:
+def test_prefetch_is_shown_in_rank_status_and_restores_operation() -> None:
+    def recording_batches() -> Iterator[dict[str, torch.Tensor]]:
         for _ in range(2):
-            seen.append(rank_status.heartbeat_now())
+            operations.append(rank_status.current_operation())
             yield {}
 
-    seen: list[str | None] = []
-    batches = UploadedBatches(telling(), CPU)
-    rank_status.heartbeat_note("step 3, reduction and update")
+    operations: list[str | None] = []
+    batches = UploadedBatches(recording_batches(), CPU)
+    rank_status.write_operation("step 3, reduction and update")
     batches.read_ahead()
-    assert seen == ["step 3, reduction and update, reading ahead"]
-    assert rank_status.heartbeat_now() == "step 3, reduction and update"
-    rank_status.heartbeat_note("")
+    assert operations == ["step 3, reduction and update, reading ahead"]
+    assert rank_status.current_operation() == "step 3, reduction and update"
+    rank_status.write_operation("")
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("cpu", TimedBatches), ("other", UploadedBatches)])
-def test_only_a_device_beside_the_cpu_has_its_data_copied(kind: str, expected: type) -> None:
-    config = parse(flags(1, 1, micro=2, gas=2), world_size=1).with_vocab(VOCAB)
+@pytest.mark.parametrize(("device_type", "expected"), [("cpu", TimedBatches), ("other", UploadedBatches)])
+def test_only_accelerator_batches_are_uploaded(device_type: str, expected: type) -> None:
+    config = parse(make_flags(1, 1, micro_batch_size=2, gas=2), world_size=1).with_vocab(VOCAB)
     data = RunData({"train": MockTokens(VOCAB, 4)}, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "can_pin", lambda kind: False)
-        assert type(data.batches("train", config, World(kind, CPU, single_grid(), 0))) is expected
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(device, "can_pin", lambda device_type: False)
+        assert type(data.batches("train", config, World(device_type, CPU, single_grid(), 0))) is expected
 
 
-def logged(rank: int, *call: Any) -> tuple[Trace, list[str]]:
+def run_with_log(rank: int, *call: Any) -> tuple[Trace, list[str]]:
     """Return what this rank trained with lazy streams, and what it did in which order."""
-    with pytest.MonkeyPatch.context() as patch, uploading(patch) as log:
+    with pytest.MonkeyPatch.context() as monkeypatch, simulate_uploads(monkeypatch) as log:
         function, *args = call
         return function(rank, *args), list(log)
 
 
-def assert_same(ours: list[Trace], plain: list[Trace]) -> None:
-    for one, other in zip(ours, plain, strict=True):
-        assert one.losses == other.losses and one.grad_norms == other.grad_norms
-        assert one.eval_losses == other.eval_losses
+def assert_equal_traces(actual: list[Trace], expected: list[Trace]) -> None:
+    for trace, expected_trace in zip(actual, expected, strict=True):
+        assert trace.losses == expected_trace.losses and trace.grad_norms == expected_trace.grad_norms
+        assert trace.eval_losses == expected_trace.eval_losses
 
 
-@pytest.mark.parametrize("pipe", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_step_copies_the_first_data_of_the_next_one_before_the_host_waits(pipe: int) -> None:
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_step_copies_first_batch_of_next_step_before_host_waits(num_stages: int) -> None:
     """Two steps of two micro-batches and an evaluation: every loss is that of plain copies."""
-    argv = flags(1, pipe, micro=2, gas=2, extra="--fp32")
-    done = run_ranks(pipe, logged, trace_rank, argv, pipe, 2, 2)
-    assert_same([trace for trace, _ in done], run_ranks(pipe, trace_rank, argv, pipe, 2, 2))
+    argv = make_flags(1, num_stages, micro_batch_size=2, gas=2, extra="--fp32")
+    results = run_ranks(num_stages, run_with_log, trace_rank, argv, num_stages, 2, 2)
+    assert_equal_traces([trace for trace, _ in results], run_ranks(num_stages, trace_rank, argv, num_stages, 2, 2))
     first = [COPY, *TAKE, COPY, *TAKE, COPY, WAIT]
     second = [*TAKE, COPY, *TAKE, COPY, WAIT]
     evaluation = [COPY, *TAKE, COPY, *TAKE, WAIT]
-    for _, log in done:
+    for _, log in results:
         assert log == first + second + evaluation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe", "data"), [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
-def test_copies_of_t5_give_the_losses_of_plain_ones(tensor: int, pipe: int, data: int) -> None:
-    size = tensor * pipe * data
-    argv = RUNS.flags(tensor, pipe, micro=2, gas=4, extra="--fp32 --reset-attention-mask")
-    done = run_ranks(size, logged, RUNS.trace_rank, argv, size, 3, 2, deadline_s=100.0)
-    assert_same([trace for trace, _ in done], run_ranks(size, RUNS.trace_rank, argv, size, 3, 2, deadline_s=100.0))
-    assert {bool(log.count(COPY)) for _, log in done} == ({True, False} if tensor == 2 else {True})
+def test_t5_losses_with_uploads_equal_plain_losses(tensor: int, pipe: int, data: int) -> None:
+    world_size = tensor * pipe * data
+    argv = RUNS.make_flags(tensor, pipe, micro_batch_size=2, gas=4, extra="--fp32 --reset-attention-mask")
+    results = run_ranks(world_size, run_with_log, RUNS.trace_rank, argv, world_size, 3, 2, deadline_s=100.0)
+    assert_equal_traces(
+        [trace for trace, _ in results],
+        run_ranks(world_size, RUNS.trace_rank, argv, world_size, 3, 2, deadline_s=100.0),
+    )
+    assert {bool(log.count(COPY)) for _, log in results} == ({True, False} if tensor == 2 else {True})

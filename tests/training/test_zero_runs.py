@@ -7,57 +7,72 @@ from pathlib import Path
 import pytest
 
 from megatron.training import initialize
-from tests.helpers.runs import flags, start_script, train_ranks
-from tests.training.test_resume import DROPOUT, assert_same_checkpoint, losses
+from tests.helpers.runs import launch_script, make_flags, train_ranks
+from tests.training.test_resume import DROPOUT_FLAGS, assert_equal_checkpoints, read_losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "world_size"), [("", 2), ("--pipe-parallel-size 2", 4)], ids=["1-1-2", "1-2-2"])
-@pytest.mark.parametrize(("first", "then"), [(1, 0), (0, 1)])
-def test_a_run_goes_on_with_another_stage(
-    layout: str, world_size: int, first: int, then: int, corpus: Path, tmp_path: Path
+@pytest.mark.parametrize(("first_stage", "second_stage"), [(1, 0), (0, 1)])
+def test_run_resumes_bitwise_with_other_zero_stage(
+    layout: str, world_size: int, first_stage: int, second_stage: int, corpus: Path, tmp_path: Path
 ) -> None:
-    whole, cut, extra = tmp_path / "whole", tmp_path / "cut", f"{layout} {DROPOUT}"
-    assert train_ranks(world_size, flags(corpus, whole, extra))[0] == [0] * world_size
-    argv = flags(corpus, cut, f"{extra} --zero-stage {first} --exit-interval 10")
+    uninterrupted, resumed, extra_flags = tmp_path / "whole", tmp_path / "cut", f"{layout} {DROPOUT_FLAGS}"
+    assert train_ranks(world_size, make_flags(corpus, uninterrupted, extra_flags))[0] == [0] * world_size
+    argv = make_flags(corpus, resumed, f"{extra_flags} --zero-stage {first_stage} --exit-interval 10")
     assert train_ranks(world_size, argv)[0] == [75] * world_size
-    argv = flags(corpus, cut, f"{extra} --zero-stage {then} --load {cut}")
+    argv = make_flags(corpus, resumed, f"{extra_flags} --zero-stage {second_stage} --load {resumed}")
     assert train_ranks(world_size, argv)[0] == [0] * world_size
-    assert losses(cut) == losses(whole)
-    assert_same_checkpoint(whole, cut)
+    assert read_losses(resumed) == read_losses(uninterrupted)
+    assert_equal_checkpoints(uninterrupted, resumed)
 
 
-ONE_SUM = "--clip-grad 0 --gas 1"
+SINGLE_MICRO_BATCH_FLAGS = "--clip-grad 0 --gas 1"
 """With one micro-batch a step and without clipping ZeRO 2 and 3 have the bits of the others."""
-AWAY = "--offload-optimizer --offload-parameters"
+OFFLOAD_FLAGS = "--offload-optimizer --offload-parameters"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then"), [("3", "0"), ("0", f"3 {AWAY}"), ("2 --offload-optimizer", "3"), (f"3 {AWAY}", "1")]
+    ("first_stage", "second_stage"),
+    [("3", "0"), ("0", f"3 {OFFLOAD_FLAGS}"), ("2 --offload-optimizer", "3"), (f"3 {OFFLOAD_FLAGS}", "1")],
 )
-def test_a_run_goes_on_with_parts_of_gradients_and_weights(first: str, then: str, corpus: Path, tmp_path: Path) -> None:
-    whole, cut, extra = tmp_path / "whole", tmp_path / "cut", f"{DROPOUT} {ONE_SUM}"
-    assert train_ranks(2, flags(corpus, whole, extra))[0] == [0, 0]
-    argv = flags(corpus, cut, f"{extra} --zero-stage {first} --exit-interval 10")
+def test_run_resumes_with_sharded_gradients_or_weights(
+    first_stage: str, second_stage: str, corpus: Path, tmp_path: Path
+) -> None:
+    uninterrupted, resumed, extra_flags = (
+        tmp_path / "whole",
+        tmp_path / "cut",
+        f"{DROPOUT_FLAGS} {SINGLE_MICRO_BATCH_FLAGS}",
+    )
+    assert train_ranks(2, make_flags(corpus, uninterrupted, extra_flags))[0] == [0, 0]
+    argv = make_flags(corpus, resumed, f"{extra_flags} --zero-stage {first_stage} --exit-interval 10")
     assert train_ranks(2, argv)[0] == [75, 75]
-    assert train_ranks(2, flags(corpus, cut, f"{extra} --zero-stage {then} --load {cut}"))[0] == [0, 0]
-    assert [row[:2] for row in losses(cut)] == [row[:2] for row in losses(whole)], "the norm is summed in another order"
-    assert_same_checkpoint(whole, cut)
+    assert train_ranks(2, make_flags(corpus, resumed, f"{extra_flags} --zero-stage {second_stage} --load {resumed}"))[
+        0
+    ] == [0, 0]
+    assert [row[:2] for row in read_losses(resumed)] == [row[:2] for row in read_losses(uninterrupted)], (
+        "the norm is summed in another order"
+    )
+    assert_equal_checkpoints(uninterrupted, resumed)
 
 
 @pytest.mark.slow
-def test_a_run_with_zero_3_that_stops_and_goes_on_is_one_that_did_not(corpus: Path, tmp_path: Path) -> None:
-    whole, cut, extra = tmp_path / "whole", tmp_path / "cut", f"{DROPOUT} --bf16 --zero-stage 3 {AWAY}"
-    assert train_ranks(4, flags(corpus, whole, f"{extra} --model-parallel-size 2"))[0] == [0] * 4
-    argv = flags(corpus, cut, f"{extra} --model-parallel-size 2")
+def test_zero_3_run_resumes_bitwise(corpus: Path, tmp_path: Path) -> None:
+    uninterrupted, resumed, extra_flags = (
+        tmp_path / "whole",
+        tmp_path / "cut",
+        f"{DROPOUT_FLAGS} --bf16 --zero-stage 3 {OFFLOAD_FLAGS}",
+    )
+    assert train_ranks(4, make_flags(corpus, uninterrupted, f"{extra_flags} --model-parallel-size 2"))[0] == [0] * 4
+    argv = make_flags(corpus, resumed, f"{extra_flags} --model-parallel-size 2")
     assert train_ranks(4, [*argv, "--exit-interval", "10"])[0] == [75] * 4
-    assert train_ranks(4, [*argv, "--load", str(cut)])[0] == [0] * 4
-    assert losses(cut) == losses(whole)
-    assert_same_checkpoint(whole, cut)
+    assert train_ranks(4, [*argv, "--load", str(resumed)])[0] == [0] * 4
+    assert read_losses(resumed) == read_losses(uninterrupted)
+    assert_equal_checkpoints(uninterrupted, resumed)
 
 
-def _through_the_host(rank: int) -> None:
+def _use_host_copies(rank: int) -> None:
     """Let all that lies in the host's memory be sent as what lies on a device is, by copies."""
     from tds.p2p import host_copies
 
@@ -68,12 +83,14 @@ def _through_the_host(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("away", ["", AWAY], ids=["on the device", "offloaded"])
-def test_zero_3_through_the_host_has_the_bits_of_gloo(away: str, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload_flags", ["", OFFLOAD_FLAGS], ids=["on the device", "offloaded"])
+def test_zero_3_over_host_copies_equals_gloo_bitwise(offload_flags: str, corpus: Path, tmp_path: Path) -> None:
     """The simulated device, which shows the other stages, cannot give back the memory of a weight."""
-    for name, plant in (("plain", None), ("copies", _through_the_host)):
-        argv = flags(corpus, tmp_path / name, f"{DROPOUT} --train-iters 5 --zero-stage 3 {away}")
-        assert start_script(2, argv, tmp_path / f"{name}.log", plant) == [0, 0], (tmp_path / f"{name}.log").read_text()
+    for name, inject_fault in (("plain", None), ("copies", _use_host_copies)):
+        argv = make_flags(corpus, tmp_path / name, f"{DROPOUT_FLAGS} --train-iters 5 --zero-stage 3 {offload_flags}")
+        assert launch_script(2, argv, tmp_path / f"{name}.log", inject_fault) == [0, 0], (
+            tmp_path / f"{name}.log"
+        ).read_text()
     assert "cpu tensors are copied through the host" in (tmp_path / "copies.log").read_text()
-    assert losses(tmp_path / "copies") == losses(tmp_path / "plain")
-    assert_same_checkpoint(tmp_path / "copies", tmp_path / "plain")
+    assert read_losses(tmp_path / "copies") == read_losses(tmp_path / "plain")
+    assert_equal_checkpoints(tmp_path / "copies", tmp_path / "plain")

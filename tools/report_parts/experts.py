@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tools.report_parts.runs import RunFolder, number
-from tools.report_parts.words import Html, bilingual, joined, tag
+from tools.report_parts.runs import RunFolder, finite_number
+from tools.report_parts.words import Html, bilingual, join_html, tag
 
-TABLE = "moe_tokens_per_expert"
-WIDTH, LEFT, RIGHT, FOOT = 1200, 120, 60, 18
-WIDEST, ROW = 40, 20
-MOST_TITLES = 6000
+METRIC = "moe_tokens_per_expert"
+WIDTH, LEFT, RIGHT, FOOTER_HEIGHT = 1200, 120, 60, 18
+MAX_CELL_WIDTH, ROW_HEIGHT = 40, 20
+MAX_TITLES = 6000
 """Maximum number of cells with tooltips; above it, only rows have tooltips."""
-DARKEST = 3.0
+DARKEST_RATIO = 3.0
 """Multiple of the mean from which on a cell has the darkest colour."""
-STEPS = (0.0, 0.5, 1.0, 2.0, 3.0)
+LEGEND_RATIOS = (0.0, 0.5, 1.0, 2.0, 3.0)
 
 
 def expert_map(run: RunFolder) -> Html | None:
     """Return the heat map, a row for each layer and a cell for each expert; None if no record has token counts."""
     record = next(
-        (record_candidate for record_candidate in reversed(run.of_kind("train")) if _table(record_candidate)), None
+        (train_record for train_record in reversed(run.records_of_type("train")) if _token_counts(train_record)), None
     )
     if record is None:
         return None
-    table = _table(record)
-    most = max(map(len, table.values()))
-    width = min((WIDTH - LEFT - RIGHT) / most, WIDEST)
-    has_titles = sum(map(len, table.values())) <= MOST_TITLES
+    table = _token_counts(record)
+    max_experts = max(map(len, table.values()))
+    width = min((WIDTH - LEFT - RIGHT) / max_experts, MAX_CELL_WIDTH)
+    has_titles = sum(map(len, table.values())) <= MAX_TITLES
     rows = [_row(row_idx, layer, counts, width, has_titles) for row_idx, (layer, counts) in enumerate(table.items())]
-    height = len(table) * ROW
+    height = len(table) * ROW_HEIGHT
     labels = [
-        tag("text", expert, x=f"{LEFT + (expert + 0.5) * width:.1f}", y=height + FOOT - 5, class_="foot")
-        for expert in dict.fromkeys((0, most // 2, most - 1))
+        tag("text", expert, x=f"{LEFT + (expert + 0.5) * width:.1f}", y=height + FOOTER_HEIGHT - 5, class_="foot")
+        for expert in dict.fromkeys((0, max_experts // 2, max_experts - 1))
     ]
     worst = max(table, key=lambda layer: _imbalance(table[layer]))
-    text = f"Tokens by expert, {len(table)} layers x {most} experts, step {record['step']}: in {worst} the largest has "
-    text += f"{_imbalance(table[worst]):.2f} times the mean"
-    svg = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOT}", class_="heat",
+    text = f"Tokens by expert, {len(table)} layers x {max_experts} experts, step {record['step']}: "
+    text += f"in {worst} the largest has {_imbalance(table[worst]):.2f} times the mean"
+    svg = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOTER_HEIGHT}", class_="heat",
                   role="img", aria_label=text)  # fmt: skip
     about = bilingual(
         "Step {}: one row per layer, one cell per expert. The end of a row shows its largest expert over the mean.",
@@ -47,13 +47,15 @@ def expert_map(run: RunFolder) -> Html | None:
     return tag("div", tag("p", about), tag("div", svg, class_="scroll"), _legend())
 
 
-def _table(record: Mapping[str, Any]) -> dict[str, list[float]]:
+def _token_counts(record: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return layer -> tokens of each expert, for layers with complete counts."""
-    rows = record.get(TABLE)
+    rows = record.get(METRIC)
     if not isinstance(rows, dict):
         return {}
     table = {
-        layer: [number(count_value) for count_value in row] for layer, row in rows.items() if isinstance(row, list)
+        layer: [finite_number(count_value) for count_value in row]
+        for layer, row in rows.items()
+        if isinstance(row, list)
     }
     return {
         layer: [count for count in row if count is not None]
@@ -66,8 +68,8 @@ def _imbalance(counts: list[float]) -> float:
     return max(counts) * len(counts) / sum(counts)
 
 
-def _row(at: int, layer: str, counts: list[float], width: float, has_titles: bool) -> Html:
-    total, y, cells = sum(counts), at * ROW, []
+def _row(row_idx: int, layer: str, counts: list[float], width: float, has_titles: bool) -> Html:
+    total, y, cells = sum(counts), row_idx * ROW_HEIGHT, []
     for expert, count in enumerate(counts):
         share = count / total
         title = (
@@ -76,27 +78,33 @@ def _row(at: int, layer: str, counts: list[float], width: float, has_titles: boo
         cells.append(
             tag(
                 "rect", *([tag("title", title)] if has_titles else []), x=f"{LEFT + expert * width:.2f}", y=y,
-                width=f"{width:.2f}", height=ROW - 2, **_colour(share * len(counts)),
+                width=f"{width:.2f}", height=ROW_HEIGHT - 2, **_cell_attributes(share * len(counts)),
             )
         )  # fmt: skip
-    name = tag("text", layer, x=LEFT - 8, y=y + ROW - 7, class_="layer")
-    end = tag("text", f"{_imbalance(counts):.2f}", x=f"{LEFT + len(counts) * width + 8:.1f}", y=y + ROW - 7)
+    name = tag("text", layer, x=LEFT - 8, y=y + ROW_HEIGHT - 7, class_="layer")
+    end = tag("text", f"{_imbalance(counts):.2f}", x=f"{LEFT + len(counts) * width + 8:.1f}", y=y + ROW_HEIGHT - 7)
     return tag("g", tag("title", f"{layer}: {_imbalance(counts):.2f} x the mean"), name, *cells, end)
 
 
-def _colour(over_mean: float) -> dict[str, Any]:
+def _cell_attributes(ratio_to_mean: float) -> dict[str, Any]:
     """Return the attributes of a cell; an expert without a token has a separate colour."""
-    if not over_mean:
+    if not ratio_to_mean:
         return {"class_": "tokens none"}
-    return {"class_": "tokens", "fill_opacity": f"{0.08 + 0.92 * min(over_mean / DARKEST, 1):.2f}"}
+    return {"class_": "tokens", "fill_opacity": f"{0.08 + 0.92 * min(ratio_to_mean / DARKEST_RATIO, 1):.2f}"}
 
 
 def _legend() -> Html:
     marks = []
-    for multiple in STEPS:
+    for multiple in LEGEND_RATIOS:
         text = bilingual("no token") if not multiple else bilingual("{} x the mean", f"{multiple:g}")
-        if multiple == STEPS[-1]:
+        if multiple == LEGEND_RATIOS[-1]:
             text = bilingual("{} x the mean or more", f"{multiple:g}")
-        box = tag("svg", tag("rect", width=18, height=12, **_colour(multiple)), width=18, height=12, aria_hidden="true")
+        box = tag(
+            "svg",
+            tag("rect", width=18, height=12, **_cell_attributes(multiple)),
+            width=18,
+            height=12,
+            aria_hidden="true",
+        )
         marks.append(tag("span", box, " ", text, " "))
-    return tag("p", joined(marks), class_="legend")
+    return tag("p", join_html(marks), class_="legend")

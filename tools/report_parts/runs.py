@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron.training.callbacks.metrics_writer import EVALUATIONS, METRICS, read_metrics
 from megatron.training.callbacks.stability_journal import read_journal
-from tools.report_parts.words import Html, bilingual, joined, tag
+from tools.report_parts.words import Html, bilingual, join_html, tag
 
-SIGNS = (METRICS, "config.json", EVALUATIONS)
+RUN_FILES = (METRICS, "config.json", EVALUATIONS)
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class RunFolder:
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def records_of_type(self, record_type: str) -> list[dict[str, Any]]:
         """Return the records of one type: train, valid, test, tasks or save."""
-        return [record for record in self.records if record["kind"] == kind]
+        return [record for record in self.records if record["kind"] == record_type]
 
     def setting(self, section: str, name: str) -> Any:
         """Return a setting of the run; None if it is unknown."""
@@ -60,8 +60,10 @@ def run_folders(paths: list[Path]) -> list[Path]:
     for path in paths:
         candidates = [path] if _is_run(path) else sorted(child for child in path.glob("*") if _is_run(child))
         if not candidates:
-            got = "a folder without a run" if path.is_dir() else "no folder"
-            problems.append(f"{path} must be a run folder with {' or '.join(SIGNS)}, or contain run folders, got {got}")
+            actual = "a folder without a run" if path.is_dir() else "no folder"
+            problems.append(
+                f"{path} must be a run folder with {' or '.join(RUN_FILES)}, or contain run folders, got {actual}"
+            )
         folders += [folder for folder in candidates if folder not in folders]
     if problems:
         raise ValueError("\n".join(problems))
@@ -80,13 +82,13 @@ def read_run(path: Path, name: str) -> RunFolder:
         name,
         records=records,
         evaluations=evaluations,
-        config=_object(path / "config.json", dict, notes) or _settings(evaluations),
-        versions=_object(path / "versions.json", dict, notes),
-        stages=_object(path / "stages.json", list, notes),
-        starts=[line for line in _lines(path / "starts.jsonl") if _has_step(line)],
-        journal=[line for line in _journal(path, notes) if _has_step(line)],
-        operators=_object(path / "profile" / "top.json", dict, notes),
-        commands=_text(path / "command.txt").splitlines(),
+        config=_read_json(path / "config.json", dict, notes) or _evaluated_config(evaluations),
+        versions=_read_json(path / "versions.json", dict, notes),
+        stages=_read_json(path / "stages.json", list, notes),
+        starts=[line for line in _read_json_lines(path / "starts.jsonl") if _has_step(line)],
+        journal=[line for line in _read_journal_events(path, notes) if _has_step(line)],
+        operators=_read_json(path / "profile" / "top.json", dict, notes),
+        commands=_read_text(path / "command.txt").splitlines(),
         notes=notes,
     )
 
@@ -102,7 +104,7 @@ def names_of(paths: list[Path]) -> list[str]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / sign).is_file() for sign in SIGNS)
+    return any((path / file_name).is_file() for file_name in RUN_FILES)
 
 
 def _is_record(value: Any) -> bool:
@@ -113,35 +115,35 @@ def _has_step(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("step"), int) and not isinstance(value["step"], bool)
 
 
-def _object(path: Path, kind: type, notes: list[str]) -> Any:
+def _read_json(path: Path, expected_type: type, notes: list[str]) -> Any:
     if not path.is_file():
-        return kind()
+        return expected_type()
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read ({error})")
-        return kind()
-    if not isinstance(value, kind):
+        return expected_type()
+    if not isinstance(value, expected_type):
         notes.append(f"{path.name} has unexpected content")
-        return kind()
+        return expected_type()
     return value
 
 
-def _settings(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+def _evaluated_config(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the configuration of the last evaluation, for a folder without a training run."""
     config = evaluations[-1].get("config") if evaluations else None
     return config if isinstance(config, dict) else {}
 
 
-def _lines(path: Path) -> list[Any]:
+def _read_json_lines(path: Path) -> list[Any]:
     values = []
-    for line in _text(path).splitlines():
+    for line in _read_text(path).splitlines():
         with suppress(ValueError):  # truncated by a kill
             values.append(json.loads(line))
     return values
 
 
-def _journal(path: Path, notes: list[str]) -> list[Any]:
+def _read_journal_events(path: Path, notes: list[str]) -> list[Any]:
     try:
         return [*read_journal(path.resolve() / "stability.jsonl")]
     except (OSError, ValueError) as error:
@@ -149,48 +151,50 @@ def _journal(path: Path, notes: list[str]) -> list[Any]:
         return []
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-EXTREMES_OF = ("loss", "grad_norm")
+EXTREME_KEYS = ("loss", "grad_norm")
 Column = list[float | None]
 
 
-def thinned(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Return about ``limit`` records: of each block of records the first one and the extremes of loss and norm."""
-    if len(records) <= limit:
+def thin_records(records: Sequence[dict[str, Any]], max_records: int) -> list[dict[str, Any]]:
+    """Return about ``max_records`` records: the first of each block and those with extremes of loss and norm."""
+    if len(records) <= max_records:
         return list(records)
-    per_block = 1 + 2 * len(EXTREMES_OF)
-    num_blocks = max(limit // per_block, 1)
-    kept_idx = {0, len(records) - 1}
+    per_block = 1 + 2 * len(EXTREME_KEYS)
+    num_blocks = max(max_records // per_block, 1)
+    selected_idx = {0, len(records) - 1}
     for block in range(num_blocks):
         start, stop = block * len(records) // num_blocks, (block + 1) * len(records) // num_blocks
-        kept_idx.add(start)
-        for name in EXTREMES_OF:
-            values = [(value, i) for i in range(start, stop) if (value := number(records[i].get(name))) is not None]
-            kept_idx |= {min(values)[1], max(values)[1]} if values else set()
-    return [records[i] for i in sorted(kept_idx)]
+        selected_idx.add(start)
+        for name in EXTREME_KEYS:
+            values = [
+                (value, i) for i in range(start, stop) if (value := finite_number(records[i].get(name))) is not None
+            ]
+            selected_idx |= {min(values)[1], max(values)[1]} if values else set()
+    return [records[i] for i in sorted(selected_idx)]
 
 
-def columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
+def to_columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
     """Return name -> column of numbers, with None for missing values.
 
     A dictionary in a record, such as values by stage, layer or corpus, gives one column "name/key" per key.
     """
-    flat = [dict(_flat(record)) for record in records]
+    flat = [dict(_flatten(record)) for record in records]
     names = dict.fromkeys(name for record in flat for name in record)
     return {name: [record.get(name) for record in flat] for name in names}
 
 
-def number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return a finite number rounded to six significant digits; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def at_step(steps: Sequence[float | None], values: Column, step: float) -> float | None:
+def interpolate(steps: Sequence[float | None], values: Column, step: float) -> float | None:
     """Return the value at ``step`` of a column that increases with the steps, by linear interpolation."""
     points = [(s, v) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     if not points:
@@ -201,23 +205,23 @@ def at_step(steps: Sequence[float | None], values: Column, step: float) -> float
     if after == len(points):
         return points[-1][1]
     (s0, v0), (s1, v1) = points[after - 1 : after + 1]
-    return number(v0 + (v1 - v0) * (step - s0) / (s1 - s0))
+    return finite_number(v0 + (v1 - v0) * (step - s0) / (s1 - s0))
 
 
-def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
+def _flatten(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     for name, value in record.items():
         if name == "time" and isinstance(value, int | float):
             yield name, value  # not rounded: six digits would reduce a timestamp to hours
         elif isinstance(value, dict):
             scalars = {inner: item for inner, item in value.items() if not isinstance(item, list)}
-            yield from ((f"{name}/{inner}", number(item)) for inner, item in scalars.items())
+            yield from ((f"{name}/{inner}", finite_number(item)) for inner, item in scalars.items())
         elif not isinstance(value, str):
-            yield name, number(value)
+            yield name, finite_number(value)
 
 
 # Definitions of the charts, and the data of their curves.
 
-MOST_LINES = 24
+MAX_LINES = 24
 """Maximum number of lines by layer for a run; above it, an evenly spaced subset is drawn."""
 
 
@@ -252,9 +256,7 @@ CHARTS = (
     Chart("loss", "Loss over steps", ("loss",), x="step", points="valid", about="nats per token; rings: validation"),
     Chart("loss-tokens", "Loss over tokens", ("loss",), x="tokens", points="valid", about="nats per token"),
     Chart("valid-loss", "Validation loss", ("loss",), about="nats per token", source="valid"),
-    Chart(
-        "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="exp(loss)", source="valid"
-    ),
+    Chart("valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="exp(loss)", source="valid"),
     Chart(
         "tasks",
         "Tasks",
@@ -294,29 +296,29 @@ CHARTS = (
     Chart("loss-scale", "Loss scale", ("loss_scale",), "si", log=True),
     Chart("skipped", "Skipped steps", ("skipped",)),
 )
-ONLY_IF_IT_MOVES = ("loss-scale", "skipped", "stall")
-ONLY_IF_SEVERAL = ("corpora",)
+HIDDEN_IF_CONSTANT = ("loss-scale", "skipped", "stall")
+HIDDEN_IF_SINGLE = ("corpora",)
 
 
-def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
+def run_data(run: RunFolder, max_points: int) -> dict[str, Any]:
     """Return the data of a run for the charts: columns, points of evaluations, and marks at steps."""
-    train_columns = columns(thinned(run.of_kind("train"), limit))
+    train_columns = to_columns(thin_records(run.records_of_type("train"), max_points))
     if "tokens" not in train_columns and "samples" in train_columns and (sample_tokens := _tokens_per_sample(run)):
         train_columns["tokens"] = [
             None if samples is None else sample_tokens * samples for samples in train_columns["samples"]
         ]
-    start_time = next((start.get("time") for start in run.starts if number(start.get("time")) is not None), None)
+    start_time = next((start.get("time") for start in run.starts if finite_number(start.get("time")) is not None), None)
     times = train_columns.pop("time", [])
     if any(time is not None for time in times):
         start_time = start_time or next(time for time in times if time is not None)
-        train_columns["hours"] = [None if time is None else number((time - start_time) / 3600) for time in times]
+        train_columns["hours"] = [None if time is None else finite_number((time - start_time) / 3600) for time in times]
     return {
         "name": run.name,
         "columns": train_columns,
-        "valid": _evaluated(run, train_columns),
-        "tasks": _of_tasks(run, train_columns),
-        "points": {record_type: _points(run, record_type, train_columns) for record_type in ("valid", "test")},
-        "marks": [{**mark, **_places(train_columns, mark["step"])} for mark in marks(run)],
+        "valid": _validation_columns(run, train_columns),
+        "tasks": _task_columns(run, train_columns),
+        "points": {record_type: _point_list(run, record_type, train_columns) for record_type in ("valid", "test")},
+        "marks": [{**mark, **_axis_positions(train_columns, mark["step"])} for mark in marks(run)],
     }
 
 
@@ -328,9 +330,9 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             value for run in runs for key in keys for value in run[chart.source].get(key, []) if value is not None
         ]
         has_axis = not chart.x or any(chart.x in run[chart.source] for run in runs)
-        if not values or not has_axis or (chart.id in ONLY_IF_IT_MOVES and len(set(values)) == 1):
+        if not values or not has_axis or (chart.id in HIDDEN_IF_CONSTANT and len(set(values)) == 1):
             continue
-        if chart.id in ONLY_IF_SEVERAL and len(keys) == 1:
+        if chart.id in HIDDEN_IF_SINGLE and len(keys) == 1:
             continue
         charts.append({**asdict(chart), "keys": keys})
     return charts
@@ -346,7 +348,7 @@ def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[lis
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
     """Return the marks of a run by step: checkpoints, restarts, and events of the stability guard."""
-    saves = {record["step"]: "failed" in record for record in run.of_kind("save")}
+    saves = {record["step"]: "failed" in record for record in run.records_of_type("save")}
     result = [
         {"step": step, "kind": "failed" if has_failed else "save", "text": f"checkpoint of step {step}"}
         for step, has_failed in saves.items()
@@ -365,7 +367,7 @@ def _tokens_per_sample(run: RunFolder) -> float:
         lengths = (run.setting("t5", "enc_seq_length"), run.setting("t5", "dec_seq_length"))
     else:
         lengths = (run.setting("batch", "seq_length"),)
-    return sum(number(length) or 0 for length in lengths)
+    return sum(finite_number(length) or 0 for length in lengths)
 
 
 def _keys(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -373,27 +375,31 @@ def _keys(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[str]:
         return [key for key in chart.keys if any(key in run[chart.source] for run in runs)]
     all_keys = dict.fromkeys(key for run in runs for key in run[chart.source] if key.startswith(f"{chart.keys[0]}/"))
     keys = list(all_keys)
-    return keys if len(keys) <= MOST_LINES else [keys[i * len(keys) // MOST_LINES] for i in range(MOST_LINES)]
+    return keys if len(keys) <= MAX_LINES else [keys[i * len(keys) // MAX_LINES] for i in range(MAX_LINES)]
 
 
-def _points(run: RunFolder, kind: str, found: Mapping[str, Column]) -> list[dict[str, Any]]:
+def _point_list(run: RunFolder, record_type: str, train_columns: Mapping[str, Column]) -> list[dict[str, Any]]:
     return [
-        {"step": record["step"], "loss": number(record.get("loss")), **_places(found, record["step"])}
-        for record in run.of_kind(kind)
+        {
+            "step": record["step"],
+            "loss": finite_number(record.get("loss")),
+            **_axis_positions(train_columns, record["step"]),
+        }
+        for record in run.records_of_type(record_type)
     ]
 
 
-def _evaluated(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
+def _validation_columns(run: RunFolder, train_columns: Mapping[str, Column]) -> dict[str, Column]:
     """Return the columns of the evaluations on the validation split."""
-    records = [{**record, **_places(found, record["step"])} for record in run.of_kind("valid")]
-    values = columns(records)
+    records = [{**record, **_axis_positions(train_columns, record["step"])} for record in run.records_of_type("valid")]
+    values = to_columns(records)
     return {name: values[name] for name in ("step", "tokens", "hours", "loss", "perplexity") if name in values}
 
 
-def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
+def _task_columns(run: RunFolder, train_columns: Mapping[str, Column]) -> dict[str, Column]:
     """Return the columns of the evaluations of tasks, "tasks/NAME/METRIC", without standard errors."""
     records = []
-    for record in run.of_kind("tasks"):
+    for record in run.records_of_type("tasks"):
         values = {
             f"tasks/{task}/{metric}": value
             for task, metrics in record.items()
@@ -401,14 +407,16 @@ def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
             for metric, value in metrics.items()
             if "_stderr" not in metric
         }
-        records.append({"step": record["step"], **_places(found, record["step"]), **values})
-    return columns(records)
+        records.append({"step": record["step"], **_axis_positions(train_columns, record["step"]), **values})
+    return to_columns(records)
 
 
-def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:
+def _axis_positions(train_columns: Mapping[str, Column], step: int) -> dict[str, float | None]:
     """Return axis -> position of ``step`` on that axis, for tokens and hours."""
-    steps = found.get("step", [])
-    return {axis: at_step(steps, found[axis], step) for axis in ("tokens", "hours") if axis in found}
+    steps = train_columns.get("step", [])
+    return {
+        axis: interpolate(steps, train_columns[axis], step) for axis in ("tokens", "hours") if axis in train_columns
+    }
 
 
 # Drawing of the last traced step of a pipeline: a row for each stage, a box for each action, a gap for idle time.
@@ -416,8 +424,8 @@ def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:
 # The files come from a run with --pipeline-trace DIR. A simulation with the measured costs is drawn below the
 # measurement.
 
-WIDTH, LEFT, ROW, GAP = 1200, 64, 22, 4
-MOST_BOXES = 6000
+WIDTH, LEFT, ROW_HEIGHT, GAP = 1200, 64, 22, 4
+MAX_BOXES = 6000
 
 
 def timeline(run: RunFolder) -> Html | None:
@@ -456,21 +464,36 @@ def _trace_folder(run: RunFolder) -> Path | None:
     return next((folder for folder in candidates if any(folder.glob("trace-rank*.json"))), None)
 
 
-def _panel(title: Html, line: Any, longest: float) -> Html:
-    scale, height = (WIDTH - LEFT) / longest, line.num_stages * ROW
+def _panel(title: Html, stage_timeline: Any, longest: float) -> Html:
+    scale, height = (WIDTH - LEFT) / longest, stage_timeline.num_stages * ROW_HEIGHT
     rows = [
-        joined(
+        join_html(
             [
-                tag("text", f"stage {stage}", x=0, y=stage * ROW + ROW - GAP - 4),
-                tag("rect", x=LEFT, y=stage * ROW, width=f"{line.step_s * scale:.2f}", height=ROW - GAP, class_="idle"),
+                tag("text", f"stage {stage}", x=0, y=stage * ROW_HEIGHT + ROW_HEIGHT - GAP - 4),
+                tag(
+                    "rect",
+                    x=LEFT,
+                    y=stage * ROW_HEIGHT,
+                    width=f"{stage_timeline.step_s * scale:.2f}",
+                    height=ROW_HEIGHT - GAP,
+                    class_="idle",
+                ),
             ]
         )
-        for stage in range(line.num_stages)
+        for stage in range(stage_timeline.num_stages)
     ]
-    is_drawn = sum(map(len, line.spans)) <= MOST_BOXES
-    boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if is_drawn else []
-    caption = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
-    caption += [] if is_drawn else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
+    is_drawn = sum(map(len, stage_timeline.spans)) <= MAX_BOXES
+    boxes = (
+        [_box(stage, span, scale) for stage, spans in enumerate(stage_timeline.spans) for span in spans]
+        if is_drawn
+        else []
+    )
+    caption = [
+        bilingual(
+            "{}: {} ms, bubble {} %", title, f"{1e3 * stage_timeline.step_s:.4g}", f"{100 * stage_timeline.bubble:.1f}"
+        )
+    ]
+    caption += [] if is_drawn else [bilingual(" (more than {} boxes, which are not drawn)", f"{MAX_BOXES:,}")]
     svg = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
     return tag("figure", tag("figcaption", *caption), tag("div", svg, class_="scroll"))
 
@@ -478,21 +501,23 @@ def _panel(title: Html, line: Any, longest: float) -> Html:
 def _box(stage: int, span: Any, scale: float) -> Html:
     action, width = span.action, (span.end_s - span.start_s) * scale
     action_type = type(action).__name__
-    x, y = LEFT + span.start_s * scale, stage * ROW
+    x, y = LEFT + span.start_s * scale, stage * ROW_HEIGHT
     title = f"{action_type} of micro-batch {action.micro_batch}" + (f", chunk {action.chunk}" if action.chunk else "")
     title += f": {1e3 * (span.end_s - span.start_s):.4g} ms"
-    box = tag("rect", tag("title", title), x=f"{x:.2f}", y=y, width=f"{max(width, 0.3):.2f}", height=ROW - GAP,
+    box = tag("rect", tag("title", title), x=f"{x:.2f}", y=y, width=f"{max(width, 0.3):.2f}", height=ROW_HEIGHT - GAP,
               class_=f"box {action_type}")  # fmt: skip
     if width < 9 * len(str(action.micro_batch)):
         return box
-    return joined([box, tag("text", action.micro_batch, x=f"{x + width / 2:.2f}", y=y + ROW - GAP - 4, class_="in")])
+    return join_html(
+        [box, tag("text", action.micro_batch, x=f"{x + width / 2:.2f}", y=y + ROW_HEIGHT - GAP - 4, class_="in")]
+    )
 
 
 LEGEND = tag(
     "p",
     *[
-        tag("span", tag("i", class_=f"swatch {kind}"), " ", bilingual(name), " ")
-        for kind, name in (
+        tag("span", tag("i", class_=f"swatch {action_type}"), " ", bilingual(name), " ")
+        for action_type, name in (
             ("Forward", "forward"),
             ("Backward", "backward"),
             ("BackwardInput", "backward for the input"),

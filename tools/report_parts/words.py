@@ -19,31 +19,31 @@ def html(value: Any) -> Html:
     return value if isinstance(value, Html) else Html(escape("" if value is None else str(value)))
 
 
-def tag(name: str, *within: Any, **attributes: Any) -> Html:
+def tag(name: str, *children: Any, **attributes: Any) -> Html:
     """Return an element. ``class_`` sets the attribute class; True adds an attribute without a value."""
-    written = "".join(
+    attribute_text = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html(str(value))}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Html(f"<{name}{written}>{joined(within)}</{name}>")
+    return Html(f"<{name}{attribute_text}>{join_html(children)}</{name}>")
 
 
-def joined(parts: Iterable[Any], between: str = "") -> Html:
+def join_html(items: Iterable[Any], separator: str = "") -> Html:
     """Concatenate the parts as HTML."""
-    return Html(between.join(html(part) for part in parts))
+    return Html(separator.join(html(item) for item in items))
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
     """Return a table that scrolls if it is too wide. Cells are wrapped in <td> unless they are <td> elements."""
     body = [tag("tr", *[_cell(cell) for cell in row]) for row in rows]
-    inner = joined([tag("thead", tag("tr", *[tag("th", cell) for cell in head])), tag("tbody", *body)])
+    inner = join_html([tag("thead", tag("tr", *[tag("th", cell) for cell in head])), tag("tbody", *body)])
     return tag("div", tag("table", inner, **attributes), class_="scroll")
 
 
-def section(title: str | Html, *within: Any, id_: str, is_open: bool = True) -> Html:
+def section(title: str | Html, *children: Any, id_: str, is_open: bool = True) -> Html:
     """Return a collapsible section of the report."""
-    return tag("details", tag("summary", tag("h2", title)), *within, class_="card", id=id_, open=is_open)
+    return tag("details", tag("summary", tag("h2", title)), *children, class_="card", id=id_, open=is_open)
 
 
 def _cell(value: Any) -> Html:
@@ -203,7 +203,7 @@ ZH = {
 }
 """English -> Chinese text, with {} for values; contains all fixed texts of the report."""
 
-OF_SCRIPTS = (
+SCRIPT_TEXTS = (
     "log", "predicted", "no data", "show all", "show differences only", "steps", "step", "tokens", "hours",
 )  # fmt: skip
 """Texts that JavaScript inserts, in addition to the titles of the charts."""
@@ -215,8 +215,10 @@ def bilingual(text: str, *values: Any) -> Html:
     Raises:
         KeyError: there is no Chinese translation.
     """
-    return joined([tag("span", _filled(text, values), lang="en"), tag("span", _filled(ZH[text], values), lang="zh")])
+    return join_html(
+        [tag("span", _fill_in(text, values), lang="en"), tag("span", _fill_in(ZH[text], values), lang="zh")]
+    )
 
 
-def _filled(text: str, values: tuple[Any, ...]) -> Html:
+def _fill_in(text: str, values: tuple[Any, ...]) -> Html:
     return Html(str(html(text)).format(*map(html, values)))

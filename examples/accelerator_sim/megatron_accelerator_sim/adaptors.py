@@ -38,12 +38,12 @@ def _memory(original: Call) -> Call:
     DeepSpeed binds the original to the accelerator that is selected when DeepSpeed is imported.
     """
 
-    def asked_now(*args: Any) -> int:
+    def query_current(*args: Any) -> int:
         from deepspeed.accelerator import get_accelerator
 
         return getattr(get_accelerator(), original.__name__)(*args)
 
-    return asked_now
+    return query_current
 
 
 ADAPTORS = (
@@ -75,7 +75,7 @@ ADAPTORS = (
         "blocks of dropout masks",
         (
             Patch(
-                "megatron.mpu.philox_dropout.BLOCK",
+                "megatron.mpu.philox_dropout.CHUNK_COUNTERS",
                 lambda blocks: {**blocks, "sim": blocks["cpu"]},
                 "layout-independent masks would use block sizes for GPU memory instead of a CPU's caches",
             ),

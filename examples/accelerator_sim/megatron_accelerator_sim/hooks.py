@@ -10,19 +10,19 @@ import torch
 from megatron import device
 
 
-def _bind(kind: str, local_rank: int) -> torch.device:
+def _bind(device_type: str, local_rank: int) -> torch.device:
     """Return device 0: every process has its own device."""
-    return torch.device(kind, 0)
+    return torch.device(device_type, 0)
 
 
 HOOKS: dict[str, Any] = {
     "bind": _bind,
-    "name": lambda kind: "simulated device (the CPU's kernels, in Python)",
-    "can_pin": lambda kind: False,
-    "synchronize": lambda kind: None,
-    "finish_copies": lambda place: None,
-    "is_busy": lambda place: False,
-    "default_generator": lambda place: torch.default_generator,
-    "peak_memory_bytes": lambda kind: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    "total_memory_bytes": lambda kind: device.total_memory_bytes("cpu"),
+    "name": lambda device_type: "simulated device (the CPU's kernels, in Python)",
+    "can_pin": lambda device_type: False,
+    "synchronize": lambda device_type: None,
+    "finish_copies": lambda torch_device: None,
+    "is_busy": lambda torch_device: False,
+    "default_generator": lambda torch_device: torch.default_generator,
+    "peak_memory_bytes": lambda device_type: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "total_memory_bytes": lambda device_type: device.total_memory_bytes("cpu"),
 }

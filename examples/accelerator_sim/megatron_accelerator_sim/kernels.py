@@ -20,7 +20,7 @@ from megatron_accelerator_sim.memory import on_device, on_host
 KEY = "PrivateUse1"
 VIEWS = ("as_strided", "view", "_reshape_alias", "unfold")
 """View operations that torch implements without accessing the memory. All other views are composed of these."""
-WHOLE = ("native_layer_norm",)
+NOT_DECOMPOSED = ("native_layer_norm",)
 """Operations that torch would otherwise decompose on an unknown device."""
 _libraries: list[torch.library.Library] = []
 
@@ -34,19 +34,19 @@ def install(name: str) -> None:
         return
     _setup_privateuseone_for_python_backend(name, backend_module=_module(name))
     any_operation = torch.library.Library("_", "IMPL")
-    any_operation.fallback(_on_the_host, KEY)
+    any_operation.fallback(_run_on_host, KEY)
     aten, collectives = torch.library.Library("aten", "IMPL"), torch.library.Library("c10d", "IMPL")
     _libraries.extend((any_operation, aten, collectives))
     for operation, kernel in _MEMORY.items():
         aten.impl(operation, kernel, KEY)
     for view in VIEWS:
-        aten.impl(view, _as_the_cpu_views(getattr(torch.ops.aten, view).default), KEY)
-    for operation in WHOLE:
-        aten.impl(operation, _redirected(getattr(torch.ops.aten, operation).default), KEY)
+        aten.impl(view, _view_kernel(getattr(torch.ops.aten, view).default), KEY)
+    for operation in NOT_DECOMPOSED:
+        aten.impl(operation, _host_kernel(getattr(torch.ops.aten, operation).default), KEY)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that its kernels, which need a device backend, are overridden
         for operation in _collectives():
-            kernel = _redirected(getattr(torch.ops.c10d, operation).default)
+            kernel = _host_kernel(getattr(torch.ops.c10d, operation).default)
             collectives.impl(operation, kernel, KEY, allow_override=True)
     _check_backward(name)
 
@@ -79,7 +79,7 @@ def _module(name: str) -> Any:
     return module
 
 
-def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_on_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``operation`` on host views of its arguments and return device views of the results.
 
     An in-place operation returns one of its arguments; in this case, the original tensor is returned.
@@ -88,9 +88,9 @@ def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
     def to_host(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            host = on_host(value) if value.numel() else torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            tensors[id(host)] = value, host
-            return host
+            host_tensor = on_host(value) if value.numel() else torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            tensors[id(host_tensor)] = value, host_tensor
+            return host_tensor
         if isinstance(value, torch.Tensor) and value.dim():  # scalar tensors may be on the host, as with CUDA
             raise RuntimeError(
                 f"all tensors of {operation} must be on the device, got a tensor {value.shape} on the host"
@@ -104,9 +104,9 @@ def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map(to_host, (_with_tensors(operation, args), kwargs))
     results = operation(*args, **kwargs)
-    for value, host in tensors.values():
-        if host.shape != value.shape:  # an empty output tensor was resized
-            _take(value, on_device(host))
+    for value, host_tensor in tensors.values():
+        if host_tensor.shape != value.shape:  # an empty output tensor was resized
+            _share_storage(value, on_device(host_tensor))
     return pytree.tree_map(to_device, results)
 
 
@@ -120,18 +120,18 @@ def _with_tensors(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def _take(target: torch.Tensor, source: torch.Tensor) -> None:
+def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     """Make ``target`` share the memory and the shape of ``source``."""
     layout = (source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
     torch.ops.aten.set_.source_Storage_storage_offset._op_dk(torch._C.DispatchKey.CPU, target, *layout)
 
 
-def _redirected(operation: Any) -> Callable[..., Any]:
+def _host_kernel(operation: Any) -> Callable[..., Any]:
     """Return a kernel that runs ``operation`` on the host."""
-    return lambda *args, **kwargs: _on_the_host(operation, *args, **kwargs)
+    return lambda *args, **kwargs: _run_on_host(operation, *args, **kwargs)
 
 
-def _as_the_cpu_views(operation: Any) -> Callable[..., Any]:
+def _view_kernel(operation: Any) -> Callable[..., Any]:
     """Return a kernel that calls the CPU's implementation of a view operation on the device tensor itself."""
     return lambda *args, **kwargs: operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
@@ -162,7 +162,7 @@ def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> to
     old, new = on_host(tensor.contiguous()).flatten(), torch.empty(size, dtype=tensor.dtype, device="cpu")
     num_copied = min(old.numel(), new.numel())
     new.flatten()[:num_copied].copy_(old[:num_copied])
-    _take(tensor, on_device(new))
+    _share_storage(tensor, on_device(new))
     return tensor
 
 

@@ -29,15 +29,15 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
     """Return a device view of a tensor in host memory."""
-    return _labelled(tensor, DEVICE)
+    return _relabel(tensor, DEVICE)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host view of a tensor on the device, on which the CPU's kernels can run."""
-    return _labelled(tensor, HOST)
+    return _relabel(tensor, HOST)
 
 
-def _labelled(tensor: torch.Tensor, label: int) -> torch.Tensor:
+def _relabel(tensor: torch.Tensor, label: int) -> torch.Tensor:
     capsule = torch._C._to_dlpack(tensor)
     header = _Header.from_address(_pointer(capsule, b"dltensor"))
     header.device_type, header.device_id = label, 0

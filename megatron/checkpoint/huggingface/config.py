@@ -41,7 +41,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def missing_file(folder: Path, name: str) -> CheckpointError:
+def missing_file_error(folder: Path, name: str) -> CheckpointError:
     """Return the error for a missing file of tensors."""
     pickle_names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     advice = (
@@ -60,7 +60,7 @@ def uses_index(folder: Path) -> bool:
     return (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file()
 
 
-def missing_head(missing: Iterable[str], config: Config) -> str:
+def missing_head_advice(missing: Iterable[str], config: Config) -> str:
     """Return advice for an untied model whose head is among the ``missing`` tensors; empty for any other model."""
     if not config.model.untie_embeddings or format_of(config).head not in missing:
         return ""
@@ -73,20 +73,22 @@ def missing_head(missing: Iterable[str], config: Config) -> str:
 def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
     """Return full tensor name -> name in the files, for the tensors that the model uses."""
     hf_format, names = format_of(config), list(names)
-    uses_short_names = hf_format.word.removeprefix(hf_format.short) in names if hf_format.short else False
+    uses_short_names = (
+        hf_format.word.removeprefix(hf_format.optional_prefix) in names if hf_format.optional_prefix else False
+    )
     name_in_files: dict[str, str] = {}
     for name in names:
-        long_name = f"{hf_format.short}{name}" if uses_short_names and name != hf_format.head else name
-        full = None if hf_format.unread.fullmatch(long_name) else hf_format.named(long_name, config)
+        long_name = f"{hf_format.optional_prefix}{name}" if uses_short_names and name != hf_format.head else name
+        full = None if hf_format.ignored_names.fullmatch(long_name) else hf_format.rename_tensor(long_name, config)
         if full is not None:
             name_in_files[full] = name
     return name_in_files
 
 
-def copies(config: Config) -> tuple[str, ...]:
+def copy_names(config: Config) -> tuple[str, ...]:
     """Return Hugging Face's names of the tensors that duplicate the word table."""
     hf_format = format_of(config)
-    return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
+    return (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
 
 # The Hugging Face formats of the families.
@@ -119,13 +121,14 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
     Raises:
         CheckpointError: no format fits; lists the problems of the closest format.
     """
-    candidates = [hf_format for family in _relatives(config.family) for hf_format in formats_of(family)]
+    candidates = [hf_format for family in _related_families(config.family) for hf_format in formats_of(family)]
     if model_type is not None:
         candidates = [hf_format for hf_format in candidates if model_type in hf_format.model_types]
         if not candidates:
+            available = [name for family in _related_families(config.family) for name in model_types_of(family)]
             raise CheckpointError(
                 f"--model-type {model_type!r} is not available for models of this family. Use one of "
-                f"{', '.join(type_name for family in _relatives(config.family) for type_name in types_of(family))}"
+                f"{', '.join(available)}"
             )
     problems_by_type: dict[str, list[str]] = {}
     for hf_format in candidates:
@@ -142,7 +145,7 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
     raise CheckpointError(f"this model has no Hugging Face format; the closest is {', or '.join(nearest)}")
 
 
-def _relatives(family: str) -> list[str]:
+def _related_families(family: str) -> list[str]:
     """Return the families whose formats may represent a model of ``family``, ``family`` itself first.
 
     For a common decoder these include the other common decoders.
@@ -156,7 +159,7 @@ def _relatives(family: str) -> list[str]:
     return own_formats + [name for name in families_with_format() if name != family and is_common_decoder(name)]
 
 
-def types_of(family: str) -> list[str]:
+def model_types_of(family: str) -> list[str]:
     """Return the values of config.json's ``model_type`` that can be imported and exported for ``family``."""
     return [model_type for hf_format in formats_of(family) for model_type in hf_format.model_types]
 
@@ -168,7 +171,7 @@ def families_with_format() -> list[str]:
 
 def family_by_type() -> dict[str, str]:
     """Return Hugging Face's model_type -> our family."""
-    return {model_type: family for family in families_with_format() for model_type in types_of(family)}
+    return {model_type: family for family in families_with_format() for model_type in model_types_of(family)}
 
 
 # ``config.json`` of a Hugging Face folder from our configuration, and back.
@@ -185,14 +188,14 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         CheckpointError: ``state`` has no configuration, or its family is unknown.
     """
     try:
-        saved, sizes = former.settings(state["config"]), state["model"]
+        saved, model_identity = former.convert_settings(state["config"]), state["model"]
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
         values = {**former_defaults(state["config"], sections), **values}
         option_names = {option.name for _, option in all_options()}
         values = {key: value for key, value in values.items() if key in option_names}
         config = config_from_values(values, family=saved["family"])
-        return replace(config, model=replace(config.model, vocab_size=sizes["vocab_size"]))
+        return replace(config, model=replace(config.model, vocab_size=model_identity["vocab_size"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint does not describe its model ({type(error).__name__}: {error}). Only checkpoints of "
@@ -213,14 +216,14 @@ def config_to_huggingface(config: Config, dtype: str, model_type: str | None = N
     return {**format_of(config, model_type).fields(config), "dtype": dtype}
 
 
-def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
+def config_from_huggingface(hf_config: Mapping[str, Any]) -> Config:
     """Return our configuration of the model that ``config.json`` describes.
 
     Raises:
         CheckpointError: the architecture or a setting is not supported, a size is missing, or values are out of range
             (all of them are listed).
     """
-    model_type, families = theirs.get("model_type"), family_by_type()
+    model_type, families = hf_config.get("model_type"), family_by_type()
     if model_type is None or model_type not in families:
         raise CheckpointError(
             f"model_type must be one of {', '.join(families)}, got {model_type!r}. This architecture is not supported"
@@ -229,10 +232,10 @@ def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
         (hf_format,) = (
             candidate for candidate in formats_of(families[model_type]) if model_type in candidate.model_types
         )
-        values = _with_whole_numbers(hf_format.values(dict(theirs)))
-        problems = list(_out_of_range(values))
+        values = _with_ints(hf_format.values(dict(hf_config)))
+        problems = list(_range_problems(values))
         config = Config() if problems else config_from_values(values, family=families[model_type])
-        problems = problems or list(model_problems(replace(config, given=tuple(values))))
+        problems = problems or list(model_problems(replace(config, explicit_fields=tuple(values))))
     except KeyError as error:
         raise CheckpointError(f"config.json lacks {error}, which a {model_type} requires") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -242,16 +245,16 @@ def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
     return config
 
 
-def _with_whole_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_ints(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with integral floats such as 16.0 converted to int for integer fields."""
-    int_fields = {option.name for _, option in all_options() if option.kind == "int"}
+    int_fields = {option.name for _, option in all_options() if option.value_type == "int"}
     return {
         name: int(value) if name in int_fields and isinstance(value, float) and value.is_integer() else value
         for name, value in values.items()
     }
 
 
-def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
+def _range_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each value that its flag would reject."""
     for _, option in all_options():
         value = values.get(option.name)
@@ -260,25 +263,25 @@ def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
             yield problem
 
 
-def flags_of(config: Config) -> list[str]:
+def model_flags(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and loads its tokenizer."""
     tokenizer_fields = {name: getattr(config.data, name) for name in _TOKENIZER}
     extra_fields = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    return words_of({**config.identity(), **extra_fields, **tokenizer_fields}, config)
+    return flag_words({**config.identity(), **extra_fields, **tokenizer_fields}, config)
 
 
-def words_of(given: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the flags for those fields in ``given`` that differ from the family's defaults."""
-    defaults = {**config.own.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
+def flag_words(field_values: Mapping[str, Any], config: Config) -> list[str]:
+    """Return the flags for those fields in ``field_values`` that differ from the family's defaults."""
+    defaults = {**config.family_config.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
     words: list[str] = []
     for _, option in all_options():
-        value = given.get(option.name)
+        value = field_values.get(option.name)
         if value is not None and value != defaults.get(option.name, option.default):
-            words += _words(option, value)
+            words += _option_words(option, value)
     return words
 
 
-def _words(option: Option, value: Any) -> list[str]:
+def _option_words(option: Option, value: Any) -> list[str]:
     """Return the command-line words that set ``option`` to ``value``."""
     if value is True and option.flag:
         return [option.flag]

@@ -19,10 +19,10 @@ from megatron.checkpoint.huggingface.config import (
 )
 from megatron.checkpoint.huggingface.folder import (
     CONFIG,
+    check_empty,
     new_folder,
     read_json,
     read_tensors,
-    require_free,
     write_json,
     write_tensors,
 )
@@ -36,10 +36,10 @@ from megatron.checkpoint.huggingface.origin import (
 )
 from megatron.checkpoint.huggingface.tokenizer import (
     Vocabulary,
-    carried_files,
     copy_files,
-    fields_of,
     origin_in,
+    origin_tokenizer_texts,
+    tokenizer_config_fields,
     unknown_ids,
     vocabulary_of,
     write_tokenizer,
@@ -62,7 +62,7 @@ from megatron.mpu.topology import Topology
 
 # Export: one of our checkpoints as a Hugging Face folder.
 
-_TYPE, _THEIR_IDS = "hugging_face_type", "hugging_face_ids"
+_MODEL_TYPE, _TOKEN_IDS = "hugging_face_type", "hugging_face_ids"
 """Metadata entries in checkpoints imported by earlier versions; now ``origin`` stores this information."""
 CHAT_TEMPLATE = "chat_template"
 """Metadata entry of a run with --sft: the text of the file given by --chat-template."""
@@ -71,7 +71,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Result of an export: names of the tensor files, number and bytes of the tensors, notes about omissions."""
 
     files: list[str]
@@ -89,7 +89,7 @@ def export(
     tokenizer_path: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     weights: dict[str, torch.Tensor] | None = None,
-) -> Exported:
+) -> ExportResult:
     """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at the same time.
 
     Args:
@@ -104,12 +104,12 @@ def export(
         ConfigError: ``output`` is not empty, or the tokenizer has more tokens than the model.
         DataError: ``tokenizer_path`` cannot be read.
     """
-    require_free(output)
+    check_empty(output)
     config, origin = saved_config(checkpoint.metadata), origin_of(checkpoint.metadata)
-    vocabulary, notes = _vocabulary(config, tokenizer_path, checkpoint.metadata.get(CHAT_TEMPLATE))
-    saved_type = checkpoint.metadata.get(_TYPE) if origin is None else origin.model_type
+    vocabulary, notes = _load_vocabulary(config, tokenizer_path, checkpoint.metadata.get(CHAT_TEMPLATE))
+    saved_type = checkpoint.metadata.get(_MODEL_TYPE) if origin is None else origin.model_type
     if model_type is None and saved_type is not None:
-        model_type = _still_fitting(config, saved_type, notes)
+        model_type = _usable_model_type(config, saved_type, notes)
     config_to_huggingface(config, "", model_type)  # raises before anything large is read
     weights = read_weights(checkpoint) if weights is None else weights
     if dtype is not None:
@@ -121,16 +121,16 @@ def export(
         if origin is None:
             _write_settings(folder, checkpoint, config, dtype_name, model_type, vocabulary)
         else:
-            notes += _write_carried(folder, origin, config, dtype_name, model_type, vocabulary)
-        carried = None if vocabulary is None or origin is None else _carried(origin, vocabulary)
-        tokenizer_problem = None if vocabulary is None else write_tokenizer(folder, vocabulary, carried)
+            notes += _write_origin_settings(folder, origin, config, dtype_name, model_type, vocabulary)
+        origin_texts = None if vocabulary is None or origin is None else _origin_texts(origin, vocabulary)
+        tokenizer_problem = None if vocabulary is None else write_tokenizer(folder, vocabulary, origin_texts)
     if tokenizer_problem is not None:
         notes.append(f"the exported tokenizer is incomplete: {tokenizer_problem}")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in hf_tensors.values())
-    return Exported(names, len(hf_tensors), num_bytes, notes)
+    return ExportResult(names, len(hf_tensors), num_bytes, notes)
 
 
-def _still_fitting(config: Config, model_type: str, notes: list[str]) -> str | None:
+def _usable_model_type(config: Config, model_type: str, notes: list[str]) -> str | None:
     """Return ``model_type`` (of the imported folder) if it fits the run's settings; otherwise add a note, return None.
 
     Raises:
@@ -154,20 +154,20 @@ def _write_settings(
 ) -> None:  # fmt: skip
     """Write config.json and generation_config.json of a run that did not start from a Hugging Face folder."""
     ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
-    ids.update(checkpoint.metadata.get(_THEIR_IDS) or {} if vocabulary is None else {})
+    ids.update(checkpoint.metadata.get(_TOKEN_IDS) or {} if vocabulary is None else {})
     write_json(folder / CONFIG, {**config_to_huggingface(config, dtype, model_type), **ids})
     generation = ids if vocabulary is None else vocabulary.generation_ids()
     write_json(folder / GENERATION, {"_from_model_config": generation == ids, **generation})
 
 
-def _write_carried(
+def _write_origin_settings(
     folder: Path, origin: Origin, config: Config, dtype: str, model_type: str | None, vocabulary: Vocabulary | None
 ) -> list[str]:
     """Write config.json and generation_config.json of a run that started from a Hugging Face folder; return notes."""
     notes: list[str] = []
     ids: dict[str, Any] | None = None
     generation_ids: dict[str, Any] | None = None
-    if not _has_tokens(origin, config, vocabulary):
+    if not _has_same_tokens(origin, config, vocabulary):
         ids = {**(unknown_ids(config) if vocabulary is None else vocabulary.ids())}
         generation_ids = ids if vocabulary is None else vocabulary.generation_ids()
         notes.append(
@@ -182,19 +182,19 @@ def _write_carried(
     return notes
 
 
-def _has_tokens(origin: Origin, config: Config, vocabulary: Vocabulary | None) -> bool:
+def _has_same_tokens(origin: Origin, config: Config, vocabulary: Vocabulary | None) -> bool:
     if vocabulary is None:
-        return origin.has_tokens_of(None, config.model.vocab_size or 0)
-    return origin.has_tokens_of(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
+        return origin.has_same_tokens(None, config.model.vocab_size or 0)
+    return origin.has_same_tokens(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
 
 
-def _carried(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
+def _origin_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
     """Return the small tokenizer files of the imported folder; None if the run has another vocabulary."""
-    is_same = origin.has_tokens_of(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
-    return carried_files(origin, vocabulary) if is_same else None
+    is_same = origin.has_same_tokens(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
+    return origin_tokenizer_texts(origin, vocabulary) if is_same else None
 
 
-def _vocabulary(
+def _load_vocabulary(
     config: Config, tokenizer_path: Path | None, template: str | None
 ) -> tuple[Vocabulary | None, list[str]]:
     """Return the tokenizer and notes; a tokenizer that cannot be read is an error only if it is ``tokenizer_path``."""
@@ -214,7 +214,7 @@ def _vocabulary(
 #
 # Both models compute in fp64 without dropout. For GPT-2 and BERT, logits agree to about 1e-13 of the largest logit. For
 # T5, LLaMA and MPT, they agree to about 1e-7, because Hugging Face's models run some operations in fp32 (norms of T5
-# and LLaMA, LLaMA's angles, MPT's softmax). The tolerance of a family is ``HFFormat.allowed``.
+# and LLaMA, LLaMA's angles, MPT's softmax). The tolerance of a family is ``HFFormat.logit_tolerance``.
 
 _ROWS, _LENGTH = 2, 24
 
@@ -242,21 +242,21 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
     """
     require_transformers()
     config = saved_config(checkpoint.metadata)
-    tokens = _batch(config, seed)
+    tokens = _random_tokens(config, seed)
     with torch.no_grad():
         our_logits = _our_logits(checkpoint, config, dtype, tokens)
-        their_logits = _their_logits(folder, config, tokens)
-    difference = float((our_logits - their_logits).abs().max() / their_logits.abs().max())
-    allowed = format_of(config).allowed
-    if not difference <= allowed:  # also true for NaN
+        hf_logits = _hf_logits(folder, config, tokens)
+    difference = float((our_logits - hf_logits).abs().max() / hf_logits.abs().max())
+    tolerance = format_of(config).logit_tolerance
+    if not difference <= tolerance:  # also true for NaN
         raise CheckpointError(
-            f"the logits of our model and of {folder} must agree to {allowed:.0e} of the largest logit, but differ by "
-            f"{difference:.1e}. Do not use the folder, and report the command"
+            f"the logits of our model and of {folder} must agree to {tolerance:.0e} of the largest logit, but differ "
+            f"by {difference:.1e}. Do not use the folder, and report the command"
         )
     return difference
 
 
-def _batch(config: Config, seed: int) -> torch.Tensor:
+def _random_tokens(config: Config, seed: int) -> torch.Tensor:
     """Return random tokens [b, s] that are valid for both models."""
     rng = torch.Generator().manual_seed(seed)
     length = min(_LENGTH, config.model.max_position_embeddings or _LENGTH)
@@ -269,16 +269,18 @@ def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, token
         model = build_model(config)
     model.to_empty(device="cpu")
     model.double().eval().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
-    return format_of(config).our_logits(model, tokens)  # [b, s, v]
+    return format_of(config).model_logits(model, tokens)  # [b, s, v]
 
 
-def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.Tensor:
+def _hf_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.Tensor:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     hf_format = format_of(config)
-    model_class = getattr(transformers, hf_format.auto if isinstance(hf_format.auto, str) else hf_format.auto(config))
+    model_class = getattr(
+        transformers, hf_format.auto_class if isinstance(hf_format.auto_class, str) else hf_format.auto_class(config)
+    )
     loaded: Any = model_class.from_pretrained(
         folder, dtype=torch.float64, local_files_only=True, output_loading_info=True
     )
@@ -291,25 +293,27 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
     if mismatches:
         raise CheckpointError(f"the tensors in {folder} do not match the model of transformers: {mismatches}")
     model.eval()
-    hf_format.prepare(model, config)
-    return hf_format.their_logits(model(**hf_format.their_inputs(tokens)))
+    hf_format.patch_hf_model(model, config)
+    return hf_format.hf_logits(model(**hf_format.hf_inputs(tokens)))
 
 
 # The first checkpoint of a run whose weights come from another program.
 
 
-def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, origin: str, more: dict[str, Any]) -> Path:
+def save_first(
+    root: Path, weights: dict[str, torch.Tensor], config: Config, origin: str, extra_metadata: dict[str, Any]
+) -> Path:
     """Write a checkpoint of step 0 with imported weights; return its path.
 
     Args:
         origin: description of the weights' origin, stored in the metadata entry "optimizer".
-        more: additional metadata entries.
+        extra_metadata: additional metadata entries.
     """
     records = [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
-    return save(root, 0, records, {**_state(config, origin), **more}, SINGLE)
+    return save(root, 0, records, {**_initial_metadata(config, origin), **extra_metadata}, SINGLE)
 
 
-def _state(config: Config, origin: str) -> dict[str, Any]:
+def _initial_metadata(config: Config, origin: str) -> dict[str, Any]:
     """Return the metadata that ``megatron.training.capture`` stores, for a run that has not taken a step."""
     return {
         "progress": {"step": 0, "updates": 0, "samples_consumed": 0, "tokens_consumed": 0},
@@ -318,7 +322,7 @@ def _state(config: Config, origin: str) -> dict[str, Any]:
         "optimizer_steps": 0,
         "model": config.identity(),
         "config": config.to_dict(),
-        "layout": Topology(pipe=1, data=1, tensor=1).sizes(),
+        "layout": Topology(pipe=1, data=1, tensor=1).axis_sizes(),
         "data_fingerprint": None,
         "data_order": None,
         "torch": torch.__version__,
@@ -341,7 +345,7 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
             ``config.json``.
         ConfigError: ``output`` is not empty.
     """
-    require_free(output)
+    check_empty(output)
     if not source.is_dir():
         raise CheckpointError(f"--input must be a Hugging Face folder, but {source} does not exist or is a file")
     hf_config = read_json(source, CONFIG)
@@ -351,7 +355,7 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     weights = weights_from_huggingface(tensors, config)
     with new_folder(output) as folder:
         if copy_files(source, folder / TOKENIZER):
-            tokenizer_fields = fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
+            tokenizer_fields = tokenizer_config_fields(folder / TOKENIZER, output.absolute() / TOKENIZER)
             config = replace(config, data=replace(config.data, **tokenizer_fields))
         state_entries = {STATE: origin_in(source).state()}
         saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, state_entries)

@@ -25,13 +25,13 @@ from safetensors import SafetensorError, safe_open
 from megatron import files
 from megatron.checkpoint import shard_file
 from megatron.checkpoint.huggingface.config import CONFIG as CONFIG
-from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file, read_json, uses_index
+from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file_error, read_json, uses_index
 from megatron.errors import CheckpointError, ConfigError
 
 _METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers rejects a file without it
 
 
-def require_free(folder: Path) -> None:
+def check_empty(folder: Path) -> None:
     """Check that ``folder`` does not exist or is empty.
 
     Raises:
@@ -48,7 +48,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         ConfigError: ``folder`` is not empty, or cannot be written.
     """
-    require_free(folder)
+    check_empty(folder)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     try:
         files.make_folder(temporary)
@@ -71,20 +71,24 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[str]:
     """Write ``tensors`` to files of at most ``max_shard_bytes``, unless one tensor is larger; return the file names."""
     shards = _shards(tensors, max_shard_bytes)
-    count = len(shards)
-    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    num_shards = len(shards)
+    names = (
+        [WEIGHTS]
+        if num_shards == 1
+        else [f"model-{i:05d}-of-{num_shards:05d}.safetensors" for i in range(1, num_shards + 1)]
+    )
     for name, shard in zip(names, shards, strict=True):
         files.write_chunks(folder / name, _chunks(shard))
-    if count > 1:
+    if num_shards > 1:
         file_of_tensor = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(_bytes(tensor) for tensor in tensors.values())
+        total = sum(_num_bytes(tensor) for tensor in tensors.values())
         write_json(
             folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
         )
     return names
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -92,18 +96,18 @@ def _shards(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[st
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        if shards[-1] and size + _bytes(tensor) > max_bytes:
+        if shards[-1] and size + _num_bytes(tensor) > max_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
-        size += _bytes(tensor)
+        size += _num_bytes(tensor)
     return shards
 
 
 def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    head = _METADATA + shard_file.header(tensors)[8:].rstrip()[1:]
-    head += b" " * (-len(head) % 8)
-    yield len(head).to_bytes(8, "little") + head
+    header = _METADATA + shard_file.make_header(tensors)[8:].rstrip()[1:]
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
     for tensor in tensors.values():
         yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
@@ -155,7 +159,7 @@ def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
         return _open_file(folder, WEIGHTS, stack)
     try:
         index: dict[str, str] = read_json(folder, INDEX)["weight_map"]
-        names = sorted({_plain(name) for name in index.values()})
+        names = sorted({_check_plain_name(name) for name in index.values()})
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / INDEX} is not a safetensors index: {error}") from error
     slices_of_file = {name: _open_file(folder, name, stack) for name in names}
@@ -165,7 +169,7 @@ def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
     return {key: slices_of_file[name][key] for key, name in index.items()}
 
 
-def _plain(name: str) -> str:
+def _check_plain_name(name: str) -> str:
     if Path(name).name != name:
         raise ValueError(f"files of the index must be in the folder, got {name!r}")
     return name
@@ -174,7 +178,7 @@ def _plain(name: str) -> str:
 def _open_file(folder: Path, name: str, stack: ExitStack) -> dict[str, Slice]:
     path = folder / name
     if not path.exists():
-        raise missing_file(folder, name)
+        raise missing_file_error(folder, name)
     try:
         file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         return {key: Slice(file, key) for key in file.keys()}  # noqa: SIM118

@@ -40,10 +40,10 @@ SETTINGS, TEMPLATE, TEMPLATES = "tokenizer_config.json", "chat_template.jinja", 
 TOKENIZER_TEXTS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json")
 STATE = "hugging_face"
 """Key of the metadata entry with these files."""
-CARRIED = (STATE, "hugging_face_type", "hugging_face_ids")
+COPIED_ENTRIES = (STATE, "hugging_face_type", "hugging_face_ids")
 """Metadata entries that a run copies from the loaded checkpoint; earlier versions wrote the last two entries."""
 
-_LONGEST_PLAIN = 20_000
+_MAX_UNCOMPRESSED_CHARS = 20_000
 _ID = re.compile(r"\w*_token_ids?")
 _DROPPED = ("auto_map",)  # refers to Python files in the folder, which are not carried
 
@@ -54,22 +54,22 @@ class Origin:
 
     Args:
         files: path in the folder -> text.
-        pieces: id of each control token in the folder's settings -> its text in the folder's tokenizer; empty without
-            a tokenizer.
+        token_texts: id of each control token in the folder's settings -> its text in the folder's tokenizer; empty
+            without a tokenizer.
     """
 
     files: Mapping[str, str]
-    pieces: Mapping[int, str] = field(default_factory=dict)
+    token_texts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        return _object(self.files.get(CONFIG))
+        return _parse_object(self.files.get(CONFIG))
 
     @property
     def generation(self) -> dict[str, Any]:
         """The content of generation_config.json; empty without this file."""
-        return _object(self.files.get(GENERATION))
+        return _parse_object(self.files.get(GENERATION))
 
     @property
     def model_type(self) -> str | None:
@@ -82,36 +82,40 @@ class Origin:
 
     def state(self) -> dict[str, Any]:
         """Return the metadata entry as JSON-serializable data. Long texts are compressed."""
-        files = {name: text if len(text) <= _LONGEST_PLAIN else _packed(text) for name, text in self.files.items()}
-        return {"files": files, "pieces": {str(token): piece for token, piece in self.pieces.items()}}
+        files = {
+            name: text if len(text) <= _MAX_UNCOMPRESSED_CHARS else _compress(text) for name, text in self.files.items()
+        }
+        return {"files": files, "pieces": {str(token): token_text for token, token_text in self.token_texts.items()}}
 
-    def has_tokens_of(self, piece_of: Callable[[int], str | None] | None, size: int) -> bool:
+    def has_same_tokens(self, text_of: Callable[[int], str | None] | None, size: int) -> bool:
         """Return True if the ids of the folder's control tokens have the same texts in another vocabulary.
 
         Args:
-            piece_of: returns the text of an id in the other vocabulary; None if the texts are unknown.
+            text_of: returns the text of an id in the other vocabulary; None if the texts are unknown.
             size: number of ids in the other vocabulary.
         """
-        control_ids = set(self.pieces) or {token for ids in _ids(self.config).values() for token in _listed(ids)}
+        control_ids = set(self.token_texts) or {
+            token for ids in _token_id_fields(self.config).values() for token in _to_id_list(ids)
+        }
         if any(not 0 <= token < size for token in control_ids):
             return False
-        return piece_of is None or all(piece_of(token) == piece for token, piece in self.pieces.items())
+        return text_of is None or all(text_of(token) == token_text for token, token_text in self.token_texts.items())
 
 
-def read_origin(folder: Path, pieces_of: Callable[[Iterable[int]], Mapping[int, str]] | None = None) -> Origin:
+def read_origin(folder: Path, get_token_texts: Callable[[Iterable[int]], Mapping[int, str]] | None = None) -> Origin:
     """Read the small files of the Hugging Face folder ``folder``.
 
     Args:
-        pieces_of: returns the texts of ids in the folder's tokenizer.
+        get_token_texts: returns the texts of ids in the folder's tokenizer.
 
     Raises:
         CheckpointError: a file is not UTF-8.
     """
-    origin = Origin({**_texts(folder, (CONFIG, GENERATION)), **tokenizer_texts(folder)})
-    if pieces_of is None:
+    origin = Origin({**_read_texts(folder, (CONFIG, GENERATION)), **tokenizer_texts(folder)})
+    if get_token_texts is None:
         return origin
-    id_fields = (*_ids(origin.config).values(), *_ids(origin.generation).values())
-    return Origin(origin.files, pieces_of(sorted({token for ids in id_fields for token in _listed(ids)})))
+    id_fields = (*_token_id_fields(origin.config).values(), *_token_id_fields(origin.generation).values())
+    return Origin(origin.files, get_token_texts(sorted({token for ids in id_fields for token in _to_id_list(ids)})))
 
 
 def origin_of(state: Mapping[str, Any]) -> Origin | None:
@@ -124,8 +128,8 @@ def origin_of(state: Mapping[str, Any]) -> Origin | None:
     if entry is None:
         return None
     try:
-        files = {name: text if isinstance(text, str) else _unpacked(text) for name, text in entry["files"].items()}
-        return Origin(files, {int(token): piece for token, piece in entry["pieces"].items()})
+        files = {name: text if isinstance(text, str) else _decompress(text) for name, text in entry["files"].items()}
+        return Origin(files, {int(token): token_text for token, token_text in entry["pieces"].items()})
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         raise CheckpointError(f"the checkpoint's entry {STATE!r} cannot be read: {error!r}") from error
 
@@ -137,7 +141,7 @@ def tokenizer_texts(folder: Path) -> dict[str, str]:
         CheckpointError: a file is not UTF-8.
     """
     templates = sorted(path.name for path in (folder / TEMPLATES).glob("*.jinja"))
-    return _texts(folder, (*TOKENIZER_TEXTS, *(f"{TEMPLATES}/{name}" for name in templates)))
+    return _read_texts(folder, (*TOKENIZER_TEXTS, *(f"{TEMPLATES}/{name}" for name in templates)))
 
 
 def with_template(files: Mapping[str, str], text: str | None) -> dict[str, str]:
@@ -147,17 +151,17 @@ def with_template(files: Mapping[str, str], text: str | None) -> dict[str, str]:
         text: the template; None removes the default template.
     """
     changed = {name: content for name, content in files.items() if name not in (TEMPLATE, "chat_template.json")}
-    settings = _object(changed.get(SETTINGS))
+    settings = _parse_object(changed.get(SETTINGS))
     templates = settings.pop("chat_template", None)
     if templates is not None:
-        changed[SETTINGS] = as_json(settings)
+        changed[SETTINGS] = to_json_text(settings)
     for template in templates if isinstance(templates, list) else ():
         if template.get("name") != "default":
             changed[f"{TEMPLATES}/{template['name']}.jinja"] = template["template"]
     return changed if text is None else {**changed, TEMPLATE: text}
 
 
-def as_json(content: Mapping[str, Any]) -> str:
+def to_json_text(content: Mapping[str, Any]) -> str:
     """Return ``content`` as the text of a JSON file, formatted as by transformers."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
@@ -180,43 +184,47 @@ def config_text(
     """
     current, folder_config = config_to_huggingface(config, dtype, model_type), origin.config
     if current["model_type"] != folder_config.get("model_type"):
-        return as_json({**current, **(_ids(folder_config) if ids is None else ids)})
-    merged = _merged(folder_config, current, config, model_type)
+        return to_json_text({**current, **(_token_id_fields(folder_config) if ids is None else ids)})
+    merged = _merge_config(folder_config, current, config, model_type)
     merged = {key: value for key, value in merged.items() if key not in _DROPPED}
     if ids is not None:
         merged = {**{key: value for key, value in merged.items() if not _ID.fullmatch(key)}, **ids}
-    return origin.files[CONFIG] if merged == folder_config else as_json(merged)
+    return origin.files[CONFIG] if merged == folder_config else to_json_text(merged)
 
 
-def _merged(theirs: dict[str, Any], now: dict[str, Any], config: Config, model_type: str | None) -> dict[str, Any]:
-    """Return the folder's config.json (``theirs``), updated with the settings of the run (``now``) that differ."""
-    folder_dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
-    folder_fields = config_to_huggingface(config_from_huggingface(theirs), folder_dtype, now["model_type"])
+def _merge_config(
+    folder_config: dict[str, Any], current: dict[str, Any], config: Config, model_type: str | None
+) -> dict[str, Any]:
+    """Return the folder's config.json (``folder_config``), updated with the settings of the run that differ."""
+    folder_dtype = folder_config.get("dtype") or folder_config.get("torch_dtype") or "float32"
+    folder_fields = config_to_huggingface(config_from_huggingface(folder_config), folder_dtype, current["model_type"])
     changed = {
         key
-        for key in {*folder_fields, *now}
-        if key not in folder_fields or key not in now or folder_fields[key] != now[key]
+        for key in {*folder_fields, *current}
+        if key not in folder_fields or key not in current or folder_fields[key] != current[key]
     }
-    for group in format_of(config, model_type).groups:
+    for group in format_of(config, model_type).key_groups:
         changed |= group if changed & group else set()
-    replacements = {key: now[key] for key in changed if key in now}
-    if "dtype" in replacements and "torch_dtype" in theirs:
-        replacements["torch_dtype"] = replacements["dtype"] if "dtype" in theirs else replacements.pop("dtype")
+    replacements = {key: current[key] for key in changed if key in current}
+    if "dtype" in replacements and "torch_dtype" in folder_config:
+        replacements["torch_dtype"] = replacements["dtype"] if "dtype" in folder_config else replacements.pop("dtype")
     base = {
-        key: replacements.get(key, value) for key, value in theirs.items() if key not in changed or key in replacements
+        key: replacements.get(key, value)
+        for key, value in folder_config.items()
+        if key not in changed or key in replacements
     }
-    wanted = config_from_huggingface(now)
-    for candidate in ({**base, **replacements}, {**theirs, **now}):
+    expected_config = config_from_huggingface(current)
+    for candidate in ({**base, **replacements}, {**folder_config, **current}):
         try:
-            if _is_same(config_from_huggingface(candidate), wanted):
+            if _is_same_model(config_from_huggingface(candidate), expected_config):
                 return candidate
         except CheckpointError:
             continue
-    return {**now, **_ids(theirs)}
+    return {**current, **_token_id_fields(folder_config)}
 
 
-def _is_same(one: Config, other: Config) -> bool:
-    return bool((one.model, one.own) == (other.model, other.own))
+def _is_same_model(first: Config, second: Config) -> bool:
+    return bool((first.model, first.family_config) == (second.model, second.family_config))
 
 
 def generation_text(origin: Origin, stop_id: int | None, ids: Mapping[str, Any] | None = None) -> str | None:
@@ -228,30 +236,30 @@ def generation_text(origin: Origin, stop_id: int | None, ids: Mapping[str, Any] 
     """
     folder_settings = origin.generation
     if ids is not None:
-        kept = {key: value for key, value in folder_settings.items() if not _ID.fullmatch(key)}
-        return as_json({**(kept or {"_from_model_config": False}), **ids})
-    end_ids = _listed(folder_settings.get("eos_token_id", origin.config.get("eos_token_id")))
+        other_settings = {key: value for key, value in folder_settings.items() if not _ID.fullmatch(key)}
+        return to_json_text({**(other_settings or {"_from_model_config": False}), **ids})
+    end_ids = _to_id_list(folder_settings.get("eos_token_id", origin.config.get("eos_token_id")))
     if stop_id is None or stop_id in end_ids:
         return origin.files.get(GENERATION)
-    base = folder_settings or {"_from_model_config": False, **_ids(origin.config)}
-    return as_json({**base, "eos_token_id": [stop_id, *end_ids] if end_ids else stop_id})
+    base = folder_settings or {"_from_model_config": False, **_token_id_fields(origin.config)}
+    return to_json_text({**base, "eos_token_id": [stop_id, *end_ids] if end_ids else stop_id})
 
 
-def _ids(content: Mapping[str, Any]) -> dict[str, Any]:
+def _token_id_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries whose values are token ids."""
     return {key: value for key, value in content.items() if _ID.fullmatch(key)}
 
 
-def _listed(ids: Any) -> list[int]:
+def _to_id_list(ids: Any) -> list[int]:
     id_list = ids if isinstance(ids, list) else [ids]
     return [token for token in id_list if isinstance(token, int) and not isinstance(token, bool)]
 
 
-def _texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    return dict(_read(folder, names))
+def _read_texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    return dict(_iter_texts(folder, names))
 
 
-def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _iter_texts(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         try:
             # read as bytes, since text mode would convert line endings
@@ -262,7 +270,7 @@ def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
             raise CheckpointError(f"{folder / name} must be a readable UTF-8 text file: {error}") from error
 
 
-def _object(text: str | None) -> dict[str, Any]:
+def _parse_object(text: str | None) -> dict[str, Any]:
     """Return the JSON object in ``text``; an empty dictionary if ``text`` is not a JSON object."""
     try:
         content = json.loads(text or "{}")
@@ -271,9 +279,9 @@ def _object(text: str | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _packed(text: str) -> dict[str, str]:
+def _compress(text: str) -> dict[str, str]:
     return {"zlib": base64.b64encode(zlib.compress(text.encode(), 9)).decode()}
 
 
-def _unpacked(entry: Mapping[str, str]) -> str:
+def _decompress(entry: Mapping[str, str]) -> str:
     return zlib.decompress(base64.b64decode(entry["zlib"])).decode()

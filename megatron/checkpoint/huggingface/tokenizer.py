@@ -19,8 +19,8 @@ from megatron.checkpoint.huggingface.origin import (
     TEMPLATE,
     TOKENIZER_TEXTS,
     Origin,
-    as_json,
     read_origin,
+    to_json_text,
     tokenizer_texts,
     with_template,
 )
@@ -51,8 +51,8 @@ from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 # whether it lower-cases.
 
 JSON, SPIECE, VOCAB, MERGES = "tokenizer.json", "spiece.model", "vocab.json", "merges.txt"
-VOCAB_TEXT = "vocab.txt"  # BERT's vocabulary
-_VOCABULARIES = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, "tokenizer.model")
+VOCAB_TXT = "vocab.txt"  # BERT's vocabulary
+_VOCABULARIES = (JSON, VOCAB_TXT, SPIECE, VOCAB, MERGES, "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -82,22 +82,22 @@ class Vocabulary:
         if self.t5 is not None:
             t5 = self.t5
             return {"eos_token_id": t5.eos_id, "pad_token_id": t5.pad_id, "decoder_start_token_id": t5.start_id}
-        eod = self.tokenizer.eod_id if self.tokenizer.has_eod else None
-        return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": self.tokenizer.pad_id}
+        eod_id = self.tokenizer.eod_id if self.tokenizer.has_eod else None
+        return {"bos_token_id": eod_id, "eos_token_id": eod_id, "pad_token_id": self.tokenizer.pad_id}
 
     def generation_ids(self) -> dict[str, Any]:
         """Return the ids for generation_config.json; a model fine-tuned on conversations has two end tokens."""
         ids: dict[str, Any] = self.ids()
         if self.stop_id is not None:
-            ends = (self.stop_id, ids["eos_token_id"])
-            ids["eos_token_id"] = [token for token in dict.fromkeys(ends) if token is not None]
+            end_ids = (self.stop_id, ids["eos_token_id"])
+            ids["eos_token_id"] = [token for token in dict.fromkeys(end_ids) if token is not None]
         return ids
 
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
     """Return the keys of ``Vocabulary.ids`` with None as values. Omitted keys would get transformers' defaults."""
-    first = "decoder_start_token_id" if config.own.is_encoder_decoder else "bos_token_id"
-    return {first: None, "eos_token_id": None, "pad_token_id": None}
+    start_key = "decoder_start_token_id" if config.family_config.is_encoder_decoder else "bos_token_id"
+    return {start_key: None, "eos_token_id": None, "pad_token_id": None}
 
 
 def vocabulary_of(
@@ -129,7 +129,7 @@ def vocabulary_of(
     eod_token = data_config.eod_token
     if eod_token is not None and (eod_token == BY_NAME or tokenizer.token_to_id(eod_token) is not None):
         tokenizer.use_eod(eod_token)
-    data = data_parts(config.family) if config.own.is_encoder_decoder else None
+    data = data_parts(config.family) if config.family_config.is_encoder_decoder else None
     t5 = None if data is None else data.special_tokens(tokenizer, config)
     size, num_rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
     if t5 is None and size > num_rows >= tokenizer.text_vocab_size:
@@ -153,7 +153,7 @@ def vocabulary_of(
         return Vocabulary(tokenizer, t5, chat_problem=str(error), has_own_template=has_own_template)
 
 
-def carried_files(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
+def origin_tokenizer_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
     """Return path -> text of the small tokenizer files that an export copies from the run's Hugging Face folder.
 
     The folder of the run's tokenizer takes precedence, since the user has chosen it.
@@ -168,23 +168,23 @@ def carried_files(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
     return with_template(texts, None if vocabulary.chat is None else vocabulary.chat.text)
 
 
-def pieces_of(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
+def get_token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
     """Return id -> text for all ``ids`` in the vocabulary; other ids are left out."""
-    pieces = {token: tokenizer.piece(token) for token in ids if 0 <= token < tokenizer.vocab_size}
-    return {token: piece for token, piece in pieces.items() if piece is not None}
+    token_texts = {token: tokenizer.piece(token) for token in ids if 0 <= token < tokenizer.vocab_size}
+    return {token: token_text for token, token_text in token_texts.items() if token_text is not None}
 
 
-def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, str] | None = None) -> str | None:
+def write_tokenizer(folder: Path, vocabulary: Vocabulary, origin_texts: Mapping[str, str] | None = None) -> str | None:
     """Write the tokenizer files listed in the table above.
 
     Returns None, or the reason if the files do not form a usable tokenizer.
 
     Args:
-        carried: path -> text of small files to write instead of files generated from the tokenizer.
+        origin_texts: path -> text of small files to write instead of files generated from the tokenizer.
     """
-    tokenizer, t5, carried = vocabulary.tokenizer, vocabulary.t5, carried or {}
+    tokenizer, t5, origin_texts = vocabulary.tokenizer, vocabulary.t5, origin_texts or {}
     if isinstance(tokenizer, LibraryTokenizer):
-        return _write_library(folder, tokenizer, vocabulary, carried)
+        return _write_library(folder, tokenizer, vocabulary, origin_texts)
     if type(tokenizer) not in (SentencePieceTokenizer, T5SentencePieceTokenizer):
         return "it splits text into words before applying SentencePiece, which no Hugging Face tokenizer does"
     _copy(tokenizer.paths[0], folder / SPIECE)
@@ -192,21 +192,21 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, 
         return f"{SPIECE} is written, but no Hugging Face class reads it for a GPT-2. Use the sentencepiece library"
     if t5.modes:
         return f"{SPIECE} is written, but T5Tokenizer has no mode tokens for several --denoisers"
-    if not _cuts_as_t5(tokenizer.paths[0]):
+    if not _splits_like_t5(tokenizer.paths[0]):
         return f"{SPIECE} is written, but T5Tokenizer would split text differently. Use the sentencepiece library"
     names = [f"<extra_id_{idx}>" for idx in range(len(t5.sentinels))]
-    added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
-    carried_settings = json.loads(carried.get(SETTINGS, "null"))
-    if carried_settings is None:
-        settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": added}
-        carried = {**carried, SETTINGS: as_json({**settings, **_names(vocabulary)})}
-    elif carried_settings.get("extra_ids", 100) != added:
-        carried = {**carried, SETTINGS: as_json({**carried_settings, "extra_ids": added})}
-    _write_texts(folder, carried)
+    num_added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
+    origin_settings = json.loads(origin_texts.get(SETTINGS, "null"))
+    if origin_settings is None:
+        settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": num_added}
+        origin_texts = {**origin_texts, SETTINGS: to_json_text({**settings, **_token_names(vocabulary)})}
+    elif origin_settings.get("extra_ids", 100) != num_added:
+        origin_texts = {**origin_texts, SETTINGS: to_json_text({**origin_settings, "extra_ids": num_added})}
+    _write_texts(folder, origin_texts)
     return None
 
 
-def _cuts_as_t5(model: Path) -> bool:
+def _splits_like_t5(model: Path) -> bool:
     """Return True if ``model`` adds a space before words, merges spaces and has no byte pieces, like T5's model."""
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     has_bytes = any(library.is_byte(token) for token in range(library.get_piece_size()))
@@ -214,49 +214,49 @@ def _cuts_as_t5(model: Path) -> bool:
 
 
 def _write_library(
-    folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabulary, carried: Mapping[str, str]
+    folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabulary, origin_texts: Mapping[str, str]
 ) -> str | None:
     library = tokenizers.Tokenizer.from_str(tokenizer.description)
-    added = {} if vocabulary.t5 is None else _appended(tokenizer, vocabulary.t5)
-    library.add_special_tokens(list(added))
-    texts, is_theirs = dict(carried), SETTINGS in carried and not added
+    added_tokens = {} if vocabulary.t5 is None else _appended_tokens(tokenizer, vocabulary.t5)
+    library.add_special_tokens(list(added_tokens))
+    texts, uses_origin_files = dict(origin_texts), SETTINGS in origin_texts and not added_tokens
     suffixes = [path.suffix for path in tokenizer.paths]
-    if not added and suffixes == [".json"]:
+    if not added_tokens and suffixes == [".json"]:
         _copy(tokenizer.paths[0], folder / JSON)  # bytes unchanged: token files identify their tokenizer by a checksum
-    elif not is_theirs:  # otherwise Hugging Face's class builds the tokenizer from the vocabulary files
+    elif not uses_origin_files:  # otherwise Hugging Face's class builds the tokenizer from the vocabulary files
         files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
     if suffixes == [".json", ".txt"]:
         for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
             _copy(path, folder / name)
-    if is_theirs and suffixes == [".txt"]:
-        _copy(tokenizer.paths[0], folder / VOCAB_TEXT)
-    if is_theirs:
+    if uses_origin_files and suffixes == [".txt"]:
+        _copy(tokenizer.paths[0], folder / VOCAB_TXT)
+    if uses_origin_files:
         _copy_vocabularies(tokenizer.paths[0].parent, folder)
     else:
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_names(vocabulary)}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_token_names(vocabulary)}
         if vocabulary.chat is not None:
             settings |= vocabulary.chat.special
             texts[TEMPLATE] = vocabulary.chat.text
             for name, text in vocabulary.chat.named.items():
                 if Path(name).name == name:  # a template name in tokenizer_config.json may be any text
                     texts[f"{NAMED}/{name}.jinja"] = text
-        texts[SETTINGS] = as_json(settings)
+        texts[SETTINGS] = to_json_text(settings)
     _write_texts(folder, texts)
     if vocabulary.chat_problem is not None:
         return f"its chat template is missing: {vocabulary.chat_problem}"
-    if any(library.token_to_id(name) != token for name, token in added.items()):
+    if any(library.token_to_id(name) != token for name, token in added_tokens.items()):
         return f"the ids of {JSON} have gaps, so its sentinels and modes have other ids than in the run"
     return None
 
 
-def _appended(tokenizer: Tokenizer, t5: T5Tokens) -> dict[str, int]:
+def _appended_tokens(tokenizer: Tokenizer, t5: T5Tokens) -> dict[str, int]:
     """Return name -> id of the ids that the run appended to the vocabulary, in ascending order of the ids."""
     names = {token: f"<extra_id_{idx}>" for idx, token in enumerate(t5.sentinels)}
     names.update({token: f"<mode_{mode}>" for mode, token in t5.modes.items()})
     return {names[token]: token for token in sorted(names) if token >= tokenizer.vocab_size}
 
 
-def _names(vocabulary: Vocabulary) -> dict[str, str]:
+def _token_names(vocabulary: Vocabulary) -> dict[str, str]:
     """Return the entries of ``tokenizer_config.json`` that name the control tokens."""
     by_id = {token: name for name, token in reversed(vocabulary.tokenizer.control_tokens.items())}
     ids = {**vocabulary.ids(), "unk_token_id": vocabulary.tokenizer.unk_id}
@@ -289,7 +289,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 def copy_files(source: Path, target: Path) -> bool:
     """Copy the tokenizer files of the folder ``source`` to ``target``; return True if it has a tokenizer."""
     names = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
-    if not ({JSON, VOCAB_TEXT, SPIECE} & {*names} or {VOCAB, MERGES} <= {*names}):
+    if not ({JSON, VOCAB_TXT, SPIECE} & {*names} or {VOCAB, MERGES} <= {*names}):
         return False
     files.make_folder(target)
     for name in names:
@@ -298,16 +298,16 @@ def copy_files(source: Path, target: Path) -> bool:
     return True
 
 
-def fields_of(folder: Path, place: Path) -> dict[str, Any]:
-    """Return the tokenizer fields of our configuration for the files in ``folder``, with ``place`` as their folder."""
+def tokenizer_config_fields(folder: Path, final_folder: Path) -> dict[str, Any]:
+    """Return the tokenizer fields of our configuration for ``folder``, with ``final_folder`` as the folder."""
     if (folder / JSON).exists():
-        return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(place)}
-    if (folder / VOCAB_TEXT).exists():
-        return {"tokenizer_type": "BertWordPiece", "tokenizer_path": str(place)}
+        return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(final_folder)}
+    if (folder / VOCAB_TXT).exists():
+        return {"tokenizer_type": "BertWordPiece", "tokenizer_path": str(final_folder)}
     if (folder / SPIECE).exists():
-        return {"tokenizer_type": "T5SentencePiece", "tokenizer_path": str(place)}
-    pair = {"vocab_file": str(place / VOCAB), "merge_file": str(place / MERGES)}
-    return {"tokenizer_type": "GPT2BPETokenizer", **pair}
+        return {"tokenizer_type": "T5SentencePiece", "tokenizer_path": str(final_folder)}
+    vocab_files = {"vocab_file": str(final_folder / VOCAB), "merge_file": str(final_folder / MERGES)}
+    return {"tokenizer_type": "GPT2BPETokenizer", **vocab_files}
 
 
 def tokenizer_difference(source: Path, config: Config) -> str | None:
@@ -336,8 +336,8 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if ``folder`` has tokenizer files that ``fields_of`` supports."""
-    return any((folder / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB))
+    """Return True if ``folder`` has tokenizer files that ``tokenizer_config_fields`` supports."""
+    return any((folder / name).is_file() for name in (JSON, VOCAB_TXT, SPIECE, VOCAB))
 
 
 def origin_in(source: Path) -> Origin:
@@ -347,18 +347,18 @@ def origin_in(source: Path) -> Origin:
         CheckpointError: a file cannot be read.
     """
     try:
-        return read_origin(source, partial(_pieces_in, source))
+        return read_origin(source, partial(_token_texts_in, source))
     except DataError:
         return read_origin(source)
 
 
-def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
+def _token_texts_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
     """Return id -> text for all ``ids`` of the tokenizer in the folder ``source``; other ids are left out.
 
     tokenizer.json is searched directly, because building a tokenizer of 128,000 tokens takes seconds.
     """
     if not (source / JSON).is_file():
-        return pieces_of(_tokenizer_in(source), ids)
+        return get_token_texts(_tokenizer_in(source), ids)
     try:
         content = json.loads((source / JSON).read_bytes())
         vocabulary = content["model"]["vocab"]
@@ -367,11 +367,11 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
             if isinstance(vocabulary, dict)
             else ((row[0], idx) for idx, row in enumerate(vocabulary))
         )
-        wanted = set(ids)
-        pieces = {token: piece for piece, token in pairs if token in wanted}
+        wanted_ids = set(ids)
+        token_texts = {token: token_text for token_text, token in pairs if token in wanted_ids}
         return {
-            **pieces,
-            **{entry["id"]: entry["content"] for entry in content["added_tokens"] if entry["id"] in wanted},
+            **token_texts,
+            **{entry["id"]: entry["content"] for entry in content["added_tokens"] if entry["id"] in wanted_ids},
         }
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{source / JSON} is not a file of the `tokenizers` library: {error!r}") from error
@@ -379,6 +379,6 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
 
 def _tokenizer_in(source: Path) -> Tokenizer:
     if not has_tokenizer(source):
-        raise DataError(f"{source} contains none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
-    fields = fields_of(source, source)
+        raise DataError(f"{source} contains none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TXT}")
+    fields = tokenizer_config_fields(source, source)
     return build(fields.pop("tokenizer_type"), **fields)

@@ -15,26 +15,26 @@ from safetensors import SafetensorError
 from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import (
     config_from_huggingface,
-    copies,
-    flags_of,
+    copy_names,
     format_of,
     full_names,
-    missing_head,
+    missing_head_advice,
+    model_flags,
 )
 from megatron.checkpoint.model_match import check_model
-from megatron.checkpoint.resized_vocab import fill, is_resized
-from megatron.checkpoint.tensor_record import TensorRecord, part_shape
+from megatron.checkpoint.resized_vocab import fill_resized, is_resized
+from megatron.checkpoint.tensor_record import TensorRecord, shard_shape
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models import registry
-from megatron.models.common.huggingface import NOTHING, Tensors, WeightMapping, read_into
+from megatron.models.common.huggingface import MATCHES_NOTHING, Tensors, WeightMapping, read_into
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_parameters
 from megatron.mpu.shard import Shard
 
 # All tensors of a model, with our names or Hugging Face's, checked against the tensors that the model must have.
 
-_ROWS_AT_ONCE = 4096
+_BLOCK_ROWS = 4096
 
 
 class Readable(Protocol):
@@ -64,7 +64,7 @@ def weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) 
     Raises:
         CheckpointError: lists every weight that is missing, unknown, or has another shape than ``config`` defines.
     """
-    require_own("the checkpoint", weights, config)
+    check_weights("the checkpoint", weights, config)
     return _weights_to_huggingface(weights, config)
 
 
@@ -75,52 +75,57 @@ def weights_from_huggingface(tensors: Mapping[str, torch.Tensor], config: Config
         CheckpointError: lists every tensor that is missing, unknown, or has another shape than ``config`` defines; or a
             copy of the word table differs from it.
     """
-    weights, expected = format_of(config).to_ours(checked(tensors, config), config), expected_weights(config)
+    weights, expected = format_of(config).to_ours(check_tensors(tensors, config), config), expected_weights(config)
     return {name: tensor for name, tensor in weights.items() if name in expected}
 
 
-def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+def check_tensors(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Check the ``tensors`` of a Hugging Face folder against the model; return them by full name, without copies.
 
     Raises:
         CheckpointError: as ``weights_from_huggingface``.
     """
     hf_format = format_of(config)
-    hf_tensors, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
+    hf_tensors, expected = _by_full_name(tensors, config), _weights_to_huggingface(expected_weights(config), config)
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in hf_tensors:
         hf_tensors.setdefault(hf_format.head, hf_tensors[hf_format.word])
-    _check("the Hugging Face folder", hf_tensors, expected, missing_head(expected.keys() - hf_tensors.keys(), config))
+    _check_shapes(
+        "the Hugging Face folder",
+        hf_tensors,
+        expected,
+        missing_head_advice(expected.keys() - hf_tensors.keys(), config),
+    )
     return hf_tensors
 
 
-def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
+def check_weights(subject: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
     """Check that ``weights`` are exactly the weights of our model of ``config``.
 
     Args:
-        what: subject of the error message, such as "the checkpoint".
+        subject: subject of the error message, such as "the checkpoint".
 
     Raises:
         CheckpointError: lists every weight that is missing, unknown, or has another shape.
     """
-    _check(what, weights, expected_weights(config))
+    _check_shapes(subject, weights, expected_weights(config))
 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
     """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
-    biases = format_of(config).biases
-    if config.model.hidden_bias or biases is NOTHING:
+    biases = format_of(config).optional_biases
+    if config.model.hidden_bias or biases is MATCHES_NOTHING:
         return config
     has_biases = any(
-        bool(tensor[:].any()) for name, tensor in _named(tensors, config).items() if biases.fullmatch(name)
+        bool(tensor[:].any()) for name, tensor in _by_full_name(tensors, config).items() if biases.fullmatch(name)
     )
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
 
-def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+def _by_full_name(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return ``tensors`` by full name, without copies of the word table and without unused tensors."""
     hf_format = format_of(config)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
-    for name in copies(config):
+    for name in copy_names(config):
         copy = by_full_name.pop(name, None)
         if copy is not None and not _equal(copy, by_full_name.setdefault(hf_format.word, copy)):
             raise CheckpointError(
@@ -130,24 +135,24 @@ def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     return by_full_name
 
 
-def _equal(one: Readable, other: Readable) -> bool:
+def _equal(first: Readable, second: Readable) -> bool:
     """Return True if two tables have the same values; they are read block by block to limit memory.
 
     Tables of different types are compared in the type with fewer bits, since a copy may have been rounded.
     """
-    return tuple(one.shape) == tuple(other.shape) and all(
-        _same_values(one[start : start + _ROWS_AT_ONCE], other[start : start + _ROWS_AT_ONCE])
-        for start in range(0, one.shape[0], _ROWS_AT_ONCE)
+    return tuple(first.shape) == tuple(second.shape) and all(
+        _same_values(first[start : start + _BLOCK_ROWS], second[start : start + _BLOCK_ROWS])
+        for start in range(0, first.shape[0], _BLOCK_ROWS)
     )
 
 
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype == other.dtype:
-        return torch.equal(one, other)
-    if one.element_size() == other.element_size():  # bf16 and fp16
-        return torch.equal(one.float(), other.float())
-    coarse = min(one, other, key=torch.Tensor.element_size).dtype
-    return torch.equal(one.to(coarse), other.to(coarse))
+def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.dtype == second.dtype:
+        return torch.equal(first, second)
+    if first.element_size() == second.element_size():  # bf16 and fp16
+        return torch.equal(first.float(), second.float())
+    coarse_dtype = min(first, second, key=torch.Tensor.element_size).dtype
+    return torch.equal(first.to(coarse_dtype), second.to(coarse_dtype))
 
 
 def expected_weights(config: Config) -> Tensors:
@@ -158,20 +163,22 @@ def expected_weights(config: Config) -> Tensors:
 
 def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
     hf_tensors = format_of(config).from_ours(dict(weights), config)
-    return {name: tensor for name, tensor in hf_tensors.items() if name not in copies(config)}
+    return {name: tensor for name, tensor in hf_tensors.items() if name not in copy_names(config)}
 
 
-def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor], advice: str = "") -> None:
-    problems = [f"{name}: missing" for name in expected if name not in found]
-    problems += [f"{name}: no such tensor in this model" for name in found if name not in expected]
+def _check_shapes(
+    subject: str, tensors: Mapping[str, Any], expected: Mapping[str, torch.Tensor], advice: str = ""
+) -> None:
+    problems = [f"{name}: missing" for name in expected if name not in tensors]
+    problems += [f"{name}: no such tensor in this model" for name in tensors if name not in expected]
     problems += [
-        f"{name}: {list(found[name].shape)}, but the model needs {list(tensor.shape)}"
+        f"{name}: {list(tensors[name].shape)}, but the model needs {list(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in found and tuple(found[name].shape) != tuple(tensor.shape)
+        if name in tensors and tuple(tensors[name].shape) != tuple(tensor.shape)
     ]
     if problems:
         listed = "; ".join(problems)
-        raise CheckpointError(f"{what} does not match this model ({len(problems)} tensors): {listed}{advice}")
+        raise CheckpointError(f"{subject} does not match this model ({len(problems)} tensors): {listed}{advice}")
 
 
 # Weights of a Hugging Face folder read directly into a rank's shards, for any layout.
@@ -181,7 +188,7 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
 # changed vocabulary size.
 
 
-def is_folder(source: Path) -> bool:
+def is_huggingface_folder(source: Path) -> bool:
     """Return True if ``source`` is a Hugging Face folder, even if its model is not supported."""
     if not (source / folder.CONFIG).is_file():
         return False
@@ -211,18 +218,18 @@ class Pretrained:
         Raises:
             CheckpointError: names the differences, and the flags that fit.
         """
-        saved = self.config.model.vocab_size
+        saved_vocab_size = self.config.model.vocab_size
         try:
             check_model(self.config.identity(), config)
         except CheckpointError as error:
-            is_other_vocab = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
-            remedy = ", or --resize-vocab for the vocabulary size" if is_other_vocab else ""
+            has_other_vocab = saved_vocab_size != config.model.vocab_size and not config.checkpoint.resize_vocab
+            remedy = ", or --resize-vocab for the vocabulary size" if has_other_vocab else ""
             raise CheckpointError(f"{error} {self.path} requires these flags: {self.flags}{remedy}") from None
 
     @property
     def flags(self) -> str:
         """Flags with which a pretraining script builds this model."""
-        return shlex.join(flags_of(self.config))
+        return shlex.join(model_flags(self.config))
 
     def load(self, records: Iterable[TensorRecord]) -> None:
         """Fill the tensors of ``records``, which must be records of weights.
@@ -239,21 +246,21 @@ class Pretrained:
                 raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
 
     def _fill(self, target: torch.Tensor, name: str, shard: Shard) -> None:
-        saved = self.shapes[name]
-        if is_resized(saved, shard.global_shape):
-            fill(target, shard, saved, lambda part: self.read(name, part))
+        saved_shape = self.shapes[name]
+        if is_resized(saved_shape, shard.global_shape):
+            fill_resized(target, shard, saved_shape, lambda row_shard: self.read(name, row_shard))
         elif target.numel():
             self._read_into(target, name, shard)
 
     def read(self, name: str, shard: Shard) -> torch.Tensor:
         """Return the part ``shard`` of our weight ``name``."""
-        part = torch.empty(part_shape(shard), dtype=self.slices[self.recipes[name].names[0]].dtype)
-        self._read_into(part, name, shard)
-        return part
+        result = torch.empty(shard_shape(shard), dtype=self.slices[self.recipes[name].hf_names[0]].dtype)
+        self._read_into(result, name, shard)
+        return result
 
     def _read_into(self, target: torch.Tensor, name: str, shard: Shard) -> None:
         recipe = self.recipes[name]
-        shapes = {part: list(self.slices[part].shape) for part in recipe.names}
+        shapes = {hf_name: list(self.slices[hf_name].shape) for hf_name in recipe.hf_names}
         read_into(target, recipe, self.slices, shapes, shard)
 
 
@@ -269,4 +276,4 @@ def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
     config = without_zero_biases(slices, config)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_weights(config).items()}
     recipes = format_of(config).recipes(config)
-    return Pretrained(source, config, shapes, recipes, checked(slices, config))
+    return Pretrained(source, config, shapes, recipes, check_tensors(slices, config))

@@ -10,10 +10,10 @@ from typing import Any
 from megatron.arguments import config_from_values
 from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.huggingface.convert import save_first
-from megatron.checkpoint.huggingface.folder import new_folder, require_free
-from megatron.checkpoint.huggingface.weights import require_own
+from megatron.checkpoint.huggingface.folder import check_empty, new_folder
+from megatron.checkpoint.huggingface.weights import check_weights
 from megatron.checkpoint.legacy.files import find_legacy_files
-from megatron.checkpoint.legacy.weights import LegacyWeights, groups_of, read_legacy_weights
+from megatron.checkpoint.legacy.weights import LegacyWeights, get_num_groups, read_legacy_weights
 from megatron.config import Config
 from megatron.errors import CheckpointError
 
@@ -22,12 +22,12 @@ _LEARNED = "learned_absolute"
 _POSITIONS = "embedding.position.weight"
 _ACTIVATIONS = {"swiglu": "gated-silu", "squared_relu": "squared-relu"}
 """Boolean setting of Megatron-LM -> our activation."""
-_UNKNOWN_HERE = {
+_UNSUPPORTED = {
     "quick_geglu": "a gated quick GELU",
     "multi_latent_attention": "latent attention",
     "no_rope_freq": "layers without rotary positions (--no-rope-freq)",
 }
-_UNKNOWN_IN_T5 = {
+_UNSUPPORTED_IN_T5 = {
     "swiglu": "a gated activation",
     "squared_relu": "a squared ReLU",
     "apply_layernorm_1p": "norms whose weights are stored minus 1 (--apply-layernorm-1p)",
@@ -38,7 +38,7 @@ _ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_low_frequency_factor": 1.0,
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ImportOptions:
     """The user's overrides of the files' settings; None uses the files or the default of tools/import_checkpoint.py."""
 
     iteration: str | None = None
@@ -48,7 +48,7 @@ class Wishes:
     vocab_size: int | None = None
 
 
-def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path, Config, list[str]]:
+def import_checkpoint(source: Path, output: Path, options: ImportOptions) -> tuple[Path, Config, list[str]]:
     """Write the model in ``source`` to the new run folder ``output``; return checkpoint, configuration and notes.
 
     The checkpoint is of step 0 and has only weights; train from it with ``--load output --finetune``.
@@ -58,13 +58,13 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
             nor our T5.
         ConfigError: ``output`` is not empty.
     """
-    require_free(output)
-    files = find_legacy_files(source, wishes.iteration)
-    is_gated = None if wishes.activation is None else wishes.activation.startswith("gated-")
-    legacy = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order, is_gated=is_gated)
-    config = _config(legacy, wishes)
-    _cut_vocabulary(legacy, config.model.vocab_size or 0)
-    require_own(str(files.folder), legacy.weights, config)
+    check_empty(output)
+    files = find_legacy_files(source, options.iteration)
+    is_gated = None if options.activation is None else options.activation.startswith("gated-")
+    legacy = read_legacy_weights(files, num_heads=options.num_heads, order=options.qkv_order, is_gated=is_gated)
+    config = _build_config(legacy, options)
+    _drop_padding_rows(legacy, config.model.vocab_size or 0)
+    check_weights(str(files.folder), legacy.weights, config)
     notes = [
         f"rows of query, key and value: {legacy.order}; activation: {config.model.activation}; "
         f"vocabulary: {config.model.vocab_size}",
@@ -75,24 +75,24 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
     return output / CHECKPOINTS / saved.name, config, notes
 
 
-def _config(found: LegacyWeights, wishes: Wishes) -> Config:
+def _build_config(legacy: LegacyWeights, options: ImportOptions) -> Config:
     """Return the configuration of the imported model; its sizes are derived from the shapes of the tensors."""
-    weights, settings = found.weights, found.settings
-    _refuse_unknown(found)
-    side = "encoder." if found.is_t5 else ""
-    activation = wishes.activation or _activation(settings)
+    weights, settings = legacy.weights, legacy.settings
+    _reject_unsupported(legacy)
+    side = "encoder." if legacy.is_t5 else ""
+    activation = options.activation or _activation(settings)
     try:
-        num_rows, hidden = weights["embedding.word.weight"].shape
-        heads = wishes.num_heads or int(settings["num_attention_heads"])
-        groups = groups_of(settings, heads)
-        qkv_rows = weights[f"{side}layers.0.attention.query_key_value.weight"].shape[0]
-        up_rows = weights[f"{side}layers.0.mlp.up.weight"].shape[0]
+        num_rows, hidden_size = weights["embedding.word.weight"].shape
+        num_heads = options.num_heads or int(settings["num_attention_heads"])
+        num_groups = get_num_groups(settings, num_heads)
+        num_qkv_rows = weights[f"{side}layers.0.attention.query_key_value.weight"].shape[0]
+        num_up_rows = weights[f"{side}layers.0.mlp.up.weight"].shape[0]
         values: dict[str, Any] = {
-            "num_layers": _height(found, side),
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "kv_hidden_size": qkv_rows // (heads + 2 * groups),
-            "ff_hidden_size": up_rows // 2 if activation.startswith("gated-") else up_rows,
+            "num_layers": _num_layers(legacy, side),
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_heads,
+            "kv_hidden_size": num_qkv_rows // (num_heads + 2 * num_groups),
+            "ff_hidden_size": num_up_rows // 2 if activation.startswith("gated-") else num_up_rows,
         }
         if _POSITIONS in weights:
             values["max_position_embeddings"] = weights[_POSITIONS].shape[0]
@@ -106,22 +106,22 @@ def _config(found: LegacyWeights, wishes: Wishes) -> Config:
         "layernorm_epsilon": settings.get("norm_epsilon", settings.get("layernorm_epsilon", _EPSILON)),
         "activation": activation,
         "apply_residual_connection_post_layernorm": bool(settings.get("apply_residual_connection_post_layernorm")),
-        "vocab_size": wishes.vocab_size or num_rows,
+        "vocab_size": options.vocab_size or num_rows,
         "hidden_dropout": settings.get("hidden_dropout", 0.1),
         "attention_dropout": settings.get("attention_dropout", 0.1),
     }
-    if found.is_t5:
-        sides = {"enc_layers": values["num_layers"], "dec_layers": _height(found, "decoder.")}
+    if legacy.is_t5:
+        sides = {"enc_layers": values["num_layers"], "dec_layers": _num_layers(legacy, "decoder.")}
         values |= {**sides, "position_embedding_type": "learned"}
     else:
-        values |= {"num_query_groups": groups, **_features(found)}
+        values |= {"num_query_groups": num_groups, **_decoder_settings(legacy)}
     try:
-        return config_from_values(values, family="t5" if found.is_t5 else "gpt2")
+        return config_from_values(values, family="t5" if legacy.is_t5 else "gpt2")
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the settings in the checkpoint do not describe a supported model: {error}") from error
 
 
-def _positions(settings: Mapping[str, Any]) -> str:
+def _position_type(settings: Mapping[str, Any]) -> str:
     if settings.get("use_rotary_position_embeddings"):
         return "rope"
     return str(settings.get("position_embedding_type") or _LEARNED)
@@ -133,19 +133,21 @@ def _normalization(settings: Mapping[str, Any]) -> str:
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(norm.lower(), norm)
 
 
-def _refuse_unknown(found: LegacyWeights) -> None:
+def _reject_unsupported(legacy: LegacyWeights) -> None:
     """Reject settings that our models do not support.
 
     Raises:
         CheckpointError: lists the settings; or the checkpoint has no learned positions although its settings need them.
     """
-    settings, positions = found.settings, _positions(found.settings)
-    supported_positions = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
+    settings, positions = legacy.settings, _position_type(legacy.settings)
+    supported_positions = (_LEARNED,) if legacy.is_t5 else (_LEARNED, "rope", "none")
     unsupported = [
-        name for key, name in {**_UNKNOWN_HERE, **(_UNKNOWN_IN_T5 if found.is_t5 else {})}.items() if settings.get(key)
+        name
+        for key, name in {**_UNSUPPORTED, **(_UNSUPPORTED_IN_T5 if legacy.is_t5 else {})}.items()
+        if settings.get(key)
     ]
     norm = _normalization(settings)
-    if norm not in (("LayerNorm",) if found.is_t5 else ("LayerNorm", "RMSNorm")):
+    if norm not in (("LayerNorm",) if legacy.is_t5 else ("LayerNorm", "RMSNorm")):
         unsupported.append(f"{norm} instead of LayerNorm")
     if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed writes [1] for models without experts
         unsupported.append("experts")
@@ -155,16 +157,16 @@ def _refuse_unknown(found: LegacyWeights) -> None:
         unsupported.append(f"a softmax of type {settings['softmax_type']}")
     if unsupported:
         raise CheckpointError(f"the settings in the checkpoint require unsupported features: {', '.join(unsupported)}")
-    if positions == _LEARNED and _POSITIONS not in found.weights:
+    if positions == _LEARNED and _POSITIONS not in legacy.weights:
         raise CheckpointError(
             f"the checkpoint lacks learned positions ({_POSITIONS}), and its settings name no other type of positions "
             "(position_embedding_type)"
         )
 
 
-def _features(found: LegacyWeights) -> dict[str, Any]:
+def _decoder_settings(legacy: LegacyWeights) -> dict[str, Any]:
     """Return the decoder settings for which Megatron-LM has other names."""
-    weights, settings, positions = found.weights, found.settings, _positions(found.settings)
+    weights, settings, positions = legacy.weights, legacy.settings, _position_type(legacy.settings)
     has_bias = "layers.0.attention.query_key_value.bias" in weights
     values: dict[str, Any] = {
         "position_embedding_type": positions,
@@ -213,27 +215,27 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(settings: Mapping[str, Any]) -> str:
     """Return the activation. GELU means the tanh form, unless the settings show that the exact form was used."""
-    for switch, activation in _ACTIVATIONS.items():
-        if settings.get(switch):
+    for setting, activation in _ACTIVATIONS.items():
+        if settings.get(setting):
             return activation
     is_exact = bool(settings) and not (settings.get("openai_gelu") or settings.get("bias_gelu_fusion", True))
     return "gelu" if is_exact else "gelu-tanh"
 
 
-def _height(found: LegacyWeights, side: str) -> int:
+def _num_layers(legacy: LegacyWeights, side: str) -> int:
     prefix = f"{side}layers."
-    return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in found.weights if name.startswith(prefix))
+    return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in legacy.weights if name.startswith(prefix))
 
 
-def _cut_vocabulary(found: LegacyWeights, vocab_size: int) -> None:
+def _drop_padding_rows(legacy: LegacyWeights, vocab_size: int) -> None:
     """Drop padding rows at the end of the vocabulary.
 
     Raises:
         CheckpointError: the tables have fewer rows than the vocabulary.
     """
     for name in ("embedding.word.weight", "head.weight"):
-        if name in found.weights:
-            rows = found.weights[name].shape[0]
-            if rows < vocab_size:
-                raise CheckpointError(f"--vocab-size must be at most the {rows} rows of {name}, got {vocab_size}")
-            found.weights[name] = found.weights[name][:vocab_size].clone()
+        if name in legacy.weights:
+            num_rows = legacy.weights[name].shape[0]
+            if num_rows < vocab_size:
+                raise CheckpointError(f"--vocab-size must be at most the {num_rows} rows of {name}, got {vocab_size}")
+            legacy.weights[name] = legacy.weights[name][:vocab_size].clone()

@@ -32,11 +32,11 @@ _DEEPSPEED = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 _NAMES = ("model_optim_rng.pt", "model_rng.pt")
-_CORE = ("common.pt", "metadata.json")
+_CORE_FILES = ("common.pt", "metadata.json")
 
 
 @dataclass(frozen=True)
-class Files:
+class LegacyFiles:
     """The files of one checkpoint.
 
     Args:
@@ -49,7 +49,7 @@ class Files:
     layers: list[list[Path]] = field(default_factory=list)
 
 
-def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
+def find_legacy_files(folder: Path, iteration: str | None = None) -> LegacyFiles:
     """Return the files of the checkpoint of ``iteration`` in ``folder``; None selects the latest one.
 
     Raises:
@@ -58,30 +58,30 @@ def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
     """
     if not folder.is_dir():
         raise CheckpointError(f"--input must be a folder with a checkpoint, but {folder} is not a folder")
-    checkpoint = _chosen(folder, iteration)
-    _refuse_distributed(checkpoint)
-    layers = _layers(checkpoint)
+    checkpoint = _select_checkpoint(folder, iteration)
+    _reject_distributed(checkpoint)
+    layers = _find_layers(checkpoint)
     state_matches = {path: _DEEPSPEED.fullmatch(path.name) for path in checkpoint.iterdir()}
     if any(state_matches.values()):
         by_rank = sorted((int(match[1]), path) for path, match in state_matches.items() if match)
-        _require_all([rank for rank, _ in by_rank], checkpoint, "tensor rank")
-        return Files(checkpoint, [[path for _, path in by_rank]], layers)
+        _check_complete([rank for rank, _ in by_rank], checkpoint, "tensor rank")
+        return LegacyFiles(checkpoint, [[path for _, path in by_rank]], layers)
     if layers:
-        return Files(checkpoint, [], layers)
+        return LegacyFiles(checkpoint, [], layers)
     ranks: dict[tuple[int, int], Path] = {}
     for path in checkpoint.iterdir():
         match = _MEGATRON.fullmatch(path.name)
         if match and path.is_dir():
-            ranks[int(match[2] or 0), int(match[1])] = _file_in(path)
+            ranks[int(match[2] or 0), int(match[1])] = _find_rank_file(path)
     if not ranks:
         raise CheckpointError(
             f"{checkpoint} contains no checkpoint of Megatron-LM, CPM or DeepSpeed: it has none of "
             "mp_rank_00/model_optim_rng.pt, mp_rank_00_model_states.pt, layer_00-model_00-model_states.pt"
         )
-    return Files(checkpoint, _rows(ranks, checkpoint))
+    return LegacyFiles(checkpoint, _to_rows(ranks, checkpoint))
 
 
-def _chosen(folder: Path, iteration: str | None) -> Path:
+def _select_checkpoint(folder: Path, iteration: str | None) -> Path:
     if iteration is None:
         pointers = [folder / name for name in _POINTERS if (folder / name).is_file()]
         if not pointers:
@@ -100,50 +100,50 @@ def _chosen(folder: Path, iteration: str | None) -> Path:
     raise CheckpointError(f"{folder} must contain {' or '.join(path.name for path in candidates)}, but does not")
 
 
-def _refuse_distributed(folder: Path) -> None:
+def _reject_distributed(folder: Path) -> None:
     """Reject checkpoints written by torch's distributed checkpointing or Megatron-Core.
 
     Checkpoints of this project have no files of these names.
 
     Source: folders written by Megatron-LM with ``--ckpt-format torch_dist`` and ``zarr``.
     """
-    pieces = sorted(path.name for path in folder.glob("*.distcp"))
-    if pieces or all((folder / name).is_file() for name in _CORE):
+    distcp_names = sorted(path.name for path in folder.glob("*.distcp"))
+    if distcp_names or all((folder / name).is_file() for name in _CORE_FILES):
         raise CheckpointError(
             f"{folder} must contain a file for each rank, got a distributed checkpoint of Megatron-Core "
-            f"({pieces[0] if pieces else ', '.join(_CORE)}), which only Megatron-LM can read. Convert it with "
-            "Megatron-LM: run the training command with --ckpt-convert-format torch --ckpt-convert-save DIR, then "
-            "tools/checkpoint/convert.py --model-type GPT --loader core --saver legacy --load-dir DIR "
-            "--save-dir OTHER, and import OTHER"
+            f"({distcp_names[0] if distcp_names else ', '.join(_CORE_FILES)}), which only Megatron-LM can read. "
+            "Convert it with Megatron-LM: run the training command with --ckpt-convert-format torch "
+            "--ckpt-convert-save DIR, then tools/checkpoint/convert.py --model-type GPT --loader core --saver legacy "
+            "--load-dir DIR --save-dir OTHER, and import OTHER"
         )
 
 
-def _file_in(folder: Path) -> Path:
+def _find_rank_file(folder: Path) -> Path:
     for name in _NAMES:
         if (folder / name).is_file():
             return folder / name
     raise CheckpointError(f"{folder} must contain {' or '.join(_NAMES)}, but does not")
 
 
-def _rows(found: dict[tuple[int, int], Path], folder: Path) -> list[list[Path]]:
+def _to_rows(paths: dict[tuple[int, int], Path], folder: Path) -> list[list[Path]]:
     """Convert (row, tensor rank) -> path to a list of rows, and check that all rows are complete."""
-    tensor_size = 1 + max(rank for _, rank in found)
-    rows = sorted({row for row, _ in found})
-    missing = [f"{row}/{rank}" for row in rows for rank in range(tensor_size) if (row, rank) not in found]
+    tensor_size = 1 + max(rank for _, rank in paths)
+    rows = sorted({row for row, _ in paths})
+    missing = [f"{row}/{rank}" for row in rows for rank in range(tensor_size) if (row, rank) not in paths]
     if missing:
         raise CheckpointError(f"{folder} lacks files of stage or layer / tensor rank {', '.join(missing)}")
-    return [[found[row, rank] for rank in range(tensor_size)] for row in rows]
+    return [[paths[row, rank] for rank in range(tensor_size)] for row in rows]
 
 
-def _layers(folder: Path) -> list[list[Path]]:
+def _find_layers(folder: Path) -> list[list[Path]]:
     matches = [(match, path) for path in folder.iterdir() if (match := _LAYER.fullmatch(path.name))]
-    return _rows({(int(match[1]), int(match[2])): path for match, path in matches}, folder) if matches else []
+    return _to_rows({(int(match[1]), int(match[2])): path for match, path in matches}, folder) if matches else []
 
 
-def _require_all(numbers: list[int], folder: Path, what: str) -> None:
-    missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+def _check_complete(indices: list[int], folder: Path, label: str) -> None:
+    missing = sorted(set(range(max(indices) + 1)) - set(indices))
     if missing:
-        raise CheckpointError(f"{folder} lacks the files of {what} {', '.join(map(str, missing))}")
+        raise CheckpointError(f"{folder} lacks the files of {label} {', '.join(map(str, missing))}")
 
 
 # Read a pickled file with an allowlist of classes.

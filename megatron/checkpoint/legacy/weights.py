@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.legacy.files import Files, unpickle_allowed
+from megatron.checkpoint.legacy.files import LegacyFiles, unpickle_allowed
 from megatron.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -48,17 +48,17 @@ Tensors = dict[str, torch.Tensor]
 _PREFIX = re.compile(r"^(module\.|model\.|language_model\.|embedding\.)+")
 _LAYER = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FINAL = re.compile(r"(transformer|encoder|decoder)\.final_(?:layer_)?norm\.(weight|bias)")
-_UNREAD = re.compile(
+_UNUSED = re.compile(
     r"(.*_extra_state|.*masked_bias|.*attention\.bias|(.*\.)?word_embeddings_for_head\..*|.*pooler\..*)"
 )
 _SIDES = {"transformer": "encoder", "encoder": "encoder", "decoder": "decoder"}
-_TOP = {
+_TOP_LEVEL_NAMES = {
     "word_embeddings.weight": "embedding.word.weight",
     "position_embeddings.weight": "embedding.position.weight",
     "output_layer.weight": "head.weight",
     "lm_head.weight": "head.weight",
 }
-_PARTS = {
+_MODULE_NAMES = {
     "input_norm": "input_norm",
     "attention.query_key_value": "attention.query_key_value",
     "self_attention.query_key_value": "attention.query_key_value",
@@ -75,7 +75,7 @@ _PARTS = {
     "self_attention.key_norm": "attention.key_norm",
 }
 _CORE_MARK = ".self_attention.linear_qkv."
-_OF_CORE = (
+_CORE_NAMES = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "post_attention_layernorm."),
     ("self_attention.linear_qkv.", "self_attention.query_key_value."),
@@ -86,58 +86,64 @@ _OF_CORE = (
     ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
     ("pre_mlp_layernorm.", "post_attention_layernorm."),
 )
-_ROWS = ("embedding.word", "head", "attention.query_key_value", "cross_attention.query", "cross_attention.key_value")
+_SPLIT_BY_ROWS = (
+    "embedding.word",
+    "head",
+    "attention.query_key_value",
+    "cross_attention.query",
+    "cross_attention.key_value",
+)
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+def flatten_tensors(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors in nested dictionaries, with keys joined by dots; other values are left out."""
     flat: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, torch.Tensor):
             flat[f"{prefix}{key}"] = value
         elif isinstance(value, Mapping):
-            flat.update(flattened(value, f"{prefix}{key}."))
+            flat.update(flatten_tensors(value, f"{prefix}{key}."))
     return flat
 
 
-def is_unread(name: str) -> bool:
+def is_unused(name: str) -> bool:
     """Return True if a tensor of this name is a buffer or a copy that our models do not use."""
-    return _UNREAD.fullmatch(name) is not None
+    return _UNUSED.fullmatch(name) is not None
 
 
-def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
-    """Return our name of the tensor ``theirs``, with the prefix of its side; None if our models have no such tensor.
+def convert_name(source_name: str, first_layers: Mapping[str, int]) -> str | None:
+    """Return our name of the tensor ``source_name``, with the prefix of its side; None if our models lack it.
 
     Args:
         first_layers: side ("encoder", "decoder") -> global index of the first layer of this stage.
     """
-    name = _PREFIX.sub("", theirs).replace("layernorm.", "norm.")
-    if name in _TOP:
-        return _TOP[name]
+    name = _PREFIX.sub("", source_name).replace("layernorm.", "norm.")
+    if name in _TOP_LEVEL_NAMES:
+        return _TOP_LEVEL_NAMES[name]
     if match := _FINAL.fullmatch(name):
         return f"{_SIDES[match[1]]}.final_norm.{match[2]}"
     match = _LAYER.fullmatch(name)
-    if match is None or match[3] not in _PARTS:
+    if match is None or match[3] not in _MODULE_NAMES:
         return None
-    side, part = _SIDES[match[1]], _PARTS[match[3]]
+    side, module_name = _SIDES[match[1]], _MODULE_NAMES[match[3]]
     if side == "decoder" and match[3] == "post_attention_norm":
-        part = "cross_norm"
-    return f"{side}.layers.{int(match[2]) + first_layers[side]}.{part}.{match[4]}"
+        module_name = "cross_norm"
+    return f"{side}.layers.{int(match[2]) + first_layers[side]}.{module_name}.{match[4]}"
 
 
-def of_core(held: Tensors) -> Tensors:
-    """Convert the names of a GPT of Megatron-Core as in the second table; return other ``held`` tensors unchanged.
+def convert_core_names(tensors: Tensors) -> Tensors:
+    """Convert the names of a GPT of Megatron-Core as in the second table; return other ``tensors`` tensors unchanged.
 
     Raises:
         CheckpointError: the tensors belong to a T5 of Megatron-Core.
     """
-    if not any(_CORE_MARK in name for name in held):
-        return held
-    if any(_PREFIX.sub("", name).startswith("encoder.") for name in held):
+    if not any(_CORE_MARK in name for name in tensors):
+        return tensors
+    if any(_PREFIX.sub("", name).startswith("encoder.") for name in tensors):
         raise CheckpointError("a T5 of Megatron-Core cannot be imported; only a GPT can")
     renamed = {}
-    for name, tensor in held.items():
-        for core_name, megatron_name in _OF_CORE:
+    for name, tensor in tensors.items():
+        for core_name, megatron_name in _CORE_NAMES:
             if core_name in name:
                 name = name.replace(core_name, megatron_name)
                 break
@@ -145,28 +151,28 @@ def of_core(held: Tensors) -> Tensors:
     return renamed
 
 
-def layers_of(side: str, names: Iterable[str]) -> int:
+def count_layers(side: str, names: Iterable[str]) -> int:
     """Return the number of layers of ``side``, from our ``names``."""
     indices = [int(name.split(".")[2]) for name in names if name.startswith(f"{side}.layers.")]
     return max(indices, default=-1) + 1
 
 
-def of_one_side(name: str) -> str:
+def without_side(name: str) -> str:
     """Return our name of the encoder's weight ``name`` in a model without a decoder."""
     return name.removeprefix("encoder.")
 
 
-def cut_dim(ours: str) -> int | None:
+def partition_dim(name: str) -> int | None:
     """Return the dimension along which the weight is split over tensor ranks; None if it is replicated."""
-    stem, _, suffix = ours.rpartition(".")
-    if stem.endswith(_ROWS) or stem.endswith("mlp.up"):
+    stem, _, suffix = name.rpartition(".")
+    if stem.endswith(_SPLIT_BY_ROWS) or stem.endswith("mlp.up"):
         return 0
     return 1 if suffix == "weight" and stem.endswith((".dense", "mlp.down")) else None
 
 
-def heads_parts(ours: str) -> int:
+def num_parts_per_head(name: str) -> int:
     """Return the number of parts (query, key, value) per head in a weight's rows; 1 if the rows need no reordering."""
-    stem = ours.rpartition(".")[0]
+    stem = name.rpartition(".")[0]
     return 3 if stem.endswith("query_key_value") else 2 if stem.endswith("key_value") else 1
 
 
@@ -186,9 +192,9 @@ ORDERS = {"3-heads-d": 0.0, "heads-d-3": 1.0, "heads-3-d": 2.0}
 """Name of an order -> the first version that uses it."""
 
 
-def order_of(version: float) -> str:
+def row_order(version: float) -> str:
     """Return the order of rows in files of ``version``."""
-    return [name for name, first in ORDERS.items() if version >= first][-1]
+    return [name for name, first_version in ORDERS.items() if version >= first_version][-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +206,7 @@ class RowLayout:
         num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are grouped, as in our
             models: the query heads of a group, its key, its value, then the next group.
         is_gated: the rows of ``mlp.up`` are all gates, then all factors. In our models, gates and factors alternate.
-        interleaved: number of leading elements of each head that rotary embedding rotates as adjacent pairs
+        num_interleaved: number of leading elements of each head that rotary embedding rotates as adjacent pairs
             (--rotary-interleaved). Our models rotate halves, so the rows of queries and keys are reordered: even rows
             first, then odd rows.
     """
@@ -209,10 +215,10 @@ class RowLayout:
     num_heads: int
     num_groups: int
     is_gated: bool = False
-    interleaved: int = 0
+    num_interleaved: int = 0
 
 
-def merged(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tuple[torch.Tensor, float]:
+def merge_slices(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tuple[torch.Tensor, float]:
     """Merge the slices of all tensor ranks into the full weight ``name`` (our name).
 
     Returns (full weight, largest absolute difference between the ranks' copies if the weight is replicated).
@@ -221,29 +227,29 @@ def merged(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tupl
         CheckpointError: the number of query, key and value rows is not a multiple of the heads; or the layout's order
             does not support groups.
     """
-    parts, dim = heads_parts(name), cut_dim(name)
-    if parts > 1:
-        slices = [_ordered(name, tensor, parts, layout, len(slices)) for tensor in slices]
+    num_parts, dim = num_parts_per_head(name), partition_dim(name)
+    if num_parts > 1:
+        slices = [_reorder_rows(name, tensor, num_parts, layout, len(slices)) for tensor in slices]
     if layout.is_gated and ".mlp.up." in name:
         slices = [tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for tensor in slices]
     if dim is not None and len(slices) > 1:
-        return _in_halves(name, torch.cat(list(slices), dim), layout), 0.0
+        return _deinterleave(name, torch.cat(list(slices), dim), layout), 0.0
     first = slices[0]
     differing = [tensor for tensor in slices[1:] if not torch.equal(tensor, first)]
     difference = max((float((tensor.double() - first.double()).abs().max()) for tensor in differing), default=0.0)
-    return _in_halves(name, first, layout), difference
+    return _deinterleave(name, first, layout), difference
 
 
-def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks: int) -> torch.Tensor:
+def _reorder_rows(name: str, rows: torch.Tensor, num_parts: int, layout: RowLayout, num_ranks: int) -> torch.Tensor:
     """Return the rows of one rank in the order [heads, parts, d], or [groups, heads / groups + 2, d]."""
-    is_grouped = parts == 3 and layout.num_groups != layout.num_heads
-    count = layout.num_groups if is_grouped else layout.num_heads
-    heads_per_block = layout.num_heads // layout.num_groups + 2 if is_grouped else parts
-    blocks, remainder = divmod(count, ranks)
-    if remainder or rows.shape[0] % (heads_per_block * max(blocks, 1)):
+    is_grouped = num_parts == 3 and layout.num_groups != layout.num_heads
+    num_blocks = layout.num_groups if is_grouped else layout.num_heads
+    heads_per_block = layout.num_heads // layout.num_groups + 2 if is_grouped else num_parts
+    blocks_per_rank, remainder = divmod(num_blocks, num_ranks)
+    if remainder or rows.shape[0] % (heads_per_block * max(blocks_per_rank, 1)):
         raise CheckpointError(
-            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks do not fit {heads_per_block} x {count} "
-            f"{'groups' if is_grouped else 'heads'}. Check --num-attention-heads"
+            f"{name}: {rows.shape[0]} rows on each of {num_ranks} tensor ranks do not fit {heads_per_block} x "
+            f"{num_blocks} {'groups' if is_grouped else 'heads'}. Check --num-attention-heads"
         )
     if layout.order == "heads-3-d":
         return rows
@@ -252,24 +258,24 @@ def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks
             f"{name}: {layout.num_groups} groups for {layout.num_heads} heads require --qkv-order heads-3-d, because "
             f"rows are stored by group, got {layout.order}"
         )
-    d = rows.shape[0] // (parts * blocks)
+    head_dim = rows.shape[0] // (num_parts * blocks_per_rank)
     trailing = tuple(rows.shape[1:])
     if layout.order == "3-heads-d":
-        reordered = rows.reshape(parts, blocks, d, *trailing).transpose(0, 1)
+        reordered = rows.reshape(num_parts, blocks_per_rank, head_dim, *trailing).transpose(0, 1)
     else:
-        reordered = rows.reshape(blocks, d, parts, *trailing).transpose(1, 2)
+        reordered = rows.reshape(blocks_per_rank, head_dim, num_parts, *trailing).transpose(1, 2)
     return reordered.reshape(rows.shape)
 
 
-def _in_halves(name: str, whole: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-    """Return ``whole`` with reordered query and key rows if rotary embedding rotates adjacent pairs."""
-    num_rotated = layout.interleaved
+def _deinterleave(name: str, weight: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """Return ``weight`` with reordered query and key rows if rotary embedding rotates adjacent pairs."""
+    num_rotated = layout.num_interleaved
     if not num_rotated or not name.rpartition(".")[0].endswith((".query_key_value", ".query_norm", ".key_norm")):
-        return whole
+        return weight
     if not name.rpartition(".")[0].endswith(".query_key_value"):
-        return torch.cat((whole[:num_rotated:2], whole[1:num_rotated:2], whole[num_rotated:]))
+        return torch.cat((weight[:num_rotated:2], weight[1:num_rotated:2], weight[num_rotated:]))
     heads_per_group = layout.num_heads // layout.num_groups + 2
-    heads = whole.unflatten(0, (layout.num_groups, heads_per_group, -1)).clone()  # [g, a/g + 2, d, ...]
+    heads = weight.unflatten(0, (layout.num_groups, heads_per_group, -1)).clone()  # [g, a/g + 2, d, ...]
     rows = heads[:, :-1, :num_rotated].clone()  # rows of queries and keys
     heads[:, :-1, :num_rotated] = torch.cat((rows[:, :, ::2], rows[:, :, 1::2]), dim=2)
     return heads.flatten(0, 2)
@@ -277,7 +283,7 @@ def _in_halves(name: str, whole: torch.Tensor, layout: RowLayout) -> torch.Tenso
 
 # Read the weights of a legacy checkpoint, with our names.
 
-_BIAS_OF_HEAD = "lm_head.bias"
+_HEAD_BIAS = "lm_head.bias"
 
 
 @dataclass
@@ -298,7 +304,7 @@ class LegacyWeights:
 
 
 def read_legacy_weights(
-    files: Files, *, num_heads: int | None, order: str | None, is_gated: bool | None = None
+    files: LegacyFiles, *, num_heads: int | None, order: str | None, is_gated: bool | None = None
 ) -> LegacyWeights:
     """Return the weights in ``files``.
 
@@ -309,10 +315,10 @@ def read_legacy_weights(
         CheckpointError: a value is missing both in the arguments and in the files; a file cannot be read; tensors are
             unknown, or missing on some rank.
     """
-    settings, order_in_files = _facts(files)
+    settings, order_in_files = _read_settings(files)
     legacy = LegacyWeights({}, settings, order or order_in_files)
-    heads = num_heads or settings.get("num_attention_heads")
-    if not heads:
+    head_count = num_heads or settings.get("num_attention_heads")
+    if not head_count:
         raise CheckpointError("the files do not contain the number of attention heads. Set --num-attention-heads")
     if legacy.order is None:
         raise CheckpointError(
@@ -323,20 +329,20 @@ def read_legacy_weights(
     is_gated = bool(settings.get("swiglu")) if is_gated is None else is_gated
     layout = RowLayout(
         order=legacy.order,
-        num_heads=int(heads),
-        num_groups=groups_of(settings, int(heads)),
+        num_heads=int(head_count),
+        num_groups=get_num_groups(settings, int(head_count)),
         is_gated=is_gated,
-        interleaved=interleaved_of(settings, int(heads)),
+        num_interleaved=get_num_interleaved(settings, int(head_count)),
     )
     for stage in _layer_stages(files) if files.layers else _stages(files):
-        _add(legacy, [of_core(tensors) for tensors in stage], layout)
-    legacy.is_t5 = layers_of("decoder", legacy.weights) > 0
+        _add_stage(legacy, [convert_core_names(tensors) for tensors in stage], layout)
+    legacy.is_t5 = count_layers("decoder", legacy.weights) > 0
     if not legacy.is_t5:
-        legacy.weights = {of_one_side(name): tensor for name, tensor in legacy.weights.items()}
+        legacy.weights = {without_side(name): tensor for name, tensor in legacy.weights.items()}
     return legacy
 
 
-def groups_of(settings: Mapping[str, Any], num_heads: int) -> int:
+def get_num_groups(settings: Mapping[str, Any], num_heads: int) -> int:
     """Return the number of key and value heads according to the run's settings.
 
     Megatron-LM has ``num_query_groups`` with ``group_query_attention``, Megatron-DeepSpeed ``num_key_value_heads``.
@@ -346,7 +352,7 @@ def groups_of(settings: Mapping[str, Any], num_heads: int) -> int:
     return int(settings.get("num_key_value_heads") or num_heads)
 
 
-def interleaved_of(settings: Mapping[str, Any], num_heads: int) -> int:
+def get_num_interleaved(settings: Mapping[str, Any], num_heads: int) -> int:
     """Return the number of elements of each head that are rotated as adjacent pairs; 0 if there are none."""
     if not settings.get("rotary_interleaved"):
         return 0
@@ -354,7 +360,7 @@ def interleaved_of(settings: Mapping[str, Any], num_heads: int) -> int:
     return int(size * (settings.get("rotary_percent") or 1.0))
 
 
-def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
+def _read_settings(files: LegacyFiles) -> tuple[dict[str, Any], str | None]:
     """Return the settings of the run and the order of rows from the first file; None if it does not show the order."""
     if not files.ranks:
         return {}, None
@@ -362,30 +368,30 @@ def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
     args = content.get("args")
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     if "checkpoint_version" in content:
-        return settings, order_of(float(content["checkpoint_version"]))
+        return settings, row_order(float(content["checkpoint_version"]))
     is_cpm1 = isinstance(content.get("module"), Mapping) and any("language_model" in key for key in content["module"])
     if isinstance(content.get("module"), Mapping) and not is_cpm1:
         return settings, "3-heads-d"
     return settings, None
 
 
-def _stages(files: Files) -> Iterator[list[Tensors]]:
+def _stages(files: LegacyFiles) -> Iterator[list[Tensors]]:
     """Yield, for each stage, the tensors of every tensor rank, with their original names."""
     for stage in files.ranks:
-        yield [_model_of(path) for path in stage]
+        yield [_read_model(path) for path in stage]
 
 
-def _model_of(path: Path) -> Tensors:
+def _read_model(path: Path) -> Tensors:
     content = unpickle_allowed(path)
     for key in ("model", "module"):
         if isinstance(content.get(key), Mapping):
-            return flattened(content[key])
+            return flatten_tensors(content[key])
     raise CheckpointError(
         f'{path} must contain a model under "model" or "module", got the keys {", ".join(map(str, content))}'
     )
 
 
-def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
+def _layer_stages(files: LegacyFiles) -> Iterator[list[Tensors]]:
     """Yield the layers of a DeepSpeed pipeline, named as without a pipeline; skip the second copy of a tied table.
 
     Raises:
@@ -393,7 +399,7 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
     """
     has_embedding = False
     for paths in files.layers:
-        ranks = [flattened(unpickle_allowed(path)) for path in paths]
+        ranks = [flatten_tensors(unpickle_allowed(path)) for path in paths]
         names = set(ranks[0])
         if not names:
             continue
@@ -402,48 +408,50 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
                 yield ranks
             has_embedding = True
         elif names & {"input_layernorm.weight", "input_norm.weight"}:
-            yield _renamed(ranks, "transformer.layers.0.")  # each file is treated as a stage of one layer
+            yield _add_prefix(ranks, "transformer.layers.0.")  # each file is treated as a stage of one layer
         elif names <= {"weight", "bias"} and ranks[0]["weight"].dim() == 1:
-            yield _renamed(ranks, "transformer.final_layernorm.")
+            yield _add_prefix(ranks, "transformer.final_layernorm.")
         elif names == {"weight"}:
-            yield _renamed(ranks, "lm_head.")
+            yield _add_prefix(ranks, "lm_head.")
         else:
             raise CheckpointError(f"{paths[0]} is not a layer of a GPT-2: {', '.join(sorted(names))}")
 
 
-def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
+def _add_prefix(ranks: list[Tensors], prefix: str) -> list[Tensors]:
     return [{prefix + name: tensor for name, tensor in tensors.items()} for tensors in ranks]
 
 
-def _add(found: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
-    """Add the tensors of one stage to ``found``, which has the layers of the earlier stages."""
-    first_layers = {side: layers_of(side, found.weights) for side in ("encoder", "decoder")}
+def _add_stage(legacy: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
+    """Add the tensors of one stage to ``legacy``, which has the layers of the earlier stages."""
+    first_layers = {side: count_layers(side, legacy.weights) for side in ("encoder", "decoder")}
     unknown = []
-    for their_name in ranks[0]:
-        if is_unread(their_name):
+    for source_name in ranks[0]:
+        if is_unused(source_name):
             continue
-        if their_name.endswith(_BIAS_OF_HEAD):
-            _require_zero(their_name, ranks)
+        if source_name.endswith(_HEAD_BIAS):
+            _check_zero(source_name, ranks)
             continue
-        name = our_name(their_name, first_layers)
+        name = convert_name(source_name, first_layers)
         if name is None:
-            unknown.append(their_name)
-        elif name not in found.weights:  # a later stage repeats tables shared by both sides
-            found.weights[name] = _whole(found, name, their_name, ranks, layout)
+            unknown.append(source_name)
+        elif name not in legacy.weights:  # a later stage repeats tables shared by both sides
+            legacy.weights[name] = _merge_ranks(legacy, name, source_name, ranks, layout)
     if unknown:
         raise CheckpointError(f"these tensors do not belong to a supported decoder or T5: {', '.join(unknown)}")
 
 
-def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], layout: RowLayout) -> torch.Tensor:
-    missing_ranks = [str(rank) for rank, tensors in enumerate(ranks) if theirs not in tensors]
+def _merge_ranks(
+    legacy: LegacyWeights, name: str, source_name: str, ranks: list[Tensors], layout: RowLayout
+) -> torch.Tensor:
+    missing_ranks = [str(rank) for rank, tensors in enumerate(ranks) if source_name not in tensors]
     if missing_ranks:
-        raise CheckpointError(f"{theirs} exists on tensor rank 0, but not on {', '.join(missing_ranks)}")
-    full, difference = merged(name, [tensors[theirs] for tensors in ranks], layout)
+        raise CheckpointError(f"{source_name} exists on tensor rank 0, but not on {', '.join(missing_ranks)}")
+    full, difference = merge_slices(name, [tensors[source_name] for tensors in ranks], layout)
     if difference:
-        found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is used")
+        legacy.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is used")
     return full
 
 
-def _require_zero(name: str, ranks: list[Tensors]) -> None:
+def _check_zero(name: str, ranks: list[Tensors]) -> None:
     if any(bool(tensors[name].any()) for tensors in ranks if name in tensors):
         raise CheckpointError(f"{name} is not zero, but the head of our models has no bias")

@@ -1,5 +1,5 @@
 """Inspect token files: their statistics, and the samples as a model sees them. This package does not import torch."""
 
-from megatron.data.inspect.statistics import Facts, Lengths, facts_of
+from megatron.data.inspect.statistics import Lengths, TokenFileStats, collect_stats
 
-__all__ = ["Facts", "Lengths", "facts_of"]
+__all__ = ["Lengths", "TokenFileStats", "collect_stats"]

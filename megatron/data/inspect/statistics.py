@@ -16,7 +16,7 @@ from rich.text import Text
 from megatron import files
 from megatron.data.dataset_metadata import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.inspect.view import Words
+from megatron.data.inspect.view import TokenFormatter
 from megatron.errors import DataError
 from megatron.tokenizer.identity import is_same
 
@@ -33,18 +33,18 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class Lengths:
-    """The ascending document lengths ``values`` and the number of documents ``counts`` of each length, both int64."""
+    """The ascending document lengths ``values`` and the number of documents of each length, both int64."""
 
     values: np.ndarray
     counts: np.ndarray
 
     @classmethod
-    def of(cls, sizes: np.ndarray) -> Lengths:
-        """Count the lengths in ``sizes``, any sliceable array, such as an unaligned view of a mapped file."""
+    def from_lengths(cls, lengths: np.ndarray) -> Lengths:
+        """Count the lengths in ``lengths``, any sliceable array, such as an unaligned view of a mapped file."""
         values, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        for start in range(0, len(sizes), _BLOCK):
-            unique = np.unique(np.array(sizes[start : start + _BLOCK]), return_counts=True)
-            values, counts = _joined(values, counts, unique[0].astype(np.int64), unique[1].astype(np.int64))
+        for start in range(0, len(lengths), _BLOCK):
+            unique = np.unique(np.array(lengths[start : start + _BLOCK]), return_counts=True)
+            values, counts = _merge_counts(values, counts, unique[0].astype(np.int64), unique[1].astype(np.int64))
         return cls(values, counts)
 
     @property
@@ -81,13 +81,13 @@ class Lengths:
         return np.diff(cumulative[np.searchsorted(self.values, bounds, "left")])
 
 
-def _joined(
+def _merge_counts(
     values: np.ndarray, counts: np.ndarray, more_values: np.ndarray, more_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    joined, positions = np.unique(np.concatenate([values, more_values]), return_inverse=True)
-    totals = np.zeros(len(joined), np.int64)
+    merged_values, positions = np.unique(np.concatenate([values, more_values]), return_inverse=True)
+    totals = np.zeros(len(merged_values), np.int64)
     np.add.at(totals, positions, np.concatenate([counts, more_counts]))
-    return joined, totals
+    return merged_values, totals
 
 
 # Plot of the document lengths of one or several corpora.
@@ -95,14 +95,14 @@ def _joined(
 _BINS_PER_DECADE = 10
 
 
-def bounds(longest: int) -> np.ndarray:
+def bin_bounds(longest: int) -> np.ndarray:
     """Return the ascending integer bounds of logarithmically spaced bins from 1 to a value above ``longest``."""
     decades = np.log10(max(longest, 1) + 1)
     exponents = np.linspace(0, decades, max(int(np.ceil(decades * _BINS_PER_DECADE)), 1) + 1)
     return np.unique(np.ceil(10**exponents).astype(np.int64))
 
 
-def draw(corpora: Mapping[str, Lengths], path: Path) -> None:
+def plot_lengths(corpora: Mapping[str, Lengths], path: Path) -> None:
     """Write a PNG with one histogram per corpus; empty documents are only counted in the legend."""
     import matplotlib
 
@@ -111,17 +111,17 @@ def draw(corpora: Mapping[str, Lengths], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    edges = bounds(max((int(lengths.values.max(initial=1)) for lengths in corpora.values()), default=1))
+    edges = bin_bounds(max((int(lengths.values.max(initial=1)) for lengths in corpora.values()), default=1))
     for name, lengths in corpora.items():
         axes.stairs(lengths.histogram(edges), edges, label=_legend(name, lengths), fill=len(corpora) == 1, alpha=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("tokens per document")
     axes.set_ylabel("documents")
     axes.legend(loc="upper right", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace_bytes(path, picture.getvalue())
+    files.replace_bytes(path, buffer.getvalue())
 
 
 def _legend(name: str, lengths: Lengths) -> str:
@@ -133,26 +133,26 @@ def _legend(name: str, lengths: Lengths) -> str:
 
 # Token ids, in one pass over the file.
 
-_MOST_IDS = 1 << 24
+_MAX_IDS = 1 << 24
 
 
-def largest(token_file: IndexedDataset) -> int:
+def find_largest_id(token_file: IndexedDataset) -> int:
     """Return the largest token id of the file; -1 without tokens."""
-    return max((int(block.max()) for block in _blocks(token_file)), default=-1)
+    return max((int(block.max()) for block in _read_blocks(token_file)), default=-1)
 
 
-def counts(token_file: IndexedDataset) -> np.ndarray:
+def count_ids(token_file: IndexedDataset) -> np.ndarray:
     """Return the number of occurrences of each id, int64[largest id + 1].
 
     Raises:
         DataError: an id is below 0 or too large for any vocabulary (2^24 or more).
     """
     totals = np.zeros(0, np.int64)
-    for block in _blocks(token_file):
+    for block in _read_blocks(token_file):
         lowest, highest = int(block.min()), int(block.max())
-        if lowest < 0 or highest >= _MOST_IDS:
+        if lowest < 0 or highest >= _MAX_IDS:
             raise DataError(
-                f"{token_file.token_path}: token ids must be in 0 ... {_MOST_IDS - 1} to be counted, got {lowest} ... "
+                f"{token_file.token_path}: token ids must be in 0 ... {_MAX_IDS - 1} to be counted, got {lowest} ... "
                 f"{highest}. The file is damaged, or its token type differs from its .idx. Build it again."
             )
         block_counts = np.bincount(block.astype(np.int64))
@@ -161,7 +161,7 @@ def counts(token_file: IndexedDataset) -> np.ndarray:
     return totals
 
 
-def _blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
+def _read_blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
     with open(token_file.token_path, "rb") as file:
         while len(block := np.fromfile(file, token_file.dtype, _BLOCK)):
             yield block
@@ -169,17 +169,17 @@ def _blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
 
 # Facts about a pair of token files: counts, lengths, document ends, ids, vocabulary.
 
-ENDS_LOOKED_AT = 10_000
+MAX_EXAMINED_ENDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class TokenFileStats:
     """The facts about a pair of token files.
 
     Args:
         eod_id: the end-of-document token; None if unknown.
         eod_share: share of the examined nonempty documents that end with ``eod_id``; None without an id or documents.
-        ends_looked_at: number of evenly spaced documents examined for ``eod_share``.
+        num_examined_ends: number of evenly spaced documents examined for ``eod_share``.
         max_token_id: largest token id; -1 without tokens.
         sidecar: content of ``PREFIX.meta.json``; None if the file does not exist.
     """
@@ -192,12 +192,12 @@ class Facts:
     lengths: Lengths
     eod_id: int | None
     eod_share: float | None
-    ends_looked_at: int
+    num_examined_ends: int
     max_token_id: int
     sidecar: DatasetMetadata | None
 
 
-def facts_of(token_file: IndexedDataset, eod_id: int | None = None) -> Facts:
+def collect_stats(token_file: IndexedDataset, eod_id: int | None = None) -> TokenFileStats:
     """Return the facts of a pair; without a sidecar, all tokens are read to find the largest id.
 
     Args:
@@ -206,104 +206,106 @@ def facts_of(token_file: IndexedDataset, eod_id: int | None = None) -> Facts:
     sidecar = token_file.sidecar
     if sidecar is not None and sidecar.eod_id is not None:
         eod_id = sidecar.eod_id
-    share, looked_at = (None, 0) if eod_id is None else _share_of_ends(token_file, eod_id)
+    eod_share, num_examined = (None, 0) if eod_id is None else _measure_eod_share(token_file, eod_id)
     max_token_id = token_file.max_token_id
-    return Facts(
+    return TokenFileStats(
         prefix=token_file.prefix,
         dtype=token_file.dtype.name,
         num_documents=token_file.num_documents,
         num_tokens=token_file.num_tokens,
         bin_bytes=token_file.num_tokens * token_file.dtype.itemsize,
-        lengths=Lengths.of(token_file.sizes),
+        lengths=Lengths.from_lengths(token_file.document_lengths),
         eod_id=eod_id,
-        eod_share=share,
-        ends_looked_at=looked_at,
-        max_token_id=largest(token_file) if max_token_id is None else max_token_id,
+        eod_share=eod_share,
+        num_examined_ends=num_examined,
+        max_token_id=find_largest_id(token_file) if max_token_id is None else max_token_id,
         sidecar=sidecar,
     )
 
 
-def _share_of_ends(token_file: IndexedDataset, eod_id: int) -> tuple[float | None, int]:
+def _measure_eod_share(token_file: IndexedDataset, eod_id: int) -> tuple[float | None, int]:
     """Return (share of documents that end with ``eod_id``, number of documents examined).
 
     The documents are evenly spaced over the file; empty documents are skipped.
     """
-    count = min(token_file.num_documents, ENDS_LOOKED_AT)
+    count = min(token_file.num_documents, MAX_EXAMINED_ENDS)
     documents = np.linspace(0, token_file.num_documents - 1, count).astype(np.int64)
-    sizes = [int(token_file.sizes[document]) for document in documents]
+    lengths = [int(token_file.document_lengths[document]) for document in documents]
     has_eod = [
-        int(token_file.read(int(document), size - 1, 1)[0]) == eod_id
-        for document, size in zip(documents, sizes, strict=True)
-        if size
+        int(token_file.read(int(document), length - 1, 1)[0]) == eod_id
+        for document, length in zip(documents, lengths, strict=True)
+        if length
     ]
     return (sum(has_eod) / len(has_eod) if has_eod else None), len(has_eod)
 
 
 # Tables of the facts.
 
-_SHOWN_OF_AN_IDENTITY = 16
+_IDENTITY_CHARS = 16
 
 
-def table(facts: Facts, tokenizer: Tokenizer | None) -> Table:
+def stats_table(stats: TokenFileStats, tokenizer: Tokenizer | None) -> Table:
     """Return a table of the facts about a pair."""
-    rows = Table(title=Text(facts.prefix), title_justify="left", show_header=False)
+    rows = Table(title=Text(stats.prefix), title_justify="left", show_header=False)
     rows.add_column("name", no_wrap=True)
     rows.add_column("value", overflow="fold")
-    for name, value in statistics_rows(facts, tokenizer):
+    for name, value in statistics_rows(stats, tokenizer):
         rows.add_row(name, Text(value))
     return rows
 
 
-def statistics_rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+def statistics_rows(stats: TokenFileStats, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of each row of the table."""
-    lengths = facts.lengths
-    yield "documents", f"{facts.num_documents:,}"
-    yield "tokens", f"{facts.num_tokens:,} as {facts.dtype}, {facts.bin_bytes:,} bytes"
+    lengths = stats.lengths
+    yield "documents", f"{stats.num_documents:,}"
+    yield "tokens", f"{stats.num_tokens:,} as {stats.dtype}, {stats.bin_bytes:,} bytes"
     if lengths.num_documents:
         quantiles = [lengths.quantile(share) for share in (0.0, 0.5, 0.99, 1.0)]
         names = ("shortest", "median", "99 % up to", "longest")
         cells = [f"{name} {value:,}" for name, value in zip(names, quantiles, strict=True)]
         yield "tokens per document", ", ".join([*cells[:2], f"mean {lengths.mean:,.1f}", *cells[2:]])
         yield "empty documents", f"{lengths.num_empty:,}"
-    yield "end of document", _ends(facts)
-    yield "largest id", str(facts.max_token_id) if facts.num_tokens else "none, there are no tokens"
-    yield "vocabulary", _vocabulary(facts, tokenizer)
+    yield "end of document", _describe_ends(stats)
+    yield "largest id", str(stats.max_token_id) if stats.num_tokens else "none, there are no tokens"
+    yield "vocabulary", _describe_vocabulary(stats, tokenizer)
 
 
-def _ends(facts: Facts) -> str:
-    if facts.eod_id is None:
+def _describe_ends(stats: TokenFileStats) -> str:
+    if stats.eod_id is None:
         return "unknown: neither a .meta.json nor a tokenizer names the token"
-    if facts.eod_share is None:
-        return f"id {facts.eod_id}; there is no document to examine"
-    return f"{facts.eod_share:.1%} of {facts.ends_looked_at:,} examined documents end with id {facts.eod_id}"
+    if stats.eod_share is None:
+        return f"id {stats.eod_id}; there is no document to examine"
+    return f"{stats.eod_share:.1%} of {stats.num_examined_ends:,} examined documents end with id {stats.eod_id}"
 
 
-def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
-    sidecar = facts.sidecar
+def _describe_vocabulary(stats: TokenFileStats, tokenizer: Tokenizer | None) -> str:
+    sidecar = stats.sidecar
     if sidecar is None:
         text = "unknown, there is no .meta.json"
     elif not sidecar.tokenizer:
         text = f"{sidecar.vocab_size:,} ids, of an unnamed tokenizer"
     else:
-        text = f"{sidecar.vocab_size:,} ids, identity {sidecar.tokenizer[:_SHOWN_OF_AN_IDENTITY]}"
+        text = f"{sidecar.vocab_size:,} ids, identity {sidecar.tokenizer[:_IDENTITY_CHARS]}"
     if tokenizer is None:
         return text
     if sidecar is None or not sidecar.tokenizer:
-        fits = "covers all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
-        return f"{text}; the given tokenizer has {tokenizer.vocab_size:,} and {fits}"
+        verdict = "covers all ids" if stats.max_token_id < tokenizer.vocab_size else "is too small for these ids"
+        return f"{text}; the given tokenizer has {tokenizer.vocab_size:,} and {verdict}"
     is_same_tokenizer = is_same(sidecar.tokenizer, tokenizer.identity)
     return f"{text}; {'the given tokenizer is the same' if is_same_tokenizer else 'the given tokenizer is DIFFERENT'}"
 
 
-def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:
+def most_frequent_table(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:
     """Return a table of the ``count`` most frequent ids with their shares; reads all tokens."""
-    totals = counts(token_file)
-    words = None if tokenizer is None else Words(tokenizer)
+    totals = count_ids(token_file)
+    formatter = None if tokenizer is None else TokenFormatter(tokenizer)
     rows = Table(title="most frequent tokens", title_justify="left")
     for name in ("id", "tokens", "share", "text"):
         rows.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for token in np.argsort(-totals, kind="stable")[:count]:
         if totals[token]:
             share = f"{totals[token] / token_file.num_tokens:.2%}"
-            rows.add_row(str(token), f"{totals[token]:,}", share, Text(words.short(int(token)) if words else ""))
+            rows.add_row(
+                str(token), f"{totals[token]:,}", share, Text(formatter.format_cell(int(token)) if formatter else "")
+            )
     return rows

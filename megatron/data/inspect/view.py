@@ -43,25 +43,25 @@ class Stream:
 
 
 class Section(NamedTuple):
-    """Tokens ``start`` ... ``stop`` - 1 of a stream, which belong to document ``number`` (-1: padding)."""
+    """Tokens ``start`` ... ``stop`` - 1 of a stream, which belong to document ``document`` (-1: padding)."""
 
     start: int
     stop: int
-    number: int
+    document: int
 
 
 def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
     """Return the stream of a GPT-2 sample, from the first row of the ``gpt2_fields``."""
-    tokens = _row(fields, "tokens")
+    tokens = _first_row(fields, "tokens")
     assert tokens is not None
     return [
         Stream(
             title="inputs",
             tokens=tokens,
-            labels=_row(fields, "labels"),
-            has_loss=_has_loss(fields),
-            positions=_row(fields, "position_ids"),
-            documents=_row(fields, "segment_ids"),
+            labels=_first_row(fields, "labels"),
+            has_loss=_loss_flags(fields),
+            positions=_first_row(fields, "position_ids"),
+            documents=_first_row(fields, "segment_ids"),
             ends=None if eod_id is None else tokens == eod_id,
         )
     ]
@@ -69,14 +69,14 @@ def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> lis
 
 def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
     """Return the streams inputs, decoder inputs and targets of a T5 sample, from the first row of the ``t5_fields``."""
-    inputs, decoder_inputs, labels = (_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
+    inputs, decoder_inputs, labels = (_first_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
     assert inputs is not None and decoder_inputs is not None and labels is not None
-    documents, loss = _row(fields, "dec_segments"), _has_loss(fields)
+    documents, loss = _first_row(fields, "dec_segments"), _loss_flags(fields)
     return [
         Stream(
             title="inputs",
             tokens=inputs,
-            documents=_row(fields, "enc_segments"),
+            documents=_first_row(fields, "enc_segments"),
             ends=None if eod_id is None else inputs == eod_id,
         ),
         Stream(title="decoder inputs", tokens=decoder_inputs, labels=labels, has_loss=loss, documents=documents),
@@ -106,23 +106,23 @@ def _is_start(stream: Stream) -> np.ndarray:
     return is_start
 
 
-def _row(fields: Mapping[str, Tensor | None], name: str) -> np.ndarray | None:
+def _first_row(fields: Mapping[str, Tensor | None], name: str) -> np.ndarray | None:
     value = fields[name]
     return None if value is None else value[0].numpy()
 
 
-def _has_loss(fields: Mapping[str, Tensor | None]) -> np.ndarray | None:
-    mask = _row(fields, "loss_mask")
+def _loss_flags(fields: Mapping[str, Tensor | None]) -> np.ndarray | None:
+    mask = _first_row(fields, "loss_mask")
     return None if mask is None else mask > 0
 
 
 # Token ids as readable text: control tokens by name, other tokens decoded.
 
-PART_OF_A_CHARACTER = "(part of a character)"
+PARTIAL_CHARACTER = "(part of a character)"
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer's interface that ``Words`` needs."""
+    """The part of a tokenizer's interface that ``TokenFormatter`` needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -136,7 +136,7 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Words:
+class TokenFormatter:
     """The names and texts of token ids.
 
     Args:
@@ -159,12 +159,12 @@ class Words:
         """Return the text of ordinary tokens."""
         return self._tokenizer.decode([int(token) for token in tokens])
 
-    def short(self, token: int) -> str:
+    def format_cell(self, token: int) -> str:
         """Format a token for a table cell, on one line and with escaped line ends."""
         if self.is_control(token):
             return self.name(token)
         text = self.text([token])
-        return PART_OF_A_CHARACTER if "\ufffd" in text else repr(text)
+        return PARTIAL_CHARACTER if "\ufffd" in text else repr(text)
 
 
 # A stream as text: documents with headings, tokens without a loss in brackets, and a table of tokens.
@@ -172,44 +172,44 @@ class Words:
 # If the console supports colours, they are used in addition; no information depends only on them.
 
 _HEADING, _CONTROL, _NO_LOSS = "bold yellow", "cyan", "red"
-_SHOWN_ONE_BY_ONE = 2
+_MAX_REPEATED = 2
 
 
-def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
-    """Print the text of ``stream`` and, if it has labels, the result of ``table``."""
+def print_stream(stream: Stream, formatter: TokenFormatter, console: Console, num_rows: int) -> None:
+    """Print the text of ``stream`` and, if it has labels, the result of ``stream_table``."""
     console.print(Text(f"{stream.title}, {len(stream.tokens)} tokens", style="bold"))
     for section in sections(stream):
-        console.print(Text(heading(stream, section), style=_HEADING), soft_wrap=True)
-        console.print(text(stream, section, words), soft_wrap=True)
+        console.print(Text(format_heading(stream, section), style=_HEADING), soft_wrap=True)
+        console.print(format_section(stream, section, formatter), soft_wrap=True)
     if stream.labels is not None and num_rows:
-        print_table(table(stream, words, num_rows), console)
+        print_table(stream_table(stream, formatter, num_rows), console)
 
 
-def heading(stream: Stream, section: Section) -> str:
+def format_heading(stream: Stream, section: Section) -> str:
     """Return the heading of a document: its token range, its positions, and whether documents are separated."""
     start, stop, document = section
     name = "padding" if document == PADDING else f"document {document}"
-    lines = [f"---- {name}: tokens {start}-{stop - 1}"]
+    clauses = [f"---- {name}: tokens {start}-{stop - 1}"]
     if stream.positions is not None and document != PADDING:
-        lines.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
+        clauses.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
     if document != PADDING and (document or stop < len(stream.tokens)):
-        lines.append("separated" if stream.documents is not None else "not separated from the other documents")
-    return ", ".join(lines)
+        clauses.append("separated" if stream.documents is not None else "not separated from the other documents")
+    return ", ".join(clauses)
 
 
-def text(stream: Stream, section: Section, words: Words) -> Text:
+def format_section(stream: Stream, section: Section, formatter: TokenFormatter) -> Text:
     """Return the decoded text of a section, with ``[no loss: ...]`` around tokens without a loss."""
-    shown = Text()
-    for start, stop, has_loss in _by_loss(stream, section):
-        part = _decoded(stream.tokens[start:stop], words)
+    result = Text()
+    for start, stop, has_loss in _runs_by_loss(stream, section):
+        decoded = _decode(stream.tokens[start:stop], formatter)
         if has_loss:
-            shown.append_text(part)
+            result.append_text(decoded)
         else:
-            shown.append_text(Text.assemble("[no loss: ", part, "]", style=_NO_LOSS))
-    return shown
+            result.append_text(Text.assemble("[no loss: ", decoded, "]", style=_NO_LOSS))
+    return result
 
 
-def _by_loss(stream: Stream, section: Section) -> Iterator[tuple[int, int, bool]]:
+def _runs_by_loss(stream: Stream, section: Section) -> Iterator[tuple[int, int, bool]]:
     """Yield (start, stop, has_loss) of runs of consecutive tokens with the same ``has_loss``."""
     has_loss = np.ones(len(stream.tokens), np.bool_) if stream.has_loss is None else stream.has_loss
     flags = has_loss[section.start : section.stop]
@@ -218,20 +218,20 @@ def _by_loss(stream: Stream, section: Section) -> Iterator[tuple[int, int, bool]
         yield section.start + start, section.start + stop, bool(flags[start])
 
 
-def _decoded(tokens: np.ndarray, words: Words) -> Text:
+def _decode(tokens: np.ndarray, formatter: TokenFormatter) -> Text:
     result = Text()
-    for start, stop in _by_control(tokens, words):
-        if not words.is_control(int(tokens[start])):
-            result.append(words.text(tokens[start:stop]))
+    for start, stop in _runs_by_control(tokens, formatter):
+        if not formatter.is_control(int(tokens[start])):
+            result.append(formatter.text(tokens[start:stop]))
             continue
-        name, count = words.name(int(tokens[start])), stop - start
-        result.append(name * count if count <= _SHOWN_ONE_BY_ONE else f"{name} x {count}", style=_CONTROL)
+        name, count = formatter.name(int(tokens[start])), stop - start
+        result.append(name * count if count <= _MAX_REPEATED else f"{name} x {count}", style=_CONTROL)
     return result
 
 
-def _by_control(tokens: np.ndarray, words: Words) -> Iterator[tuple[int, int]]:
+def _runs_by_control(tokens: np.ndarray, formatter: TokenFormatter) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of runs of ordinary tokens, or of repetitions of one control token."""
-    keys = [int(token) if words.is_control(int(token)) else -1 for token in tokens]
+    keys = [int(token) if formatter.is_control(int(token)) else -1 for token in tokens]
     start = 0
     for stop in range(1, len(keys) + 1):
         if stop == len(keys) or keys[stop] != keys[start]:
@@ -239,30 +239,30 @@ def _by_control(tokens: np.ndarray, words: Words) -> Iterator[tuple[int, int]]:
             start = stop
 
 
-def table(stream: Stream, words: Words, num_rows: int) -> Table:
+def stream_table(stream: Stream, formatter: TokenFormatter, num_rows: int) -> Table:
     """Return a table of the first ``num_rows`` tokens, the last one, and the tokens at changes of document or loss."""
     assert stream.labels is not None
     columns = {"input": stream.tokens, "label": stream.labels}
     optional_columns = {"loss": stream.has_loss, "position": stream.positions, "document": stream.documents}
-    others = {name: values for name, values in optional_columns.items() if values is not None}
+    extra_columns = {name: values for name, values in optional_columns.items() if values is not None}
     result = Table(title=f"{stream.title}, token by token", title_justify="left")
-    for name in ("token", *columns, *others):
+    for name in ("token", *columns, *extra_columns):
         result.add_column(name, justify="left" if name in columns else "right", overflow="fold")
-    previous = -1
-    for idx in _places(stream, num_rows):
-        if idx != previous + 1:
+    previous_idx = -1
+    for idx in _shown_indices(stream, num_rows):
+        if idx != previous_idx + 1:
             result.add_row(*["..."] * len(result.columns))
-        cells = [f"{values[idx]} {words.short(int(values[idx]))}" for values in columns.values()]
-        other_cells = [str(int(values[idx])) for values in others.values()]
-        result.add_row(str(idx), *map(Text, cells), *other_cells)
-        previous = idx
+        cells = [f"{values[idx]} {formatter.format_cell(int(values[idx]))}" for values in columns.values()]
+        extra_cells = [str(int(values[idx])) for values in extra_columns.values()]
+        result.add_row(str(idx), *map(Text, cells), *extra_cells)
+        previous_idx = idx
     return result
 
 
-def _places(stream: Stream, num_rows: int) -> list[int]:
-    """Return the ascending indices of the tokens that ``table`` shows."""
+def _shown_indices(stream: Stream, num_rows: int) -> list[int]:
+    """Return the ascending indices of the tokens that ``stream_table`` shows."""
     count = len(stream.tokens)
     changes = [section.start for section in sections(stream)]
-    changes += [start for section in sections(stream) for start, _, _ in _by_loss(stream, section)]
+    changes += [start for section in sections(stream) for start, _, _ in _runs_by_loss(stream, section)]
     neighbours = {idx for start in changes for idx in (start - 1, start)}
     return sorted({*range(min(num_rows, count)), *(idx for idx in neighbours if idx >= 0), count - 1})

@@ -27,7 +27,7 @@ def batch_sizes(path: str) -> list[int] | None:
     Raises:
         DataError: pyarrow is missing, or the file is not a complete Arrow file.
     """
-    with _opened(path) as (reader, is_stream):
+    with _open_arrow(path) as (reader, is_stream):
         if is_stream and object_store.is_remote(path):
             return None
         return [batch.nbytes for batch in _batches(path, reader, is_stream)]
@@ -35,10 +35,10 @@ def batch_sizes(path: str) -> list[int] | None:
 
 def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
     """Return the bytes of the columns ``keys`` in the unit's record batches."""
-    with _opened(unit.path) as (reader, is_stream):
+    with _open_arrow(unit.path) as (reader, is_stream):
         readers.check_columns(reader.schema, unit.path, keys)
         batches = enumerate(_batches(unit.path, reader, is_stream, unit.stop))
-        return sum(_columns(batch, keys).nbytes for idx, batch in batches if idx >= unit.start)
+        return sum(_select_columns(batch, keys).nbytes for idx, batch in batches if idx >= unit.start)
 
 
 def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
@@ -50,7 +50,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     Raises:
         DataError: a column is missing or does not contain strings, or the file is damaged.
     """
-    with _opened(unit.path) as (reader, is_stream):
+    with _open_arrow(unit.path) as (reader, is_stream):
         readers.check_columns(reader.schema, unit.path, keys)
         row = 0
         for idx, batch in enumerate(_batches(unit.path, reader, is_stream, unit.stop)):
@@ -58,16 +58,18 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
                 row += batch.num_rows
                 continue
             try:
-                columns = _columns(batch, keys)
+                columns = _select_columns(batch, keys)
                 _check_offsets(columns)
             except (OSError, ValueError) as error:
-                raise _damaged(unit.path, f"damaged between row {row} and {row + batch.num_rows}", error) from error
+                raise _damaged_error(
+                    unit.path, f"damaged between row {row} and {row + batch.num_rows}", error
+                ) from error
             for data in readers.rows_as_json(columns, keys):
                 yield Record(unit.path, ROWS, row, data)
                 row += 1
 
 
-def _columns(batch: Any, keys: Sequence[str]) -> Any:
+def _select_columns(batch: Any, keys: Sequence[str]) -> Any:
     """Return a record batch with one column for each key, named by the key."""
     import pyarrow
     from pyarrow import compute
@@ -112,11 +114,11 @@ def _batches(path: str, reader: Any, is_stream: bool, stop: int = sys.maxsize) -
             for idx in range(min(stop, reader.num_record_batches)):
                 yield reader.get_batch(idx)
     except (OSError, ValueError) as error:
-        raise _damaged(path, f"damaged or truncated at record batch {idx}", error) from error
+        raise _damaged_error(path, f"damaged or truncated at record batch {idx}", error) from error
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[Any, bool]]:
+def _open_arrow(path: str) -> Iterator[tuple[Any, bool]]:
     """Yield (pyarrow's reader, True if the file has the stream format)."""
     try:
         import pyarrow
@@ -133,11 +135,11 @@ def _opened(path: str) -> Iterator[tuple[Any, bool]]:
             options = ipc.IpcReadOptions(use_threads=False)
             reader = (ipc.open_stream if is_stream else ipc.open_file)(source, options=options)
         except (OSError, ValueError) as error:
-            raise _damaged(path, "damaged", error) from error
+            raise _damaged_error(path, "damaged", error) from error
         yield reader, is_stream
 
 
-def _damaged(path: str, problem: str, error: Exception) -> DataError:
+def _damaged_error(path: str, problem: str, error: Exception) -> DataError:
     return DataError(
         f"--input {path} must be a complete Arrow file; it is {problem} ({error}). Write or download it again"
     )

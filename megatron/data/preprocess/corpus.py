@@ -13,23 +13,23 @@ from megatron import log, object_store
 from megatron.data.preprocess import arrow_files, readers
 from megatron.data.preprocess.encode import parse
 from megatron.data.preprocess.foreign_folders import (
-    OF_OTHER_TOOLS,
+    TOOL_FILE_PREFIXES,
     check_is_finished,
+    datasets_names_to_skip,
     is_hidden,
     is_log_folder,
-    no_text_of_datasets,
 )
-from megatron.data.preprocess.job_types import FORMATS, STDIN, TABLES, BadRecord, Record, Unit, compression_of
+from megatron.data.preprocess.job_types import FORMATS, STDIN, TABLES, BadRecord, Record, Unit, compression_type
 from megatron.data.preprocess.readers import (
     BOM,
+    check_decompresses,
     check_is_compressed,
     check_is_lines,
     check_is_text,
-    check_is_whole,
-    lines,
+    read_files,
     read_head,
-    texts_between_blank_lines,
-    whole_files,
+    read_lines,
+    read_text_blocks,
 )
 from megatron.errors import DataError
 
@@ -54,17 +54,17 @@ def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
         raise DataError("--input - (standard input) can be read only once, but was given more than once")
     files: list[Path | str] = []
     for path in paths:
-        files += _remote_files_of(str(path)) if object_store.is_remote(path) else _files_of(Path(path))
+        files += _list_remote_files(str(path)) if object_store.is_remote(path) else _list_files(Path(path))
     if not files:
         raise DataError("--input must name at least one file or folder")
     return files
 
 
-def _files_of(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if str(path) == STDIN or path.is_file():
         return [path]
     if path.is_dir():
-        files = sorted(_walk(path, set()), key=lambda file: file.relative_to(path).parts)
+        files = sorted(_walk_folder(path, set()), key=lambda file: file.relative_to(path).parts)
         if not files:
             raise DataError(f"--input {path} is a folder without files (hidden files are skipped)")
         return files
@@ -75,37 +75,37 @@ def _files_of(path: Path) -> list[Path]:
     raise DataError(f"--input {path} does not exist; check the path")
 
 
-def _remote_files_of(path: str) -> list[str]:
+def _list_remote_files(path: str) -> list[str]:
     """Return the files of an fsspec URL, with the same skipped and rejected names as in local folders."""
     if object_store.is_file(path):
         return [path]
-    below = object_store.files_below(path)
+    entries = object_store.files_below(path)
     names: dict[str, set[str]] = defaultdict(set)
-    for parts, _ in below:
-        for depth, name in enumerate(parts):
-            names["/".join((path.rstrip("/"), *parts[:depth]))].add(name)
-    for folder, inside in names.items():
-        check_is_finished(folder, inside)
-        if {"executor.json", "completions"} <= inside:
+    for path_parts, _ in entries:
+        for depth, name in enumerate(path_parts):
+            names["/".join((path.rstrip("/"), *path_parts[:depth]))].add(name)
+    for folder, folder_names in names.items():
+        check_is_finished(folder, folder_names)
+        if {"executor.json", "completions"} <= folder_names:
             raise DataError(f"--input {folder} is the log folder of datatrove. Name the text folders next to it.")
-    no_text = {
-        object_store.join(folder, name) for folder in names for name in no_text_of_datasets(folder, names[folder])
+    skipped_paths = {
+        object_store.join(folder, name) for folder in names for name in datasets_names_to_skip(folder, names[folder])
     }
     files = [
         name
-        for parts, name in below
-        if not any(map(is_hidden, parts)) and object_store.join(path, *parts) not in no_text
+        for path_parts, name in entries
+        if not any(map(is_hidden, path_parts)) and object_store.join(path, *path_parts) not in skipped_paths
     ]
     if not files:
         raise DataError(f"--input {path} is a folder without files (hidden files are skipped)")
     return files
 
 
-def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
+def _walk_folder(folder: Path, seen: set[str]) -> Iterator[Path]:
     """Yield the files below ``folder``; follow symbolic links, and visit each folder once."""
-    if (real := os.path.realpath(folder)) in seen:
+    if (real_path := os.path.realpath(folder)) in seen:
         return
-    seen.add(real)
+    seen.add(real_path)
     try:
         children = sorted(folder.iterdir())
     except OSError as error:
@@ -114,17 +114,20 @@ def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
     check_is_finished(folder, names)
     if is_log_folder(folder, names):
         return
-    unknown = [name for name in sorted(names) if is_hidden(name) and not name.startswith((".", *OF_OTHER_TOOLS))]
-    if unknown:
+    unknown_names = [
+        name for name in sorted(names) if is_hidden(name) and not name.startswith((".", *TOOL_FILE_PREFIXES))
+    ]
+    if unknown_names:
         log.warning(
-            f"{folder}: skipped {', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}, hidden by an underscore"
+            f"{folder}: skipped {', '.join(unknown_names[:5])}{' ...' if unknown_names[5:] else ''}, hidden by an "
+            "underscore"
         )
-    no_text = no_text_of_datasets(folder, names)
+    skipped_names = datasets_names_to_skip(folder, names)
     for child in children:
-        if is_hidden(child.name) or child.name in no_text:
+        if is_hidden(child.name) or child.name in skipped_names:
             continue
         if child.is_dir():
-            yield from _walk(child, seen)
+            yield from _walk_folder(child, seen)
         elif child.is_file():
             yield child
 
@@ -137,7 +140,7 @@ def guess_format(path: Path | str) -> str:
     """
     if str(path) == STDIN:
         return "jsonl"
-    uncompressed = Path(path).with_suffix("") if compression_of(path) else Path(path)
+    uncompressed = Path(path).with_suffix("") if compression_type(path) else Path(path)
     suffix = uncompressed.suffix.lower()
     if suffix in _PARQUET:
         return "parquet"
@@ -149,13 +152,13 @@ def guess_format(path: Path | str) -> str:
 # Units of work.
 
 UNIT_BYTES = 64 << 20
-_SMALLEST_UNIT = len(BOM) + 1  # the first line of a file, after the byte order mark, belongs to the first unit
-_TO_THE_END = sys.maxsize
+_MIN_UNIT_BYTES = len(BOM) + 1  # the first line of a file, after the byte order mark, belongs to the first unit
+_END_OF_FILE = sys.maxsize
 
 _READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
-    "jsonl": lines,
-    "text-block": texts_between_blank_lines,
-    "text-file": whole_files,
+    "jsonl": read_lines,
+    "text-block": read_text_blocks,
+    "text-file": read_files,
 }
 
 
@@ -175,9 +178,11 @@ def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int 
     if format is not None and format not in FORMATS:
         raise DataError(f"--format must be one of {', '.join(FORMATS)}, got {format}")
     planned = (
-        unit for path in find_inputs(paths) for unit in _units_of(str(path), format or guess_format(path), unit_bytes)
+        unit
+        for path in find_inputs(paths)
+        for unit in _divide_file(str(path), format or guess_format(path), unit_bytes)
     )
-    return [replace(unit, number=idx) for idx, unit in enumerate(_joined(planned, unit_bytes))]
+    return [replace(unit, idx=idx) for idx, unit in enumerate(_combine_small_files(planned, unit_bytes))]
 
 
 def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Record]:
@@ -197,75 +202,75 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
 def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
     """Yield (record, text or BadRecord) for the records of a unit in order; skip records without text."""
     keys = keys if unit.format in ("jsonl", *TABLES) else None
-    is_checked = compression_of(unit.path) is None
+    is_checked = compression_type(unit.path) is None
     for record in read_unit(unit, keys):
         result = parse(record, keys)
         if isinstance(result, BadRecord):
             # A bad line may be garbage after a flipped bit in a compressed file: verify the file's checksum first.
             if not is_checked:
-                check_is_whole(unit.path)
+                check_decompresses(unit.path)
                 is_checked = True
             yield record, result
         elif result:
             yield record, result[0]
 
 
-def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
+def _divide_file(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
     if path == STDIN:
         if format in TABLES:
             raise DataError(f"--input - (standard input) cannot be {format}, which needs random access; name a file")
-        yield Unit(0, path, format, 0, _TO_THE_END, 0)
+        yield Unit(0, path, format, 0, _END_OF_FILE, 0)
         return
     head, size = read_head(path), object_store.status(path).size
     if format in TABLES:
-        if compression_of(path):
+        if compression_type(path):
             raise DataError(f"--input {path}: {format} files are compressed internally; unpack the file first")
-        sizes = readers.row_groups(path) if format == "parquet" else arrow_files.batch_sizes(path)
-        if sizes is None:
-            yield Unit(0, path, format, 0, _TO_THE_END, size)
+        group_bytes = readers.row_groups(path) if format == "parquet" else arrow_files.batch_sizes(path)
+        if group_bytes is None:
+            yield Unit(0, path, format, 0, _END_OF_FILE, size)
         else:
-            yield from _row_groups(path, format, sizes, unit_bytes)
+            yield from _combine_row_groups(path, format, group_bytes, unit_bytes)
         return
     check_is_compressed(path, head)
-    if compression_of(path) or format == "text-file":
-        if not compression_of(path):
+    if compression_type(path) or format == "text-file":
+        if not compression_type(path):
             check_is_text(path, head)
-        yield Unit(0, path, format, 0, _TO_THE_END, size)
+        yield Unit(0, path, format, 0, _END_OF_FILE, size)
         return
     check_is_text(path, head)
     if format == "jsonl":
         check_is_lines(path, head)
-    unit_bytes = max(unit_bytes, _SMALLEST_UNIT)
+    unit_bytes = max(unit_bytes, _MIN_UNIT_BYTES)
     for start in range(0, size, unit_bytes):
         yield Unit(0, path, format, start, min(start + unit_bytes, size), min(unit_bytes, size - start))
 
 
-def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -> Iterator[Unit]:
+def _combine_row_groups(path: str, format: str, group_bytes: Sequence[int], unit_bytes: int) -> Iterator[Unit]:
     """Combine consecutive row groups into units of at most ``unit_bytes``, but at least one group.
 
     Some tools write tiny row groups.
 
     Args:
-        sizes: bytes per row group, or per record batch for an Arrow file.
+        group_bytes: bytes per row group, or per record batch for an Arrow file.
     """
     start = size = 0
-    for idx, group_size in enumerate(sizes):
+    for idx, group_size in enumerate(group_bytes):
         if idx > start and size + group_size > unit_bytes:
             yield Unit(0, path, format, start, idx, size)
             start, size = idx, 0
         size += group_size
-    if sizes:
-        yield Unit(0, path, format, start, len(sizes), size)
+    if group_bytes:
+        yield Unit(0, path, format, start, len(group_bytes), size)
 
 
-def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
+def _combine_small_files(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
     """Combine consecutive units of one small uncompressed file each into units of at most ``unit_bytes``."""
     group: list[Unit] = []
     size = 0
     for unit in units:
-        is_joinable = unit.format == "text-file" and unit.path != STDIN and compression_of(unit.path) is None
+        is_joinable = unit.format == "text-file" and unit.path != STDIN and compression_type(unit.path) is None
         if group and (not is_joinable or size + unit.size > unit_bytes):
-            yield _as_one(group)
+            yield _merge_units(group)
             group, size = [], 0
         if is_joinable:
             group.append(unit)
@@ -273,9 +278,9 @@ def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
         else:
             yield unit
     if group:
-        yield _as_one(group)
+        yield _merge_units(group)
 
 
-def _as_one(group: list[Unit]) -> Unit:
+def _merge_units(group: list[Unit]) -> Unit:
     """Return one unit with the files of all units in ``group``."""
-    return replace(group[0], size=sum(unit.size for unit in group), more=tuple(unit.path for unit in group[1:]))
+    return replace(group[0], size=sum(unit.size for unit in group), more_paths=tuple(unit.path for unit in group[1:]))

@@ -17,8 +17,8 @@ from megatron.tokenizer import Tokenizer
 
 # Extract the text of a raw record, or the reason why the record is unusable.
 
-_SHOWN_BYTES = 60
-_SHOWN_KEYS = 8
+_PREVIEW_BYTES = 60
+_MAX_LISTED_KEYS = 8
 _MARKS = re.compile(b"(?:%b)+" % BOM)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -40,15 +40,15 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
     except ValueError as error:
         if marks := _MARKS.match(data):  # files joined by `cat` have byte order marks in the middle
             return parse(record._replace(data=data[marks.end() :]), keys, max_chars)
-        return _bad(record, _reason(data, error)) if data.strip() else []
+        return _make_bad_record(record, _describe_error(data, error)) if data.strip() else []
     if not text or (keys is None and data.isspace()):
         return []
     if "\x00" in text:
-        return _bad(record, "contains a NUL character")
+        return _make_bad_record(record, "contains a NUL character")
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     if max_chars and len(text) > max_chars:
-        return _bad(record, f"has {len(text)} characters, more than --max-document-chars {max_chars}")
+        return _make_bad_record(record, f"has {len(text)} characters, more than --max-document-chars {max_chars}")
     return [text]
 
 
@@ -66,23 +66,23 @@ def _json_text(data: bytes, keys: Sequence[str]) -> str:
 
 def _string_at(value: Any, key: str) -> str:
     if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object with the key {key!r}, got {_kind(value)}")
+        raise ValueError(f"must be a JSON object with the key {key!r}, got {_describe_type(value)}")
     if key in value:
         if isinstance(value[key], str):
             return value[key]
-        raise ValueError(f"the value of {key!r} must be a string, got {_kind(value[key])}")
-    first, dot, rest = key.partition(".")
-    if dot and first in value:
-        return _string_at(value[first], rest)
-    names = ", ".join(map(repr, list(value)[:_SHOWN_KEYS])) or "none"
+        raise ValueError(f"the value of {key!r} must be a string, got {_describe_type(value[key])}")
+    first_key, dot, remaining_key = key.partition(".")
+    if dot and first_key in value:
+        return _string_at(value[first_key], remaining_key)
+    names = ", ".join(map(repr, list(value)[:_MAX_LISTED_KEYS])) or "none"
     raise ValueError(f"has no key {key!r} (--json-key), only {names}")
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     return "null" if value is None else {"dict": "an object", "list": "a list"}.get(type(value).__name__, repr(value))
 
 
-def _reason(data: bytes, error: ValueError) -> str:
+def _describe_error(data: bytes, error: ValueError) -> str:
     """Describe the problem of a record more precisely than the error of the JSON library."""
     try:
         data.decode()
@@ -98,9 +98,9 @@ def _reason(data: bytes, error: ValueError) -> str:
     return f"not JSON ({error})"
 
 
-def _bad(record: Record, reason: str) -> BadRecord:
-    opening = record.data[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
-    opening = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in opening)
+def _make_bad_record(record: Record, reason: str) -> BadRecord:
+    opening = record.data[:_PREVIEW_BYTES].decode("utf-8", "backslashreplace")
+    opening = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in opening)
     return BadRecord(record.path, record.line, record.byte_offset, reason, opening)
 
 
@@ -109,7 +109,7 @@ def _bad(record: Record, reason: str) -> BadRecord:
 CHUNK_BYTES = 1 << 18
 """Bytes of text per call of the tokenizer: large enough to amortize the overhead, small enough for the CPU cache."""
 
-MAX_PIECE = 1 << 18
+MAX_TEXT_CHARS = 1 << 18
 """Maximum characters of a text for the tokenizer. Longer documents are split, because the time of some tokenizers is
 quadratic in the length of a text."""
 
@@ -119,8 +119,8 @@ class Encoded:
     """The concatenated token ids of the valid documents of a chunk, their lengths, and the bad records."""
 
     tokens: np.ndarray
-    sizes: np.ndarray
-    bad: list[BadRecord]
+    lengths: np.ndarray
+    bad_records: list[BadRecord]
     counts: Counts
 
 
@@ -142,46 +142,46 @@ class Encoder:
     def encode(self, chunk: list[Record], format: str) -> Encoded:
         """Encode records of the given format."""
         keys = self.json_keys if format in ("jsonl", *TABLES) else None
-        bad: list[BadRecord] = []
+        bad_records: list[BadRecord] = []
         texts: list[str] = []
         for record in chunk:
             parsed = parse(record, keys, self.max_document_chars)
             if isinstance(parsed, BadRecord):
-                bad.append(parsed)
+                bad_records.append(parsed)
             else:
                 texts += parsed
-        tokens, sizes = self._encode_texts(texts)
+        tokens, lengths = self._encode_texts(texts)
         counts = Counts(
             num_bytes=sum(len(record.data) for record in chunk) + len(chunk),
             num_records=len(chunk),
-            num_documents=len(sizes),
+            num_documents=len(lengths),
             num_tokens=len(tokens),
-            num_empty=len(chunk) - len(bad) - len(sizes),
-            num_bad=len(bad),
+            num_empty=len(chunk) - len(bad_records) - len(lengths),
+            num_bad=len(bad_records),
             max_token_id=int(tokens.max(initial=-1)),
         )
-        return Encoded(tokens, sizes, bad, counts)
+        return Encoded(tokens, lengths, bad_records, counts)
 
     def _encode_texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        if max(map(len, texts), default=0) <= MAX_PIECE:
-            tokens, sizes = self.tokenizer.encode_arrays(texts)
+        if max(map(len, texts), default=0) <= MAX_TEXT_CHARS:
+            tokens, lengths = self.tokenizer.encode_arrays(texts)
         else:
-            encoded = [self._encode_alone(text) for text in texts]
-            tokens, sizes = np.concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
-        sizes = sizes[sizes > 0]  # drop documents without tokens
+            encoded = [self._encode_text(text) for text in texts]
+            tokens, lengths = np.concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
+        lengths = lengths[lengths > 0]  # drop documents without tokens
         if self.append_eod:
-            tokens = np.insert(tokens, np.cumsum(sizes), self.tokenizer.eod_id)
-            sizes = sizes + 1
-        return tokens, sizes
+            tokens = np.insert(tokens, np.cumsum(lengths), self.tokenizer.eod_id)
+            lengths = lengths + 1
+        return tokens, lengths
 
-    def _encode_alone(self, text: str) -> np.ndarray:
-        """Return the tokens of a text; split only long texts, because pieces may lose trailing whitespace."""
-        if len(text) > MAX_PIECE:
-            return self.tokenizer.encode_pieces(pieces(text))
+    def _encode_text(self, text: str) -> np.ndarray:
+        """Return the tokens of a text; split only long texts, because chunks may lose trailing whitespace."""
+        if len(text) > MAX_TEXT_CHARS:
+            return self.tokenizer.encode_chunks(split_text(text))
         return self.tokenizer.encode_arrays([text])[0]
 
 
-def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+def chunk_records(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Group records into chunks of at least CHUNK_BYTES (the last one may be smaller)."""
     chunk: list[Record] = []
     size = 0
@@ -195,17 +195,17 @@ def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield chunk
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Split ``text`` into pieces of at most MAX_PIECE characters.
+def split_text(text: str) -> Iterator[str]:
+    """Split ``text`` into chunks of at most ``MAX_TEXT_CHARS`` characters.
 
-    A piece ends after the last line end that has no whitespace on either side: byte-level BPE, and other tokenizers
+    A chunk ends after the last line end that has no whitespace on either side: byte-level BPE, and other tokenizers
     that separate words at whitespace, then return the same ids as for the unsplit text. If there is no such line end,
-    the piece ends after the last line end, else before the last space, else anywhere; a token that would span such a
+    the chunk ends after the last line end, else before the last space, else anywhere; a token that would span such a
     boundary is split.
     """
     start = 0
-    while len(text) - start > MAX_PIECE:
-        stop = start + MAX_PIECE
+    while len(text) - start > MAX_TEXT_CHARS:
+        stop = start + MAX_TEXT_CHARS
         end = _lone_line_end(text, start, stop) or text.rfind("\n", start, stop) + 1
         if end <= start:
             end = text.rfind(" ", start + 1, stop)

@@ -27,8 +27,8 @@ from pathlib import Path
 from megatron import log, object_store
 from megatron.errors import DataError
 
-OF_OTHER_TOOLS = ("_SUCCESS", "_metadata", "_common_metadata", "_started_", "_committed_")
-_NAMED = 5
+TOOL_FILE_PREFIXES = ("_SUCCESS", "_metadata", "_common_metadata", "_started_", "_committed_")
+_MAX_LISTED = 5
 _INFO, _DICT, _STATE = "dataset_info.json", "dataset_dict.json", "state.json"
 
 
@@ -48,16 +48,17 @@ def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
             f"--input {folder} is a Delta table; some of its files may belong to older versions. Write its current "
             "version as parquet first."
         )
-    signs = [name for name in names if name == "_temporary" or name.endswith("._COPYING_")]
-    signs += [
+    unfinished_names = [name for name in names if name == "_temporary" or name.endswith("._COPYING_")]
+    unfinished_names += [
         name
         for name in names
         if name.startswith("_started_") and "_committed_" + name.removeprefix("_started_") not in names
     ]
-    if signs:
+    if unfinished_names:
         raise DataError(
-            f"--input {folder} must be finished; {min(signs)} shows that Spark or Hadoop is still writing it or was "
-            f"interrupted. Wait for the job, or run it again. If all files are complete, delete {min(signs)}."
+            f"--input {folder} must be finished; {min(unfinished_names)} shows that Spark or Hadoop is still writing "
+            "it or was interrupted. Wait for the job, or run it again. If all files are complete, delete "
+            f"{min(unfinished_names)}."
         )
 
 
@@ -74,17 +75,17 @@ def is_log_folder(folder: Path, names: Collection[str]) -> bool:
         completed = {path.name for path in (folder / "completions").iterdir()}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    if missing := [f"{task:05d}" for task in range(num_tasks) if f"{task:05d}" not in completed]:
+    if missing_tasks := [f"{task:05d}" for task in range(num_tasks) if f"{task:05d}" not in completed]:
         raise DataError(
             f"--input {folder} is the log folder of a datatrove run that has not completed: "
-            f"{len(missing)} of {num_tasks} tasks are missing, {', '.join(missing[:_NAMED])}"
-            f"{' ...' if len(missing) > _NAMED else ''}. Run it again to complete the missing tasks."
+            f"{len(missing_tasks)} of {num_tasks} tasks are missing, {', '.join(missing_tasks[:_MAX_LISTED])}"
+            f"{' ...' if len(missing_tasks) > _MAX_LISTED else ''}. Run it again to complete the missing tasks."
         )
     log.info(f"{folder}: skipped the log folder of datatrove, all {num_tasks} tasks completed")
     return True
 
 
-def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
+def datasets_names_to_skip(folder: Path | str, names: Collection[str]) -> set[str]:
     """Return the names to skip in a folder of Hugging Face's ``datasets``: metadata, and Arrow files that are not data.
 
     Raises:
@@ -92,22 +93,23 @@ def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
     """
     if _DICT in names:
         log.warn_once(f"{folder}: all splits of the dataset are read; name one of its folders to read one split")
-    arrow = {name for name in names if name.endswith(".arrow")}
-    if not arrow or not {_INFO, _STATE} & set(names):
+    arrow_names = {name for name in names if name.endswith(".arrow")}
+    if not arrow_names or not {_INFO, _STATE} & set(names):
         return {_DICT} & set(names)
     listed = _files_in_state(folder) if _STATE in names else None
     if listed is None:
-        unlisted = {name for name in arrow if fnmatch(name, "cache-*.arrow")}
+        unlisted = {name for name in arrow_names if fnmatch(name, "cache-*.arrow")}
     else:
-        unlisted = arrow - listed
-        if missing := sorted(listed - arrow):
+        unlisted = arrow_names - listed
+        if missing_names := sorted(listed - arrow_names):
             raise DataError(
-                f"--input {folder} must contain all files that {_STATE} lists; {len(missing)} are missing: "
-                f"{', '.join(missing[:_NAMED])}{' ...' if len(missing) > _NAMED else ''}. Copy the folder again"
+                f"--input {folder} must contain all files that {_STATE} lists; {len(missing_names)} are missing: "
+                f"{', '.join(missing_names[:_MAX_LISTED])}{' ...' if len(missing_names) > _MAX_LISTED else ''}. Copy "
+                "the folder again"
             )
     if unlisted:
         log.warn_once(
-            f"{folder}: skipped {', '.join(sorted(unlisted)[:_NAMED])}, which the dataset does not list as data"
+            f"{folder}: skipped {', '.join(sorted(unlisted)[:_MAX_LISTED])}, which the dataset does not list as data"
         )
     return unlisted | ({_INFO, _STATE, _DICT} & set(names))
 

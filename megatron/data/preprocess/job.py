@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron import files, log
 from megatron.data import token_upload
-from megatron.data.file_io import read_sizes
+from megatron.data.file_io import read_lengths
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, check_prefix
 from megatron.data.preprocess import plan, shards
 from megatron.data.preprocess.cluster import ClusterWorkers
@@ -27,11 +27,11 @@ from megatron.data.preprocess.job_types import (
     Share,
     Summary,
     Unit,
-    total,
+    sum_counts,
 )
 from megatron.data.preprocess.plan import JobPlan
-from megatron.data.preprocess.progress import ErrorLimits, JobProgress, TooManyBad, progress
-from megatron.data.preprocess.shards import LOCK, Part, ShardFolder, folder_of
+from megatron.data.preprocess.progress import ErrorLimits, JobProgress, TooManyBadRecords, progress
+from megatron.data.preprocess.shards import LOCK, Shard, ShardFolder, shard_folder_path
 from megatron.data.preprocess.share import check_complete
 from megatron.data.preprocess.workers import UnitError, Work, Workers
 from megatron.errors import DataError, StopRequest
@@ -40,9 +40,9 @@ from megatron.tokenizer import Tokenizer, with_gigatoken
 
 # Faster BPE with ``gigatoken``, used if it returns the same ids on a sample of the corpus.
 
-_PLACES = 16
-_SHARE = 128
-_LEAST_CHARS, _MOST_CHARS = 1 << 12, 1 << 15  # per sampled unit
+_MAX_SAMPLED_UNITS = 16
+_SAMPLE_DIVISOR = 128
+_MIN_CHARS, _MAX_CHARS = 1 << 12, 1 << 15  # per sampled unit
 
 
 def fast_tokenizer(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
@@ -54,20 +54,22 @@ def fast_tokenizer(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[s
     """
     if any(unit.path == STDIN for unit in units):
         raise DataError("--gigatoken needs a sample of the corpus, which cannot be read from - (standard input)")
-    return with_gigatoken(tokenizer, sample(units, keys), is_required=True)
+    return with_gigatoken(tokenizer, sample_texts(units, keys), is_required=True)
 
 
-def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
+def sample_texts(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
     """Return texts from the beginnings of up to 16 evenly spaced units: 1/128 of the corpus, at most 512 kB."""
-    num_places = min(_PLACES, len(units))
-    share = sum(unit.size for unit in units) // (_SHARE * max(num_places, 1))
-    num_chars = min(max(share, _LEAST_CHARS), _MOST_CHARS)
+    num_sampled_units = min(_MAX_SAMPLED_UNITS, len(units))
+    share = sum(unit.size for unit in units) // (_SAMPLE_DIVISOR * max(num_sampled_units, 1))
+    num_chars = min(max(share, _MIN_CHARS), _MAX_CHARS)
     return [
-        text for idx in range(num_places) for text in _first(units[idx * len(units) // num_places], keys, num_chars)
+        text
+        for idx in range(num_sampled_units)
+        for text in _first_chars(units[idx * len(units) // num_sampled_units], keys, num_chars)
     ]
 
 
-def _first(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
+def _first_chars(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
     """Yield the first ``num_chars`` characters of the unit's texts."""
     remaining = num_chars
     for text in _texts(unit, keys):
@@ -86,12 +88,12 @@ def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
 
 # The lock that limits an output prefix to one job at a time.
 
-PATIENCE_S = 2.0
+LOCK_TIMEOUT_S = 2.0
 """Time to wait for the lock, because the workers of a killed job end shortly after it."""
 
 
 @contextmanager
-def locked(folder: Path, share: Share | None = None) -> Iterator[None]:
+def lock_folder(folder: Path, share: Share | None = None) -> Iterator[None]:
     """Lock ``folder`` for this process and its forked children; create it if needed, and remove it if empty at exit.
 
     The lock is released when the last of these processes ends, for any reason.
@@ -104,24 +106,24 @@ def locked(folder: Path, share: Share | None = None) -> Iterator[None]:
     """
     target = f"part {share} of {folder.with_suffix('')}" if share else folder.with_suffix("")
 
-    def refusal(holder: bytes) -> str:
+    def describe_holder(holder: bytes) -> str:
         return (
             f"only one job at a time may write {target}; process "
             f"{holder.decode('ascii', 'replace').strip() or 'unknown'} is writing it. Wait for it, stop it, or use "
             f"another {'--part' if share else '--output-prefix'}."
         )
 
-    def warn(error: OSError, _: bytes) -> bool:
+    def warn_unlocked(error: OSError, _: bytes) -> bool:
         log.warning(f"{folder} cannot be locked ({error}); make sure that no other job writes the same --output-prefix")
         return True
 
     lock = FileLock(
         folder / (f"{share.suffix}.lock" if share else LOCK),
         "flock",
-        wait_s=lambda _: PATIENCE_S,
-        describe=refusal,
+        wait_s=lambda _: LOCK_TIMEOUT_S,
+        describe=describe_holder,
         error=DataError,
-        without_lock=warn,
+        without_lock=warn_unlocked,
     )
     with suppress(OSError):  # may fail on a full disk; the pid is only used in the message of another job
         lock.write(f"{os.getpid()}{f' on {socket.gethostname()}' if share else ''}\n".encode())
@@ -145,22 +147,25 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def merge(
-    writer: IndexedDatasetBuilder, parts: ShardFolder, finished: Sequence[Part], on_bytes: Callable[[int], None]
+    writer: IndexedDatasetBuilder,
+    shard_folder: ShardFolder,
+    finished_shards: Sequence[Shard],
+    on_bytes: Callable[[int], None],
 ) -> None:
-    """Write the parts ``finished`` to ``writer``; call ``on_bytes`` with the bytes of tokens written so far."""
-    done = 0
+    """Write the parts ``finished_shards`` to ``writer``; call ``on_bytes`` with the bytes of tokens written so far."""
+    num_written_bytes = 0
     with writer:
-        for part in finished:
-            size, crc32 = part.facts["bin"]
+        for shard in finished_shards:
+            size, crc32 = shard.file_stats["bin"]
             writer.append(
-                parts.path(part.unit, "bin"),
-                read_sizes(parts.path(part.unit, "len")),
-                num_tokens=part.counts.num_tokens,
-                max_token_id=part.counts.max_token_id,
+                shard_folder.path(shard.unit, "bin"),
+                read_lengths(shard_folder.path(shard.unit, "len")),
+                num_tokens=shard.counts.num_tokens,
+                max_token_id=shard.counts.max_token_id,
                 crc32=crc32,
             )
-            done += size
-            on_bytes(done)
+            num_written_bytes += size
+            on_bytes(num_written_bytes)
 
 
 # A complete preprocessing job: from a corpus to a pair of token files.
@@ -187,42 +192,42 @@ def run(job: Job) -> Summary:
     tokenizer = job.make_tokenizer()
     if job.append_eod:
         tokenizer.eod_id  # noqa: B018 - raises for a vocabulary without one before any work is done
-    with ExitStack() as lock:
+    with ExitStack() as stack:
         try:
-            lock.enter_context(locked(folder_of(job.output_prefix), job.share))
-            job_plan, units, parts = plan.open_parts(job, paths, tokenizer)
+            stack.enter_context(lock_folder(shard_folder_path(job.output_prefix), job.share))
+            job_plan, units, shard_folder = plan.open_shards(job, paths, tokenizer)
         except OSError as error:
             raise DataError(f"--output-prefix {job.output_prefix} cannot be written: {error}") from error
         if job.share:
-            return _run_share(job, job.share, tokenizer, parts, units, job_plan)
+            return _run_share(job, job.share, tokenizer, shard_folder, units, job_plan)
         if job_plan.committed is None:
-            tally = JobProgress(units)
-            with _explained(job, parts, tally):
-                _encode(job, tokenizer, parts, tally)
-                job_plan = _finish(job, parts, tally, job_plan)
+            job_progress = JobProgress(units)
+            with _explain_errors(job, shard_folder, job_progress):
+                _encode_units(job, tokenizer, shard_folder, job_progress)
+                job_plan = _finish_job(job, shard_folder, job_progress, job_plan)
         else:
             log.info(f"{job.output_prefix}.bin is already finished")
         if job.upload_to:
             _upload(job.output_prefix, job.upload_to)
-        parts.remove()
+        shard_folder.remove()
         return Summary(**(job_plan.committed or {}))
 
 
 def _run_share(
-    job: Job, share: Share, tokenizer: Tokenizer, parts: ShardFolder, units: Sequence[Unit], begun: JobPlan
+    job: Job, share: Share, tokenizer: Tokenizer, shard_folder: ShardFolder, units: Sequence[Unit], saved_plan: JobPlan
 ) -> Summary:
     """Encode the unfinished units of ``share``; other jobs may encode their shares in the same folder."""
-    tally = JobProgress([unit for unit in units if share.owns(unit.number)])
-    with _explained(job, parts, tally):
-        _encode(job, tokenizer, parts, tally, corpus=units)
-        if changed := plan.changes(begun, units):
-            for unit_number in tally.units:
-                parts.path(unit_number, "json").unlink(missing_ok=True)
-            raise DataError(f"the input must not change until all parts are finished; {changed}. Run all parts again.")
+    job_progress = JobProgress([unit for unit in units if share.owns(unit.idx)])
+    with _explain_errors(job, shard_folder, job_progress):
+        _encode_units(job, tokenizer, shard_folder, job_progress, corpus=units)
+        if changes := plan.describe_input_changes(saved_plan, units):
+            for unit_idx in job_progress.units:
+                shard_folder.path(unit_idx, "json").unlink(missing_ok=True)
+            raise DataError(f"the input must not change until all parts are finished; {changes}. Run all parts again.")
     # Delete the list of an earlier run that had too many bad records; ``join`` lists the accepted bad records.
     with suppress(FileNotFoundError):
-        files.remove_file(shards.path_of(_bad_prefix(job)))
-    return tally.summary(None)
+        files.remove_file(shards.bad_records_path(_bad_prefix(job)))
+    return job_progress.summary(None)
 
 
 def _upload(prefix: str, target: str) -> None:
@@ -237,88 +242,94 @@ def _bad_prefix(job: Job) -> str:
     return f"{job.output_prefix}.{job.share.suffix}" if job.share else job.output_prefix
 
 
-def _encode(
-    job: Job, tokenizer: Tokenizer, parts: ShardFolder, tally: JobProgress, corpus: Sequence[Unit] | None = None
+def _encode_units(
+    job: Job,
+    tokenizer: Tokenizer,
+    shard_folder: ShardFolder,
+    job_progress: JobProgress,
+    corpus: Sequence[Unit] | None = None,
 ) -> None:
-    """Encode the unfinished units of ``tally``.
+    """Encode the unfinished units of ``job_progress``.
 
     Args:
         corpus: all units of the corpus, which provide the sample for verifying ``gigatoken``; None: the units of
-            ``tally``.
+            ``job_progress``.
     """
-    units = list(tally.units.values())
-    unfinished_units = [unit for unit in units if not parts.path(unit.number, "json").exists()]
-    for unit_number, paths in parts.unfinished().items():
-        if unit_number in tally.units:
+    units = list(job_progress.units.values())
+    unfinished_units = [unit for unit in units if not shard_folder.path(unit.idx, "json").exists()]
+    for unit_idx, paths in shard_folder.unfinished_files().items():
+        if unit_idx in job_progress.units:
             for path in paths:
                 path.unlink(missing_ok=True)
-    plan.check_for_units(parts.folder, unfinished_units, parts.dtype.itemsize)
+    plan.check_space_for_units(shard_folder.folder, unfinished_units, shard_folder.dtype.itemsize)
     if job.use_gigatoken:
         tokenizer = fast_tokenizer(tokenizer, units if corpus is None else corpus, job.json_keys)
     encoder = Encoder(tokenizer, tuple(job.json_keys), job.append_eod, job.max_document_chars)
     limits = ErrorLimits(job.max_bad_lines, job.max_bad_fraction)
-    finished_bytes = tally.total_bytes - sum(unit.size for unit in unfinished_units)
+    finished_bytes = job_progress.total_bytes - sum(unit.size for unit in unfinished_units)
     try:
         with (
-            _workers(job, Work(tally.units, encoder, parts)) as workers,
-            progress("encoding", tally.total_bytes, finished_bytes) as show,
+            _make_workers(job, Work(job_progress.units, encoder, shard_folder)) as workers,
+            progress("encoding", job_progress.total_bytes, finished_bytes) as update,
         ):
 
             def on_report(running: Mapping[int, Counts]) -> None:
-                counts = total((tally.counts, *running.values()))
-                limits.check(counts, tally.most_records(running, counts))
-                show(tally.done(running), tally.in_words(counts))
+                counts = sum_counts((job_progress.counts, *running.values()))
+                limits.check(counts, job_progress.max_records(running, counts))
+                update(job_progress.num_done_bytes(running), job_progress.format_status(counts))
 
-            tally.begin()
-            workers.encode(list(tally.units), on_report, tally.add)
-        limits.check(tally.counts, tally.counts.num_records)
-    except TooManyBad as error:
-        examples = shards.gather(_bad_prefix(job), parts, tally.units)
-        message = _with_bad_lines(str(error), examples, _bad_prefix(job))
+            job_progress.begin()
+            workers.encode(list(job_progress.units), on_report, job_progress.add)
+        limits.check(job_progress.counts, job_progress.counts.num_records)
+    except TooManyBadRecords as error:
+        examples = shards.collect_bad_records(_bad_prefix(job), shard_folder, job_progress.units)
+        message = _append_bad_lines(str(error), examples, _bad_prefix(job))
         raise DataError(f"{message}. Correct them, or raise the limit to skip them.") from None
 
 
-def _with_bad_lines(problem: str, shown: Sequence[str], prefix: str) -> str:
+def _append_bad_lines(problem: str, examples: Sequence[str], prefix: str) -> str:
     """Append the first bad lines and the path of the complete list to ``problem``."""
-    lines = "\n".join(f"  {text}" for text in shown)
-    return f"{problem}:\n{lines}\nThe complete list is in {shards.path_of(prefix)}"
+    lines = "\n".join(f"  {text}" for text in examples)
+    return f"{problem}:\n{lines}\nThe complete list is in {shards.bad_records_path(prefix)}"
 
 
-def _workers(job: Job, work: Work) -> Workers | ClusterWorkers:
+def _make_workers(job: Job, work: Work) -> Workers | ClusterWorkers:
     if job.cluster:
         return ClusterWorkers(work, job.cluster, job.num_workers)
     return Workers(work, min(job.num_workers, len(work.units)))
 
 
-def _finish(job: Job, parts: ShardFolder, tally: JobProgress, begun: JobPlan) -> JobPlan:
+def _finish_job(job: Job, shard_folder: ShardFolder, job_progress: JobProgress, saved_plan: JobPlan) -> JobPlan:
     """Write the output files and return the plan with the summary of the job."""
-    if changed := plan.changes(begun, list(tally.units.values())):
-        parts.remove()  # they were encoded from a former version of the input
-        raise DataError(f"the input must not change while it is read; {changed}. Run again when it is stable.")
-    if not tally.counts.num_documents:
-        examples = shards.gather(job.output_prefix, parts, tally.units)
+    if changes := plan.describe_input_changes(saved_plan, list(job_progress.units.values())):
+        shard_folder.remove()  # they were encoded from a former version of the input
+        raise DataError(f"the input must not change while it is read; {changes}. Run again when it is stable.")
+    if not job_progress.counts.num_documents:
+        examples = shards.collect_bad_records(job.output_prefix, shard_folder, job_progress.units)
         names = ", ".join(map(str, job.inputs))
-        parts.remove()
-        problem = f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)"
+        shard_folder.remove()
+        problem = f"no documents in {names} ({job_progress.counts.num_empty} empty, {job_progress.counts.num_bad} bad)"
         raise DataError(
-            f"{_with_bad_lines(problem, examples, job.output_prefix)}. Correct them." if examples else problem
+            f"{_append_bad_lines(problem, examples, job.output_prefix)}. Correct them." if examples else problem
         )
-    bad_path = _write_output(job.output_prefix, begun, parts, tally.parts(), tally.counts)
-    finished_plan = dataclasses.replace(begun, committed=dataclasses.asdict(tally.summary(bad_path)))
-    finished_plan.write(parts.folder)
+    bad_path = _write_output(job.output_prefix, saved_plan, shard_folder, job_progress.shards(), job_progress.counts)
+    finished_plan = dataclasses.replace(saved_plan, committed=dataclasses.asdict(job_progress.summary(bad_path)))
+    finished_plan.write(shard_folder.folder)
     return finished_plan
 
 
-def _write_output(prefix: str, of: JobPlan, parts: ShardFolder, finished: Sequence[Part], counts: Counts) -> str | None:
-    """Merge the parts ``finished`` into the output files; return the path of the list of bad records, if any."""
-    examples = shards.gather(prefix, parts, [part.unit for part in finished])
-    plan.check_for_output(Path(prefix).absolute().parent, counts, parts.dtype.itemsize)
+def _write_output(
+    prefix: str, job_plan: JobPlan, shard_folder: ShardFolder, finished_shards: Sequence[Shard], counts: Counts
+) -> str | None:
+    """Merge the parts ``finished_shards`` into the output files; return the path of the list of bad records, if any."""
+    examples = shards.collect_bad_records(prefix, shard_folder, [shard.unit for shard in finished_shards])
+    plan.check_space_for_output(Path(prefix).absolute().parent, counts, shard_folder.dtype.itemsize)
     writer = IndexedDatasetBuilder(
-        prefix, vocab_size=of.tokenizer["size"], tokenizer=of.tokenizer["identity"], eod_id=of.eod_id
+        prefix, vocab_size=job_plan.tokenizer["size"], tokenizer=job_plan.tokenizer["identity"], eod_id=job_plan.eod_id
     )
-    with progress("joining", counts.num_tokens * parts.dtype.itemsize) as show:
-        merge(writer, parts, finished, lambda done: show(done, f"{done / 1e6:.0f} MB"))
-    return str(shards.path_of(prefix)) if examples else None
+    with progress("joining", counts.num_tokens * shard_folder.dtype.itemsize) as update:
+        merge(writer, shard_folder, finished_shards, lambda done: update(done, f"{done / 1e6:.0f} MB"))
+    return str(shards.bad_records_path(prefix)) if examples else None
 
 
 def join(folder: Path, prefix: str) -> Summary:
@@ -330,48 +341,53 @@ def join(folder: Path, prefix: str) -> Summary:
         DataError: parts are missing, damaged or from another job (the message names all), or there is no document.
     """
     check_prefix(prefix)
-    began = time.monotonic()
-    job_plan, parts, finished = check_complete(folder)
-    counts = total(part.counts for part in finished)
+    start_s = time.monotonic()
+    job_plan, shard_folder, finished_shards = check_complete(folder)
+    counts = sum_counts(shard.counts for shard in finished_shards)
     if not counts.num_documents:
         raise DataError(f"no documents in any part of {folder} ({counts.num_empty} empty, {counts.num_bad} bad)")
-    bad_path = _write_output(prefix, job_plan, parts, finished, counts)
+    bad_path = _write_output(prefix, job_plan, shard_folder, finished_shards, counts)
     return Summary(
         **{name: value for name, value in counts._asdict().items() if name not in ("num_records", "max_token_id")},
-        num_units=len(finished),
-        seconds=time.monotonic() - began,
+        num_units=len(finished_shards),
+        seconds=time.monotonic() - start_s,
         bad_path=bad_path,
     )
 
 
 @contextmanager
-def _explained(job: Job, parts: ShardFolder, tally: JobProgress) -> Iterator[None]:
+def _explain_errors(job: Job, shard_folder: ShardFolder, job_progress: JobProgress) -> Iterator[None]:
     """Add the state of the finished units to errors of the block; delete units that cannot be resumed."""
     try:
         yield
     except BaseException as error:
-        state = _kept(job, parts, tally)
+        state = _describe_finished_units(job, shard_folder, job_progress)
         if isinstance(error, (KeyboardInterrupt, StopRequest)):
             raise StopRequest(f"stopped; {state}") from None
         if isinstance(error, UnitError):
             raise UnitError(f"{error}; {state}") from None
-        if isinstance(error, OSError) and error.errno in plan.FULL:
-            text = plan.in_words(error, parts.folder, tally.counts, tally.total_bytes, parts.dtype.itemsize)
+        if isinstance(error, OSError) and error.errno in plan.DISK_FULL_ERRNOS:
+            text = plan.disk_full_message(
+                error, shard_folder.folder, job_progress.counts, job_progress.total_bytes, shard_folder.dtype.itemsize
+            )
             raise DataError(f"{text}; {state}") from error
         if isinstance(error, DataError):
             raise DataError(f"{str(error).rstrip('.')}. {state[0].upper()}{state[1:]}") from error.__cause__
         raise
 
 
-def _kept(job: Job, parts: ShardFolder, tally: JobProgress) -> str:
+def _describe_finished_units(job: Job, shard_folder: ShardFolder, job_progress: JobProgress) -> str:
     """Describe the finished units for an error message; delete units that cannot be resumed."""
-    num_kept = sum(parts.path(unit_number, "json").exists() for unit_number in tally.units)
+    num_finished = sum(shard_folder.path(unit_idx, "json").exists() for unit_idx in job_progress.units)
     if job.share:
         return (
-            f"{num_kept} of its {len(tally.units)} units are finished and saved; the same command continues with them."
+            f"{num_finished} of its {len(job_progress.units)} units are finished and saved; the same command "
+            "continues with them."
         )
-    if num_kept and all(unit.path != STDIN for unit in tally.units.values()):
-        return f"{num_kept} of {len(tally.units)} units are finished and saved; --resume continues with them."
+    if num_finished and all(unit.path != STDIN for unit in job_progress.units.values()):
+        return (
+            f"{num_finished} of {len(job_progress.units)} units are finished and saved; --resume continues with them."
+        )
     with suppress(OSError, DataError):
-        parts.remove()
+        shard_folder.remove()
     return "no units are saved."

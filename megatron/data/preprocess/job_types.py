@@ -45,38 +45,39 @@ class Unit:
     """A part of the corpus that one process encodes.
 
     Args:
-        number: index among all units; the output has the documents in the order of units, then of records within them.
+        idx: index among all units; the output has the documents in the order of units, then of records within them.
         path: the file, ``-`` for standard input.
         start, stop: the unit contains the documents that begin in this range of bytes, or a range of row groups
             (parquet) or record batches (Arrow). Files that can only be read from the beginning (compressed files, one
             document per file, standard input) are not divided.
         size: bytes on the disk, for the progress display; 0 for standard input.
-        more: additional small files that are read after ``path``, so that a million files are not a million units.
+        more_paths: additional small files that are read after ``path``, so that a million files are not a million
+            units.
     """
 
-    number: int
+    idx: int
     path: str
     format: str
     start: int
     stop: int
     size: int
-    more: tuple[str, ...] = ()
+    more_paths: tuple[str, ...] = ()
 
     def name(self) -> str:
         """Return the name of the unit for messages."""
         if self.path == STDIN:
             return "standard input"
-        if self.more:
-            return f"{self.path} and {len(self.more)} more files"
+        if self.more_paths:
+            return f"{self.path} and {len(self.more_paths)} more files"
         if self.format in TABLES:
             unit_name = "row groups" if self.format == "parquet" else "record batches"
             return f"{self.path} {unit_name} {self.start}:{self.stop}"
-        return self.path if is_whole(self.path, self.format) else f"{self.path} bytes {self.start}:{self.stop}"
+        return self.path if is_indivisible(self.path, self.format) else f"{self.path} bytes {self.start}:{self.stop}"
 
     @property
     def paths(self) -> tuple[str, ...]:
         """All files of the unit in order."""
-        return (self.path, *self.more)
+        return (self.path, *self.more_paths)
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class BadRecord:
         return {"file": self.path, **position, "reason": self.reason, "opening": self.opening}
 
 
-def is_whole(path: str | Path, format: str) -> bool:
+def is_indivisible(path: str | Path, format: str) -> bool:
     """Return True if a file can only be read from its beginning."""
-    return str(path) == STDIN or format == "text-file" or compression_of(path) is not None
+    return str(path) == STDIN or format == "text-file" or compression_type(path) is not None
 
 
-def compression_of(path: str | Path) -> str | None:
+def compression_type(path: str | Path) -> str | None:
     """Return the compression according to the file name: "gz", "zst", or None if the file is not compressed."""
     suffix = Path(path).suffix.lower()
     return suffix[1:] if suffix in (".gz", ".zst") else None
@@ -119,13 +120,13 @@ def compression_of(path: str | Path) -> str | None:
 
 
 class Share(NamedTuple):
-    """Job ``number`` (from 1) of ``num_jobs`` independent jobs that produce one output.
+    """Job ``job_number`` (from 1) of ``num_jobs`` independent jobs that produce one output.
 
     The job encodes the units with index % ``num_jobs`` == ``number - 1``: unit 0 belongs to job 1, unit 1 to job 2, and
     so on. Neighbouring units, which are often similar, are thus distributed over all jobs.
     """
 
-    number: int
+    job_number: int
     num_jobs: int
 
     @classmethod
@@ -138,23 +139,23 @@ class Share(NamedTuple):
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match:
             raise ValueError(f"must be JOB/NUMBER_OF_JOBS, such as 3/16, got {text!r}")
-        number, count = int(match[1]), int(match[2])
-        if not 1 <= number <= count:
-            hint = "" if number else f"; start the SLURM array at 1: --array=1-{count}"
+        job_number, count = int(match[1]), int(match[2])
+        if not 1 <= job_number <= count:
+            hint = "" if job_number else f"; start the SLURM array at 1: --array=1-{count}"
             raise ValueError(f"must be from 1/{max(count, 1)} to {max(count, 1)}/{max(count, 1)}, got {text}{hint}")
-        return cls(number, count)
+        return cls(job_number, count)
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.num_jobs}"
+        return f"{self.job_number}/{self.num_jobs}"
 
     @property
     def suffix(self) -> str:
         """The name of the share in file names."""
-        return f"part-{self.number}-of-{self.num_jobs}"
+        return f"part-{self.job_number}-of-{self.num_jobs}"
 
-    def owns(self, unit: int) -> bool:
-        """Return True if this job encodes unit ``unit``."""
-        return unit % self.num_jobs == self.number - 1
+    def owns(self, unit_idx: int) -> bool:
+        """Return True if this job encodes unit ``unit_idx``."""
+        return unit_idx % self.num_jobs == self.job_number - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +224,7 @@ class Summary:
 
 
 class Counts(NamedTuple):
-    """Counts of the records read and the tokens produced; ``total`` adds them up.
+    """Counts of the records read and the tokens produced; ``sum_counts`` adds them up.
 
     Args:
         num_bytes: decompressed bytes of text and JSON.
@@ -242,8 +243,8 @@ class Counts(NamedTuple):
     max_token_id: int = -1
 
 
-def total(counts: Iterable[Counts]) -> Counts:
+def sum_counts(counts: Iterable[Counts]) -> Counts:
     """Return the sum of ``counts`` (the maximum of ``max_token_id``)."""
     all_counts = list(counts)
-    sums = {name: sum(getattr(count, name) for count in all_counts) for name in Counts._fields}
-    return Counts(**sums | {"max_token_id": max((count.max_token_id for count in all_counts), default=-1)})
+    totals = {name: sum(getattr(count, name) for count in all_counts) for name in Counts._fields}
+    return Counts(**totals | {"max_token_id": max((count.max_token_id for count in all_counts), default=-1)})

@@ -11,37 +11,37 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron import log
-from megatron.data.preprocess.job_types import Counts, Summary, Unit, is_whole, total
-from megatron.data.preprocess.shards import Part
+from megatron.data.preprocess.job_types import Counts, Summary, Unit, is_indivisible, sum_counts
+from megatron.data.preprocess.shards import Shard
 
 # Progress display: a bar on a terminal, otherwise a log line every few seconds.
 
-_SECONDS_BETWEEN_LINES = 5.0
+_LOG_INTERVAL_S = 5.0
 
 
-class Show(Protocol):
+class UpdateProgress(Protocol):
     """Updates the progress display with the amount that is done and a text."""
 
     def __call__(self, done: int, text: str) -> None: ...
 
 
 @contextmanager
-def progress(title: str, total: int, already: int = 0) -> Iterator[Show]:
+def progress(title: str, total: int, initial: int = 0) -> Iterator[UpdateProgress]:
     """Display progress; the yielded function updates the display.
 
     Args:
         total: total amount; 0 if unknown.
-        already: amount that was done before and is excluded from the estimate of the remaining time.
+        initial: amount that was done before and is excluded from the estimate of the remaining time.
     """
     if sys.stderr.isatty():
-        with _bar(title, total) as show:
-            yield show
+        with _progress_bar(title, total) as update:
+            yield update
     else:
-        yield _Lines(title, total, already)
+        yield _LoggedProgress(title, total, initial)
 
 
 @contextmanager
-def _bar(title: str, total: int) -> Iterator[Show]:
+def _progress_bar(title: str, total: int) -> Iterator[UpdateProgress]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -58,30 +58,34 @@ def _bar(title: str, total: int) -> Iterator[Show]:
         yield lambda done, text: bar.update(task, completed=done, text=text)
 
 
-class _Lines:
-    def __init__(self, title: str, total: int, already: int) -> None:
-        self._title, self._total, self._already = title, total, already
+class _LoggedProgress:
+    def __init__(self, title: str, total: int, initial: int) -> None:
+        self._title, self._total, self._initial = title, total, initial
         self._start = self._last = time.monotonic()
 
     def __call__(self, done: int, text: str) -> None:
         now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_LINES:
+        if now - self._last < _LOG_INTERVAL_S:
             return
         self._last = now
         share = f"{100 * done / self._total:.0f}%, " if self._total else ""
         remaining = ""
-        if self._total and done > self._already:
-            seconds = (now - self._start) * (self._total - done) / (done - self._already)
-            remaining = f", {in_words(seconds)} left"
+        if self._total and done > self._initial:
+            seconds = (now - self._start) * (self._total - done) / (done - self._initial)
+            remaining = f", {format_duration(seconds)} left"
         log.info(f"{self._title}: {share}{text}{remaining}")
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration as 42 s, 3:07 min or 2:05 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    return (
+        f"{total_s // 60}:{total_s % 60:02d} min"
+        if total_s < 3600
+        else f"{total_s // 3600}:{total_s % 3600 // 60:02d} h"
+    )
 
 
 # Progress of a job: its finished and running units.
@@ -91,41 +95,43 @@ class JobProgress:
     """The progress of the units of a job; ``counts`` covers the finished units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = {unit.number: unit for unit in units}
+        self.units = {unit.idx: unit for unit in units}
         self.counts = Counts()
         self.total_bytes = sum(unit.size for unit in units)
         self._has_bound = all(
-            unit.format in ("jsonl", "text-block") and not is_whole(unit.path, unit.format) for unit in units
+            unit.format in ("jsonl", "text-block") and not is_indivisible(unit.path, unit.format) for unit in units
         )
-        self._finished: dict[int, Part] = {}
+        self._finished: dict[int, Shard] = {}
         self._started = self._encoding_since = time.monotonic()
-        self._done = self._encoded_before = self._num_resumed = 0
+        self._num_finished_bytes = self._encoded_before = self._num_resumed = 0
 
     def begin(self) -> None:
         """Start the measurement of the encoding speed."""
         self._encoding_since = time.monotonic()
 
-    def add(self, part: Part, is_new: bool) -> None:
+    def add(self, shard: Shard, is_new: bool) -> None:
         """Add a finished unit; ``is_new`` is False if it was finished before this job began."""
-        self._finished[part.unit] = part
-        self.counts = total((self.counts, part.counts))
-        self._done += self.units[part.unit].size
+        self._finished[shard.unit] = shard
+        self.counts = sum_counts((self.counts, shard.counts))
+        self._num_finished_bytes += self.units[shard.unit].size
         if not is_new:
             self._num_resumed += 1
-            self._encoded_before += part.counts.num_bytes
+            self._encoded_before += shard.counts.num_bytes
 
-    def parts(self) -> list[Part]:
+    def shards(self) -> list[Shard]:
         """Return the parts of the finished units in order."""
-        return [self._finished[unit_number] for unit_number in sorted(self._finished)]
+        return [self._finished[unit_idx] for unit_idx in sorted(self._finished)]
 
-    def done(self, running: Mapping[int, Counts]) -> int:
+    def num_done_bytes(self, running: Mapping[int, Counts]) -> int:
         """Return the number of encoded bytes, out of ``total_bytes``.
 
         A compressed unit has more text than bytes on the disk; it counts at most for its bytes on the disk.
         """
-        return self._done + sum(min(counts.num_bytes, self.units[unit].size) for unit, counts in running.items())
+        return self._num_finished_bytes + sum(
+            min(counts.num_bytes, self.units[unit_idx].size) for unit_idx, counts in running.items()
+        )
 
-    def most_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
+    def max_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
         """Return an upper bound of the number of records, assuming one byte per remaining record.
 
         The bound is infinite for formats in which the bytes on the disk do not limit the number of records.
@@ -135,9 +141,9 @@ class JobProgress:
         """
         if not self._has_bound:
             return math.inf
-        return counts.num_records + self.total_bytes - self.done(running)
+        return counts.num_records + self.total_bytes - self.num_done_bytes(running)
 
-    def in_words(self, counts: Counts) -> str:
+    def format_status(self, counts: Counts) -> str:
         """Format the speed of this run and ``counts``."""
         seconds = max(time.monotonic() - self._encoding_since, 1e-9)
         speed = (counts.num_bytes - self._encoded_before) / 1e6 / seconds
@@ -162,7 +168,7 @@ class JobProgress:
 # Limits of bad records.
 
 
-class TooManyBad(Exception):
+class TooManyBadRecords(Exception):
     """A limit of bad records is exceeded; the message names it."""
 
 
@@ -179,24 +185,24 @@ class ErrorLimits:
     max_lines: int | None = None
     max_fraction: float | None = None
 
-    def check(self, counts: Counts, most_records: float) -> None:
+    def check(self, counts: Counts, max_records: float) -> None:
         """Check the limits.
 
         Args:
             counts: counts of the records read so far.
-            most_records: upper bound of the number of records in the input; at the end, their actual number.
+            max_records: upper bound of the number of records in the input; at the end, their actual number.
 
         Raises:
             TooManyBad: a limit is exceeded.
         """
         max_lines = 0 if self.max_lines is None and self.max_fraction is None else self.max_lines
         if max_lines is not None and counts.num_bad > max_lines:
-            raise TooManyBad(
+            raise TooManyBadRecords(
                 f"at most {max_lines} bad line{'' if max_lines == 1 else 's'} may be skipped (--max-bad-lines), "
                 f"got {counts.num_bad} so far"
             )
-        if self.max_fraction is not None and counts.num_bad > self.max_fraction * most_records:
-            raise TooManyBad(
+        if self.max_fraction is not None and counts.num_bad > self.max_fraction * max_records:
+            raise TooManyBadRecords(
                 f"at most {self.max_fraction:g} of all lines may be bad (--max-bad-fraction), got {counts.num_bad} of "
                 f"{counts.num_records} so far"
             )

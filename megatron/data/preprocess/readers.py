@@ -12,13 +12,13 @@ import orjson
 import zstandard
 
 from megatron import object_store
-from megatron.data.preprocess.job_types import ROWS, STDIN, Record, Unit, compression_of
+from megatron.data.preprocess.job_types import ROWS, STDIN, Record, Unit, compression_type
 from megatron.errors import DataError
 
 # Rows of parquet files. pyarrow is imported when the first such file is opened.
 
-_ROWS_AT_ONCE = 256
-_BYTES_AT_ONCE = 4 << 20
+_MAX_ROWS_PER_BATCH = 256
+_MAX_BATCH_BYTES = 4 << 20
 
 
 def row_groups(path: str) -> list[int]:
@@ -27,13 +27,13 @@ def row_groups(path: str) -> list[int]:
     Raises:
         DataError: pyarrow is missing, or the file is not a complete parquet file.
     """
-    with _opened(path) as file:
+    with _open_parquet(path) as file:
         return [file.metadata.row_group(idx).total_byte_size for idx in range(file.num_row_groups)]
 
 
 def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
     """Return the uncompressed bytes of the columns ``keys`` in the unit's row groups."""
-    with _opened(unit.path) as file:
+    with _open_parquet(unit.path) as file:
         groups = [file.metadata.row_group(idx) for idx in range(unit.start, unit.stop)]
         columns = [group.column(idx) for group in groups for idx in range(group.num_columns)]
         return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
@@ -47,14 +47,14 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     Raises:
         DataError: a column is missing or does not contain strings, or the file is damaged.
     """
-    with _opened(unit.path) as file:
+    with _open_parquet(unit.path) as file:
         check_columns(file.schema_arrow, unit.path, keys)
         groups = [file.metadata.row_group(row) for row in range(unit.stop)]
         row = sum(group.num_rows for group in groups[: unit.start])
-        rows_at_once = _rows_at_once(groups[unit.start :])
+        rows_per_batch = _rows_per_batch(groups[unit.start :])
         try:
             for batch in file.iter_batches(
-                rows_at_once, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
+                rows_per_batch, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
             ):
                 for data in rows_as_json(batch, keys):
                     yield Record(unit.path, ROWS, row, data)
@@ -65,27 +65,27 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
             ) from error
 
 
-def _rows_at_once(groups: Sequence[Any]) -> int:
+def _rows_per_batch(groups: Sequence[Any]) -> int:
     """Return the number of rows that take about 4 MB according to the metadata of ``groups``, at most 256."""
     mean = sum(group.total_byte_size for group in groups) / max(sum(group.num_rows for group in groups), 1)
-    return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
+    return max(1, min(_MAX_ROWS_PER_BATCH, int(_MAX_BATCH_BYTES / max(mean, 1))))
 
 
 def rows_as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
     """Yield each row of a record batch with the columns ``keys`` as a JSON object."""
-    for part in _slices(batch):
+    for batch_slice in _slice_batch(batch):
         try:
-            rows = part.to_pylist()
+            rows = batch_slice.to_pylist()
         except UnicodeDecodeError:  # some text is not UTF-8: yield raw bytes row by row; parse() names the bad row
-            for row in range(part.num_rows):
-                yield _row_as_json(part.slice(row, 1), keys)
+            for row in range(batch_slice.num_rows):
+                yield _row_as_json(batch_slice.slice(row, 1), keys)
         else:
             yield from map(orjson.dumps, rows)
 
 
-def _slices(batch: Any) -> Iterator[Any]:
+def _slice_batch(batch: Any) -> Iterator[Any]:
     """Split a batch by its size in memory, which may be much larger than in the file, where rows can share a text."""
-    step = max(1, batch.num_rows * _BYTES_AT_ONCE // max(batch.nbytes, 1))
+    step = max(1, batch.num_rows * _MAX_BATCH_BYTES // max(batch.nbytes, 1))
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
 
@@ -140,7 +140,7 @@ def check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
             raise DataError(f"--input {path}: column {key!r} (--json-key) must contain strings, got {column_type}")
 
 
-def _opened(path: str) -> Any:
+def _open_parquet(path: str) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -159,7 +159,7 @@ BOM = b"\xef\xbb\xbf"
 
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
 _UTF16 = "UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
-_KINDS = {
+_SIGNATURES = {
     _MAGIC["gz"]: "gzip; rename it to end in .gz, or unpack it: gzip -d",
     _MAGIC["zst"]: "zstandard; rename it to end in .zst, or unpack it: zstd -d",
     b"\xfd7zXZ": "xz; unpack it: xz -d",
@@ -190,15 +190,15 @@ def check_is_text(path: str | Path, head: bytes) -> None:
     Raises:
         DataError: the message names the detected type and how to convert it to text.
     """
-    inside = " (decompressed)" if compression_of(path) else ""
-    for opening, description in _KINDS.items():
-        if head.startswith(opening):
-            raise DataError(f"--input {path}{inside} must be UTF-8 text; it looks like {description}")
+    note = " (decompressed)" if compression_type(path) else ""
+    for signature, description in _SIGNATURES.items():
+        if head.startswith(signature):
+            raise DataError(f"--input {path}{note} must be UTF-8 text; it looks like {description}")
     if head[_TAR] == b"ustar":
-        raise DataError(f"--input {path}{inside} must be UTF-8 text; it looks like tar; unpack it: tar -xf")
+        raise DataError(f"--input {path}{note} must be UTF-8 text; it looks like tar; unpack it: tar -xf")
     if head.count(0) > len(head) // 10:
         raise DataError(
-            f"--input {path}{inside} must be UTF-8 text; it looks like a binary file or UTF-16 without a BOM "
+            f"--input {path}{note} must be UTF-8 text; it looks like a binary file or UTF-16 without a BOM "
             f"({head.count(0)} of the first {len(head)} bytes are zero)"
         )
 
@@ -228,9 +228,9 @@ def check_is_compressed(path: str | Path, head: bytes) -> None:
     Raises:
         DataError: the message has the expected and the actual bytes.
     """
-    suffix = compression_of(path)
-    skippable = suffix == "zst" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
-    if suffix and head and not head.startswith(_MAGIC[suffix]) and not skippable:
+    suffix = compression_type(path)
+    is_skippable = suffix == "zst" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
+    if suffix and head and not head.startswith(_MAGIC[suffix]) and not is_skippable:
         raise DataError(
             f"--input {path} must be a .{suffix} file; its first bytes are {head[:4].hex(' ')}, but a .{suffix} file "
             f"starts with {_MAGIC[suffix].hex(' ')}. If it is plain text, remove .{suffix} from its name."
@@ -252,14 +252,14 @@ def read_head(path: str | Path) -> bytes:
 
 # Decompression of .gz and .zst in blocks, so that memory use does not depend on the file. Errors name the position.
 
-_PIECE_BYTES = {"gz": 1 << 16, "zst": 1 << 11}
+_COMPRESSED_CHUNK_BYTES = {"gz": 1 << 16, "zst": 1 << 11}
 """Compressed bytes per call, small because one call may inflate gzip 1,000-fold and zstandard 32,000-fold. The memory
 use is about 200 MB for a decompression bomb, and a few hundred kB for ordinary text."""
 
-_LARGEST_WINDOW = 1 << 31
+_MAX_WINDOW_BYTES = 1 << 31
 """The window of ``zstd --long=31``; memory is only allocated for files that were written with such a window."""
 
-_JUDGED_BYTES = 1 << 23
+_ESTIMATE_BYTES = 1 << 23
 
 
 class _Stream(Protocol):
@@ -274,32 +274,36 @@ class _Stream(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
+def decompress(path: str, file: BinaryIO) -> Iterator[bytes]:
     """Yield the decompressed content of ``file``; consecutive members or frames are concatenated.
 
     Raises:
         DataError: the file is damaged or truncated; the message has the position and the number of decompressed bytes.
     """
-    suffix = compression_of(path) or ""
-    stream, in_stream, position, unpacked = _new(suffix), False, 0, 0
-    while piece := file.read(_PIECE_BYTES[suffix]):
-        position += len(piece)
-        while piece := piece if in_stream or suffix != "gz" else piece.lstrip(b"\x00"):  # zero padding of tapes
+    suffix = compression_type(path) or ""
+    stream, is_in_stream, position, num_unpacked_bytes = _new_stream(suffix), False, 0, 0
+    while chunk := file.read(_COMPRESSED_CHUNK_BYTES[suffix]):
+        position += len(chunk)
+        while chunk := chunk if is_in_stream or suffix != "gz" else chunk.lstrip(b"\x00"):  # zero padding of tapes
             try:
-                data = stream.decompress(piece)
+                data = stream.decompress(chunk)
             except (zlib.error, zstandard.ZstdError) as error:
-                raise _damaged(path, suffix, f"damaged before byte {position} ({error})", unpacked) from None
-            unpacked += len(data)
+                raise _damaged_error(
+                    path, suffix, f"damaged before byte {position} ({error})", num_unpacked_bytes
+                ) from None
+            num_unpacked_bytes += len(data)
             if data:
                 yield data
-            in_stream, piece = not stream.eof, stream.unused_data
-            if not in_stream:
-                stream = _new(suffix)
-    if in_stream:
-        raise _damaged(path, suffix, f"truncated: it ends at byte {position}, in the middle of a stream", unpacked)
+            is_in_stream, chunk = not stream.eof, stream.unused_data
+            if not is_in_stream:
+                stream = _new_stream(suffix)
+    if is_in_stream:
+        raise _damaged_error(
+            path, suffix, f"truncated: it ends at byte {position}, in the middle of a stream", num_unpacked_bytes
+        )
 
 
-def check_is_whole(path: str) -> None:
+def check_decompresses(path: str) -> None:
     """Decompress a file completely to detect damage; without a checksum, only a broken stream is detected.
 
     Raises:
@@ -307,34 +311,34 @@ def check_is_whole(path: str) -> None:
     """
     try:
         with object_store.open_file(path) as file:
-            for _ in decompressed(path, file):
+            for _ in decompress(path, file):
                 pass
     except OSError as error:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
 
 
-def unpacked_size(path: str) -> int:
+def estimate_unpacked_size(path: str) -> int:
     """Estimate the decompressed size of a file from its first 8 MB of text; exact for smaller files."""
-    unpacked = 0
+    num_unpacked_bytes = 0
     with object_store.open_file(path) as file:
-        for data in decompressed(path, file):
-            unpacked += len(data)
-            if unpacked >= _JUDGED_BYTES:
-                return unpacked * object_store.status(path).size // file.tell()
-    return unpacked
+        for data in decompress(path, file):
+            num_unpacked_bytes += len(data)
+            if num_unpacked_bytes >= _ESTIMATE_BYTES:
+                return num_unpacked_bytes * object_store.status(path).size // file.tell()
+    return num_unpacked_bytes
 
 
-def _new(kind: str) -> _Stream:
-    if kind == "gz":
+def _new_stream(compression: str) -> _Stream:
+    if compression == "gz":
         return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+    return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
 
 
-def _damaged(path: str, kind: str, what: str, unpacked: int) -> DataError:
-    tool = {"gz": "gzip -t", "zst": "zstd -t"}[kind]
+def _damaged_error(path: str, compression: str, problem: str, num_unpacked_bytes: int) -> DataError:
+    tool = {"gz": "gzip -t", "zst": "zstd -t"}[compression]
     return DataError(
-        f"--input {path} must be a complete .{kind} file; it is {what}, after {unpacked} bytes of text. "
-        f"Check it ({tool}) and download it again."
+        f"--input {path} must be a complete .{compression} file; it is {problem}, after {num_unpacked_bytes} bytes of "
+        f"text. Check it ({tool}) and download it again."
     )
 
 
@@ -343,7 +347,7 @@ def _damaged(path: str, kind: str, what: str, unpacked: int) -> DataError:
 BLOCK_BYTES = 1 << 18
 
 
-def blocks(path: str, start: int = 0) -> Iterator[bytes]:
+def read_blocks(path: str, start: int = 0) -> Iterator[bytes]:
     """Yield the (decompressed) bytes of a file from ``start`` on.
 
     Compressed files and standard input are read from their beginning, and their first bytes are checked.
@@ -354,32 +358,32 @@ def blocks(path: str, start: int = 0) -> Iterator[bytes]:
     try:
         if path == STDIN:
             with open(0, "rb", closefd=False) as file:  # forked processes have the descriptor, but no sys.stdin
-                yield from _checked(path, _raw(file))
+                yield from _check_first_bytes(path, _raw_blocks(file))
             return
         with object_store.open_file(path) as file:
-            if compression_of(path):
-                yield from _checked(path, decompressed(path, file))
+            if compression_type(path):
+                yield from _check_first_bytes(path, decompress(path, file))
             else:
                 file.seek(start)
-                yield from _raw(file)
+                yield from _raw_blocks(file)
     except OSError as error:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
 
 
-def _raw(file: BinaryIO) -> Iterator[bytes]:
+def _raw_blocks(file: BinaryIO) -> Iterator[bytes]:
     while block := file.read(BLOCK_BYTES):
         yield block
 
 
-def _checked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _check_first_bytes(path: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Check the first bytes of a stream, which cannot be read in advance, and return an iterator over all of it."""
     head = b""
-    for piece in pieces:
-        head += piece
+    for chunk in chunks:
+        head += chunk
         if len(head) >= HEAD_BYTES:
             break
     check_is_text(path, head[:HEAD_BYTES])
-    return chain([head] if head else [], pieces)
+    return chain([head] if head else [], chunks)
 
 
 # Records in blocks of bytes: lines, texts between blank lines, complete files.
@@ -387,76 +391,76 @@ def _checked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
 # A record belongs to the unit that contains its first byte. A text between blank lines instead belongs to the unit that
 # contains the start of the last blank line before the text. A unit can therefore be read without the preceding data.
 
-_LONGEST_LINE = 1 << 30
+_MAX_LINE_BYTES = 1 << 30
 
 
-def lines(unit: Unit) -> Iterator[Record]:
+def read_lines(unit: Unit) -> Iterator[Record]:
     """Yield the lines, including blank lines, that begin in [unit.start, unit.stop), without their line feeds."""
-    for batch, _ in _batches(unit):
+    for batch, _ in _line_batches(unit):
         if batch[-1].byte_offset >= unit.stop:
             yield from (record for record in batch if record.byte_offset < unit.stop)
             return
         yield from batch
 
 
-def texts_between_blank_lines(unit: Unit) -> Iterator[Record]:
+def read_text_blocks(unit: Unit) -> Iterator[Record]:
     """Yield the unit's texts between blank lines, including their line ends."""
-    text: list[bytes] = []
+    text_lines: list[bytes] = []
     first_line: Record | None = None
-    belongs_to_unit = not unit.start  # there is no blank line before the first text of a file
-    for record, is_ended in ((record, are_ended) for batch, are_ended in _batches(unit) for record in batch):
+    is_in_unit = not unit.start  # there is no blank line before the first text of a file
+    for record, is_ended in ((record, are_ended) for batch, are_ended in _line_batches(unit) for record in batch):
         data = record.data.removeprefix(BOM)  # files joined by `cat` have byte order marks in the middle
         if data and not data.isspace():
-            if belongs_to_unit:
+            if is_in_unit:
                 first_line = first_line or record
-                text += (data, b"\n") if is_ended else (data,)
+                text_lines += (data, b"\n") if is_ended else (data,)
         else:
             if first_line:
-                yield first_line._replace(data=b"".join(text))
-            text, first_line, belongs_to_unit = [], None, True
+                yield first_line._replace(data=b"".join(text_lines))
+            text_lines, first_line, is_in_unit = [], None, True
         if record.byte_offset >= unit.stop and not first_line:
             return
     if first_line:
-        yield first_line._replace(data=b"".join(text))
+        yield first_line._replace(data=b"".join(text_lines))
 
 
-def whole_files(unit: Unit) -> Iterator[Record]:
+def read_files(unit: Unit) -> Iterator[Record]:
     """Yield each file of the unit as one record."""
     for path in unit.paths:
-        data = b"".join(blocks(path))
+        data = b"".join(read_blocks(path))
         start = len(BOM) if data.startswith(BOM) else 0
         yield Record(path, 1, start, data[start:].replace(b"\n" + BOM, b"\n"))
 
 
-def _batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
+def _line_batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
     """Yield (lines, True if they end with line feeds) for all lines from ``unit.start`` to the end of the file.
 
     Lines are numbered only if the unit starts at the beginning of the file.
     """
     path = unit.path
-    make = tuple.__new__  # three times as fast as Record(...), which matters for short lines
-    offset, stream = _first_line(unit)
+    new_record = tuple.__new__  # three times as fast as Record(...), which matters for short lines
+    offset, stream = _seek_first_line(unit)
     line, step = (0, 0) if unit.start else (1, 1)
-    for complete_lines, are_ended in _cut(path, stream):
+    for complete_lines, are_ended in _split_lines(path, stream):
         batch = []
         for data in complete_lines:
-            batch.append(make(Record, (path, line, offset, data)))
+            batch.append(new_record(Record, (path, line, offset, data)))
             offset += len(data) + 1
             line += step
         yield batch, are_ended
 
 
-def _first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
+def _seek_first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
     """Return the offset of the unit's first line and an iterator over the bytes from there on."""
     if not unit.start:
-        stream = blocks(unit.path)
+        stream = read_blocks(unit.path)
         head = next(stream, b"")
         if unit.format == "jsonl":
             check_is_lines(unit.path, head[:HEAD_BYTES])
         start = len(BOM) if head.startswith(BOM) else 0
         return start, chain([head[start:]], stream)
     position = unit.start - 1
-    stream = blocks(unit.path, position)
+    stream = read_blocks(unit.path, position)
     for block in stream:
         if (line_end := block.find(b"\n")) >= 0:
             return position + line_end + 1, chain([block[line_end + 1 :]], stream)
@@ -466,22 +470,22 @@ def _first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
     return unit.stop, iter(())
 
 
-def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool]]:
+def _split_lines(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool]]:
     """Yield batches of complete lines, then the text after the last line feed, if any."""
-    pieces: list[bytes] = []
+    fragments: list[bytes] = []
     size = 0
     for block in stream:
-        *ended, last = block.split(b"\n")
-        if ended:
-            ended[0] = b"".join([*pieces, ended[0]])
-            pieces, size = [], 0  # before the yield, to free the pieces of a long line while the line is in use
-            yield ended, True
-        pieces.append(last)
-        size += len(last)
-        if size > _LONGEST_LINE:
+        *complete_lines, fragment = block.split(b"\n")
+        if complete_lines:
+            complete_lines[0] = b"".join([*fragments, complete_lines[0]])
+            fragments, size = [], 0  # before the yield, to free the fragments of a long line while the line is in use
+            yield complete_lines, True
+        fragments.append(fragment)
+        size += len(fragment)
+        if size > _MAX_LINE_BYTES:
             raise DataError(
-                f"--input {path} must have lines of at most {_LONGEST_LINE} bytes, got a longer one; "
+                f"--input {path} must have lines of at most {_MAX_LINE_BYTES} bytes, got a longer one; "
                 "if it is one large JSON array, write each element on its own line: jq -c '.[]'"
             )
     if size:
-        yield [b"".join(pieces)], False
+        yield [b"".join(fragments)], False

@@ -43,34 +43,34 @@ from megatron.errors import DataError
 # Two processes may encode the same unit concurrently (if a machine is considered lost but continues). Each of them
 # writes under its own temporary names, and both rename files with the same content.
 
-KINDS = ("bin", "len", "bad")
+FILE_TYPES = ("bin", "len", "bad")
 PLAN, LOCK = "plan.json", "lock"
 _UNFINISHED = re.compile(r"unit-([0-9]{6,})\.[a-z]+\.tmp-")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Shard:
     """A finished unit.
 
     Args:
-        facts: (bytes, crc32) of each of its files, by kind.
+        file_stats: (bytes, crc32) of each of its files, by kind.
         plan: digest of the plan that the unit belongs to.
     """
 
     unit: int
     counts: Counts
-    facts: dict[str, tuple[int, int]]
+    file_stats: dict[str, tuple[int, int]]
     plan: str = ""
 
     def to_json(self) -> bytes:
-        fields = {"unit": self.unit, "plan": self.plan, "counts": self.counts._asdict(), "files": self.facts}
+        fields = {"unit": self.unit, "plan": self.plan, "counts": self.counts._asdict(), "files": self.file_stats}
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Part:
+    def from_json(cls, data: bytes) -> Shard:
         fields = json.loads(data)
-        facts = {kind: (int(size), int(crc32)) for kind, (size, crc32) in fields["files"].items()}
-        return cls(fields["unit"], Counts(**fields["counts"]), facts, fields["plan"])
+        file_stats = {file_type: (int(size), int(crc32)) for file_type, (size, crc32) in fields["files"].items()}
+        return cls(fields["unit"], Counts(**fields["counts"]), file_stats, fields["plan"])
 
 
 class ShardFolder:
@@ -85,30 +85,30 @@ class ShardFolder:
     def __init__(self, folder: Path, dtype: np.dtype, plan: str, *, is_shared: bool = False) -> None:
         self.folder, self.dtype, self.plan, self.is_shared = folder, dtype, plan, is_shared
 
-    def path(self, unit: int, kind: str) -> Path:
+    def path(self, unit: int, file_type: str) -> Path:
         """Return the final path of a file of a unit."""
-        return self.folder / f"unit-{unit:06d}.{kind}"
+        return self.folder / f"unit-{unit:06d}.{file_type}"
 
-    def finished(self, unit: int) -> Part | None:
+    def load_finished(self, unit: int) -> Shard | None:
         """Return the part of ``unit`` if its files have the recorded sizes and checksums; else None."""
-        part = self.look_at(unit)
-        return part if isinstance(part, Part) else None
+        shard = self.verify_unit(unit)
+        return shard if isinstance(shard, Shard) else None
 
-    def look_at(self, unit: int) -> Part | Literal["missing", "damaged", "of another job"]:
+    def verify_unit(self, unit: int) -> Shard | Literal["missing", "damaged", "of another job"]:
         """Verify the checksums of ``unit`` and return its part, or the problem as text."""
         try:
-            part = Part.from_json(self.path(unit, "json").read_bytes())
-            is_whole = part.unit == unit and set(part.facts) == set(KINDS)
-            if part.plan != self.plan:
+            shard = Shard.from_json(self.path(unit, "json").read_bytes())
+            is_complete = shard.unit == unit and set(shard.file_stats) == set(FILE_TYPES)
+            if shard.plan != self.plan:
                 return "of another job"
-            for kind, facts in part.facts.items():
-                path = self.path(unit, kind)
-                is_whole = is_whole and path.stat().st_size == facts[0] and files.size_and_crc(path) == facts
+            for file_type, stats in shard.file_stats.items():
+                path = self.path(unit, file_type)
+                is_complete = is_complete and path.stat().st_size == stats[0] and files.size_and_crc(path) == stats
         except FileNotFoundError:
             return "damaged" if self.path(unit, "json").exists() else "missing"
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return "damaged"
-        return part if is_whole else "damaged"
+        return shard if is_complete else "damaged"
 
     def bad_lines(self, unit: int, unfinished: Sequence[Path] = ()) -> Iterator[bytes]:
         """Yield the complete JSON lines about the bad records of a unit, finished or not."""
@@ -118,106 +118,111 @@ class ShardFolder:
                     yield from (line for line in file if line.endswith(b"\n"))
                 return
 
-    def unfinished(self) -> dict[int, list[Path]]:
+    def unfinished_files(self) -> dict[int, list[Path]]:
         """Return unit -> temporary files of the units that are being written, or whose writer was killed."""
         paths_by_unit: dict[int, list[Path]] = defaultdict(list)
         for path in self.folder.iterdir():
-            if name := _UNFINISHED.match(path.name):
-                paths_by_unit[int(name[1])].append(path)
+            if match := _UNFINISHED.match(path.name):
+                paths_by_unit[int(match[1])].append(path)
         return paths_by_unit
 
-    def unfinished_bad(self) -> dict[int, list[Path]]:
+    def unfinished_bad_files(self) -> dict[int, list[Path]]:
         """Return unit -> temporary files of bad records, the latest first."""
         return {
-            unit: sorted((path for path in paths if ".bad.tmp-" in path.name), key=_time_of, reverse=True)
-            for unit, paths in self.unfinished().items()
+            unit: sorted((path for path in paths if ".bad.tmp-" in path.name), key=_mtime_ns, reverse=True)
+            for unit, paths in self.unfinished_files().items()
         }
 
     def remove(self) -> None:
         """Delete all parts."""
-        remove(self.folder)
+        remove_shards(self.folder)
 
 
-def _time_of(path: Path) -> int:
+def _mtime_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:  # another process has just renamed or deleted it
         return 0
 
 
-_numbers = itertools.count()
+_writer_ids = itertools.count()
 
 
-class PartWriter:
+class ShardWriter:
     """A writer of the part of one unit; the part is ignored until ``finish``."""
 
-    def __init__(self, parts: ShardFolder, unit: int) -> None:
-        self._parts, self._unit = parts, unit
-        self._mark = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+    def __init__(self, shard_folder: ShardFolder, unit: int) -> None:
+        self._shard_folder, self._unit = shard_folder, unit
+        self._writer_id = f"{socket.gethostname()}-{os.getpid()}-{next(_writer_ids)}"
         self.counts = Counts()
-        self._open = ExitStack()
+        self._open_files = ExitStack()
 
-    def __enter__(self) -> PartWriter:
+    def __enter__(self) -> ShardWriter:
         with suppress(FileNotFoundError):
-            files.remove_file(self._parts.path(self._unit, "json"))  # left by a part that failed verification
-        self._files = {kind: self._open.enter_context(StreamedFile(self._temporary(kind))) for kind in KINDS}
+            files.remove_file(self._shard_folder.path(self._unit, "json"))  # left by a part that failed verification
+        self._files = {
+            file_type: self._open_files.enter_context(StreamedFile(self._temporary_path(file_type)))
+            for file_type in FILE_TYPES
+        }
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(OSError):  # on a full disk, flushing the buffers on close fails a second time
-            self._open.close()
-        if kind is not None:
-            for name in ("bin", "len"):  # free disk space, but keep the list of bad records
-                self._temporary(name).unlink(missing_ok=True)
+            self._open_files.close()
+        if error_type is not None:
+            for file_type in ("bin", "len"):  # free disk space, but keep the list of bad records
+                self._temporary_path(file_type).unlink(missing_ok=True)
 
     def add(self, encoded: Encoded, counts: Counts) -> None:
         """Append a chunk; ``counts`` covers all chunks so far. Other processes can read its bad records immediately."""
         if len(encoded.tokens):
-            self._files["bin"].write(encoded.tokens.astype(self._parts.dtype).data.cast("B"))
-            self._files["len"].write(encoded.sizes.astype("<i4").data.cast("B"))
-        if encoded.bad:
-            self._files["bad"].write(b"".join(orjson.dumps(bad.to_json()) + b"\n" for bad in encoded.bad))
+            self._files["bin"].write(encoded.tokens.astype(self._shard_folder.dtype).data.cast("B"))
+            self._files["len"].write(encoded.lengths.astype("<i4").data.cast("B"))
+        if encoded.bad_records:
+            self._files["bad"].write(
+                b"".join(orjson.dumps(bad_record.to_json()) + b"\n" for bad_record in encoded.bad_records)
+            )
             self._files["bad"].flush()
         self.counts = counts
 
-    def finish(self) -> Part:
+    def finish(self) -> Shard:
         """Rename the files of the part to their final names and return the part."""
-        if self._parts.is_shared:
+        if self._shard_folder.is_shared:
             for file in self._files.values():
                 file.sync()
-        self._open.close()
-        facts = {kind: (file.size, file.crc32) for kind, file in self._files.items()}
-        part = Part(self._unit, self.counts, facts, self._parts.plan)
-        for kind in KINDS:
-            self._rename(kind)
-        with StreamedFile(self._temporary("json")) as file:
-            file.write(part.to_json())
-            if self._parts.is_shared:
+        self._open_files.close()
+        file_stats = {file_type: (file.size, file.crc32) for file_type, file in self._files.items()}
+        shard = Shard(self._unit, self.counts, file_stats, self._shard_folder.plan)
+        for file_type in FILE_TYPES:
+            self._rename(file_type)
+        with StreamedFile(self._temporary_path("json")) as file:
+            file.write(shard.to_json())
+            if self._shard_folder.is_shared:
                 file.sync()
         self._rename("json")
-        if self._parts.is_shared:
-            files.sync_folder(self._parts.folder)
-        return part
+        if self._shard_folder.is_shared:
+            files.sync_folder(self._shard_folder.folder)
+        return shard
 
-    def _temporary(self, kind: str) -> Path:
+    def _temporary_path(self, file_type: str) -> Path:
         """Return the temporary path of a file, which is unique to this writer."""
-        path = self._parts.path(self._unit, kind)
-        return path.with_name(f"{path.name}.tmp-{self._mark}")
+        path = self._shard_folder.path(self._unit, file_type)
+        return path.with_name(f"{path.name}.tmp-{self._writer_id}")
 
-    def _rename(self, kind: str) -> None:
-        path = self._parts.path(self._unit, kind)
+    def _rename(self, file_type: str) -> None:
+        path = self._shard_folder.path(self._unit, file_type)
         files.before_operation("rename", path)
-        os.replace(self._temporary(kind), path)
+        os.replace(self._temporary_path(file_type), path)
 
 
-def folder_of(prefix: str) -> Path:
+def shard_folder_path(prefix: str) -> Path:
     """Return the folder of the parts for an output prefix."""
     return Path(prefix + ".parts")
 
 
-def remove(folder: Path) -> None:
+def remove_shards(folder: Path) -> None:
     """Delete all parts in ``folder``, and then the plan, so that an interrupted deletion leaves resumable parts.
 
     The lock file is not deleted; its holder removes it together with the folder.
@@ -229,30 +234,30 @@ def remove(folder: Path) -> None:
     units = [name for name in names if name.startswith("unit-")]
     locks = [name for name in names if name.startswith("part-") and name.endswith(".lock")]  # left by a killed job
     plans = [name for name in names if name == PLAN or name.startswith(f".{PLAN}.tmp")]
-    if foreign := sorted(set(names) - {*units, *locks, *plans, LOCK}):
-        raise DataError(f"{folder} must contain only parts, got {', '.join(foreign[:5])}. Move them elsewhere.")
+    if foreign_names := sorted(set(names) - {*units, *locks, *plans, LOCK}):
+        raise DataError(f"{folder} must contain only parts, got {', '.join(foreign_names[:5])}. Move them elsewhere.")
     for name in [*units, *locks, *plans]:
         files.remove_file(folder / name)
 
 
 # ``PREFIX.bad.jsonl``: one line of JSON for each bad record.
 
-_SHOWN = 20
-_READ_AT_ONCE = 1 << 22
+_MAX_EXAMPLES = 20
+_READ_BYTES = 1 << 22
 
 
-def path_of(prefix: str) -> Path:
+def bad_records_path(prefix: str) -> Path:
     """Return the path of the file that lists the bad records of a job."""
     return Path(prefix + ".bad.jsonl")
 
 
-def gather(prefix: str, parts: ShardFolder, units: Iterable[int]) -> list[str]:
+def collect_bad_records(prefix: str, shard_folder: ShardFolder, units: Iterable[int]) -> list[str]:
     """Write the bad records of ``units``, finished or not, in this order, and return descriptions of the first ones.
 
     If there are no bad records, an existing file is deleted.
     """
-    target = path_of(prefix)
-    records = _records(parts, units)
+    target = bad_records_path(prefix)
+    records = _bad_records(shard_folder, units)
     first = next(records, None)
     if first is None:
         with suppress(FileNotFoundError):
@@ -265,31 +270,31 @@ def gather(prefix: str, parts: ShardFolder, units: Iterable[int]) -> list[str]:
             file.write(orjson.dumps(first) + b"\n")
             for record in records:
                 file.write(orjson.dumps(record) + b"\n")
-                examples += [record] if len(examples) < _SHOWN else []
+                examples += [record] if len(examples) < _MAX_EXAMPLES else []
             file.sync()
         files.rename(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    return [_in_words(record) for record in examples]
+    return [_format_record(record) for record in examples]
 
 
-def _records(parts: ShardFolder, units: Iterable[int]) -> Iterator[dict[str, Any]]:
-    lines, unfinished = _Lines(), parts.unfinished_bad()
+def _bad_records(shard_folder: ShardFolder, units: Iterable[int]) -> Iterator[dict[str, Any]]:
+    line_counter, unfinished = _LineCounter(), shard_folder.unfinished_bad_files()
     for unit in units:
-        for line in parts.bad_lines(unit, unfinished.get(unit, ())):
+        for line in shard_folder.bad_lines(unit, unfinished.get(unit, ())):
             record = orjson.loads(line)
             if record.get("line") == 0:
-                record["line"] = lines.number(record["file"], record["byte_offset"])
+                record["line"] = line_counter.line_number(record["file"], record["byte_offset"])
             yield record
 
 
-def _in_words(record: dict[str, Any]) -> str:
+def _format_record(record: dict[str, Any]) -> str:
     """Format a bad record as in ``BadRecord.__str__``."""
     position = record["row"] if "row" in record else record["byte_offset"]
     return str(BadRecord(record["file"], record.get("line", ROWS), position, record["reason"], record["opening"]))
 
 
-class _Lines:
+class _LineCounter:
     """A counter that maps ascending byte offsets in a file to line numbers.
 
     It is needed because records of a unit that begins within a file have no line number.
@@ -299,7 +304,7 @@ class _Lines:
         self._path, self._offset, self._line = "", 0, 1
         self._file: BinaryIO | None = None
 
-    def number(self, path: str, offset: int) -> int:
+    def line_number(self, path: str, offset: int) -> int:
         """Return the number of the line that begins at ``offset``; 0 if the file is no longer readable."""
         try:
             if path != self._path or self._file is None or offset < self._offset:
@@ -317,6 +322,6 @@ class _Lines:
 
     def _advance(self, offset: int) -> None:
         assert self._file is not None, "number() opens it"
-        while self._offset < offset and (data := self._file.read(min(_READ_AT_ONCE, offset - self._offset))):
+        while self._offset < offset and (data := self._file.read(min(_READ_BYTES, offset - self._offset))):
             self._line += data.count(b"\n")
             self._offset += len(data)

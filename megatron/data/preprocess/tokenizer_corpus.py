@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from megatron.data.preprocess import arrow_files, readers
 from megatron.data.preprocess.corpus import plan_units, unit_documents
-from megatron.data.preprocess.job_types import STDIN, TABLES, BadRecord, Unit, compression_of
-from megatron.data.preprocess.readers import unpacked_size
+from megatron.data.preprocess.job_types import STDIN, TABLES, BadRecord, Unit, compression_type
+from megatron.data.preprocess.readers import estimate_unpacked_size
 from megatron.errors import DataError
 
 # A sample of a corpus, evenly distributed over its bytes, so that a vocabulary can be trained in memory.
 #
-# For a file that can be read from any byte, only the sample is read: evenly spaced pieces of 64 kB of text. Compressed
+# For a file that can be read from any byte, only the sample is read: evenly spaced blocks of 64 kB of text. Compressed
 # files are read completely, and a document is selected whenever the sample has fallen behind its share. The size of a
 # compressed file is estimated from its first 8 MB; for tables, the size of the text columns counts. The sample depends
 # only on the files.
 
-PIECE_BYTES = 1 << 16
+SAMPLE_CHUNK_BYTES = 1 << 16
 
 
-class Drawn(NamedTuple):
+class SampledDocument(NamedTuple):
     """A sampled document or a bad record, with its file and the number of bytes that it occupies in the file."""
 
     path: str
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 def sample(
     paths: Sequence[Path | str], format: str | None, keys: Sequence[str], num_bytes: int | None = None
-) -> Iterator[Drawn]:
+) -> Iterator[SampledDocument]:
     """Yield documents with about ``num_bytes`` of UTF-8 text (None: all documents) in the order of the corpus.
 
     Raises:
@@ -48,56 +48,56 @@ def sample(
     if any(unit.path == STDIN for unit in units):
         raise DataError("--sample-bytes needs files of known size, got standard input (-)")
     share = min(1.0, num_bytes / max(sum(_text_bytes(unit, keys) for unit in units), 1))
-    distance = PIECE_BYTES / max(share, 1 / sys.maxsize)
-    yield from _evenly(plan_units(paths, format, unit_bytes=int(min(distance, sys.maxsize)) + 1), keys, share)
+    distance = SAMPLE_CHUNK_BYTES / max(share, 1 / sys.maxsize)
+    yield from _sample_evenly(plan_units(paths, format, unit_bytes=int(min(distance, sys.maxsize)) + 1), keys, share)
 
 
-def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterator[Drawn]:
+def _sample_evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterator[SampledDocument]:
     """Yield all bad records, and a document whenever the sample is smaller than ``share`` of the bytes passed."""
-    taken_bytes, due_bytes = 0, 0.0
+    num_sampled_bytes, num_due_bytes = 0, 0.0
     for unit in units:
-        is_read_through = compression_of(unit.path) is not None or unit.format in TABLES
-        if not is_read_through:  # read only the first documents, as a sample of the unit
-            due_bytes += share * unit.size
-        for drawn in _documents(unit, keys) if is_read_through or taken_bytes < due_bytes else ():
-            if is_read_through:
-                due_bytes += share * drawn.passed_bytes
-            if isinstance(drawn.text, BadRecord):
-                yield drawn
-            elif taken_bytes < due_bytes:
-                taken_bytes += len(drawn.text.encode())
-                yield drawn
-            if not is_read_through and taken_bytes >= due_bytes:
+        is_read_fully = compression_type(unit.path) is not None or unit.format in TABLES
+        if not is_read_fully:  # read only the first documents, as a sample of the unit
+            num_due_bytes += share * unit.size
+        for document in _documents(unit, keys) if is_read_fully or num_sampled_bytes < num_due_bytes else ():
+            if is_read_fully:
+                num_due_bytes += share * document.passed_bytes
+            if isinstance(document.text, BadRecord):
+                yield document
+            elif num_sampled_bytes < num_due_bytes:
+                num_sampled_bytes += len(document.text.encode())
+                yield document
+            if not is_read_fully and num_sampled_bytes >= num_due_bytes:
                 break
 
 
-def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
+def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[SampledDocument]:
     for record, text in unit_documents(unit, keys):
         if unit.format in TABLES and isinstance(text, str):  # the JSON around the text was added by the reader
-            yield Drawn(record.path, text, len(text.encode()))
+            yield SampledDocument(record.path, text, len(text.encode()))
         else:
-            yield Drawn(record.path, text, len(record.data))
+            yield SampledDocument(record.path, text, len(record.data))
 
 
 def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
     """Return the number of decompressed bytes of the unit; for tables, only the columns ``keys`` count."""
     if unit.format in TABLES:
         return (readers if unit.format == "parquet" else arrow_files).column_bytes(unit, keys)
-    return unpacked_size(unit.path) if compression_of(unit.path) else unit.size
+    return estimate_unpacked_size(unit.path) if compression_type(unit.path) else unit.size
 
 
 # The training text of a vocabulary: a stream of documents, some of which are held out to evaluate the vocabulary.
 
 HELD_OUT_STEP = 1 << 14
-_MOST_KEPT_BYTES = 1 << 24
-_BAD_SHOWN = 20
-_MOST_BAD_LISTED = 10_000
-_GIVE_UP_AT = 1000
+_MAX_HELD_OUT_BYTES = 1 << 24
+_MAX_EXAMPLES = 20
+_MAX_BAD_RECORDS = 10_000
+_STOP_AT_NUM_BAD = 1000
 """Number of bad records at which reading stops if they are the majority, as the input or a flag is probably wrong."""
 
 
 class TrainingText:
-    """The documents of ``drawn`` except the held-out ones; can be iterated once.
+    """The ``documents`` except the held-out ones; can be iterated once.
 
     A document is held out when its group has held out 16 kB less than its share of the bytes read so far, up to a total
     of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has no
@@ -115,14 +115,14 @@ class TrainingText:
     """
 
     def __init__(
-        self, drawn: Iterable[Drawn], group_of: Callable[[str], str], held_out_share: float,
+        self, documents: Iterable[SampledDocument], group_of: Callable[[str], str], held_out_share: float,
         max_bad_lines: int | None = None, max_bad_fraction: float | None = None,
     ) -> None:  # fmt: skip
-        self._drawn, self._group_of = drawn, group_of
+        self._documents, self._group_of = documents, group_of
         self._share, self._max_bad_fraction = held_out_share, max_bad_fraction
         self._max_bad_lines = 0 if max_bad_lines is None and max_bad_fraction is None else max_bad_lines
-        self._seen: dict[str, int] = defaultdict(int)
-        self._held: dict[str, int] = defaultdict(int)
+        self._num_read_bytes: dict[str, int] = defaultdict(int)
+        self._num_held_out_bytes: dict[str, int] = defaultdict(int)
         self.held_out: dict[str, list[str]] = {}
         """Group -> held-out documents."""
         self.bad: list[BadRecord] = []
@@ -130,11 +130,11 @@ class TrainingText:
         self.num_documents = self.num_bytes = self.num_bad = 0
 
     def __iter__(self) -> Iterator[str]:
-        for path, text, _ in self._drawn:
+        for path, text, _ in self._documents:
             if isinstance(text, BadRecord):
                 self.num_bad += 1
-                self.bad += [text][: _MOST_BAD_LISTED - len(self.bad)]
-                if self.num_bad >= _GIVE_UP_AT and self.num_bad > self.num_documents:
+                self.bad += [text][: _MAX_BAD_RECORDS - len(self.bad)]
+                if self.num_bad >= _STOP_AT_NUM_BAD and self.num_bad > self.num_documents:
                     self._check_bad(", and reading was stopped")
             elif not self._hold_out(self._group_of(path), text):
                 yield text
@@ -146,19 +146,19 @@ class TrainingText:
         size = len(text.encode())
         self.num_documents += 1
         self.num_bytes += size
-        self._seen[group] += size
-        is_due = self._share * self._seen[group] - self._held[group] >= HELD_OUT_STEP
-        if not is_due or sum(self._held.values()) + size > _MOST_KEPT_BYTES:
+        self._num_read_bytes[group] += size
+        is_due = self._share * self._num_read_bytes[group] - self._num_held_out_bytes[group] >= HELD_OUT_STEP
+        if not is_due or sum(self._num_held_out_bytes.values()) + size > _MAX_HELD_OUT_BYTES:
             return False
-        self._held[group] += size
+        self._num_held_out_bytes[group] += size
         self.held_out.setdefault(group, []).append(text)
         return True
 
-    def _check_bad(self, end: str = "") -> None:
+    def _check_bad(self, reason: str = "") -> None:
         """Raise DataError if too many records are bad.
 
         Args:
-            end: reason for which reading stopped, for the message.
+            reason: reason for which reading stopped, for the message.
         """
         num_records = self.num_documents + self.num_bad
         exceeded = []
@@ -168,12 +168,12 @@ class TrainingText:
             exceeded.append(f"{self._max_bad_fraction:g} of all lines (--max-bad-fraction)")
         if not exceeded:
             return
-        examples = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
-        remaining = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
+        examples = "".join(f"\n  {record}" for record in self.bad[:_MAX_EXAMPLES])
+        remaining = f"\n  and {self.num_bad - _MAX_EXAMPLES} more" if self.num_bad > _MAX_EXAMPLES else ""
         fix = f"skip them with --max-bad-lines {self.num_bad}"
-        if end:
+        if reason:
             fix = "check --input, --format and --json-key"
         raise DataError(
-            f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(exceeded)} are allowed. "
+            f"{self.num_bad} of {num_records} records are bad{reason}; at most {' and '.join(exceeded)} are allowed. "
             f"Correct them, or {fix}:{examples}{remaining}"
         )

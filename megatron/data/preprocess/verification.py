@@ -18,8 +18,8 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.identity import is_same
 
-_SIZES_AT_ONCE = 1 << 18
-_BYTES_AT_ONCE = 1 << 22
+_LENGTHS_PER_BLOCK = 1 << 18
+_READ_BYTES = 1 << 22
 _SHOWN_TOKENS = 64
 
 
@@ -48,7 +48,7 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     Raises:
         DataError: a file is missing or damaged, or the data was built with another tokenizer than ``tokenizer``.
     """
-    file = _opened(prefix)
+    file = _open_output(prefix)
     if tokenizer is not None and file.sidecar is not None and not is_same(file.sidecar.tokenizer, tokenizer.identity):
         log.debug(f"tokenizer identity of {file.prefix}: {file.sidecar.tokenizer}; given: {tokenizer.identity}")
         raise DataError(
@@ -60,28 +60,30 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
             f"{file.prefix}.meta.json must state the vocabulary size of the tokenizer, {tokenizer.vocab_size}, got "
             f"{file.sidecar.vocab_size}. It is damaged. Build the data again, or delete it."
         )
-    crc32, lowest, highest = _read_through(file)
+    crc32, lowest, highest = _scan_tokens(file)
     vocab_size = tokenizer.vocab_size if tokenizer else file.sidecar.vocab_size if file.sidecar else highest + 1
     if lowest < 0 or highest >= vocab_size:
         raise DataError(f"{file.prefix}.bin: ids must be in 0 ... {vocab_size - 1}, got {lowest} ... {highest}")
     if file.sidecar is not None:
         _check_sidecar(file, file.sidecar, crc32, highest)
     documents = sorted(random.Random(seed).sample(range(file.num_documents), min(num_samples, file.num_documents)))
-    samples = [(document, int(file.sizes[document]), _opening(file, document, tokenizer)) for document in documents]
+    samples = [
+        (document, int(file.document_lengths[document]), _preview(file, document, tokenizer)) for document in documents
+    ]
     return Verified(file.num_documents, file.num_tokens, file.sidecar is not None, samples)
 
 
-def _opened(prefix: str) -> IndexedDataset:
+def _open_output(prefix: str) -> IndexedDataset:
     if not any(Path(prefix + suffix).is_file() for suffix in (".bin", ".idx", ".commit", "")):
         raise DataError(f"--output-prefix {prefix} must name files to verify; {prefix}.bin and .idx do not exist")
     return IndexedDataset(prefix)
 
 
-def _read_through(file: IndexedDataset) -> tuple[int, int, int]:
+def _scan_tokens(file: IndexedDataset) -> tuple[int, int, int]:
     """Return the crc32 of the ``.bin``, and the smallest and the largest token id."""
     crc32, lowest, highest = 0, 0, -1
-    with open(file.token_path, "rb") as opened:
-        while data := opened.read(_BYTES_AT_ONCE):
+    with open(file.token_path, "rb") as stream:
+        while data := stream.read(_READ_BYTES):
             tokens = np.frombuffer(data, file.dtype)
             crc32 = zlib.crc32(data, crc32)
             lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
@@ -95,7 +97,7 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
         "bytes in .bin": (sidecar.bin_bytes, file.num_tokens * file.dtype.itemsize),
         "crc32 of .bin": (sidecar.bin_crc32, crc32),
         "crc32 of .idx": (sidecar.idx_crc32, files.size_and_crc(file.index_path)[1]),
-        "crc32 of .idx by its lengths": (sidecar.idx_crc32, _crc32_by_lengths(file)),
+        "crc32 of .idx by its lengths": (sidecar.idx_crc32, _crc32_from_lengths(file)),
         "largest id": (sidecar.max_token_id, highest),
     }
     if mismatches := [
@@ -109,10 +111,10 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
         _check_ends(file, sidecar.eod_id)
 
 
-def _crc32_by_lengths(file: IndexedDataset) -> int:
+def _crc32_from_lengths(file: IndexedDataset) -> int:
     """Return the crc32 of the ``.idx`` that follows from the document lengths, including offsets and starts."""
     crc32 = 0
-    for chunk in index_chunks(lambda: _sizes(file), file.num_documents, file.dtype):
+    for chunk in index_chunks(lambda: _length_blocks(file), file.num_documents, file.dtype):
         crc32 = zlib.crc32(chunk, crc32)
     return crc32
 
@@ -120,8 +122,8 @@ def _crc32_by_lengths(file: IndexedDataset) -> int:
 def _check_ends(file: IndexedDataset, eod_id: int | None) -> None:
     tokens = np.memmap(file.token_path, file.dtype, "r") if file.num_tokens else np.zeros(0, file.dtype)
     start = first = 0
-    for sizes in _sizes(file):
-        ends = start + np.cumsum(sizes, dtype=np.int64)
+    for lengths in _length_blocks(file):
+        ends = start + np.cumsum(lengths, dtype=np.int64)
         mismatches = np.flatnonzero(tokens[ends - 1] != eod_id)
         if len(mismatches):
             document = first + int(mismatches[0])
@@ -129,14 +131,14 @@ def _check_ends(file: IndexedDataset, eod_id: int | None) -> None:
                 f"{file.prefix}: each document must end with the id {eod_id}, but document {document} ends with "
                 f"{tokens[ends[mismatches[0]] - 1]}. The files are damaged. Build them again."
             )
-        start, first = int(ends[-1]), first + len(sizes)
+        start, first = int(ends[-1]), first + len(lengths)
 
 
-def _sizes(file: IndexedDataset) -> Iterator[np.ndarray]:
-    for start in range(0, file.num_documents, _SIZES_AT_ONCE):
-        yield np.array(file.sizes[start : start + _SIZES_AT_ONCE])
+def _length_blocks(file: IndexedDataset) -> Iterator[np.ndarray]:
+    for start in range(0, file.num_documents, _LENGTHS_PER_BLOCK):
+        yield np.array(file.document_lengths[start : start + _LENGTHS_PER_BLOCK])
 
 
-def _opening(file: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> str:
-    ids = file.read(document, 0, min(int(file.sizes[document]), _SHOWN_TOKENS)).tolist()
+def _preview(file: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> str:
+    ids = file.read(document, 0, min(int(file.document_lengths[document]), _SHOWN_TOKENS)).tolist()
     return repr(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))

@@ -18,15 +18,15 @@ from multiprocessing.process import BaseProcess
 
 from megatron.child_process import die_with_parent
 from megatron.data.preprocess.corpus import read_unit
-from megatron.data.preprocess.encode import Encoder, in_chunks
-from megatron.data.preprocess.job_types import Counts, Unit, compression_of, total
-from megatron.data.preprocess.readers import check_is_whole
-from megatron.data.preprocess.shards import Part, PartWriter, ShardFolder
+from megatron.data.preprocess.encode import Encoder, chunk_records
+from megatron.data.preprocess.job_types import Counts, Unit, compression_type, sum_counts
+from megatron.data.preprocess.readers import check_decompresses
+from megatron.data.preprocess.shards import Shard, ShardFolder, ShardWriter
 from megatron.errors import DataError
 
 # A worker process: it receives units one after another and sends back progress reports.
 
-_SECONDS_BETWEEN_REPORTS = 0.2
+_REPORT_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Running:
 class Finished:
     """The report of a finished unit; ``is_new`` is False if its part already existed."""
 
-    part: Part
+    shard: Shard
     is_new: bool
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The report of a failed unit. ``error_number`` is the errno of an OSError, else 0; ``where`` is the traceback."""
+    """Report of a failed unit. ``error_number`` is the errno of an OSError, otherwise 0."""
 
     reason: str
     is_data_error: bool = False
     error_number: int = 0
-    where: str = ""
+    traceback_text: str = ""
 
 
 Report = Running | Finished | Failed
@@ -63,62 +63,64 @@ class Work:
 
     units: Mapping[int, Unit]
     encoder: Encoder
-    parts: ShardFolder
+    shard_folder: ShardFolder
 
 
-def run(connection: Connection, work: Work, parent: int) -> None:
+def run(connection: Connection, work: Work, parent_pid: int) -> None:
     """Encode the units whose numbers arrive on ``connection`` until None arrives; send reports on ``connection``."""
-    _become_worker(parent)
+    _init_worker(parent_pid)
     try:
-        while (unit_number := connection.recv()) is not None:
-            for report in reports(work.encoder, work.parts, work.units[unit_number], _SECONDS_BETWEEN_REPORTS):
+        while (unit_idx := connection.recv()) is not None:
+            for report in encode_with_reports(
+                work.encoder, work.shard_folder, work.units[unit_idx], _REPORT_INTERVAL_S
+            ):
                 connection.send(report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent process has ended
 
 
-def _become_worker(parent: int) -> None:
+def _init_worker(parent_pid: int) -> None:
     die_with_parent()
-    if os.getppid() != parent:  # the parent died before die_with_parent() took effect
+    if os.getppid() != parent_pid:  # the parent died before die_with_parent() took effect
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process stops its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # keep inherited pages shared; otherwise the garbage collector would write to all of them
 
 
-def reports(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: float) -> Iterator[Report]:
+def encode_with_reports(encoder: Encoder, shard_folder: ShardFolder, unit: Unit, interval_s: float) -> Iterator[Report]:
     """Encode ``unit`` unless its part exists; yield Running reports, and finally Finished or Failed."""
     try:
-        if part := parts.finished(unit.number):
-            yield Finished(part, is_new=False)
+        if shard := shard_folder.load_finished(unit.idx):
+            yield Finished(shard, is_new=False)
         else:
-            yield from _encoded(encoder, parts, unit, seconds_between)
+            yield from _encode_unit(encoder, shard_folder, unit, interval_s)
     except DataError as error:
         yield Failed(str(error), is_data_error=True)
     except OSError as error:
-        yield Failed(str(error), error_number=error.errno or errno.EIO, where=traceback.format_exc())
+        yield Failed(str(error), error_number=error.errno or errno.EIO, traceback_text=traceback.format_exc())
     except Exception as error:
-        yield Failed(f"{type(error).__name__}: {error}", where=traceback.format_exc())
+        yield Failed(f"{type(error).__name__}: {error}", traceback_text=traceback.format_exc())
 
 
-def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: float) -> Iterator[Report]:
+def _encode_unit(encoder: Encoder, shard_folder: ShardFolder, unit: Unit, interval_s: float) -> Iterator[Report]:
     counts, reported_s = Counts(), time.monotonic()
-    is_checked = compression_of(unit.path) is None
-    with PartWriter(parts, unit.number) as writer:
-        for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
+    is_checked = compression_type(unit.path) is None
+    with ShardWriter(shard_folder, unit.idx) as writer:
+        for chunk in chunk_records(read_unit(unit, encoder.json_keys)):
             encoded = encoder.encode(chunk, unit.format)
             # Bad records may be garbage after a flipped bit in a compressed file. Verify the checksum, which is at the
             # end of the file, before reporting them.
-            if encoded.bad and not is_checked:
-                check_is_whole(unit.path)
+            if encoded.bad_records and not is_checked:
+                check_decompresses(unit.path)
                 is_checked = True
-            counts = total((counts, encoded.counts))
+            counts = sum_counts((counts, encoded.counts))
             writer.add(encoded, counts)
-            if encoded.bad or time.monotonic() - reported_s >= seconds_between:
+            if encoded.bad_records or time.monotonic() - reported_s >= interval_s:
                 yield Running(counts)
                 reported_s = time.monotonic()
-        part = writer.finish()
-    yield Finished(part, is_new=True)
+        shard = writer.finish()
+    yield Finished(shard, is_new=True)
 
 
 # The pool: it distributes units, monitors the workers, and stops all of them after an error.
@@ -133,19 +135,21 @@ class _Worker:
 
     def __init__(self, work: Work) -> None:
         context = multiprocessing.get_context("fork")  # inherit the tokenizer instead of loading or copying it
-        self.connection, other_end = context.Pipe()
-        self.process: BaseProcess = context.Process(target=run, args=(other_end, work, os.getpid()), daemon=True)
+        self.connection, worker_connection = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=run, args=(worker_connection, work, os.getpid()), daemon=True
+        )
         self.process.start()
-        other_end.close()  # so that the connection ends when the worker dies
+        worker_connection.close()  # so that the connection ends when the worker dies
         self.unit: int | None = None
 
-    def give(self, unit: int | None) -> None:
+    def send_unit(self, unit: int | None) -> None:
         """Send the next unit to the worker; None stops the worker."""
         self.unit = unit
         with suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is detected by take()
             self.connection.send(unit)
 
-    def take(self) -> Report | None:
+    def receive_report(self) -> Report | None:
         """Return the next report; None if the worker is dead."""
         try:
             return self.connection.recv()
@@ -184,7 +188,7 @@ class Workers:
         self,
         units: Iterable[int],
         on_report: Callable[[Mapping[int, Counts]], None],
-        on_finished: Callable[[Part, bool], None],
+        on_finished: Callable[[Shard, bool], None],
     ) -> None:
         """Encode all ``units``, starting them in this order.
 
@@ -199,52 +203,54 @@ class Workers:
         waiting = iter(units)
         running: dict[int, Counts] = {}
         for worker in self._workers:
-            self._next(worker, waiting, running)
+            self._send_next_unit(worker, waiting, running)
         while running:
             for worker, report in self._reports():
-                unit = worker.unit
-                assert unit is not None, "a worker without a unit sends no reports"
+                unit_idx = worker.unit
+                assert unit_idx is not None, "a worker without a unit sends no reports"
                 if isinstance(report, Running):
-                    running[unit] = report.counts
+                    running[unit_idx] = report.counts
                 elif isinstance(report, Finished):
-                    del running[unit]
-                    on_finished(report.part, report.is_new)
-                    self._next(worker, waiting, running)
+                    del running[unit_idx]
+                    on_finished(report.shard, report.is_new)
+                    self._send_next_unit(worker, waiting, running)
                 else:
-                    raise self._error(worker, report, unit)
+                    raise self._make_error(worker, report, unit_idx)
                 on_report(running)
 
-    def _next(self, each: _Worker, waiting: Iterator[int], running: dict[int, Counts]) -> None:
+    def _send_next_unit(self, worker: _Worker, waiting: Iterator[int], running: dict[int, Counts]) -> None:
         """Send the next waiting unit to an idle worker, or stop the worker if there is none."""
-        each.give(next(waiting, None))
-        if each.unit is not None:
-            running[each.unit] = Counts()
+        worker.send_unit(next(waiting, None))
+        if worker.unit is not None:
+            running[worker.unit] = Counts()
 
     def _reports(self) -> Iterator[tuple[_Worker, Report | None]]:
         """Wait for reports and yield (worker, report); the report is None for a worker that died."""
         busy = {worker.connection: worker for worker in self._workers if worker.unit is not None}
         for ready in connection.wait(list(busy)):
             worker = busy[ready]  # type: ignore[index]
-            yield worker, worker.take()
+            yield worker, worker.receive_report()
 
-    def _error(self, each: _Worker, report: Failed | None, number: int) -> Exception:
-        unit = self._work.units[number].name()
+    def _make_error(self, worker: _Worker, report: Failed | None, unit_idx: int) -> Exception:
+        unit_name = self._work.units[unit_idx].name()
         if report is None:
-            each.process.join()
-            return UnitError(f"a worker process {_end_of(each.process.exitcode)} while it encoded {unit}")
-        return error_of(report, unit)
+            worker.process.join()
+            return UnitError(f"a worker process {_describe_exit(worker.process.exitcode)} while it encoded {unit_name}")
+        return make_error(report, unit_name)
 
 
-def error_of(report: Failed, unit: str) -> Exception:
-    """Return the exception for the failure of the unit called ``unit``."""
+def make_error(report: Failed, unit_name: str) -> Exception:
+    """Return the exception for the failure of the unit called ``unit_name``."""
     if report.is_data_error:
         return DataError(report.reason)
     if report.error_number:
-        return OSError(report.error_number, f"while a worker encoded {unit}: {report.reason}")
-    return UnitError(f"a worker process failed while it encoded {unit}: {report.reason}\n{report.where}".rstrip())
+        return OSError(report.error_number, f"while a worker encoded {unit_name}: {report.reason}")
+    return UnitError(
+        f"a worker process failed while it encoded {unit_name}: {report.reason}\n{report.traceback_text}".rstrip()
+    )
 
 
-def _end_of(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     """Describe the exit code of a process."""
     if code is None or code >= 0:
         return f"ended with code {code}"

@@ -12,9 +12,11 @@ from megatron.config.config import Config
 from megatron.config.family import FamilyConfig, ModelFamily
 from megatron.config.option import option
 
-_option = partial(option, elsewhere="it is supported in BERT only; remove it, or use examples/bert/pretrain_bert.py")
-_FRAME = {True: 3, False: 2}
-_SHORTEST_TEXT = 2
+_bert_option = partial(
+    option, elsewhere="it is supported in BERT only; remove it, or use examples/bert/pretrain_bert.py"
+)
+_NUM_SPECIAL_TOKENS = {True: 3, False: 2}
+_MIN_TEXT_LENGTH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +44,28 @@ class BertConfig(FamilyConfig):
         "normalization": "BERT always has LayerNorm; remove it",
         "add_qkv_bias": "BERT's linear layers always have biases; remove it",
     }
-    HOLDS: ClassVar = {
+    ALWAYS_ON_FLAGS: ClassVar = {
         "--hidden-bias": "BERT's linear layers always have biases",
         "--add-qkv-bias": "BERT's linear layers always have biases",
     }
     IDENTITY: ClassVar = ("binary_head",)
 
-    binary_head: bool = _option(
+    binary_head: bool = _bert_option(
         True,
         "train without next-sentence prediction, on single texts",
         flag="",
         constants={"--bert-no-binary-head": False},
         short="no next-sentence prediction",
     )
-    mask_prob: float = _option(
+    mask_prob: float = _bert_option(
         0.15,
         "fraction of the tokens to predict",
         above=0,
         below=1,
         short="fraction that is masked",
     )
-    whole_word_masking: bool = _option(False, "mask all tokens of a word together")
-    short_seq_prob: float = _option(
+    whole_word_masking: bool = _bert_option(False, "mask all tokens of a word together")
+    short_seq_prob: float = _bert_option(
         0.1,
         "fraction of samples with a random length of at least 2 tokens; they are padded",
         minimum=0,
@@ -75,15 +77,15 @@ class BertConfig(FamilyConfig):
         return self.short_seq_prob > 0
 
     def text_length(self, batch: BatchConfig) -> int:
-        return batch.seq_length - _FRAME[self.binary_head]
+        return batch.seq_length - _NUM_SPECIAL_TOKENS[self.binary_head]
 
     def check(self, config: Config) -> Iterator[str]:
         yield from super().check(config)
-        shortest = _SHORTEST_TEXT + _FRAME[self.binary_head]
-        if config.batch.seq_length < shortest:
+        min_length = _MIN_TEXT_LENGTH + _NUM_SPECIAL_TOKENS[self.binary_head]
+        if config.batch.seq_length < min_length:
             yield (
-                f"--seq-length must be at least {shortest}, a text of {_SHORTEST_TEXT} tokens and its special tokens, "
-                f"got {config.batch.seq_length}. Raise it"
+                f"--seq-length must be at least {min_length}, a text of {_MIN_TEXT_LENGTH} tokens and its special "
+                f"tokens, got {config.batch.seq_length}. Raise it"
             )
 
 

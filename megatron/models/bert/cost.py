@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from megatron.costs import decoder_cost
-from megatron.costs.cost import Kept, Product, Work
-from megatron.costs.decoder_cost import DecoderCosts, context_costs, dropout_costs, mask_reason
+from megatron.costs.cost import Product, SavedBytes, Work
+from megatron.costs.decoder_cost import DecoderCosts, distribution_costs, dropout_costs, mask_reason
 from megatron.costs.dimensions import known_vocab_size
 
 _TOKEN_TYPES = 2
@@ -32,7 +32,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class BertCosts(DecoderCosts):
-    """Costs of a BERT with ``sizes`` for samples of ``seq_length`` tokens."""
+    """Costs of a BERT with ``model`` for samples of ``seq_length`` tokens."""
 
     is_causal: ClassVar[bool] = False
     heads: Heads
@@ -44,52 +44,54 @@ class BertCosts(DecoderCosts):
 
     @property
     def unit_costs(self) -> list[float]:
-        sizes, h = self.sizes, self.sizes.hidden_size
-        scores = 4 * self.seq_length * decoder_cost.attention_width(sizes)
-        layer = decoder_cost.projections_flops(sizes) + decoder_cost.feed_forward_flops(sizes) + scores
+        model, h = self.model, self.model.hidden_size
+        scores = 4 * self.seq_length * decoder_cost.attention_width(model)
+        layer = decoder_cost.projections_flops(model) + decoder_cost.feed_forward_flops(model) + scores
         norm = decoder_cost.ELEMENTWISE * h / layer
-        return [norm, *[1.0] * sizes.num_layers, norm + 2 * h * h / layer, decoder_cost.head_cost(sizes) / layer]
+        return [norm, *[1.0] * model.num_layers, norm + 2 * h * h / layer, decoder_cost.head_cost(model) / layer]
 
     def flops_per_token(self, *, causal: bool = False) -> float:
         """Return the forward and backward FLOPs per token. ``causal`` counts half of the attention matrix."""
-        h, transform = self.sizes.hidden_size, self._transform_parameters() / self.seq_length
+        h, transform = self.model.hidden_size, self._transform_parameters() / self.seq_length
         second_head = 6.0 * transform if self.heads.binary_head else 0.0
         return super().flops_per_token(causal=causal) + 6.0 * h * h + second_head
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        h = self.sizes.hidden_size
+        h = self.model.hidden_size
         embedding, *layers, _, head = super().unit_parameters(tensor)
-        words = -(-known_vocab_size(self.sizes) // tensor)
+        words = -(-known_vocab_size(self.model) // tensor)
         transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
         return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         embedding, *layers, norm, head = super().unit_work(samples, tensor, width)
-        h = self.sizes.hidden_size
-        transform = Work(products=(Product(samples * self.own_length, h, h),), operations=2 * norm.operations)
+        h = self.model.hidden_size
+        transform = Work(products=(Product(samples * self.local_length, h, h),), operations=2 * norm.operations)
         return [embedding, *layers, transform, head]
 
-    def unit_kept(
-        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
-    ) -> list[Kept]:
-        embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence, is_joined=is_joined)
-        if self.heads.pads_samples and not self.is_by_length:
+    def unit_saved_bytes(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
+    ) -> list[SavedBytes]:
+        embedding, *layers, _, head = super().unit_saved_bytes(
+            samples, tensor, width, sequence, saves_gathered_inputs=saves_gathered_inputs
+        )
+        if self.heads.pads_samples and not self.uses_document_starts:
             # mask of padded keys, in the dtype of activations
-            mask = samples * self.own_length * self.seq_length * width
+            mask = samples * self.local_length * self.seq_length * width
             layers = [replace(layer, full=layer.full + mask) for layer in layers]
-        hidden = samples * self.own_length * self.sizes.hidden_size * width // sequence
-        return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
+        hidden = samples * self.local_length * self.model.hidden_size * width // sequence
+        return [embedding, *layers, SavedBytes(5 * hidden, 3 * hidden), head]
 
     def _transform_parameters(self) -> int:
         """Return the number of parameters of the next-sentence head: the pooler and the linear layer of two scores."""
-        h = self.sizes.hidden_size
+        h = self.model.hidden_size
         return h * h + h + 2 * h + 2
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
     """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
     return BertCosts(
-        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu,
-        is_by_length=mask_reason(config, "cpu" if is_on_cpu else "cuda", is_causal=False) is None,
-        **dropout_costs(config, is_on_cpu), **context_costs(config),
+        config.model, config.batch.seq_length, config.family_config, is_on_cpu=is_on_cpu,
+        uses_document_starts=mask_reason(config, "cpu" if is_on_cpu else "cuda", is_causal=False) is None,
+        **dropout_costs(config, is_on_cpu), **distribution_costs(config),
     )  # fmt: skip

@@ -15,17 +15,17 @@ from megatron.config import Config
 from megatron.data import dataset_checks
 from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
-from megatron.data.documents import Documents, Piece, count_of, documents_key, longest_of
+from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, build_datasets
+from megatron.data.documents import Documents, DocumentSlice, count_documents, documents_key, longest_document
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces
+from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_slices
 from megatron.errors import DataError
 from megatron.models.parts import DataParts
 
 # BERT's special tokens, from the tokenizer or appended to its vocabulary.
 
-NAMES = {
+TOKEN_NAMES = {
     "cls_id": ("[CLS]", "<cls>", "<|cls|>", "<s>"),
     "sep_id": ("[SEP]", "<sep>", "<|sep|>", "</s>"),
     "mask_id": ("[MASK]", "<mask>", "<|mask|>"),
@@ -87,12 +87,14 @@ def bert_tokens(tokenizer: Vocabulary) -> BertTokens:
     control_tokens, vocab_size = tokenizer.control_tokens, tokenizer.vocab_size
     ids: dict[str, int] = {}
     next_id = vocab_size
-    for field, names in NAMES.items():
+    for field_name, names in TOKEN_NAMES.items():
         token_id = next((control_tokens[name] for name in names if name in control_tokens), None)
-        ids[field] = next_id if token_id is None else token_id
+        ids[field_name] = next_id if token_id is None else token_id
         next_id += token_id is None
-    controls = sorted({token for token in control_tokens.values() if token < vocab_size and token != tokenizer.unk_id})
-    return BertTokens(**ids, text_vocab_size=vocab_size, control_ids=tuple(controls))
+    control_ids = sorted(
+        {token for token in control_tokens.values() if token < vocab_size and token != tokenizer.unk_id}
+    )
+    return BertTokens(**ids, text_vocab_size=vocab_size, control_ids=tuple(control_ids))
 
 
 # Masking; the computation is vectorised.
@@ -105,15 +107,15 @@ def bert_tokens(tokenizer: Vocabulary) -> BertTokens:
 #
 # Source: Devlin et al. 2019, "BERT", section 3.1; whole words: the authors' code of May 2019.
 
-NOTHING = -1
+NOT_PREDICTED = -1
 """Label of a token that is not predicted."""
 _MASKED, _MASKED_OR_RANDOM = np.uint64(0.8 * 2**64), np.uint64(0.9 * 2**64)
-DRAWS = 3
+WORDS_PER_TOKEN = 3
 """Random words per token."""
 
 
 class Masked(NamedTuple):
-    """Tokens after masking, and labels: the original token where masked, ``NOTHING`` elsewhere. Both int64."""
+    """Tokens after masking, and labels: the original token where masked, ``NOT_PREDICTED`` elsewhere. Both int64."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -124,7 +126,7 @@ def num_to_mask(length: int, probability: float) -> int:
     return max(1, round(probability * length))
 
 
-def mask(
+def mask_tokens(
     text: np.ndarray, count: int, words: np.ndarray, tokens: BertTokens, is_start: np.ndarray | None = None
 ) -> Masked:
     """Return ``text`` with ``count`` tokens masked, or all tokens that can be masked if there are fewer.
@@ -134,54 +136,57 @@ def mask(
         is_start: bool[n], True where a word starts; if given, words are masked as a whole. Words with more tokens than
             remain to be masked are skipped, so that slightly fewer tokens may be masked.
     """
-    position_keys, action_keys, token_keys = words.reshape(DRAWS, len(text))
+    position_keys, action_keys, token_keys = words.reshape(WORDS_PER_TOKEN, len(text))
     is_maskable = tokens.is_word[text]
     positions = (
-        _tokens(is_maskable, count, position_keys)
+        _choose_tokens(is_maskable, count, position_keys)
         if is_start is None
-        else _whole_words(is_maskable, is_start, count, position_keys)
+        else _choose_whole_words(is_maskable, is_start, count, position_keys)
     )
-    labels = np.full(len(text), NOTHING, np.int64)
+    labels = np.full(len(text), NOT_PREDICTED, np.int64)
     labels[positions] = text[positions]
-    masked, action = text.copy(), action_keys[positions]
-    random = tokens.word_ids[token_keys[positions] % np.uint64(len(tokens.word_ids))]
-    masked[positions] = np.where(
-        action < _MASKED, tokens.mask_id, np.where(action < _MASKED_OR_RANDOM, random, text[positions])
+    masked_tokens, actions = text.copy(), action_keys[positions]
+    random_tokens = tokens.word_ids[token_keys[positions] % np.uint64(len(tokens.word_ids))]
+    masked_tokens[positions] = np.where(
+        actions < _MASKED, tokens.mask_id, np.where(actions < _MASKED_OR_RANDOM, random_tokens, text[positions])
     )
-    return Masked(masked, labels)
+    return Masked(masked_tokens, labels)
 
 
-def _tokens(may: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    positions = np.flatnonzero(may)
+def _choose_tokens(is_maskable: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+    positions = np.flatnonzero(is_maskable)
     return positions[keys[positions].argsort(kind="stable")[:count]]
 
 
-def _whole_words(may: np.ndarray, is_start: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+def _choose_whole_words(is_maskable: np.ndarray, is_start: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
     """Return the positions of words in random order, skipping words that no longer fit. A control token is a word."""
-    is_start = is_start | ~may
+    is_start = is_start | ~is_maskable
     is_start[0] = True
-    is_start[1:] |= ~may[:-1]
-    firsts = np.flatnonzero(is_start)
-    sizes = np.diff(firsts, append=len(may))
-    free = np.flatnonzero(may[firsts])
-    order = free[keys[firsts[free]].argsort(kind="stable")]
-    chosen = order[_fitting(sizes[order], count)]
-    positions: np.ndarray = np.repeat(firsts[chosen] - (sizes[chosen].cumsum() - sizes[chosen]), sizes[chosen])
+    is_start[1:] |= ~is_maskable[:-1]
+    word_starts = np.flatnonzero(is_start)
+    word_lengths = np.diff(word_starts, append=len(is_maskable))
+    maskable_words = np.flatnonzero(is_maskable[word_starts])
+    order = maskable_words[keys[word_starts[maskable_words]].argsort(kind="stable")]
+    chosen_words = order[_select_fitting(word_lengths[order], count)]
+    positions: np.ndarray = np.repeat(
+        word_starts[chosen_words] - (word_lengths[chosen_words].cumsum() - word_lengths[chosen_words]),
+        word_lengths[chosen_words],
+    )
     return positions + np.arange(len(positions))
 
 
-def _fitting(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Return the indices of the ``sizes`` that fit into ``room`` when they are added in order."""
-    chosen, start = [], 0
-    while room > 0 and start < len(sizes):
-        ends = sizes[start:].cumsum()
-        num_fitting = int(ends.searchsorted(room, "right"))
-        chosen.append(np.arange(start, start + num_fitting))
-        room -= int(ends[num_fitting - 1]) if num_fitting else 0
+def _select_fitting(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the indices of the ``lengths`` that fit into ``capacity`` when they are added in order."""
+    chosen_ranges, start = [], 0
+    while capacity > 0 and start < len(lengths):
+        ends = lengths[start:].cumsum()
+        num_fitting = int(ends.searchsorted(capacity, "right"))
+        chosen_ranges.append(np.arange(start, start + num_fitting))
+        capacity -= int(ends[num_fitting - 1]) if num_fitting else 0
         start += num_fitting
-        smaller = np.flatnonzero(sizes[start:] <= room)
-        start = start + int(smaller[0]) if len(smaller) else len(sizes)
-    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+        fitting = np.flatnonzero(lengths[start:] <= capacity)
+        start = start + int(fitting[0]) if len(fitting) else len(lengths)
+    return np.concatenate(chosen_ranges) if chosen_ranges else np.zeros(0, np.int64)
 
 
 # The arrays of a BERT sample.
@@ -196,19 +201,19 @@ def _fitting(sizes: np.ndarray, room: int) -> np.ndarray:
 PADDING = -1
 
 
-def sample(
-    masked: Masked, seam: int, is_random: bool, tokens: BertTokens, length: int, has_pairs: bool
+def build_sample(
+    masked: Masked, boundary: int, is_random: bool, tokens: BertTokens, length: int, has_pairs: bool
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the table above for a text whose second segment starts at ``seam``."""
+    """Return the arrays of the table above for a text whose second segment starts at ``boundary``."""
     first, second = 1, len(masked.tokens) + (2 if has_pairs else 1)  # positions of the text and of the last sep
-    text, labels = np.full(length, tokens.pad_id, np.int64), np.full(length, NOTHING, np.int64)
-    parts = np.full(length, PADDING, np.int32)
+    text, labels = np.full(length, tokens.pad_id, np.int64), np.full(length, NOT_PREDICTED, np.int64)
+    segment_ids = np.full(length, PADDING, np.int32)
     for row, values in ((text, masked.tokens), (labels, masked.labels)):
-        row[first : first + seam] = values[:seam]
-        row[first + seam + 1 : second] = values[seam:]
-    text[0], text[first + seam], text[second] = tokens.cls_id, tokens.sep_id, tokens.sep_id
-    parts[: first + seam + 1], parts[first + seam + 1 : second + 1] = 0, 1
-    return {"text": text, "labels": labels, "parts": parts, "is_random": np.array(int(is_random), np.int64)}
+        row[first : first + boundary] = values[:boundary]
+        row[first + boundary + 1 : second] = values[boundary:]
+    text[0], text[first + boundary], text[second] = tokens.cls_id, tokens.sep_id, tokens.sep_id
+    segment_ids[: first + boundary + 1], segment_ids[first + boundary + 1 : second + 1] = 0, 1
+    return {"text": text, "labels": labels, "parts": segment_ids, "is_random": np.array(int(is_random), np.int64)}
 
 
 # BERT samples from ordinary token files; texts are paired and masked when they are read.
@@ -222,14 +227,21 @@ def sample(
 #
 # Source: Devlin et al. 2019, "BERT", section 3.1 and appendix A.2; Liu et al. 2019, "RoBERTa", section 4.2.
 
-SHORTEST = 2
+MIN_TEXT_LENGTH = 2
 """Tokens of the shortest text: one per segment."""
-_TRIES = 8
-_IS_SHORT, _LENGTH, _IS_RANDOM, _SEAM, _PLACES, _HEAD = 0, 1, 2, 3, 4, 4 + _TRIES  # uses of random words
+_MAX_TRIES = 8
+_IS_SHORT, _LENGTH, _IS_RANDOM, _BOUNDARY, _POSITIONS, _NUM_SAMPLE_WORDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    4 + _MAX_TRIES,
+)  # uses of random words
 
 
 class BertDataset:
-    """BERT samples from a token file; sample i is the dictionary that ``sample`` returns.
+    """BERT samples from a token file; sample i is the dictionary that ``build_sample`` returns.
 
     Any i >= 0 is valid; its epoch is i // samples_per_epoch.
 
@@ -275,14 +287,14 @@ class BertDataset:
             length=self.text_length,
             overlap=0,
             seed=seed,
-            asked_by=f"--seq-length {seq_length}",
+            length_flag=f"--seq-length {seq_length}",
             cache=cache,
         )
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
-        if has_pairs and count_of(documents) < 2:
+        if has_pairs and count_documents(documents) < 2:
             raise DataError(
                 f"{token_file.prefix}: pairs with a random second segment require at least two documents, got "
-                f"{count_of(documents)}. Add documents to this split, or use --bert-no-binary-head."
+                f"{count_documents(documents)}. Add documents to this split, or use --bert-no-binary-head."
             )
 
     @cached_property
@@ -304,23 +316,23 @@ class BertDataset:
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     @cached_property
-    def share_of_random(self) -> float:
+    def random_share(self) -> float:
         """Approximate share of pairs with a random second segment.
 
         It is 0.5, or lower if one document makes up nearly all text, because random positions in that document are
         rejected.
         """
-        longest = longest_of(self.token_file.sizes, self.documents)
-        rejected_share = min((longest + self.text_length) / self.num_tokens, 1.0)
-        return 0.5 * (1.0 - rejected_share * rejected_share**_TRIES)
+        max_document_length = longest_document(self.token_file.document_lengths, self.documents)
+        rejected_share = min((max_document_length + self.text_length) / self.num_tokens, 1.0)
+        return 0.5 * (1.0 - rejected_share * rejected_share**_MAX_TRIES)
 
     def num_predicted(self, index: int) -> int:
         """Return the number of tokens to predict in sample ``index``, without reading it."""
-        return num_to_mask(self._length(self._words(index, _LENGTH + 1)), self.mask_prob)
+        return num_to_mask(self._text_length(self._random_words(index, _LENGTH + 1)), self.mask_prob)
 
     def prefetch(self, index: int) -> None:
         """Prefetch the tokens of sample ``index`` if they are in an object store."""
-        prefetch_pieces(self.token_file, self._windows.pieces(index))
+        prefetch_slices(self.token_file, self._windows.slices(index))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.
@@ -328,44 +340,46 @@ class BertDataset:
         Raises:
             SampleError: the sample cannot be read. The message names sample, document and position in the file.
         """
-        words = self._words(index, _HEAD + DRAWS * self.text_length)
-        length = self._length(words)
-        pieces = _first(self._windows.pieces(index), length)
-        seam, is_random = length, False
+        words = self._random_words(index, _NUM_SAMPLE_WORDS + WORDS_PER_TOKEN * self.text_length)
+        length = self._text_length(words)
+        slices = _truncate_slices(self._windows.slices(index), length)
+        boundary, is_random = length, False
         if self.has_pairs:
-            seam, is_random, pieces = self._paired(index, pieces, words)
-        text = self._windows.read(index, pieces)
+            boundary, is_random, slices = self._draw_pair(index, slices, words)
+        text = self._windows.read(index, slices)
         is_start = None
         if self.word_starts is not None:
             is_start = self.word_starts[text]
-            is_start[seam : seam + 1] = True  # words do not continue in the second segment
-        draws = words[_HEAD : _HEAD + DRAWS * length]
-        masked = mask(text, num_to_mask(length, self.mask_prob), draws, self.tokens, is_start)
-        return sample(masked, seam, is_random, self.tokens, self.seq_length, self.has_pairs)
+            is_start[boundary : boundary + 1] = True  # words do not continue in the second segment
+        mask_words = words[_NUM_SAMPLE_WORDS : _NUM_SAMPLE_WORDS + WORDS_PER_TOKEN * length]
+        masked = mask_tokens(text, num_to_mask(length, self.mask_prob), mask_words, self.tokens, is_start)
+        return build_sample(masked, boundary, is_random, self.tokens, self.seq_length, self.has_pairs)
 
-    def _words(self, index: int, count: int) -> np.ndarray:
+    def _random_words(self, index: int, count: int) -> np.ndarray:
         return random_words(count, "bert", *self._key, int(index))
 
-    def _length(self, words: np.ndarray) -> int:
-        if _unit(words[_IS_SHORT]) >= self.short_seq_prob:
+    def _text_length(self, words: np.ndarray) -> int:
+        if _to_unit_interval(words[_IS_SHORT]) >= self.short_seq_prob:
             return self.text_length
-        return SHORTEST + int(words[_LENGTH]) % (self.text_length - SHORTEST + 1)
+        return MIN_TEXT_LENGTH + int(words[_LENGTH]) % (self.text_length - MIN_TEXT_LENGTH + 1)
 
-    def _paired(self, index: int, pieces: list[Piece], words: np.ndarray) -> tuple[int, bool, list[Piece]]:
-        """Return (start of the second segment, True if that segment is random, pieces of both segments)."""
-        length = sum(piece.length for piece in pieces)
-        start, stop = _longest(pieces)
+    def _draw_pair(
+        self, index: int, slices: list[DocumentSlice], words: np.ndarray
+    ) -> tuple[int, bool, list[DocumentSlice]]:
+        """Return (start of the second segment, True if that segment is random, slices of both segments)."""
+        length = sum(doc_slice.length for doc_slice in slices)
+        start, stop = _longest_slice(slices)
         if stop - start < 2:  # each document has one token, so that any boundary separates two documents
-            return length // 2, True, pieces
-        seam = start + 1 + int(words[_SEAM]) % (stop - start - 1)
-        if _unit(words[_IS_RANDOM]) < 0.5:
-            epoch, window_documents = int(index) // self.samples_per_epoch, {piece.document for piece in pieces}
-            for word in words[_PLACES : _PLACES + _TRIES].tolist():
-                position = word % (self.num_tokens - (length - seam) + 1)
-                random_pieces = self._windows.run(epoch, position, length - seam)
-                if random_pieces[0].offset and random_pieces[0].document not in window_documents:
-                    return seam, True, _first(pieces, seam) + random_pieces
-        return seam, False, pieces  # also if all tries failed, because nearly all text is in one document
+            return length // 2, True, slices
+        boundary = start + 1 + int(words[_BOUNDARY]) % (stop - start - 1)
+        if _to_unit_interval(words[_IS_RANDOM]) < 0.5:
+            epoch, window_documents = int(index) // self.samples_per_epoch, {doc_slice.document for doc_slice in slices}
+            for word in words[_POSITIONS : _POSITIONS + _MAX_TRIES].tolist():
+                position = word % (self.num_tokens - (length - boundary) + 1)
+                random_slices = self._windows.slices_in_epoch(epoch, position, length - boundary)
+                if random_slices[0].offset and random_slices[0].document not in window_documents:
+                    return boundary, True, _truncate_slices(slices, boundary) + random_slices
+        return boundary, False, slices  # also if all tries failed, because nearly all text is in one document
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:
@@ -373,28 +387,28 @@ def text_length(seq_length: int, has_pairs: bool) -> int:
     return seq_length - (3 if has_pairs else 2)
 
 
-def _unit(word: np.uint64) -> float:
+def _to_unit_interval(word: np.uint64) -> float:
     return float(word) / 2.0**64
 
 
-def _first(pieces: Sequence[Piece], length: int) -> list[Piece]:
-    """Return the pieces of the first ``length`` tokens."""
-    first_pieces = []
-    for piece in pieces:
+def _truncate_slices(slices: Sequence[DocumentSlice], length: int) -> list[DocumentSlice]:
+    """Return the slices of the first ``length`` tokens."""
+    truncated_slices = []
+    for doc_slice in slices:
         if length <= 0:
             break
-        first_pieces.append(piece._replace(length=min(piece.length, length)))
-        length -= piece.length
-    return first_pieces
+        truncated_slices.append(doc_slice._replace(length=min(doc_slice.length, length)))
+        length -= doc_slice.length
+    return truncated_slices
 
 
-def _longest(pieces: Sequence[Piece]) -> tuple[int, int]:
-    """Return the start and end of the longest piece in the text, the first one if there are several."""
+def _longest_slice(slices: Sequence[DocumentSlice]) -> tuple[int, int]:
+    """Return the start and end of the longest slice in the text, the first one if there are several."""
     start, stop, end = 0, 0, 0
-    for piece in pieces:
-        if piece.length > stop - start:
-            start, stop = end, end + piece.length
-        end += piece.length
+    for doc_slice in slices:
+        if doc_slice.length > stop - start:
+            start, stop = end, end + doc_slice.length
+        end += doc_slice.length
     return start, stop
 
 
@@ -408,7 +422,7 @@ def special_tokens(tokenizer: Any, config: Config) -> BertTokens:
 
 def random_dataset(config: Config, texts: Any, tokens: BertTokens, seed: int) -> BertDataset:
     """Return samples of the random documents ``texts``, whose ids are below ``texts.vocab_size``."""
-    bert_config, word_starts = config.own, np.arange(texts.vocab_size) % 3 != 0
+    bert_config, word_starts = config.family_config, np.arange(texts.vocab_size) % 3 != 0
     return BertDataset(
         texts,
         documents=(0, texts.num_documents),
@@ -427,7 +441,7 @@ DATA = DataParts(special_tokens=special_tokens, random_dataset=random_dataset)
 
 # The datasets of a BERT run, with all checks that are possible before training starts.
 
-FEW = 0.25
+MIN_RANDOM_SHARE = 0.25
 """Share of random pairs below which a warning is logged: half of the intended share."""
 
 
@@ -443,7 +457,7 @@ def build_bert_train_valid_test(
     word_starts: np.ndarray | None = None,
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
-) -> Three:
+) -> SplitDatasets:
     """Return the training, validation and test samples; None for a split that is not needed.
 
     Args:
@@ -475,15 +489,15 @@ def build_bert_train_valid_test(
                 cache=cache,
                 draws=draws,
             )
-            if has_pairs and samples.share_of_random < FEW:
+            if has_pairs and samples.random_share < MIN_RANDOM_SHARE:
                 log.info(
                     f"warning: {prefix}: one document contains nearly all text of a split, so only about "
-                    f"{samples.share_of_random:.0%} of its pairs have a random second segment. Add documents to it, "
+                    f"{samples.random_share:.0%} of its pairs have a random second segment. Add documents to it, "
                     "or use --bert-no-binary-head"
                 )
             return samples
 
-        sample_tokens, asked_by = text_length(seq_length, has_pairs), f"--seq-length {seq_length}"
-        return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=True)
+        sample_tokens, length_flag = text_length(seq_length, has_pairs), f"--seq-length {seq_length}"
+        return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, length_flag, has_random_draws=True)
 
     return build_datasets(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

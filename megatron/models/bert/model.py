@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.bert.data import NOTHING
+from megatron.models.bert.data import NOT_PREDICTED
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.language_model import (
     LazyLogits,
@@ -21,7 +21,7 @@ from megatron.models.common.language_model import (
     materialize_logits,
     model_loss,
 )
-from megatron.models.common.model_args import ModelArgs, fields_held
+from megatron.models.common.model_args import ModelArgs, select_fields
 from megatron.models.common.norms import LayerNorm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule
@@ -32,7 +32,7 @@ from megatron.mpu.mappings import all_reduce, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 from megatron.ops.attention import segment_mask
-from megatron.ops.document_attention import document_starts, document_stops, way_of
+from megatron.ops.document_attention import document_starts, document_stops, select_implementation
 from tds.linear_function import linear
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 # the two means in every layout. With whole-word masking, slightly fewer tokens than planned may be masked; the second
 # mean then has a weight slightly above 1.
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+SumAndCount = tuple[torch.Tensor, torch.Tensor]
 Outputs = Logits | tuple[Logits, torch.Tensor]
 """Logits of words, or a pair of these and the next-sentence scores [b, 2]."""
 
 
-def whole_outputs(outputs: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def materialize_outputs(outputs: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return ``outputs`` with the logits as a tensor."""
     if isinstance(outputs, (torch.Tensor, LazyLogits)):
         return materialize_logits(outputs)
-    words, scores = outputs
-    return materialize_logits(words), scores
+    word_logits, scores = outputs
+    return materialize_logits(word_logits), scores
 
 
 def bert_loss(
@@ -70,9 +70,9 @@ def bert_loss(
     is_random: torch.Tensor | None = None,
     step_predictions: torch.Tensor | None = None,
     *,
-    sizes: BertModelArgs,
-    place: ParallelContext,
-) -> Pair | dict[str, Pair]:
+    args: BertModelArgs,
+    parallel: ParallelContext,
+) -> SumAndCount | dict[str, SumAndCount]:
     """Return (sum, count) over the masked tokens; with two heads a dictionary of both losses and the total, "loss".
 
     Shapes:
@@ -82,28 +82,28 @@ def bert_loss(
         step_predictions [2], number of tokens to predict and of samples in the step; None: computed from this batch
     """
     if isinstance(logits, (torch.Tensor, LazyLogits)):
-        return model_loss(logits, labels, loss_mask, sizes, place)
-    words, scores = logits
+        return model_loss(logits, labels, loss_mask, args, parallel)
+    word_logits, scores = logits
     if is_random is None:
         raise ValueError("a BERT with two heads requires is_random, which marks samples with a random second segment")
-    masked, num_masked = model_loss(words, labels, loss_mask, sizes, place)
+    masked_loss, num_masked = model_loss(word_logits, labels, loss_mask, args, parallel)
     dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
-    next_sentence = F.cross_entropy(scores.to(dtype), is_random, reduction="sum")
+    next_sentence_loss = F.cross_entropy(scores.to(dtype), is_random, reduction="sum")
     num_samples = num_masked.new_full((), len(is_random))
-    if sizes.loss_average == "micro-batch" and torch.is_grad_enabled():
+    if args.loss_average == "micro-batch" and torch.is_grad_enabled():
         # Each context rank divides by its own masked tokens, and the ranks' quotients are averaged.
-        predictions_per_sample = num_masked.clamp(min=1) * place.context.size / num_samples
+        predictions_per_sample = num_masked.clamp(min=1) * parallel.context.size / num_samples
     elif step_predictions is None:
-        predictions_per_sample = all_reduce(num_masked.clone(), place.context) / num_samples
+        predictions_per_sample = all_reduce(num_masked.clone(), parallel.context) / num_samples
     else:
         predictions, samples = step_predictions.to(dtype)  # not fp64, which some devices lack
         predictions_per_sample = predictions / samples
-    if place.context.rank:  # the first token of a sample is on the first rank of the context group
-        next_sentence, num_samples = next_sentence * 0.0, num_samples * 0.0
+    if parallel.context.rank:  # the first token of a sample is on the first rank of the context group
+        next_sentence_loss, num_samples = next_sentence_loss * 0.0, num_samples * 0.0
     return {
-        "loss": (masked + next_sentence * predictions_per_sample, num_masked),
-        "mlm loss": (masked.detach(), num_masked),
-        "nsp loss": (next_sentence.detach(), num_samples),
+        "loss": (masked_loss + next_sentence_loss * predictions_per_sample, num_masked),
+        "mlm loss": (masked_loss.detach(), num_masked),
+        "nsp loss": (next_sentence_loss.detach(), num_samples),
     }
 
 
@@ -119,7 +119,7 @@ class BertModelArgs(ModelArgs):
 
 def bert_model_args_from(model: Any, bert: Any, **overrides: Any) -> BertModelArgs:
     """Build ``BertModelArgs`` from the configuration sections ``model`` and ``bert``."""
-    return BertModelArgs(**{**fields_held(BertModelArgs, model), **fields_held(BertModelArgs, bert), **overrides})
+    return BertModelArgs(**{**select_fields(BertModelArgs, model), **select_fields(BertModelArgs, bert), **overrides})
 
 
 # Embedding and encoder layers.
@@ -131,34 +131,38 @@ class SharedWordEmbedding(nn.Module):
     Shapes:
         tokens [b, s]
         token_types [b, s], 0 in the first segment of a sample, 1 in the second
-        output [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
     """
 
     word: VocabParallelEmbedding
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
-        self.token_type = place.on_part(PositionEmbedding(sizes.num_token_types, sizes.hidden_size))
-        self.norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
-        self.hidden_dropout = sizes.hidden_dropout
-        self.place = place
+        self.position = parallel.mark_sequence_parallel(
+            PositionEmbedding(args.max_position_embeddings, args.hidden_size)
+        )
+        self.token_type = parallel.mark_sequence_parallel(PositionEmbedding(args.num_token_types, args.hidden_size))
+        self.norm = parallel.mark_sequence_parallel(LayerNorm(args.hidden_size, args.layernorm_epsilon))
+        self.hidden_dropout = args.hidden_dropout
+        self.parallel = parallel
 
     def forward(self, tokens: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
         words = self.word(tokens.t())  # [s, b, h] or [s/t, b, h]
-        types = self.place.part(token_types.t())  # [s, b] or [s/t, b]
-        positions = self.place.part(self.place.positions(token_types.shape[1], words.device))
+        types = self.parallel.shard_sequence(token_types.t())  # [s, b] or [s/t, b]
+        positions = self.parallel.shard_sequence(self.parallel.positions(token_types.shape[1], words.device))
         x = words + self.position(positions).unsqueeze(1) + self.token_type(types)
-        return self.place.dropout(self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+        return self.parallel.dropout(
+            self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding"
+        )
 
 
 class BertEmbedding(SharedWordEmbedding):
     """``SharedWordEmbedding`` with its own word table."""
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
-        super().__init__(sizes, place)
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
+        super().__init__(args, parallel)
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
+            args.vocab_size, args.hidden_size, divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs
         )
 
 
@@ -175,12 +179,12 @@ class BertAttention(SelfAttention):
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
         if mask is not None and mask.dtype == torch.int32:
             starts, stops = mask
-            return self.dense(self.attend(self.within_documents, query, key, value, starts, stops))
-        return self.dense(self.attend(self.function, query, key, value, mask=mask, is_causal=False))
+            return self.dense(self.attend(self.document_function, query, key, value, starts, stops))
+        return self.dense(self.attend(self.attention_function, query, key, value, mask=mask, is_causal=False))
 
 
 def padding_mask(
-    segments: torch.Tensor, x: torch.Tensor, sizes: BertModelArgs, place: ParallelContext
+    segments: torch.Tensor, x: torch.Tensor, args: BertModelArgs, parallel: ParallelContext
 ) -> torch.Tensor:  # fmt: skip
     """Return the attention mask of this rank's queries for segments [b, s] with -1 for padding.
 
@@ -193,11 +197,13 @@ def padding_mask(
                for the device; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's
                (see ``ParallelContext.query_positions``)
     """
-    queries, keys = place.queries_and_keys(segments)
-    way = None if sizes.attention_dropout else way_of(x, keys.shape[1], sizes.kv_hidden_size, is_plain=False)
-    if way is not None:
+    queries, keys = parallel.query_and_key_segments(segments)
+    kernel = (
+        None if args.attention_dropout else select_implementation(x, keys.shape[1], args.kv_hidden_size, is_plain=False)
+    )
+    if kernel is not None:
         starts = document_starts(keys)
-        return place.own_queries(torch.stack((starts, document_stops(starts))), dim=2)
+        return parallel.select_local_queries(torch.stack((starts, document_stops(starts))), dim=2)
     return segment_mask(queries, keys)
 
 
@@ -215,28 +221,28 @@ class BertLayer(nn.Module):
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.1; Devlin et al. 2019, "BERT".
     """
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext, layer: int) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.hidden_dropout = sizes.hidden_dropout
-        self.place = place
-        self.attention = BertAttention(sizes, place, layer)
-        self.post_attention_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
-        self.mlp = MLP(sizes, place, layer)
-        self.post_mlp_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
+        self.hidden_dropout = args.hidden_dropout
+        self.parallel = parallel
+        self.attention = BertAttention(args, parallel, layer)
+        self.post_attention_norm = parallel.mark_sequence_parallel(LayerNorm(args.hidden_size, args.layernorm_epsilon))
+        self.mlp = MLP(args, parallel, layer)
+        self.post_mlp_norm = parallel.mark_sequence_parallel(LayerNorm(args.hidden_size, args.layernorm_epsilon))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.post_attention_norm(x + self._dropout(self.attention(x, mask), "attention output"))
         return self.post_mlp_norm(x + self._dropout(self.mlp(x), "mlp output"))
 
     def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        return self.parallel.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
 # The two heads: masked words and next-sentence prediction.
 
 
-class WholeLinear(nn.Module):
+class UnshardedLinear(nn.Module):
     """Unsharded linear layer ``Y = X A^T + b``. Every tensor rank holds the full weights and computes the full output.
 
     Shapes:
@@ -258,14 +264,14 @@ class Transform(nn.Module):
     """Linear layer, activation and norm between the last layer and the word head.
 
     Shapes:
-        input, output [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        input, output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
     """
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.dense = place.on_part(WholeLinear(sizes.hidden_size, sizes.hidden_size))
-        self.activation = activation(sizes.activation)
-        self.norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
+        self.dense = parallel.mark_sequence_parallel(UnshardedLinear(args.hidden_size, args.hidden_size))
+        self.activation = activation(args.activation)
+        self.norm = parallel.mark_sequence_parallel(LayerNorm(args.hidden_size, args.layernorm_epsilon))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.activation(self.dense(x)))
@@ -278,45 +284,45 @@ class NextSentence(nn.Module):
     scores. With context parallelism, the first rank of the context group has it; the scores of other ranks are ignored.
 
     Shapes:
-        input  [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        input  [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
         output [b, 2], scores of the classes "the second segment follows the first" and "random second segment"
     """
 
-    gives_whole = True  # read by the debugger: the output is the same on every rank
+    has_replicated_output = True  # read by the debugger: the output is the same on every rank
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.place = place
-        self.pooler = WholeLinear(sizes.hidden_size, sizes.hidden_size)
-        self.classifier = WholeLinear(sizes.hidden_size, 2)
+        self.parallel = parallel
+        self.pooler = UnshardedLinear(args.hidden_size, args.hidden_size)
+        self.classifier = UnshardedLinear(args.hidden_size, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(torch.tanh(self.pooler(self._first_token(x))))
 
     def _first_token(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.place.sequence_parallel:
+        if not self.parallel.sequence_parallel:
             return x[0]
-        first_token = x[0] if self.place.group.rank == 0 else torch.zeros_like(x[0])
-        return reduce_from_tensor_region(first_token, self.place.group)
+        first_token = x[0] if self.parallel.group.rank == 0 else torch.zeros_like(x[0])
+        return reduce_from_tensor_region(first_token, self.parallel.group)
 
 
 class WordHead(nn.Module):
     """Head tied to the word table, with a bias per word that is sharded like the table.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
+        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``parallel``
         table  [v/t, h], padded rows last
         output [s, b, v/t], or ``LazyLogits``
     """
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.sizes, self.place = sizes, place
-        rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
-        self.bias = set_shard(nn.Parameter(torch.zeros(rows)), Shard((sizes.vocab_size,), 0, start, num_real))
+        self.model_args, self.parallel = args, parallel
+        num_rows, start, num_words = vocab_range(args.vocab_size, parallel.group, args.make_vocab_size_divisible_by)
+        self.bias = set_shard(nn.Parameter(torch.zeros(num_rows)), Shard((args.vocab_size,), 0, start, num_words))
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> Logits:
-        return head_output(x, table, self.sizes, self.place, self.bias)
+        return head_output(x, table, self.model_args, self.parallel, self.bias)
 
 
 def bert_rule(std: float) -> Rule:
@@ -344,16 +350,16 @@ class BertModel(nn.Module):
 
     loss_weighting = "tokens"  # the loss function returns (sum, count)
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext | None = None) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext | None = None) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.place = place or ParallelContext()
-        self.recompute = Recompute(sizes, self.place)
-        self.embedding = BertEmbedding(sizes, self.place)
-        self.layers = nn.ModuleList(BertLayer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.transform = Transform(sizes, self.place)
-        self.next_sentence = NextSentence(sizes, self.place) if sizes.binary_head else None
-        self.head = WordHead(sizes, self.place)
+        self.model_args = args
+        self.parallel = parallel or ParallelContext()
+        self.recompute = Recompute(args, self.parallel)
+        self.embedding = BertEmbedding(args, self.parallel)
+        self.layers = nn.ModuleList(BertLayer(args, self.parallel, i) for i in range(args.num_layers))
+        self.transform = Transform(args, self.parallel)
+        self.next_sentence = NextSentence(args, self.parallel) if args.binary_head else None
+        self.head = WordHead(args, self.parallel)
 
     def forward(
         self,
@@ -364,15 +370,17 @@ class BertModel(nn.Module):
         loss_mask: torch.Tensor | None = None,
         is_random: torch.Tensor | None = None,
         step_predictions: torch.Tensor | None = None,
-    ) -> Outputs | Pair | dict[str, Pair]:
+    ) -> Outputs | SumAndCount | dict[str, SumAndCount]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        mask = None if segments is None else padding_mask(segments, x, self.sizes, self.place)
+        mask = None if segments is None else padding_mask(segments, x, self.model_args, self.parallel)
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
-        words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
-        logits = words if self.next_sentence is None else (words, self.next_sentence(x))
+        word_logits = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
+        logits = word_logits if self.next_sentence is None else (word_logits, self.next_sentence(x))
         if labels is None or loss_mask is None:
-            return whole_outputs(logits)
-        return bert_loss(logits, labels, loss_mask, is_random, step_predictions, sizes=self.sizes, place=self.place)
+            return materialize_outputs(logits)
+        return bert_loss(
+            logits, labels, loss_mask, is_random, step_predictions, args=self.model_args, parallel=self.parallel
+        )
 
 
 def model_args(config: Config, *, recomputes: bool = False) -> BertModelArgs:
@@ -382,7 +390,7 @@ def model_args(config: Config, *, recomputes: bool = False) -> BertModelArgs:
         recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
     """
     switches = recompute_switches(config) if recomputes else {}
-    return bert_model_args_from(config.model, config.own, **switches)
+    return bert_model_args_from(config.model, config.family_config, **switches)
 
 
 def weight_init(config: Config) -> Rule:
@@ -390,12 +398,12 @@ def weight_init(config: Config) -> Rule:
     return bert_rule(config.model.init_method_std)
 
 
-def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return example inputs of a BERT without labels; ``words(length)`` draws tokens [b, length]."""
-    tokens = words(config.batch.seq_length)
+def example_inputs(config: Config, draw_tokens: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return example inputs of a BERT without labels; ``draw_tokens(length)`` draws tokens [b, length]."""
+    tokens = draw_tokens(config.batch.seq_length)
     zeros = torch.zeros_like(tokens)
     inputs = {"tokens": tokens, "token_types": zeros, "is_random": zeros[:, 0]}
-    return inputs | ({"segments": zeros.int()} if config.own.pads_samples else {})
+    return inputs | ({"segments": zeros.int()} if config.family_config.pads_samples else {})
 
 
 MODEL = ModelParts(args=model_args, model=BertModel, weight_init=weight_init, example_inputs=example_inputs)
@@ -416,6 +424,6 @@ def bert_fields(
         "token_types": parts.clamp(min=0).long(),
         "segments": parts.clamp(max=0) if has_segments else None,
         "labels": labels.clamp(min=0),
-        "loss_mask": (labels != NOTHING).float(),
+        "loss_mask": (labels != NOT_PREDICTED).float(),
     }
     return fields if is_random is None else {**fields, "is_random": is_random}

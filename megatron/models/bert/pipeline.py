@@ -22,29 +22,29 @@ from megatron.models.bert.model import (
     Transform,
     WordHead,
     bert_loss,
+    materialize_outputs,
     padding_mask,
-    whole_outputs,
 )
 from megatron.models.common.masks import SharedMask
 from megatron.models.common.parallel_context import ParallelContext
-from megatron.models.common.pipeline import ModelPipe, Stream, embedding_pipe, layer_pipe
+from megatron.models.common.pipeline import ModelPipe, StageTensors, make_embedding_pipe, make_layer_pipe
 from megatron.mpu.layers import VocabParallelEmbedding
 from tds.loss import Weighted
 from tds.p2p.boundary import Boundary
 from tds.pipe import LayerSpec, Shared, SharingLayerSpec
 
-BertLayerPipe = layer_pipe(BertLayer)
+BertLayerPipe = make_layer_pipe(BertLayer)
 
 
 class TransformPipe(nn.Module):
     """Transform and next-sentence head: hidden states[, segments] -> transformed states[, scores]."""
 
-    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.transform = Transform(sizes, place)
-        self.next_sentence = NextSentence(sizes, place) if sizes.binary_head else None
+        self.transform = Transform(args, parallel)
+        self.next_sentence = NextSentence(args, parallel) if args.binary_head else None
 
-    def forward(self, inputs: Stream) -> Stream:
+    def forward(self, inputs: StageTensors) -> StageTensors:
         x = inputs if isinstance(inputs, torch.Tensor) else inputs[0]
         transformed: torch.Tensor = self.transform(x)
         return transformed if self.next_sentence is None else (transformed, self.next_sentence(x))
@@ -55,44 +55,44 @@ class WordHeadPipe(WordHead):
 
     word: VocabParallelEmbedding
 
-    def forward(self, inputs: Stream) -> Outputs:  # type: ignore[override]
+    def forward(self, inputs: StageTensors) -> Outputs:  # type: ignore[override]
         if isinstance(inputs, torch.Tensor):
             return super().forward(inputs, self.word.weight)
         return super().forward(inputs[0], self.word.weight), inputs[1]
 
 
-def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]:
+def layer_specs(args: BertModelArgs, parallel: ParallelContext) -> list[LayerSpec]:
     """Return the specs of embedding, ``num_layers`` layers, transform and head."""
     word = Shared(
-        "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
-        divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
+        "word", VocabParallelEmbedding, args.vocab_size, args.hidden_size,
+        divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs,
     )  # fmt: skip
-    mask = SharedMask(partial(padding_mask, sizes=sizes, place=place))
+    mask = SharedMask(partial(padding_mask, args=args, parallel=parallel))
     return [
-        SharingLayerSpec(embedding_pipe(SharedWordEmbedding, 2), sizes, place, shares={"word": word}),
-        *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],
-        LayerSpec(TransformPipe, sizes, place),
-        SharingLayerSpec(WordHeadPipe, sizes, place, shares={"word": word}),
+        SharingLayerSpec(make_embedding_pipe(SharedWordEmbedding, 2), args, parallel, shares={"word": word}),
+        *[LayerSpec(BertLayerPipe, args, parallel, i, mask) for i in range(args.num_layers)],
+        LayerSpec(TransformPipe, args, parallel),
+        SharingLayerSpec(WordHeadPipe, args, parallel, shares={"word": word}),
     ]
 
 
-def boundary_before(layer: int, sizes: BertModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return the tensors sent to a stage that starts with ``layer``, an index into ``layer_specs``."""
-    if layer == sizes.num_layers + 2:
-        return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if sizes.binary_head else [])]
+def boundary_before(unit_idx: int, args: BertModelArgs, has_segments: bool) -> list[Boundary]:
+    """Return the tensors sent to a stage that starts with ``unit_idx``, an index into ``layer_specs``."""
+    if unit_idx == args.num_layers + 2:
+        return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if args.binary_head else [])]
     return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
 
 
-def random_batch(sizes: BertModelArgs, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
+def random_batch(args: BertModelArgs, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
         all tensors [b, s], with (b, s) given by ``shape``, except is_random [b] and step_predictions [2]
     """
-    tokens = torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(args.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     types = torch.zeros_like(tokens)
     segments = (torch.zeros(shape, dtype=torch.int32),) if has_segments else ()
-    second_head_labels = (types[:, 0], torch.tensor([shape[1], 1])) if sizes.binary_head else ()
+    second_head_labels = (types[:, 0], torch.tensor([shape[1], 1])) if args.binary_head else ()
     return (tokens, types, *segments), (tokens, torch.ones(shape), *second_head_labels)
 
 
@@ -102,36 +102,38 @@ class BertModelPipe(ModelPipe):
     layer_classes = (BertLayerPipe,)
 
     @classmethod
-    def beside(cls, config: Config) -> dict[str, bool]:
-        return {"has_segments": config.own.pads_samples}
+    def boundary_kwargs(cls, config: Config) -> dict[str, bool]:
+        return {"has_segments": config.family_config.pads_samples}
 
     def _declare_boundaries(self) -> None:
         bounds = enumerate(self.parts[1:-1])
-        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in bounds}
+        self.boundary = {
+            chunk_idx: boundary_before(bound, self.model_args, self.has_segments) for chunk_idx, bound in bounds
+        }
 
     def specs(self) -> list[LayerSpec]:
-        return layer_specs(self.sizes, self.place)
+        return layer_specs(self.model_args, self.parallel)
 
     def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return random_batch(self.sizes, shape, self.has_segments)
+        return random_batch(self.model_args, shape, self.has_segments)
 
     def made_output(self, output: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the logits as a tensor, for evaluations that return outputs."""
-        return whole_outputs(output)
+        return materialize_outputs(output)
 
     def _loss(self, logits: Outputs, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
-        losses = bert_loss(logits, *labels, sizes=self.sizes, place=self.place)
+        losses = bert_loss(logits, *labels, args=self.model_args, parallel=self.parallel)
         if isinstance(losses, dict):
             return {name: Weighted(*pair) for name, pair in losses.items()}
         return Weighted(*losses)
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter in the single-stage model."""
-        head, _, rest = local_name.partition(".")
-        last = self.sizes.num_layers + 2
-        if head in ("tied_modules", "0"):
-            return f"embedding.{rest}"  # for the tied table, rest is "word.weight"
-        unit_idx = int(head)
-        if unit_idx == last:
-            return f"head.{rest}"
-        return rest if unit_idx == last - 1 else f"layers.{unit_idx - 1}.{rest}"
+        prefix, _, suffix = local_name.partition(".")
+        head_idx = self.model_args.num_layers + 2
+        if prefix in ("tied_modules", "0"):
+            return f"embedding.{suffix}"  # for the tied table, rest is "word.weight"
+        unit_idx = int(prefix)
+        if unit_idx == head_idx:
+            return f"head.{suffix}"
+        return suffix if unit_idx == head_idx - 1 else f"layers.{unit_idx - 1}.{suffix}"

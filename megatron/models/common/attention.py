@@ -18,9 +18,9 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.matrices import set_matrices
 from megatron.ops.attention import attention
-from megatron.ops.causal_attention import causal_self_attention, heads_of
+from megatron.ops.causal_attention import causal_self_attention, split_packed
 from megatron.ops.document_attention import document_attention
-from megatron.ops.positions import alibi_slopes, rotated, turns
+from megatron.ops.positions import alibi_slopes, apply_rotary, rotary_cos_sin
 from megatron.ops.softcapped_attention import softcapped_attention
 
 
@@ -31,31 +31,31 @@ class Attention(nn.Module):
         site: part of the key of the dropout masks; distinguishes several attentions in one layer.
     """
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int, site: str = "attention") -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int, site: str = "attention") -> None:
         super().__init__()
-        self.num_heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
-        self.head_size = sizes.kv_hidden_size
+        self.num_heads = divide("--num-attention-heads", args.num_attention_heads, parallel.group)
+        self.head_size = args.kv_hidden_size
         self.layer, self.site = layer, site
-        self.dropout = sizes.attention_dropout
-        self.is_cut = place.group.size > 1
-        self.streams = place.streams
-        self.is_recomputed = sizes.recompute_attention
+        self.dropout = args.attention_dropout
+        self.has_sharded_heads = parallel.group.size > 1
+        self.streams = parallel.streams
+        self.is_recomputed = args.recompute_attention
 
-    def split_heads(self, packed: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        """Split ``packed`` into ``parts`` tensors; the columns of one head are contiguous.
+    def split_heads(self, packed: torch.Tensor, num_tensors: int) -> list[torch.Tensor]:
+        """Split ``packed`` into ``num_tensors`` tensors; the columns of one head are contiguous.
 
         Shapes:
             packed [s, b, parts a d / t]
             output parts x [b, a/t, s, d]
         """
-        return heads_of(self.by_head(packed, parts))
+        return split_packed(self.view_by_head(packed, num_tensors))
 
-    def by_head(self, packed: torch.Tensor, parts: int) -> torch.Tensor:
+    def view_by_head(self, packed: torch.Tensor, num_tensors: int) -> torch.Tensor:
         """Return ``packed`` viewed as [s, b, a/t, parts, d]."""
-        return packed.view(*packed.shape[:2], self.num_heads, parts, self.head_size)
+        return packed.view(*packed.shape[:2], self.num_heads, num_tensors, self.head_size)
 
     def attend(
-        self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any, **how: Any
+        self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Apply an attention function with this layer's dropout masks and merge the heads.
 
@@ -66,16 +66,16 @@ class Attention(nn.Module):
         Args:
             function: attention function of ``megatron.ops``, called as ``function(query, *args, **how)``.
             args: further tensors, such as key and value.
-            how: keyword arguments of ``function``, such as the mask.
+            kwargs: keyword arguments of ``function``, such as the mask.
         """
-        core = partial(self._core, partial(function, **how))
+        core = partial(self._core_attention, partial(function, **kwargs))
         if self.is_recomputed and torch.is_grad_enabled():
-            context = self.streams.recomputed(core, query, *args)  # [b, a/t, s, d]
+            context = self.streams.recompute(core, query, *args)  # [b, a/t, s, d]
         else:
             context = core(query, *args)  # [b, a/t, s, d]
         return context.permute(2, 0, 1, 3).flatten(2)
 
-    def _core(self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any) -> torch.Tensor:
+    def _core_attention(self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any) -> torch.Tensor:
         if not self.training or self.dropout == 0.0:
             return function(query, *args)
         return self.streams.attend(
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             device=query.device,
             layer=self.layer,
             site=self.site,
-            is_cut=self.is_cut,
+            is_sharded=self.has_sharded_heads,
         )
 
 
@@ -97,7 +97,7 @@ class SelfAttention(Attention):
     gradient would need an all-reduce.
 
     Shapes:
-        x         [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        x         [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
         mask      from ``Masks``: bool [b or 1, 1, s, s] or additive [b or 1, a/t, s, s], or None for causal; or int32
                   [b, s], the start of each position's document
         positions [b, s] rotary positions, or None for 0 ... s-1
@@ -110,30 +110,37 @@ class SelfAttention(Attention):
     2023, "GQA".
     """
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int) -> None:
-        super().__init__(sizes, place, layer)
-        heads, groups = sizes.num_attention_heads, sizes.num_query_groups
-        if heads % groups:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int) -> None:
+        super().__init__(args, parallel, layer)
+        num_heads, num_groups = args.num_attention_heads, args.num_query_groups
+        if num_heads % num_groups:
             raise ValueError(
-                f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}"
+                f"--num-attention-heads must be a multiple of --num-query-groups, got {num_heads} and {num_groups}"
             )
-        self.num_groups = divide("--num-query-groups", groups, place.group)
-        self.place, self.clip = place, sizes.clip_qkv
-        self.is_plain = sizes.has_plain_attention and place.context.size == 1
-        self.rotary = sizes.local_rotary if has_window(sizes, layer) else sizes.rotary
-        self.longest = sizes.max_position_embeddings
-        self.function = _function_of(sizes)
-        self.within_documents = _documents_function(sizes, place, layer)
-        if place.context.size > 1:
-            context_attention = ContextAttention(self.function, self.within_documents, sizes, place)
-            self.function, self.within_documents = context_attention, context_attention.within_documents
-        bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
-        self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
-        d = sizes.kv_hidden_size
-        set_matrices(self.query_key_value.weight, (heads // groups * d, d, d), head=d)
-        self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
-        self.query_norm = make_head_norm(sizes, place, heads)
-        self.key_norm = make_head_norm(sizes, place, groups)
+        self.num_groups = divide("--num-query-groups", num_groups, parallel.group)
+        self.parallel, self.clip = parallel, args.clip_qkv
+        self.is_plain = args.has_plain_attention and parallel.context.size == 1
+        self.rotary = args.local_rotary if has_window(args, layer) else args.rotary
+        self.max_positions = args.max_position_embeddings
+        self.attention_function = _attention_function(args)
+        self.document_function = _document_function(args, parallel, layer)
+        if parallel.context.size > 1:
+            context_attention = ContextAttention(self.attention_function, self.document_function, args, parallel)
+            self.attention_function, self.document_function = (
+                context_attention,
+                context_attention.attend_within_documents,
+            )
+        bias, packed_size = args.hidden_bias or args.add_qkv_bias, (num_heads + 2 * num_groups) * args.kv_hidden_size
+        self.query_key_value = ColumnParallelLinear(args.hidden_size, packed_size, bias=bias, **parallel.layer_kwargs)
+        head_size = args.kv_hidden_size
+        set_matrices(
+            self.query_key_value.weight, (num_heads // num_groups * head_size, head_size, head_size), head=head_size
+        )
+        self.dense = RowParallelLinear(
+            args.attention_width, args.hidden_size, bias=args.hidden_bias, **parallel.layer_kwargs
+        )
+        self.query_norm = make_head_norm(args, parallel, num_heads)
+        self.key_norm = make_head_norm(args, parallel, num_groups)
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
@@ -141,10 +148,10 @@ class SelfAttention(Attention):
     ) -> torch.Tensor:  # fmt: skip
         packed = self.query_key_value(x)  # [s, b, (a + 2 g) d / t]
         if self.is_plain and cache is None and (mask is None or mask.dtype == torch.int32):
-            return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3), mask))
-        return self.dense(self._by_parts(packed, mask, cache, positions))
+            return self.dense(self.attend(causal_self_attention, self.view_by_head(packed, 3), mask))
+        return self.dense(self._attend_unpacked(packed, mask, cache, positions))
 
-    def _by_parts(
+    def _attend_unpacked(
         self,
         packed: torch.Tensor,
         mask: torch.Tensor | None,
@@ -156,28 +163,28 @@ class SelfAttention(Attention):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            longest = self.longest
+            max_positions = self.max_positions
             if cache is not None:
-                positions, longest = cache.slots.positions, cache.slots.stop
-            elif self.place.context.size > 1:
-                positions, longest = self._in_whole(query, positions)
-            cosine, sine = turns(self.rotary, query, positions, longest)
-            query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
+                positions, max_positions = cache.slots.positions, cache.slots.stop
+            elif self.parallel.context.size > 1:
+                positions, max_positions = self._full_sequence_positions(query, positions)
+            cosine, sine = rotary_cos_sin(self.rotary, query, positions, max_positions)
+            query, key = apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)
         if cache is not None:
-            key, value = cache.extended(key, value)  # 2 x [b, g/t, s_k, d]
+            key, value = cache.update(key, value)  # 2 x [b, g/t, s_k, d]
         if mask is not None and mask.dtype == torch.int32:
-            return self.attend(self.within_documents, query, key, value, mask)
-        return self.attend(self.function, query, key, value, mask=mask)
+            return self.attend(self.document_function, query, key, value, mask)
+        return self.attend(self.attention_function, query, key, value, mask=mask)
 
-    def _in_whole(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    def _full_sequence_positions(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
         """Return the rotary positions of this rank's tokens and their exclusive upper bound.
 
         The positions are ``positions`` if given, otherwise indices into the full sequence.
         """
         local_length = query.shape[2]
         if positions is None:
-            positions = self.place.positions(local_length, query.device).unsqueeze(0)
-        return positions, max(self.longest, local_length * self.place.context.size)
+            positions = self.parallel.positions(local_length, query.device).unsqueeze(0)
+        return positions, max(self.max_positions, local_length * self.parallel.context.size)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split ``packed`` into queries, keys and values.
@@ -188,43 +195,45 @@ class SelfAttention(Attention):
         """
         if self.clip:
             packed = packed.clamp(-self.clip, self.clip)
-        s, b, _ = packed.shape
+        length, batch_size, _ = packed.shape
         heads_per_group = self.num_heads // self.num_groups
-        groups = packed.view(s, b, self.num_groups, heads_per_group + 2, self.head_size)  # [s, b, g/t, a/g + 2, d]
+        groups = packed.view(
+            length, batch_size, self.num_groups, heads_per_group + 2, self.head_size
+        )  # [s, b, g/t, a/g + 2, d]
         query = groups[:, :, :, :heads_per_group].flatten(2, 3)  # [s, b, a/t, d]
         key, value = groups[:, :, :, heads_per_group], groups[:, :, :, heads_per_group + 1]  # 2 x [s, b, g/t, d]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
 
-def _function_of(sizes: ModelArgs) -> Callable[..., torch.Tensor]:
+def _attention_function(args: ModelArgs) -> Callable[..., torch.Tensor]:
     """Return the attention function of a model; it accepts ``mask`` and the arguments for attention dropout."""
-    options: dict[str, Any] = {"scale": sizes.softmax_scale} if sizes.softmax_scale else {}
-    if sizes.attn_logit_softcapping:
-        return partial(softcapped_attention, cap=sizes.attn_logit_softcapping, **options)
+    options: dict[str, Any] = {"scale": args.softmax_scale} if args.softmax_scale else {}
+    if args.attn_logit_softcapping:
+        return partial(softcapped_attention, cap=args.attn_logit_softcapping, **options)
     return partial(attention, **options) if options else attention
 
 
-def _documents_function(sizes: ModelArgs, place: ParallelContext, layer: int) -> Callable[..., torch.Tensor]:
+def _document_function(args: ModelArgs, parallel: ParallelContext, layer: int) -> Callable[..., torch.Tensor]:
     """Return ``document_attention`` with the window, scale, soft-cap and slopes of ``layer``."""
     return partial(
         document_attention,
-        window=sizes.window_size if has_window(sizes, layer) else 0,
-        scale=sizes.softmax_scale or None,
-        cap=sizes.attn_logit_softcapping,
-        slopes=slopes_of_heads(sizes, place),
+        window=args.window_size if has_window(args, layer) else 0,
+        scale=args.softmax_scale or None,
+        cap=args.attn_logit_softcapping,
+        slopes=local_alibi_slopes(args, parallel),
     )
 
 
-def slopes_of_heads(sizes: ModelArgs, place: ParallelContext) -> list[float] | None:
+def local_alibi_slopes(args: ModelArgs, parallel: ParallelContext) -> list[float] | None:
     """Return the ALiBi slopes of this rank's attention heads, or None if the model has none.
 
     The heads of tensor rank r start at r a / t.
     """
-    if sizes.position_embedding_type != ALIBI:
+    if args.position_embedding_type != ALIBI:
         return None
-    heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
-    first = place.group.rank * heads
-    if place.cuts_heads:
-        heads //= place.context.size
-        first += place.context.rank * heads
-    return alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
+    num_heads = divide("--num-attention-heads", args.num_attention_heads, parallel.group)
+    first_head = parallel.group.rank * num_heads
+    if parallel.has_sharded_heads:
+        num_heads //= parallel.context.size
+        first_head += parallel.context.rank * num_heads
+    return alibi_slopes(args.num_attention_heads, args.alibi_bias_max)[first_head : first_head + num_heads]

@@ -15,9 +15,9 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.context_parallel import (
     gather_from_context_region,
     gather_rows,
-    runs_of,
     scatter_heads_gather_sequence,
     scatter_sequence_gather_heads,
+    token_ranges,
 )
 from megatron.mpu.groups import Group
 from megatron.ops.attention import lower_right_attention
@@ -40,19 +40,20 @@ class ContextAttention:
 
     Args:
         function: attention function of ``megatron.ops``; accepts ``mask`` and the arguments for attention dropout.
-        by_starts: attention function for documents given by their starts: ``document_attention`` with its settings.
+        document_function: attention function for documents given by their starts: ``document_attention`` with its
+            settings.
     """
 
     def __init__(
         self,
         function: Callable[..., torch.Tensor],
-        by_starts: Callable[..., torch.Tensor],
-        sizes: ModelArgs,
-        place: ParallelContext,
+        document_function: Callable[..., torch.Tensor],
+        args: ModelArgs,
+        parallel: ParallelContext,
     ) -> None:
-        self._function, self._by_starts, self._place = function, by_starts, place
-        self._causal = partial(lower_right_attention, scale=sizes.softmax_scale or None)
-        self._is_recomputed = sizes.checkpoint_activations or sizes.recompute_attention
+        self._function, self._document_function, self._parallel = function, document_function, parallel
+        self._causal_function = partial(lower_right_attention, scale=args.softmax_scale or None)
+        self._is_recomputed = args.checkpoint_activations or args.recompute_attention
 
     def __call__(
         self,
@@ -62,20 +63,22 @@ class ContextAttention:
         *,
         mask: torch.Tensor | None = None,
         drop: Callable[..., torch.Tensor] | None = None,
-        **how: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        group = self._place.context
-        if self._place.cuts_heads:
+        group = self._parallel.context
+        if self._parallel.has_sharded_heads:
             if drop is not None:
-                how["drop"] = partial(drop, first_head=group.rank * (query.shape[1] // group.size))
-            return self._by_heads(partial(self._function, mask=mask, **how), query, key, value)
+                kwargs["drop"] = partial(drop, first_head=group.rank * (query.shape[1] // group.size))
+            return self._attend_with_head_shards(partial(self._function, mask=mask, **kwargs), query, key, value)
         if drop is not None:
-            how["drop"] = partial(drop, runs=runs_of(query.shape[2], group))
-        if mask is None and not how:
-            return self._gathering(partial(self._by_runs, self._causal), query, key, value)
-        return self._gathering(partial(self._function, mask=mask, **how), query, key, value)
+            kwargs["drop"] = partial(drop, runs=token_ranges(query.shape[2], group))
+        if mask is None and not kwargs:
+            return self._attend_with_gathered_keys(
+                partial(self._attend_by_chunk, self._causal_function), query, key, value
+            )
+        return self._attend_with_gathered_keys(partial(self._function, mask=mask, **kwargs), query, key, value)
 
-    def within_documents(
+    def attend_within_documents(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -88,26 +91,34 @@ class ContextAttention:
         A query attends to the keys from ``starts`` up to and including its own position. With ``stops``, it attends to
         the keys from ``starts`` up to and excluding ``stops``, which has the same shape.
         """
-        if self._place.cuts_heads:
-            return self._by_heads(partial(self._by_starts, starts=starts, stops=stops), query, key, value)
+        if self._parallel.has_sharded_heads:
+            return self._attend_with_head_shards(
+                partial(self._document_function, starts=starts, stops=stops), query, key, value
+            )
         if stops is not None:
-            return self._gathering(partial(self._by_starts, starts=starts, stops=stops), query, key, value)
-        return self._gathering(partial(self._by_runs, self._by_starts, starts=starts), query, key, value)
+            return self._attend_with_gathered_keys(
+                partial(self._document_function, starts=starts, stops=stops), query, key, value
+            )
+        return self._attend_with_gathered_keys(
+            partial(self._attend_by_chunk, self._document_function, starts=starts), query, key, value
+        )
 
-    def _by_heads(self, function: Callable[..., torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
+    def _attend_with_head_shards(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """Apply ``function`` to full sequences of 1/c of the heads."""
-        group = self._place.context
-        return scatter_sequence_gather_heads(function(*[scatter_heads_gather_sequence(x, group) for x in parts]), group)
+        group = self._parallel.context
+        return scatter_sequence_gather_heads(
+            function(*[scatter_heads_gather_sequence(x, group) for x in tensors]), group
+        )
 
-    def _gathering(
+    def _attend_with_gathered_keys(
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Apply ``function`` to this rank's queries and to the keys and values of all ranks."""
-        key, value, saving_shards = _gathered(key, value, self._place.context)
-        with nullcontext() if self._is_recomputed else saving_shards:
+        key, value, saved_shard_hooks = _gather_keys_and_values(key, value, self._parallel.context)
+        with nullcontext() if self._is_recomputed else saved_shard_hooks:
             return function(query, key, value)
 
-    def _by_runs(
+    def _attend_by_chunk(
         self,
         function: Callable[..., torch.Tensor],
         query: torch.Tensor,
@@ -117,7 +128,7 @@ class ContextAttention:
     ) -> torch.Tensor:
         """Compute attention for each of this rank's two chunks of queries and the keys up to the end of the chunk."""
         contexts = []
-        for start, stop, first in runs_of(query.shape[2], self._place.context):
+        for start, stop, first in token_ranges(query.shape[2], self._parallel.context):
             num_keys = first + stop - start
             inputs = query[:, :, start:stop], key[:, :, :num_keys], value[:, :, :num_keys]
             contexts.append(
@@ -126,7 +137,7 @@ class ContextAttention:
         return torch.cat(contexts, dim=2)
 
 
-def _gathered(
+def _gather_keys_and_values(
     key: torch.Tensor, value: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, saved_tensors_hooks]:
     """Return keys and values of the full sequence, and hooks with which autograd saves only this rank's shard of them.
@@ -137,41 +148,41 @@ def _gathered(
     """
     shard = torch.stack((key, value)).permute(3, 0, 1, 2, 4).contiguous()  # [s/c, 2, b, g/t, d]
     gathered = gather_from_context_region(shard, group)  # [s, 2, b, g/t, d]
-    hooks = _KeptAsPart(shard.detach(), gathered.untyped_storage().data_ptr(), group)
+    hooks = _SavedShardHooks(shard.detach(), gathered.untyped_storage().data_ptr(), group)
     key, value = gathered.permute(1, 2, 3, 0, 4).unbind()
     return key, value, saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
-class _KeptAsPart:
+class _SavedShardHooks:
     """Saved-tensor hooks that save only this rank's shard of rows gathered over ``group``; backward gathers them again.
 
     A saved tensor that is the gathered rows or a view of them is replaced by its shape, strides and offset. All other
     tensors are saved unchanged.
 
     Args:
-        memory: address of the gathered rows.
+        data_ptr: address of the gathered rows.
     """
 
-    def __init__(self, part: torch.Tensor, memory: int, group: Group) -> None:
-        self._part, self._memory, self._group = part, memory, group
-        self._again: torch.Tensor | None = None
-        self._left = 0
+    def __init__(self, shard: torch.Tensor, data_ptr: int, group: Group) -> None:
+        self._shard, self._data_ptr, self._group = shard, data_ptr, group
+        self._gathered: torch.Tensor | None = None
+        self._num_saved = 0
 
     def pack(self, x: torch.Tensor) -> Any:
         """Return the object saved for ``x``."""
-        if x.untyped_storage().data_ptr() != self._memory:
+        if x.untyped_storage().data_ptr() != self._data_ptr:
             return x
-        self._left += 1
+        self._num_saved += 1
         return x.shape, x.stride(), x.storage_offset()
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that was passed to ``pack``. Collective on the first call in a backward."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        if self._again is None:
-            self._again = gather_rows(self._part, self._group)
-        tensor = self._again.as_strided(*kept)
-        self._left -= 1
-        if self._left <= 0:  # the last saved tensor: the returned view keeps the memory alive
-            self._again = None
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if self._gathered is None:
+            self._gathered = gather_rows(self._shard, self._group)
+        tensor = self._gathered.as_strided(*saved)
+        self._num_saved -= 1
+        if self._num_saved <= 0:  # the last saved tensor: the returned view keeps the memory alive
+            self._gathered = None
         return tensor

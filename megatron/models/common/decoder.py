@@ -19,7 +19,7 @@ from megatron.models.parts import DecoderLayers, ModelParts
 
 
 class DecoderModel(nn.Module):
-    """Decoder-only language model, sharded over the tensor-parallel group of ``place``.
+    """Decoder-only language model, sharded over the tensor-parallel group of ``parallel``.
 
     Shapes:
         tokens [b, s]
@@ -38,16 +38,16 @@ class DecoderModel(nn.Module):
 
     loss_weighting = "tokens"  # the loss function returns (sum, count)
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext | None = None) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext | None = None) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.place = place or ParallelContext()
-        self.recompute = Recompute(sizes, self.place)
-        self.masks = Masks(sizes, self.place)
-        self.embedding = Embedding(sizes, self.place)
-        self.layers = nn.ModuleList(TransformerLayer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.final_norm = make_norm(sizes, self.place)
-        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+        self.model_args = args
+        self.parallel = parallel or ParallelContext()
+        self.recompute = Recompute(args, self.parallel)
+        self.masks = Masks(args, self.parallel)
+        self.embedding = Embedding(args, self.parallel)
+        self.layers = nn.ModuleList(TransformerLayer(args, self.parallel, i) for i in range(args.num_layers))
+        self.final_norm = make_norm(args, self.parallel)
+        self.head = Head(args, self.parallel) if args.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
         """Return the modules that are split into pipeline stages. For a tied head, the last one is the embedding."""
@@ -58,29 +58,34 @@ class DecoderModel(nn.Module):
         labels: torch.Tensor | None = None, loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x = self.embedding(tokens, position_ids)  # [s, b, h]
-        is_plain = segment_ids is None and not self.masks.are_needed and self.sizes.rotary is None
-        layer_inputs = () if is_plain else self._beside(x, position_ids, segment_ids)
+        is_causal_only = segment_ids is None and not self.masks.is_always_needed and self.model_args.rotary is None
+        layer_inputs = () if is_causal_only else self._layer_inputs(x, position_ids, segment_ids)
         x = self.final_norm(run_layers(list(self.layers), x, *layer_inputs, recompute=self.recompute))
         head = self.head
-        logits = head_output(x, self.embedding.word.weight, self.sizes, self.place) if head is None else head(x)
+        logits = head_output(x, self.embedding.word.weight, self.model_args, self.parallel) if head is None else head(x)
         if labels is None or loss_mask is None:
             return materialize_logits(logits)  # [s, b, v/t]
-        return model_loss(logits, labels, loss_mask, self.sizes, self.place)
+        return model_loss(logits, labels, loss_mask, self.model_args, self.parallel)
 
-    def _beside(
+    def _layer_inputs(
         self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the layers' further inputs: mask, None for the cache, positions, mask of layers with a window."""
-        mask = self.masks.of(x, segment_ids)
-        positions = None if self.sizes.rotary is None else position_ids
+        mask = self.masks.get_mask(x, segment_ids)
+        positions = None if self.model_args.rotary is None else position_ids
         self._check_positions(positions)
-        return mask, None, positions, self.masks.of(x, segment_ids, has_window=True) if self.masks.window else mask
+        return (
+            mask,
+            None,
+            positions,
+            self.masks.get_mask(x, segment_ids, has_window=True) if self.masks.window else mask,
+        )
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
         if position_ids is None or position_ids.device.type != "cpu":
             return
         lowest, highest = (int(position) for position in position_ids.aminmax())
-        length = max(self.sizes.max_position_embeddings, position_ids.shape[-1] * self.place.context.size)
+        length = max(self.model_args.max_position_embeddings, position_ids.shape[-1] * self.parallel.context.size)
         if lowest < 0 or highest >= length:
             raise ValueError(
                 f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Raise the model's "
@@ -104,9 +109,9 @@ def weight_init(config: Config) -> Rule:
     return gpt2_rule(model.init_method_std, model.num_layers, model.width_multiplier)
 
 
-def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return example inputs of a decoder without labels; ``words(length)`` draws tokens [b, length]."""
-    tokens = words(config.batch.seq_length)
+def example_inputs(config: Config, draw_tokens: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return example inputs of a decoder without labels; ``draw_tokens(length)`` draws tokens [b, length]."""
+    tokens = draw_tokens(config.batch.seq_length)
     if not config.model.has_position_ids:
         return {"tokens": tokens}
     positions = torch.arange(tokens.shape[1], device=tokens.device)

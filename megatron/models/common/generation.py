@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.models.common.kv_cache import KVCacheSlots, LayerKVCache
-from megatron.models.common.language_model import Head, Logits, logits_of, materialize_logits
+from megatron.models.common.language_model import Head, Logits, materialize_logits, tied_head_logits
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
@@ -43,8 +43,8 @@ class ModelStage:
     """
 
     module: nn.Module
-    sizes: ModelArgs
-    place: ParallelContext
+    args: ModelArgs
+    parallel: ParallelContext
     units: dict[int, Any]
     stages: list[int]
     pipe: Group = SINGLE
@@ -60,7 +60,7 @@ class ModelStage:
         return next(self.module.parameters()).dtype
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Disable dropout and gradients, and restore the training mode on exit."""
         was_training = self.module.training
         self.module.eval()
@@ -71,7 +71,7 @@ class ModelStage:
             self.module.train(was_training)
 
 
-def stage_of(model: Any) -> ModelStage:
+def get_model_stage(model: Any) -> ModelStage:
     """Return the ``ModelStage`` of ``model`` on this rank.
 
     Args:
@@ -86,26 +86,26 @@ def stage_of(model: Any) -> ModelStage:
     engine = getattr(model, "engine", model)
     module = getattr(engine, "module", engine)
     has_units = hasattr(module, "forward_funcs") or hasattr(module, "units")
-    if not has_units or not hasattr(module, "sizes") or not hasattr(module, "place"):
+    if not has_units or not hasattr(module, "model_args") or not hasattr(module, "parallel"):
         raise TypeError(
             f"the model must be a model of megatron.models or its training engine, got {type(model).__name__}. "
             "A custom model needs the attributes model_args and parallel, and a method units."
         )
-    return _of_pipeline(engine, module) if hasattr(module, "forward_funcs") else _of_whole(module)
+    return _pipeline_stage_model(engine, module) if hasattr(module, "forward_funcs") else _single_stage_model(module)
 
 
-def _of_whole(module: Any) -> ModelStage:
+def _single_stage_model(module: Any) -> ModelStage:
     units = dict(enumerate(module.units()))
     biases = module.biases_by_unit() if hasattr(module, "biases_by_unit") else {}
-    return ModelStage(module, module.sizes, module.place, units, [0] * len(units), biases=biases)
+    return ModelStage(module, module.model_args, module.parallel, units, [0] * len(units), biases=biases)
 
 
-def _of_pipeline(engine: Any, module: Any) -> ModelStage:
+def _pipeline_stage_model(engine: Any, module: Any) -> ModelStage:
     grid, bounds, num_stages = engine.grid, module.parts, module.num_stages
     ranks = tuple(grid.stage_to_global(stage) for stage in range(num_stages))
     pipe = Group(ranks, module.stage_id, grid.get_pipe_parallel_group()) if num_stages > 1 else SINGLE
-    runs = chunks_on(bounds, num_stages, module.stage_id, module.placement)
-    indices = [idx for first, stop in runs for idx in range(first, stop)]
+    chunk_ranges = chunks_on(bounds, num_stages, module.stage_id, module.placement)
+    indices = [idx for start, stop in chunk_ranges for idx in range(start, stop)]
     modules = [
         unit if isinstance(unit, nn.Module) else module.tied_modules["embedding"] for unit in module.forward_funcs
     ]
@@ -114,22 +114,22 @@ def _of_pipeline(engine: Any, module: Any) -> ModelStage:
     placement = Placement(num_stages, module.chunks, module.placement)
     stages = [placement.stage_of(chunk) for chunk in chunks for _ in range(bounds[chunk], bounds[chunk + 1])]
     biases = {unit_idx: getattr(unit, "table", None) for unit_idx, unit in units.items()}
-    return ModelStage(module, module.sizes, module.place, units, stages, pipe, biases)
+    return ModelStage(module, module.model_args, module.parallel, units, stages, pipe, biases)
 
 
 # Communication between pipeline stages: hidden states to the next stage, chosen tokens from the last stage to all.
 
-Apply = Callable[[int, torch.Tensor | None], torch.Tensor]
+ApplyUnit = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 
 def forward_through_stages(
-    part: ModelStage,
+    model_stage: ModelStage,
     units: range,
-    apply: Apply,
+    apply: ApplyUnit,
     shape: tuple[int, ...],
     x: torch.Tensor | None = None,
     *,
-    held_by: int | None = None,
+    source_stage: int | None = None,
 ) -> torch.Tensor | None:
     """Apply ``units`` to ``x``; return the output on the stage of the last unit, None elsewhere. Collective.
 
@@ -139,54 +139,56 @@ def forward_through_stages(
         apply: function from (index of a unit of this rank, output of the previous unit) to the unit's output.
         shape: shape of ``x`` and of all tensors sent between stages.
         x: input of the first unit.
-        held_by: the stage that has ``x``; None if the first unit has no input.
+        source_stage: the stage that has ``x``; None if the first unit has no input.
     """
-    previous = held_by
-    for stage, indices in _runs(part, units):
-        if previous is not None and previous != stage:
-            x = _hand_over(part, x, shape, previous, stage)
-        if part.pipe.rank == stage:
+    previous_stage = source_stage
+    for stage, indices in _group_by_stage(model_stage, units):
+        if previous_stage is not None and previous_stage != stage:
+            x = _send_hidden_states(model_stage, x, shape, previous_stage, stage)
+        if model_stage.pipe.rank == stage:
             for unit_idx in indices:
                 x = apply(unit_idx, x)
-        previous = stage
-    return x if part.pipe.rank == previous else None
+        previous_stage = stage
+    return x if model_stage.pipe.rank == previous_stage else None
 
 
-def _runs(part: ModelStage, units: range) -> Iterator[tuple[int, list[int]]]:
+def _group_by_stage(model_stage: ModelStage, units: range) -> Iterator[tuple[int, list[int]]]:
     """Yield (stage, unit indices) for each run of consecutive units on the same stage."""
-    for stage, indices in groupby(units, lambda number: part.stages[number]):
+    for stage, indices in groupby(units, lambda unit_idx: model_stage.stages[unit_idx]):
         yield stage, list(indices)
 
 
-def _hand_over(
-    part: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], source: int, target: int
+def _send_hidden_states(
+    model_stage: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], source_stage: int, target_stage: int
 ) -> torch.Tensor | None:
-    pipe = part.pipe
-    if pipe.rank == source:
+    pipe = model_stage.pipe
+    if pipe.rank == source_stage:
         assert x is not None
-        dist.send(x.contiguous(), pipe.ranks[target], group=pipe.handle)
-    elif pipe.rank == target:
-        x = torch.empty(shape, dtype=part.dtype, device=part.device)
-        dist.recv(x, pipe.ranks[source], group=pipe.handle)
+        dist.send(x.contiguous(), pipe.ranks[target_stage], group=pipe.handle)
+    elif pipe.rank == target_stage:
+        x = torch.empty(shape, dtype=model_stage.dtype, device=model_stage.device)
+        dist.recv(x, pipe.ranks[source_stage], group=pipe.handle)
         return x
     return None
 
 
-def to_all_stages(part: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> torch.Tensor:
-    """Broadcast ``x`` from ``stage`` to every stage and return it. Collective over the pipe."""
-    if x is None or part.pipe.rank != stage:
-        x = torch.empty(shape, dtype=part.dtype, device=part.device)
-    if part.pipe.size > 1:
-        dist.broadcast(x.contiguous(), part.pipe.ranks[stage], group=part.pipe.handle)
+def broadcast_from_stage(
+    model_stage: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], source_stage: int
+) -> torch.Tensor:
+    """Broadcast ``x`` from ``source_stage`` to every stage and return it. Collective over the pipe."""
+    if x is None or model_stage.pipe.rank != source_stage:
+        x = torch.empty(shape, dtype=model_stage.dtype, device=model_stage.device)
+    if model_stage.pipe.size > 1:
+        dist.broadcast(x.contiguous(), model_stage.pipe.ranks[source_stage], group=model_stage.pipe.handle)
     return x
 
 
-def tokens_to_all_stages(part: ModelStage, tokens: torch.Tensor | None, size: int) -> torch.Tensor:
+def broadcast_tokens(model_stage: ModelStage, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
     """Broadcast ``tokens`` [size] from the last stage to every stage and return them. Collective over the pipe."""
     if tokens is None:
-        tokens = torch.empty(size, dtype=torch.long, device=part.device)
-    if part.pipe.size > 1:
-        dist.broadcast(tokens, part.pipe.ranks[part.stages[-1]], group=part.pipe.handle)
+        tokens = torch.empty(num_tokens, dtype=torch.long, device=model_stage.device)
+    if model_stage.pipe.size > 1:
+        dist.broadcast(tokens, model_stage.pipe.ranks[model_stage.stages[-1]], group=model_stage.pipe.handle)
     return tokens
 
 
@@ -198,41 +200,46 @@ class CachedModel(ABC):
 
     Args:
         capacity: maximum number of tokens in a row.
-        body: indices of the units from the embedding to the last layer; norm and head follow.
+        body_units: indices of the units from the embedding to the last layer; norm and head follow.
     """
 
-    def __init__(self, part: ModelStage, capacity: int, body: range) -> None:
-        self.part, self.body = part, body
+    def __init__(self, model_stage: ModelStage, capacity: int, body_units: range) -> None:
+        self.model_stage, self.body_units = model_stage, body_units
         self.slots = KVCacheSlots(capacity)
-        self.caches = {idx: LayerKVCache(self.slots) for idx in body[1:] if idx in part.units}
+        self.caches = {idx: LayerKVCache(self.slots) for idx in body_units[1:] if idx in model_stage.units}
 
-    def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
-        """Run one pass; return the logits at token ``last`` of each row on the last stage, None elsewhere. Collective.
+    def read(self, tokens: torch.Tensor, positions: torch.Tensor, last_idx: torch.Tensor) -> torch.Tensor | None:
+        """Run one pass; return the logits at token ``last_idx`` of each row on the last stage. Collective.
 
         Shapes:
             tokens, positions [b, s], the same on every rank of the replica; the first pass starts at position 0
             last   [b] indices into ``tokens``
             output [b, v/t]
         """
-        x = self.hidden(tokens, positions)
+        x = self.hidden_states(tokens, positions)
         if x is not None:
-            x = x[last.to(x.device), torch.arange(len(last), device=x.device)]  # [b, h]
-        return self.logits(x, len(last))
+            x = x[last_idx.to(x.device), torch.arange(len(last_idx), device=x.device)]  # [b, h]
+        return self.logits(x, len(last_idx))
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return the last layer's output for ``tokens`` on the stage of that layer, None elsewhere. Collective.
 
         Shapes:
             tokens, positions [b, s]
             output [s, b, h], or with ``sequence_parallel`` this rank's shard, [s/t, b, h]
         """
-        stage, (b, s) = self.part, tokens.shape
-        self.tokens, self.positions = tokens.to(stage.device), positions.to(stage.device)
+        model_stage, (batch_size, length) = self.model_stage, tokens.shape
+        self.tokens, self.positions = tokens.to(model_stage.device), positions.to(model_stage.device)
         self.slots.advance(self.positions)
-        num_shards = stage.place.group.size if stage.place.sequence_parallel else 1
-        return forward_through_stages(stage, self.body, self._apply, (s // num_shards, b, stage.sizes.hidden_size))
+        num_shards = model_stage.parallel.group.size if model_stage.parallel.sequence_parallel else 1
+        return forward_through_stages(
+            model_stage,
+            self.body_units,
+            self._apply_unit,
+            (length // num_shards, batch_size, model_stage.args.hidden_size),
+        )
 
-    def logits(self, x: torch.Tensor | None, number: int) -> torch.Tensor | None:
+    def logits(self, x: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
         """Return the logits of hidden states on the last stage, None elsewhere. Collective.
 
         Shapes:
@@ -240,36 +247,38 @@ class CachedModel(ABC):
                    shard, [number/t, h]
             output [number, v/t]
         """
-        stage, output_units = self.part, range(self.body.stop, self.body.stop + 2)
-        num_shards = stage.place.group.size if stage.place.sequence_parallel else 1
-        shape = (number // num_shards, 1, stage.sizes.hidden_size)
+        model_stage, output_units = self.model_stage, range(self.body_units.stop, self.body_units.stop + 2)
+        num_shards = model_stage.parallel.group.size if model_stage.parallel.sequence_parallel else 1
+        shape = (num_rows // num_shards, 1, model_stage.args.hidden_size)
         x = None if x is None else x.unsqueeze(1)
-        logits = forward_through_stages(stage, output_units, self._apply, shape, x, held_by=stage.stages[self.body[-1]])
+        logits = forward_through_stages(
+            model_stage, output_units, self._apply_unit, shape, x, source_stage=model_stage.stages[self.body_units[-1]]
+        )
         return None if logits is None else logits[:, 0]
 
-    def keep(self, rows: list[int]) -> None:
-        """Keep only ``rows`` (indices) of the batch in the caches."""
-        indices = torch.tensor(rows, device=self.part.device)
+    def keep(self, row_indices: list[int]) -> None:
+        """Keep only ``row_indices`` (indices) of the batch in the caches."""
+        kept_rows = torch.tensor(row_indices, device=self.model_stage.device)
         for cache in self.caches.values():
-            cache.keep(indices)
+            cache.keep(kept_rows)
 
-    def _apply(self, number: int, x: torch.Tensor | None) -> torch.Tensor:
-        unit = self.part.units[number]
-        if number == self.body.start:
-            return self.embedded(unit)
+    def _apply_unit(self, unit_idx: int, x: torch.Tensor | None) -> torch.Tensor:
+        unit = self.model_stage.units[unit_idx]
+        if unit_idx == self.body_units.start:
+            return self.embed(unit)
         assert x is not None
-        if number in self.body:
-            return self.layer(number, unit, x)
-        if number == self.body.stop:
+        if unit_idx in self.body_units:
+            return self.apply_layer(unit_idx, unit, x)
+        if unit_idx == self.body_units.stop:
             return getattr(unit, "norm", unit)(x)
         return materialize_logits(unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight))
 
     @abstractmethod
-    def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
+    def embed(self, unit: torch.nn.Module) -> torch.Tensor:
         """Return the hidden states [s, b, h] of ``self.tokens`` at ``self.positions``."""
 
     @abstractmethod
-    def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def apply_layer(self, unit_idx: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` [s, b, h] after this layer."""
 
     @abstractmethod
@@ -280,7 +289,7 @@ class CachedModel(ABC):
 # Generation with decoders.
 
 
-def generation_of(family: str) -> DecoderLayers:
+def generation_layers(family: str) -> DecoderLayers:
     """Return the layer types with which decoders of ``family`` generate text.
 
     Raises:
@@ -292,37 +301,37 @@ def generation_of(family: str) -> DecoderLayers:
     return generation
 
 
-Rows = Sequence[Sequence[int]]
+TokenRows = Sequence[Sequence[int]]
 
 
-def filled_up(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows at the end to one length with token 0; return the tokens and the index of each row's last token.
 
     Shapes:
         output [b, s], [b]
     """
-    longest = max(len(row) for row in rows)
-    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    max_length = max(len(row) for row in rows)
+    tokens = torch.tensor([[*row, *[0] * (max_length - len(row))] for row in rows])
     return tokens, torch.tensor([len(row) - 1 for row in rows])
 
 
-class DecoderReader(CachedModel):
+class CachedDecoder(CachedModel):
     """Cached decoder. Rows are padded at the end, which does not affect earlier tokens because attention is causal."""
 
-    def __init__(self, part: ModelStage, capacity: int) -> None:
-        super().__init__(part, capacity, range(part.sizes.num_layers + 1))
-        self.decoder = generation_of(part.sizes.family)
-        self.masks = Masks(part.sizes, part.place)
+    def __init__(self, model_stage: ModelStage, capacity: int) -> None:
+        super().__init__(model_stage, capacity, range(model_stage.args.num_layers + 1))
+        self.decoder = generation_layers(model_stage.args.family)
+        self.masks = Masks(model_stage.args, model_stage.parallel)
 
-    def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
+    def embed(self, unit: torch.nn.Module) -> torch.Tensor:
         # Called through the class, because pipeline embeddings override ``forward`` with a different signature.
         x: torch.Tensor = self.decoder.embedding.forward(unit, self.tokens, self.positions)
         return x
 
-    def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        mask = self.masks.for_slots(self.slots, x.dtype, bool(unit.has_window))
-        x = self.decoder.layer.forward(unit, x, mask, self.caches[number], None, mask)
+    def apply_layer(self, unit_idx: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        mask = self.masks.get_cached_mask(self.slots, x.dtype, bool(unit.has_window))
+        x = self.decoder.layer.forward(unit, x, mask, self.caches[unit_idx], None, mask)
         return x
 
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return logits_of(x, weight, self.part.sizes, self.part.place)
+        return tied_head_logits(x, weight, self.model_stage.args, self.model_stage.parallel)

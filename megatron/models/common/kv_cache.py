@@ -45,31 +45,34 @@ class LayerKVCache:
 
     def __init__(self, slots: KVCacheSlots) -> None:
         self.slots = slots
-        self.own: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.self_attention: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.cross_attention: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def extended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache the keys and values of this pass; return the keys and values of all positions so far.
 
         Shapes:
             key, value [b, a/t, s, d]
             output     2 x [b, a/t, stop, d]
         """
-        if self.own is None:
-            b, a, s, d = key.shape
-            self.own = key.new_zeros(b, a, self.slots.capacity, d), value.new_zeros(b, a, self.slots.capacity, d)
-            for cached, new in zip(self.own, (key, value), strict=True):
-                cached[:, :, :s] = new
+        if self.self_attention is None:
+            batch_size, num_heads, length, head_size = key.shape
+            self.self_attention = (
+                key.new_zeros(batch_size, num_heads, self.slots.capacity, head_size),
+                value.new_zeros(batch_size, num_heads, self.slots.capacity, head_size),
+            )
+            for cached, new in zip(self.self_attention, (key, value), strict=True):
+                cached[:, :, :length] = new
             return key, value
         assert self.slots.positions is not None
         indices = self.slots.positions[:, None, :, None].expand_as(key)  # [b, a/t, s, d]
-        for cached, new in zip(self.own, (key, value), strict=True):
+        for cached, new in zip(self.self_attention, (key, value), strict=True):
             cached.scatter_(2, indices, new)
-        return self.own[0][:, :, : self.slots.stop], self.own[1][:, :, : self.slots.stop]
+        return self.self_attention[0][:, :, : self.slots.stop], self.self_attention[1][:, :, : self.slots.stop]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep only these ``rows`` of the batch."""
-        if self.own is not None:
-            self.own = self.own[0][rows], self.own[1][rows]
-        if self.cross is not None:
-            self.cross = self.cross[0][rows], self.cross[1][rows]
+        if self.self_attention is not None:
+            self.self_attention = self.self_attention[0][rows], self.self_attention[1][rows]
+        if self.cross_attention is not None:
+            self.cross_attention = self.cross_attention[0][rows], self.cross_attention[1][rows]

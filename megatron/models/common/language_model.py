@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import nn
 
-from megatron.config.loss_chunk import WHOLE, tokens_at_once
+from megatron.config.loss_chunk import UNCHUNKED, tokens_per_chunk
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import make_norm
 from megatron.models.common.parallel_context import ParallelContext
-from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
+from megatron.mpu.cross_entropy import validate_targets, vocab_parallel_cross_entropy
 from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, aligned_linear, vocab_range
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
-from megatron.ops.attention import softcapped
+from megatron.ops.attention import softcap
 
 # The output head.
 
@@ -31,8 +31,8 @@ class LazyLogits(NamedTuple):
     so ``weight`` and ``bias`` are not mistaken for activations.
 
     Args:
-        at_once: tokens per chunk.
-        cap: soft-cap of the logits; 0: none.
+        chunk_tokens: tokens per chunk.
+        softcap: soft-cap of the logits; 0: none.
 
     Shapes:
         x      [s, b, h], the same on every rank; its gradient is summed over the tensor group
@@ -43,8 +43,8 @@ class LazyLogits(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    at_once: int
-    cap: float = 0.0
+    chunk_tokens: int
+    softcap: float = 0.0
 
 
 Logits = torch.Tensor | LazyLogits
@@ -52,36 +52,36 @@ Logits = torch.Tensor | LazyLogits
 
 
 def head_output(
-    x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, args: ModelArgs, parallel: ParallelContext, bias: torch.Tensor | None = None
 ) -> Logits:
     """Return ``logit_multiplier x weight^T + bias``; as ``LazyLogits`` if the loss is computed in chunks.
 
     The chunk size is chosen by ``megatron.config.loss_chunk``.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
+        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``parallel``
         weight [v/t, h], padded rows last
         bias   [v/t]
     """
-    x = x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier  # cheaper than scaling the logits
-    x = enter_tensor_region(x, **place.cut)  # [s, b, h]
+    x = x if args.logit_multiplier == 1.0 else x * args.logit_multiplier  # cheaper than scaling the logits
+    x = enter_tensor_region(x, **parallel.layer_kwargs)  # [s, b, h]
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
-    shape = num_tokens, sizes.vocab_size, sizes.hidden_size
-    at_once = tokens_at_once(sizes.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
-    lazy = LazyLogits(x, weight, bias, at_once, sizes.final_logit_softcapping)
-    return materialize_logits(lazy) if at_once == WHOLE else lazy
+    shape = num_tokens, args.vocab_size, args.hidden_size
+    chunk_tokens = tokens_per_chunk(args.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
+    lazy = LazyLogits(x, weight, bias, chunk_tokens, args.final_logit_softcapping)
+    return materialize_logits(lazy) if chunk_tokens == UNCHUNKED else lazy
 
 
-def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext) -> torch.Tensor:
+def tied_head_logits(x: torch.Tensor, weight: torch.Tensor, args: ModelArgs, parallel: ParallelContext) -> torch.Tensor:
     """Return this rank's columns of the logits of a head tied to the word embedding.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
+        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``parallel``
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
-    entered = enter_tensor_region(x * sizes.logit_multiplier, **place.cut)
-    return materialize_logits(LazyLogits(entered, weight, None, WHOLE, sizes.final_logit_softcapping))
+    head_input = enter_tensor_region(x * args.logit_multiplier, **parallel.layer_kwargs)
+    return materialize_logits(LazyLogits(head_input, weight, None, UNCHUNKED, args.final_logit_softcapping))
 
 
 def materialize_logits(logits: Logits) -> torch.Tensor:
@@ -89,21 +89,21 @@ def materialize_logits(logits: Logits) -> torch.Tensor:
     if isinstance(logits, torch.Tensor):
         return logits
     product = aligned_linear(logits.x, logits.weight, logits.bias)
-    return softcapped(product, logits.cap) if logits.cap else product
+    return softcap(product, logits.softcap) if logits.softcap else product
 
 
 class Head(nn.Module):
     """Output head with its own weight, for models whose head is not tied to the embedding."""
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.sizes, self.place = sizes, place
-        rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
-        shard = Shard((sizes.vocab_size, sizes.hidden_size), 0, start, num_real)
-        self.weight = empty_weight((rows, sizes.hidden_size), shard)
+        self.model_args, self.parallel = args, parallel
+        num_rows, start, num_words = vocab_range(args.vocab_size, parallel.group, args.make_vocab_size_divisible_by)
+        shard = Shard((args.vocab_size, args.hidden_size), 0, start, num_words)
+        self.weight = empty_weight((num_rows, args.hidden_size), shard)
 
     def forward(self, x: torch.Tensor) -> Logits:
-        return head_output(x, self.weight, self.sizes, self.place)
+        return head_output(x, self.weight, self.model_args, self.parallel)
 
 
 # Word and position embedding.
@@ -132,51 +132,53 @@ class Embedding(nn.Module):
     Shapes:
         tokens       [b, s]
         position_ids [b, s], or None for 0 ... s-1; used only by learned positions
-        output [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
     """
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
+            args.vocab_size, args.hidden_size, divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs
         )
         self.position: nn.Module | None = None
-        if sizes.has_learned_positions:
-            self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
-        self.norm = make_norm(sizes, place) if sizes.embed_layernorm else None
-        self.scale = math.sqrt(sizes.hidden_size) if sizes.scale_embeddings else None
-        self.multiplier = sizes.embedding_multiplier
-        self.is_changed = self.norm is not None or self.scale is not None
-        self.hidden_dropout = sizes.hidden_dropout
-        self.place = place
+        if args.has_learned_positions:
+            self.position = parallel.mark_sequence_parallel(
+                PositionEmbedding(args.max_position_embeddings, args.hidden_size)
+            )
+        self.norm = make_norm(args, parallel) if args.embed_layernorm else None
+        self.scale = math.sqrt(args.hidden_size) if args.scale_embeddings else None
+        self.multiplier = args.embedding_multiplier
+        self.has_norm_or_scale = self.norm is not None or self.scale is not None
+        self.hidden_dropout = args.hidden_dropout
+        self.parallel = parallel
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        is_part = self.place.sequence_parallel
-        x = self.word(tokens.t() if is_part else tokens)  # [s/t, b, h] if is_part, otherwise [b, s, h]
-        if self.is_changed:
-            x = self._changed(x)
+        is_sequence_sharded = self.parallel.sequence_parallel
+        x = self.word(tokens.t() if is_sequence_sharded else tokens)  # [s/t, b, h] if is_part, otherwise [b, s, h]
+        if self.has_norm_or_scale:
+            x = self._scale_and_normalize(x)
         if self.position is not None:
-            ids = position_ids if position_ids is not None else self._counted(tokens)
-            x = x + self.position(self.place.part(ids.t()) if is_part else ids)
+            positions = position_ids if position_ids is not None else self._default_positions(tokens)
+            x = x + self.position(self.parallel.shard_sequence(positions.t()) if is_sequence_sharded else positions)
         x = x if self.multiplier == 1.0 else x * self.multiplier
-        x = x if is_part else x.transpose(0, 1).contiguous()  # [s, b, h]
-        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+        x = x if is_sequence_sharded else x.transpose(0, 1).contiguous()  # [s, b, h]
+        return self.parallel.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
-    def _changed(self, x: torch.Tensor) -> torch.Tensor:
+    def _scale_and_normalize(self, x: torch.Tensor) -> torch.Tensor:
         """Scale and normalise the word embeddings; the scale is rounded to their dtype, as in Gemma."""
         if self.scale is not None:
             x = x * float(torch.tensor(self.scale, dtype=x.dtype))
         return x if self.norm is None else self.norm(x)
 
-    def _counted(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _default_positions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the positions of ``tokens`` [b, s] in the full sequence."""
-        return self.place.positions(tokens.shape[1], tokens.device).expand(tokens.shape)
+        return self.parallel.positions(tokens.shape[1], tokens.device).expand(tokens.shape)
 
 
 # The language-model loss: a sum and a count, so that every split into micro-batches gives the same mean.
 
 
-class _Words(TypedDict):
+class _VocabSharding(TypedDict):
     """Vocabulary sharding over the tensor group."""
 
     vocab_size: int
@@ -184,12 +186,12 @@ class _Words(TypedDict):
     group: Group
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+SumAndCount = tuple[torch.Tensor, torch.Tensor]
 """A sum over tokens and the number of tokens."""
 
 
 def model_loss(
-    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: ModelArgs, place: ParallelContext
+    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, args: ModelArgs, parallel: ParallelContext
 ) -> Any:
     """Return the sum of the unmasked token losses and the number of unmasked tokens. Collective.
 
@@ -205,24 +207,34 @@ def model_loss(
             is NaN instead.
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
-    z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0
-    words = _Words(vocab_size=sizes.vocab_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group)
+    z_loss = args.z_loss if torch.is_grad_enabled() else 0.0
+    vocab_sharding = _VocabSharding(
+        vocab_size=args.vocab_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group
+    )
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
         inputs = logits.x, logits.weight, targets, weights
-        options: dict[str, Any] = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap, "z_loss": z_loss}
-        total, count = linear_cross_entropy(*inputs, **options, **words), weights.sum()
-        return _named(total[0], total[1], count) if z_loss else (total, count)
+        options: dict[str, Any] = {
+            "bias": logits.bias,
+            "chunk_tokens": logits.chunk_tokens,
+            "cap": logits.softcap,
+            "z_loss": z_loss,
+        }
+        total, count = linear_cross_entropy(*inputs, **options, **vocab_sharding), weights.sum()
+        return _named_losses(total[0], total[1], count) if z_loss else (total, count)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    weights = known_or_nan(weights.to(dtype), targets, sizes.vocab_size)
-    losses, count = vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **words), loss_mask.to(dtype).sum()
+    weights = validate_targets(weights.to(dtype), targets, args.vocab_size)
+    losses, count = (
+        vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **vocab_sharding),
+        loss_mask.to(dtype).sum(),
+    )
     if z_loss:
-        return _named((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
+        return _named_losses((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
     return (losses * weights).sum(), count  # losses, weights [s, b]
 
 
-def _named(total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> dict[str, Pair]:
-    return {"loss": (total, count), "z_loss": (squares, count)}
+def _named_losses(loss_sum: torch.Tensor, z_loss_sum: torch.Tensor, count: torch.Tensor) -> dict[str, SumAndCount]:
+    return {"loss": (loss_sum, count), "z_loss": (z_loss_sum, count)}
 
 
 # An embedding table that is also the weight of the output head, with one gradient for both uses.
@@ -250,7 +262,7 @@ class _SharedTable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
-        rows, grad = grads
-        if rows is None:
+        sparse_grad, grad = grads
+        if sparse_grad is None:
             return grad
-        return rows.to_dense() if grad is None else grad.add_(rows)
+        return sparse_grad.to_dense() if grad is None else grad.add_(sparse_grad)

@@ -42,7 +42,7 @@ class ModelArgs(DecoderFeatures):
     contiguous_checkpointing: bool = False
     forwards_in_flight: tuple[int, ...] = (1,)  # maximum number of micro-batches in flight, per stage
     z_loss: float = 0.0
-    loss_chunk_tokens: int | None = 0  # 0: all logits at once; None: chosen by ``tokens_at_once``
+    loss_chunk_tokens: int | None = 0  # 0: all logits at once; None: chosen by ``tokens_per_chunk``
 
     @property
     def attention_width(self) -> int:
@@ -78,9 +78,9 @@ class ModelArgs(DecoderFeatures):
 
 def model_args_from(values: Any, **overrides: Any) -> ModelArgs:
     """Build ``ModelArgs`` from a configuration section or an object with the same attribute names."""
-    return ModelArgs(**{**fields_held(ModelArgs, values), **overrides})
+    return ModelArgs(**{**select_fields(ModelArgs, values), **overrides})
 
 
-def fields_held(kind: Any, values: Any) -> dict[str, Any]:
-    """Return the attributes of ``values`` that are fields of the dataclass ``kind``, by name."""
-    return {name: getattr(values, name) for name in kind.__dataclass_fields__ if hasattr(values, name)}
+def select_fields(dataclass_type: Any, values: Any) -> dict[str, Any]:
+    """Return the attributes of ``values`` that are fields of the dataclass ``dataclass_type``, by name."""
+    return {name: getattr(values, name) for name in dataclass_type.__dataclass_fields__ if hasattr(values, name)}

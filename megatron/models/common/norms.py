@@ -131,7 +131,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_offset:
-            upcast, weight = widened(x, self.weight)
+            upcast, weight = upcast_with_offset(x, self.weight)
             bias = None if self.bias is None else self.bias.to(upcast.dtype)
             return self.kernel(upcast, weight, bias, self.epsilon).to(x.dtype)
         return self.kernel(x, self.weight, self.bias, self.epsilon)
@@ -161,11 +161,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_offset:
-            return self.kernel(*widened(x, self.weight), self.epsilon).to(x.dtype)
+            return self.kernel(*upcast_with_offset(x, self.weight), self.epsilon).to(x.dtype)
         return self.kernel(x, self.weight, self.epsilon)
 
 
-def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def upcast_with_offset(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` and ``1 + weight`` in fp32, or in the dtype of ``x`` if that is wider; 16 bits would round the sum.
 
     Source: Gemma Team 2024, "Gemma", and its code.
@@ -177,25 +177,25 @@ def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
 # Construction of a model's norms.
 
 
-def norm_class(sizes: ModelArgs) -> type[LayerNorm] | type[RMSNorm]:
+def norm_class(args: ModelArgs) -> type[LayerNorm] | type[RMSNorm]:
     """Return the class of all norms of a model."""
-    return RMSNorm if sizes.normalization == "RMSNorm" else LayerNorm
+    return RMSNorm if args.normalization == "RMSNorm" else LayerNorm
 
 
-def norm_settings(sizes: ModelArgs) -> dict[str, Any]:
+def norm_kwargs(args: ModelArgs) -> dict[str, Any]:
     """Return the keyword arguments for constructing a model's norms, except the size."""
-    settings: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
-    return settings if sizes.normalization == "RMSNorm" else {**settings, "bias": sizes.norm_bias}
+    kwargs: dict[str, Any] = {"epsilon": args.layernorm_epsilon, "is_offset": args.layernorm_1p}
+    return kwargs if args.normalization == "RMSNorm" else {**kwargs, "bias": args.norm_bias}
 
 
-def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNorm | RMSNorm:
+def make_norm(args: ModelArgs, parallel: ParallelContext | None = None) -> LayerNorm | RMSNorm:
     """Build a norm of hidden states.
 
     Args:
-        place: if given, and it has sequence parallelism, mark the weights as applied to a shard of the sequence.
+        parallel: if given, and it has sequence parallelism, mark the weights as applied to a shard of the sequence.
     """
-    norm = norm_class(sizes)(sizes.hidden_size, **norm_settings(sizes))
-    return norm if place is None else place.on_part(norm)
+    norm = norm_class(args)(args.hidden_size, **norm_kwargs(args))
+    return norm if parallel is None else parallel.mark_sequence_parallel(norm)
 
 
 # Norms of queries and keys, applied before the rotary embedding.
@@ -208,18 +208,18 @@ def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNo
 # Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; over all heads: OLMo 2, 2024.
 
 
-def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> nn.Module | None:
+def make_head_norm(args: ModelArgs, parallel: ParallelContext, num_heads: int) -> nn.Module | None:
     """Build the norm of queries or keys; return None if the model does not normalise them.
 
     Args:
         num_heads: number of heads over all tensor ranks.
     """
-    if sizes.qk_norm == "none":
+    if args.qk_norm == "none":
         return None
-    if sizes.qk_norm == "all":
-        return AllHeadsNorm(sizes, place.group, num_heads)
-    norm = norm_class(sizes)(sizes.kv_hidden_size, **norm_settings(sizes))
-    if place.group.size > 1:
+    if args.qk_norm == "all":
+        return AllHeadsNorm(args, parallel.group, num_heads)
+    norm = norm_class(args)(args.kv_hidden_size, **norm_kwargs(args))
+    if parallel.group.size > 1:
         for parameter in norm.parameters():
             set_partial(parameter)
     return norm
@@ -233,16 +233,16 @@ class AllHeadsNorm(nn.Module):
         weight, bias  [n d / t]
     """
 
-    def __init__(self, sizes: ModelArgs, group: Group, num_heads: int) -> None:
+    def __init__(self, args: ModelArgs, group: Group, num_heads: int) -> None:
         super().__init__()
-        self.epsilon, self.is_offset, self.group = sizes.layernorm_epsilon, sizes.layernorm_1p, group
-        self.is_centred = sizes.normalization == "LayerNorm"
-        self.size = num_heads * sizes.kv_hidden_size
-        local_size = divide("the heads of a norm", num_heads, group) * sizes.kv_hidden_size
+        self.epsilon, self.is_offset, self.group = args.layernorm_epsilon, args.layernorm_1p, group
+        self.is_centred = args.normalization == "LayerNorm"
+        self.size = num_heads * args.kv_hidden_size
+        local_size = divide("the heads of a norm", num_heads, group) * args.kv_hidden_size
         shard = Shard((self.size,), 0, group.rank * local_size, local_size)
-        initial = torch.zeros(local_size) if self.is_offset else torch.ones(local_size)
-        self.weight = set_shard(nn.Parameter(initial), shard)
-        has_bias = self.is_centred and sizes.norm_bias
+        initial_weight = torch.zeros(local_size) if self.is_offset else torch.ones(local_size)
+        self.weight = set_shard(nn.Parameter(initial_weight), shard)
+        has_bias = self.is_centred and args.norm_bias
         self.bias = set_shard(nn.Parameter(torch.zeros(local_size)), shard) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,15 +250,15 @@ class AllHeadsNorm(nn.Module):
         if self.is_centred:
             upcast = upcast - self._mean(upcast)
         factor = (self._mean(upcast.square()) + self.epsilon).rsqrt()  # [b, 1, s, 1]
-        weight = self._by_head(self.weight, x)
+        weight = self._view_by_head(self.weight, x)
         scaled = upcast * factor * (1.0 + weight if self.is_offset else weight)
-        return (scaled if self.bias is None else scaled + self._by_head(self.bias, x)).to(x.dtype)
+        return (scaled if self.bias is None else scaled + self._view_by_head(self.bias, x)).to(x.dtype)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean over all heads of all ranks, with one all-reduce in forward and one in backward."""
         local_sum = x.sum(dim=(1, 3), keepdim=True)
         return copy_to_tensor_region(reduce_from_tensor_region(local_sum, self.group), self.group) / self.size
 
-    def _by_head(self, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _view_by_head(self, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         upcast = vector.to(torch.promote_types(x.dtype, torch.float32))
         return upcast.view(x.shape[1], 1, x.shape[3])  # [n/t, 1, d]

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from megatron.models.common.model_args import Module
-from megatron.mpu.context_parallel import gather_rows, own_positions, split_along_context
+from megatron.mpu.context_parallel import gather_rows, local_positions, split_along_context
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import set_partial
+from tds.renamed import Renamed
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class ParallelContext:
     Args:
         cp_comm_type: communication of attention over the context group, documented in ``ContextAttention``.
         expert: group of ranks over which the experts of a layer are distributed.
-        cuts_experts: True: each expert is sharded over the tensor ranks. False: each tensor rank has full experts and
-            applies them to its shard of the sequence.
+        has_sharded_experts: True: each expert is sharded over the tensor ranks. False: each tensor rank has full
+            experts and applies them to its shard of the sequence.
     """
 
     group: Group = SINGLE
@@ -36,25 +37,30 @@ class ParallelContext:
     context: Group = SINGLE
     cp_comm_type: str = "all_gather"
     expert: Group = SINGLE
-    cuts_experts: bool = True
+    has_sharded_experts: bool = True
+
+    cut = Renamed("layer_kwargs")
+    part = Renamed("shard_sequence")
+    length = Renamed("full_length")
+    on_part = Renamed("mark_sequence_parallel")
 
     @property
-    def cut(self) -> dict[str, Any]:
+    def layer_kwargs(self) -> dict[str, Any]:
         """Keyword arguments with which the layers of ``megatron.mpu.layers`` are constructed."""
         return {"group": self.group, "sequence_parallel": self.sequence_parallel}
 
     @property
-    def of_experts(self) -> ParallelContext:
+    def for_experts(self) -> ParallelContext:
         """``ParallelContext`` of a layer's experts; it has no tensor parallelism if experts are not sharded."""
-        return self if self.cuts_experts else replace(self, group=SINGLE, sequence_parallel=False)
+        return self if self.has_sharded_experts else replace(self, group=SINGLE, sequence_parallel=False)
 
     def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
         """Apply dropout to hidden states with the mask of ``layer`` and ``site``."""
         return self.streams.dropout(
-            x, probability, training=training, layer=layer, site=site, is_part=self.sequence_parallel
+            x, probability, training=training, layer=layer, site=site, is_sequence_slice=self.sequence_parallel
         )
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
+    def shard_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``x`` [s, ...] that belong to this rank's shard of the sequence.
 
         Raises:
@@ -69,25 +75,25 @@ class ParallelContext:
             )
         return x.chunk(self.group.size)[self.group.rank]
 
-    def length(self, x: torch.Tensor) -> int:
+    def full_length(self, x: torch.Tensor) -> int:
         """Return the full sequence length of hidden states ``x`` [s, b, h] or [s/t, b, h]."""
         return x.shape[0] * (self.group.size if self.sequence_parallel else 1) * self.context.size
 
     @property
-    def cuts_heads(self) -> bool:
+    def has_sharded_heads(self) -> bool:
         """True if this rank attends with the full sequence and 1/c of the heads, not with s/c queries of all heads."""
         return self.context.size > 1 and self.cp_comm_type == "a2a"
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's ``length`` tokens in the full sequence: int64 [length]."""
-        return own_positions(length, self.context, device)
+        """Return the positions of this rank's ``full_length`` tokens in the full sequence: int64 [length]."""
+        return local_positions(length, self.context, device)
 
     def query_positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of the queries that this rank attends with, in a full sequence of ``length`` tokens."""
-        num_queries = length if self.cuts_heads else length // self.context.size
-        return own_positions(num_queries, SINGLE if self.cuts_heads else self.context, device)
+        """Return the positions of this rank's queries in a full sequence of ``full_length`` tokens."""
+        num_queries = length if self.has_sharded_heads else length // self.context.size
+        return local_positions(num_queries, SINGLE if self.has_sharded_heads else self.context, device)
 
-    def queries_and_keys(self, segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def query_and_key_segments(self, segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segment ids of the queries that this rank attends with, and of all keys. Collective.
 
         Shapes:
@@ -95,22 +101,22 @@ class ParallelContext:
             output      [b, s/c] or [b, s], and [b, s]
         """
         key_segment_ids = gather_rows(segment_ids.t(), self.context).t()
-        return key_segment_ids if self.cuts_heads else segment_ids, key_segment_ids
+        return key_segment_ids if self.has_sharded_heads else segment_ids, key_segment_ids
 
-    def own_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def select_local_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Select the positions of this rank's queries from ``x``, which has the full sequence along ``dim``."""
-        return x if self.cuts_heads else split_along_context(x, self.context, dim)
+        return x if self.has_sharded_heads else split_along_context(x, self.context, dim)
 
-    def on_part(self, module: Module) -> Module:
+    def mark_sequence_parallel(self, module: Module) -> Module:
         """Return ``module``; with ``sequence_parallel``, mark its weights as applied to a shard of the sequence."""
         if self.sequence_parallel:
-            module.place = self  # type: ignore[assignment]
+            module.parallel = self  # type: ignore[assignment]
             for parameter in module.parameters():
                 set_partial(parameter)
         return module
 
 
-def context_of(module: nn.Module) -> ParallelContext | None:
+def get_parallel_context(module: nn.Module) -> ParallelContext | None:
     """Return the ``ParallelContext`` that a layer or a model was built with, or None."""
-    context = getattr(module, "place", None)
-    return context if isinstance(context, ParallelContext) else None
+    parallel = getattr(module, "parallel", None)
+    return parallel if isinstance(parallel, ParallelContext) else None

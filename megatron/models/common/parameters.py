@@ -60,36 +60,36 @@ def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rul
 
 def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, std: float | torch.Tensor) -> None:
     parameter.zero_()
-    rows = shard.global_shape[0]
-    for first in range(0, rows, ROWS_PER_BLOCK):
-        last = min(first + ROWS_PER_BLOCK, rows)
-        if shard.partition_dim == 0 and (last <= shard.start or first >= shard.start + shard.length):
+    num_rows = shard.global_shape[0]
+    for block_start in range(0, num_rows, ROWS_PER_BLOCK):
+        block_stop = min(block_start + ROWS_PER_BLOCK, num_rows)
+        if shard.partition_dim == 0 and (block_stop <= shard.start or block_start >= shard.start + shard.length):
             continue
-        scale = std[first:last] if isinstance(std, torch.Tensor) else std
-        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * scale
-        _copy_overlap(parameter, shard, block, first)
+        scale = std[block_start:block_stop] if isinstance(std, torch.Tensor) else std
+        block = _random_block(name, seed, block_start, block_stop - block_start, shard.global_shape[1:]) * scale
+        _copy_overlap(parameter, shard, block, block_start)
 
 
-def _block(name: str, seed: int, first: int, rows: int, rest: tuple[int, ...]) -> torch.Tensor:
+def _random_block(name: str, seed: int, block_start: int, num_rows: int, row_shape: tuple[int, ...]) -> torch.Tensor:
     """Return rows ``first ... first + rows`` of the parameter's standard normal values, in fp32.
 
     Each block has a CPU generator seeded by a hash, so that values do not depend on the device or the layout.
     """
-    digest = hashlib.blake2b(f"{seed}/{name}/{first}".encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(f"{seed}/{name}/{block_start}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.randn((rows, *rest), generator=generator, dtype=torch.float32)
+    return torch.randn((num_rows, *row_shape), generator=generator, dtype=torch.float32)
 
 
-def _copy_overlap(parameter: torch.Tensor, shard: Shard, block: torch.Tensor, first: int) -> None:
+def _copy_overlap(parameter: torch.Tensor, shard: Shard, block: torch.Tensor, block_start: int) -> None:
     if shard.partition_dim == 0:
-        start = max(first, shard.start)
-        stop = min(first + block.shape[0], shard.start + shard.length)
-        parameter[start - shard.start : stop - shard.start].copy_(block[start - first : stop - first])
+        start = max(block_start, shard.start)
+        stop = min(block_start + block.shape[0], shard.start + shard.length)
+        parameter[start - shard.start : stop - shard.start].copy_(block[start - block_start : stop - block_start])
     elif shard.partition_dim is None:
-        parameter[first : first + block.shape[0]].copy_(block)
+        parameter[block_start : block_start + block.shape[0]].copy_(block)
     else:
         overlap = block.narrow(shard.partition_dim, shard.start, shard.length)
-        parameter[first : first + block.shape[0]].copy_(overlap)
+        parameter[block_start : block_start + block.shape[0]].copy_(overlap)
 
 
 # Logical names of modules.
@@ -105,16 +105,21 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     logical_name = getattr(model, "logical_name", None)
     modules = {name: module for name, module in model.named_modules() if name}
     names = {
-        local_name: local_name if logical_name is None else _asked(logical_name, local_name) for local_name in modules
+        local_name: local_name if logical_name is None else _logical_module_name(logical_name, local_name)
+        for local_name in modules
     }
     return [
         (name, modules[local_name])
         for local_name, name in names.items()
-        if name and not any(other == name and inner.startswith(f"{local_name}.") for inner, other in names.items())
+        if name
+        and not any(
+            other_name == name and other_local_name.startswith(f"{local_name}.")
+            for other_local_name, other_name in names.items()
+        )
     ]
 
 
-def _asked(logical_name: Callable[[str], str], local_name: str) -> str:
+def _logical_module_name(logical_name: Callable[[str], str], local_name: str) -> str:
     """Return the logical name of a module, or "" for containers without a logical name (``tied_modules``)."""
     try:
         return logical_name(f"{local_name}.").rstrip(".")

@@ -16,14 +16,14 @@ from megatron.models.common.language_model import (
     Embedding,
     Head,
     Logits,
-    Pair,
+    SumAndCount,
     head_output,
     materialize_logits,
     model_loss,
 )
 from megatron.models.common.masks import Masks, SharedMask
 from megatron.models.common.model_args import ModelArgs
-from megatron.models.common.norms import norm_class, norm_settings
+from megatron.models.common.norms import norm_class, norm_kwargs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -36,23 +36,23 @@ from tds.user_functions import BatchFn
 # Activation recomputation on a pipeline stage.
 
 
-def recompute_of_stage(module: PipelineModule, sizes: ModelArgs, place: ParallelContext) -> Recompute:
+def stage_recompute(module: PipelineModule, args: ModelArgs, parallel: ParallelContext) -> Recompute:
     """Return the ``activation_checkpoint_func`` of ``module``; the layers of ``module`` may not have been built yet."""
-    return Recompute(sizes, place, partial(_slots, module, sizes))
+    return Recompute(args, parallel, partial(_count_slots, module, args))
 
 
-def _slots(module: PipelineModule, sizes: ModelArgs) -> tuple[int, int]:
+def _count_slots(module: PipelineModule, args: ModelArgs) -> tuple[int, int]:
     """Return (maximum number of saved inputs, maximum number of forwards in flight) of this stage.
 
     Each forward in flight saves one input per checkpointed group of layers; the chunk with the most groups counts. A
     group that spans the boundary between T5's encoder and decoder has one input.
     """
-    chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
+    chunks = [list(chunk_modules.is_checkpointable_results) for chunk_modules in module._runs or [module]]
     if module.stage_id == 0:
         chunks[0][0] = False  # starts with the embedding, whose input tokens are not stored in a slot
-    runs = max(map(sum, chunks))
-    forwards = sizes.forwards_in_flight[min(module.stage_id, len(sizes.forwards_in_flight) - 1)]
-    return runs * forwards, forwards
+    num_groups = max(map(sum, chunks))
+    num_forwards = args.forwards_in_flight[min(module.stage_id, len(args.forwards_in_flight) - 1)]
+    return num_groups * num_forwards, num_forwards
 
 
 # Conversion of the rank grid.
@@ -73,10 +73,10 @@ class ModelPipe(PipelineModule):
 
     Args:
         partition: bounds of the chunks, as indices into ``specs()``, or the name of a partition method; "profile" times
-            the layers on a batch of shape ``probe``.
+            the layers on a batch of shape ``profile_shape``.
         chunks: chunks per stage; ``placement`` determines which ones.
         has_segments: segment ids (documents or padding) are sent between stages as well.
-        probe: (micro-batch size, sequence lengths), with one length per side of the model.
+        profile_shape: (micro-batch size, sequence lengths), with one length per side of the model.
 
     Attributes:
         layer_classes: classes of transformer layers; groups of layers that contain one of them are recomputed.
@@ -87,19 +87,21 @@ class ModelPipe(PipelineModule):
 
     def __init__(
         self,
-        sizes: Any,
-        place: ParallelContext,
+        args: Any,
+        parallel: ParallelContext,
         topology: Topology,
         *,
         partition: str | list[int] = "parameters",
         chunks: int = 1,
         placement: str = LOOP,
         has_segments: bool = False,
-        probe: tuple[int, ...] | None = None,
+        profile_shape: tuple[int, ...] | None = None,
     ) -> None:
-        self.sizes, self.place, self.has_segments = sizes, place, has_segments
-        profile: dict[str, Any] = {} if probe is None else {"profile_batch": self.random_batch(probe)}
-        recompute = recompute_of_stage(self, sizes, place)
+        self.model_args, self.parallel, self.has_segments = args, parallel, has_segments
+        profile_kwargs: dict[str, Any] = (
+            {} if profile_shape is None else {"profile_batch": self.random_batch(profile_shape)}
+        )
+        recompute = stage_recompute(self, args, parallel)
         super().__init__(
             self.specs(),
             topology=pipe_topology(topology),
@@ -107,9 +109,9 @@ class ModelPipe(PipelineModule):
             partition_method=partition,
             chunks=chunks,
             placement=placement,
-            activation_checkpoint_interval=recompute.every,
+            activation_checkpoint_interval=recompute.interval,
             activation_checkpoint_func=recompute,
-            **profile,
+            **profile_kwargs,
         )
         self._declare_boundaries()
 
@@ -131,7 +133,9 @@ class ModelPipe(PipelineModule):
             batch_fn: converts a micro-batch to the inputs of the first stage and the arguments of the loss.
         """
         parallel, batch = config.parallel, config.batch
-        probe = (batch.batch_size, *config.own.sequence_lengths(batch)) if partition == "profile" else None
+        profile_shape = (
+            (batch.batch_size, *config.family_config.sequence_lengths(batch)) if partition == "profile" else None
+        )
         stage = cls(
             args,
             context,
@@ -139,16 +143,16 @@ class ModelPipe(PipelineModule):
             partition=partition,
             chunks=parallel.chunks,
             placement=parallel.placement,
-            probe=probe,
-            **cls.beside(config),
+            profile_shape=profile_shape,
+            **cls.boundary_kwargs(config),
         )
         stage._megatron_batch_fn = batch_fn
         return stage
 
     @classmethod
-    def beside(cls, config: Config) -> dict[str, bool]:
+    def boundary_kwargs(cls, config: Config) -> dict[str, bool]:
         """Return constructor arguments that select the tensors sent with the hidden states in a run of ``config``."""
-        return {"has_segments": config.data.keeps_documents_apart}
+        return {"has_segments": config.data.separates_documents}
 
     def specs(self) -> list[LayerSpec]:
         """Return the layer specifications."""
@@ -175,15 +179,15 @@ class ModelPipe(PipelineModule):
 # Stages send the hidden states [s, b, h], segment ids [b, s] if documents are separated, and rotary positions [b, s] if
 # these restart in each document. Masks and rotary angles are never sent.
 
-Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, optionally with segment ids and positions
+StageTensors = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, optionally with segment ids and positions
 
 
 @cache
-def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Module]:
+def make_embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Module]:
     """Return ``embedding`` as a pipeline layer with ``num_inputs`` inputs; further tensors are passed through."""
 
     class EmbeddingPipe(embedding):  # type: ignore[valid-type, misc]
-        def forward(self, inputs: Stream) -> Stream:
+        def forward(self, inputs: StageTensors) -> StageTensors:
             tensors = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             x: torch.Tensor = super().forward(*tensors[:num_inputs])
             passed_through = tensors[num_inputs:]
@@ -194,17 +198,17 @@ def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Modul
 
 
 @cache
-def layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
+def make_layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
     """Return ``layer`` as a pipeline layer that passes segment ids through and uses the stage's shared mask."""
 
     class LayerPipe(layer):  # type: ignore[valid-type, misc]
-        def __init__(self, sizes: ModelArgs, place: ParallelContext, number: int, mask: SharedMask) -> None:
-            super().__init__(sizes, place, number)
+        def __init__(self, args: ModelArgs, parallel: ParallelContext, layer_idx: int, mask: SharedMask) -> None:
+            super().__init__(args, parallel, layer_idx)
             self.mask = mask
 
-        def forward(self, inputs: Stream) -> Stream:
+        def forward(self, inputs: StageTensors) -> StageTensors:
             x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            x = super().forward(x, self.mask.of(passed_through[0], x) if passed_through else None)
+            x = super().forward(x, self.mask.get(passed_through[0], x) if passed_through else None)
             return (x, *passed_through) if passed_through else x
 
     LayerPipe.__name__ = f"{layer.__name__}Pipe"
@@ -214,23 +218,23 @@ def layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
 class TiedTable(nn.Module):
     """The tied word embedding on the last stage, used by the head. Positions are embedded only on the first stage."""
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+            args.vocab_size, args.hidden_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group
         )
 
 
 @cache
-def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
+def make_norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
     """Return ``norm`` as the pipeline layer before the head; it drops the tensors sent with the hidden states."""
 
     class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
-        def __init__(self, place: ParallelContext, *sizes: Any, **how: Any) -> None:
-            super().__init__(*sizes, **how)
-            place.on_part(self)
+        def __init__(self, parallel: ParallelContext, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            parallel.mark_sequence_parallel(self)
 
-        def forward(self, inputs: Stream) -> torch.Tensor:
+        def forward(self, inputs: StageTensors) -> torch.Tensor:
             x: torch.Tensor = super().forward(inputs if isinstance(inputs, torch.Tensor) else inputs[0])
             return x
 
@@ -238,36 +242,38 @@ def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
 
 
 def decoder_specs(
-    embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, sizes: ModelArgs, place: ParallelContext
+    embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, args: ModelArgs, parallel: ParallelContext
 ) -> list[LayerSpec]:
     """Return the specs of ``embedding`` (built from sizes and place), ``layers``, ``norm`` and the (tied) head."""
-    if sizes.untie_embeddings:
-        return [LayerSpec(embedding, sizes, place), *layers, norm, LayerSpec(Head, sizes, place)]
-    first = TiedLayerSpec("embedding", embedding, sizes, place, tied_weight_attr="word.weight")
-    head = partial(_tied_head, sizes, place)
-    last = TiedLayerSpec("embedding", TiedTable, sizes, place, forward_fn=head, tied_weight_attr="word.weight")
-    return [first, *layers, norm, last]
+    if args.untie_embeddings:
+        return [LayerSpec(embedding, args, parallel), *layers, norm, LayerSpec(Head, args, parallel)]
+    first_spec = TiedLayerSpec("embedding", embedding, args, parallel, tied_weight_attr="word.weight")
+    apply_head = partial(_apply_tied_head, args, parallel)
+    last_spec = TiedLayerSpec(
+        "embedding", TiedTable, args, parallel, forward_fn=apply_head, tied_weight_attr="word.weight"
+    )
+    return [first_spec, *layers, norm, last_spec]
 
 
-def _tied_head(sizes: ModelArgs, place: ParallelContext, module: nn.Module, x: torch.Tensor) -> Logits:
-    return head_output(x, module.word.weight, sizes, place)  # type: ignore[union-attr, arg-type]
+def _apply_tied_head(args: ModelArgs, parallel: ParallelContext, module: nn.Module, x: torch.Tensor) -> Logits:
+    return head_output(x, module.word.weight, args, parallel)  # type: ignore[union-attr, arg-type]
 
 
-def random_batch(vocab_size: int, shape: tuple[int, ...], entering: Sequence[str] = ()) -> tuple[Any, Any]:
+def random_batch(vocab_size: int, shape: tuple[int, ...], extra_inputs: Sequence[str] = ()) -> tuple[Any, Any]:
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
         all tensors [b, s], with (b, s) given by ``shape``
 
     Args:
-        entering: further inputs of the first stage after the tokens: "position_ids", "segment_ids".
+        extra_inputs: further inputs of the first stage after the tokens: "position_ids", "segment_ids".
     """
     tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    by_name = {
+    inputs_by_name = {
         "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
         "segment_ids": torch.zeros(shape, dtype=torch.int32),
     }
-    return (tokens, *[by_name[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
+    return (tokens, *[inputs_by_name[name] for name in extra_inputs]), (tokens.roll(-1, dims=1), torch.ones(shape))
 
 
 class TransformerLayerPipe(TransformerLayer):
@@ -279,32 +285,32 @@ class TransformerLayerPipe(TransformerLayer):
     """
 
     def __init__(
-        self, sizes: ModelArgs, place: ParallelContext, layer: int, masks: Masks, has_positions: bool = False
+        self, args: ModelArgs, parallel: ParallelContext, layer: int, masks: Masks, has_positions: bool = False
     ) -> None:
-        super().__init__(sizes, place, layer)
+        super().__init__(args, parallel, layer)
         self.masks, self.has_positions = masks, has_positions
 
-    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+    def forward(self, inputs: StageTensors) -> StageTensors:  # type: ignore[override]
         x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         positions = passed_through[-1] if self.has_positions else None
         segment_ids = passed_through[0] if len(passed_through) > self.has_positions else None
         mask = None
-        if segment_ids is not None or self.masks.are_needed:
-            mask = self.masks.of(x, segment_ids, self.has_window)
+        if segment_ids is not None or self.masks.is_always_needed:
+            mask = self.masks.get_mask(x, segment_ids, self.has_window)
         x = super().forward(x, mask, None, positions, mask)
         return (x, *passed_through) if passed_through else x
 
 
-def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = False) -> list[LayerSpec]:
+def layer_specs(args: ModelArgs, parallel: ParallelContext, has_positions: bool = False) -> list[LayerSpec]:
     """Return the specs of embedding, ``num_layers`` transformer layers, final norm and head."""
-    masks = Masks(sizes, place)
-    layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, masks, has_positions) for i in range(sizes.num_layers)]
-    norm_type: Any = norm_class(sizes)
-    norm = LayerSpec(norm_pipe(norm_type), place, sizes.hidden_size, **norm_settings(sizes))
-    return decoder_specs(embedding_pipe(Embedding, 1 + sizes.has_learned_positions), layers, norm, sizes, place)
+    masks = Masks(args, parallel)
+    layers = [LayerSpec(TransformerLayerPipe, args, parallel, i, masks, has_positions) for i in range(args.num_layers)]
+    norm_type: Any = norm_class(args)
+    norm = LayerSpec(make_norm_pipe(norm_type), parallel, args.hidden_size, **norm_kwargs(args))
+    return decoder_specs(make_embedding_pipe(Embedding, 1 + args.has_learned_positions), layers, norm, args, parallel)
 
 
-def weighted(losses: dict[str, Pair]) -> dict[str, Weighted]:
+def to_weighted(losses: dict[str, SumAndCount]) -> dict[str, Weighted]:
     """Convert (sum, count) pairs by name to the ``Weighted`` losses of the pipeline engine."""
     return {name: Weighted(*pair) for name, pair in losses.items()}
 
@@ -315,46 +321,52 @@ class DecoderPipe(ModelPipe):
     Args:
         has_positions: stages send rotary positions along with the hidden states; otherwise positions are
             0 ... s-1 on every stage.
-        how: further arguments of ``ModelPipe``.
+        kwargs: further arguments of ``ModelPipe``.
     """
 
     layer_classes = (TransformerLayerPipe,)
 
     def __init__(
-        self, sizes: ModelArgs, place: ParallelContext, topology: Topology, *, has_positions: bool = False, **how: Any
+        self,
+        args: ModelArgs,
+        parallel: ParallelContext,
+        topology: Topology,
+        *,
+        has_positions: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.has_positions = has_positions
-        super().__init__(sizes, place, topology, **how)
+        super().__init__(args, parallel, topology, **kwargs)
 
     @classmethod
-    def beside(cls, config: Config) -> dict[str, bool]:
+    def boundary_kwargs(cls, config: Config) -> dict[str, bool]:
         has_positions = config.data.reset_position_ids and config.model.position_embedding_type == ROPE
-        return {**super().beside(config), "has_positions": has_positions}
+        return {**super().boundary_kwargs(config), "has_positions": has_positions}
 
     def specs(self) -> list[LayerSpec]:
-        return layer_specs(self.sizes, self.place, self.has_positions)
+        return layer_specs(self.model_args, self.parallel, self.has_positions)
 
     def _declare_boundaries(self) -> None:
-        num_further = self.has_segments + self.has_positions
-        self._input_grad = [True, *[False] * num_further]
-        self._input_type = ["float", *["int"] * num_further]
+        num_extra_inputs = self.has_segments + self.has_positions
+        self._input_grad = [True, *[False] * num_extra_inputs]
+        self._input_type = ["float", *["int"] * num_extra_inputs]
         self._input_pipe_partitioned = [False] * len(self._input_grad)
 
     def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return random_batch(self.sizes.vocab_size, shape, self.entering)
+        return random_batch(self.model_args.vocab_size, shape, self.extra_input_names)
 
     @property
-    def entering(self) -> list[str]:
+    def extra_input_names(self) -> list[str]:
         """Names of the first stage's inputs after the tokens."""
         is_input = {
             "segment_ids": self.has_segments,
-            "position_ids": self.sizes.has_learned_positions or self.has_positions,
+            "position_ids": self.model_args.has_learned_positions or self.has_positions,
         }
-        return [name for name in self.sizes.entering if is_input[name]]
+        return [name for name in self.model_args.extra_input_names if is_input[name]]
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        loss = model_loss(logits, labels[0], labels[1], self.sizes, self.place)
-        return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
+        loss = model_loss(logits, labels[0], labels[1], self.model_args, self.parallel)
+        return to_weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits as a tensor, for evaluations that return outputs."""
@@ -362,12 +374,12 @@ class DecoderPipe(ModelPipe):
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter in the single-stage model."""
-        head, _, rest = local_name.partition(".")
-        if head == "tied_modules":
-            return rest  # "embedding.word.weight"
-        layer_idx = int(head)
+        prefix, _, suffix = local_name.partition(".")
+        if prefix == "tied_modules":
+            return suffix  # "embedding.word.weight"
+        layer_idx = int(prefix)
         if layer_idx == 0:
-            return f"embedding.{rest}"
-        if layer_idx <= self.sizes.num_layers:
-            return f"layers.{layer_idx - 1}.{rest}"
-        return f"{'final_norm' if layer_idx == self.sizes.num_layers + 1 else 'head'}.{rest}"
+            return f"embedding.{suffix}"
+        if layer_idx <= self.model_args.num_layers:
+            return f"layers.{layer_idx - 1}.{suffix}"
+        return f"{'final_norm' if layer_idx == self.model_args.num_layers + 1 else 'head'}.{suffix}"

@@ -21,7 +21,7 @@ from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight
-from megatron.ops.grouped import count
+from megatron.ops.grouped import count_rows
 from tds.backward_state import is_running
 from tds.linear_function import linear
 
@@ -58,7 +58,7 @@ class Router(nn.Module):
     """Top-k router: chooses k of E experts for each token.
 
     Shapes:
-        input   [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        input   [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
         outputs 2 x [s, b, k]: weights (at least fp32) and expert indices
 
     Attributes:
@@ -67,112 +67,126 @@ class Router(nn.Module):
         expert_bias: [E] in fp32, or None; not a trained weight.
         counts: choices of each expert since the last ``clear``, int64 [E].
         dropped: choices dropped by the expert capacity since the last ``clear``, [1].
-        sums: load balancing loss and z-loss since the last ``clear``, each summed over tokens, fp64 [2].
+        loss_sums: load balancing loss and z-loss since the last ``clear``, each summed over tokens, fp64 [2].
     """
 
     tokens_per_expert: torch.Tensor
     counts: torch.Tensor
     dropped: torch.Tensor
-    sums: torch.Tensor
+    loss_sums: torch.Tensor
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.sizes, self.place = sizes, place
-        num_experts = sizes.num_experts
-        self.weight = empty_weight((num_experts, sizes.hidden_size), Shard((num_experts, sizes.hidden_size)))
+        self.model_args, self.parallel = args, parallel
+        num_experts = args.num_experts
+        self.weight = empty_weight((num_experts, args.hidden_size), Shard((num_experts, args.hidden_size)))
         set_matrices(self.weight)
         self.expert_bias: nn.Parameter | None = None
-        if sizes.moe_router_enable_expert_bias:
+        if args.moe_router_enable_expert_bias:
             self.expert_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.sums = torch.zeros(2, dtype=torch.float64)  # not a buffer: a 16-bit model would round it
+        self.loss_sums = torch.zeros(2, dtype=torch.float64)  # not a buffer: a 16-bit model would round it
         self.gradient_scale = 1.0
-        place.on_part(self)
+        parallel.mark_sequence_parallel(self)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = linear(x.to(dtype), self.weight.to(dtype), fuse=False)  # [s, b, E]
-        is_sigmoid = self.sizes.moe_router_score_function == SIGMOID
+        is_sigmoid = self.model_args.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():
-            experts = self._chosen(scores if self.expert_bias is None else scores + self.expert_bias)  # [s, b, k]
+            experts = self._choose_experts(
+                scores if self.expert_bias is None else scores + self.expert_bias
+            )  # [s, b, k]
         if is_sigmoid:
             weights = scores.gather(-1, experts)
-            if self.sizes.moe_router_topk > 1:
+            if self.model_args.moe_router_topk > 1:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        elif self.sizes.moe_router_pre_softmax:
+        elif self.model_args.moe_router_pre_softmax:
             weights = logits.softmax(-1).gather(-1, experts)
         else:
             weights = logits.gather(-1, experts).softmax(-1)
-        weights = weights * self.sizes.moe_router_topk_scaling_factor
-        return self._balanced(weights, logits, scores if is_sigmoid else None, experts), experts
+        weights = weights * self.model_args.moe_router_topk_scaling_factor
+        return self._attach_aux_losses(weights, logits, scores if is_sigmoid else None, experts), experts
 
-    def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        k, groups = self.sizes.moe_router_topk, self.sizes.moe_router_num_groups
-        if groups:
-            grouped = scores.unflatten(-1, (groups, -1))  # [s, b, groups, E/groups]
-            best = grouped.sort(dim=-1, descending=True).values[..., : k // self.sizes.moe_router_group_topk].sum(-1)
-            kept_groups = first_of(best, self.sizes.moe_router_group_topk)
-            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept_groups, True)
-            scores = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)
-        return first_of(scores, k)
+    def _choose_experts(self, scores: torch.Tensor) -> torch.Tensor:
+        topk, num_groups = self.model_args.moe_router_topk, self.model_args.moe_router_num_groups
+        if num_groups:
+            grouped_scores = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, E/groups]
+            group_scores = (
+                grouped_scores.sort(dim=-1, descending=True)
+                .values[..., : topk // self.model_args.moe_router_group_topk]
+                .sum(-1)
+            )
+            chosen_groups = top_indices(group_scores, self.model_args.moe_router_group_topk)
+            is_chosen_group = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen_groups, True)
+            scores = grouped_scores.masked_fill(~is_chosen_group.unsqueeze(-1), float("-inf")).flatten(-2)
+        return top_indices(scores, topk)
 
-    def _balanced(
+    def _attach_aux_losses(
         self, weights: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor | None, experts: torch.Tensor
     ) -> torch.Tensor:
         """Attach the gradients of the auxiliary losses to ``weights`` and count the choices; only in training mode."""
-        sizes = self.sizes
+        args = self.model_args
         if not self.training:
             return weights
         losses = []
-        if sizes.has_aux_loss:
-            shares = logits.softmax(-1) if scores is None else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            by_expert = shares.flatten(0, -2).sum(0)  # [E]
-            losses.append(sizes.moe_aux_loss_coeff * sizes.num_experts * (by_expert * self._fractions(logits)).sum())
-        if sizes.moe_z_loss_coeff:
-            losses.append(sizes.moe_z_loss_coeff * logits.logsumexp(-1).square().sum())
+        if args.has_aux_loss:
+            probabilities = logits.softmax(-1) if scores is None else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            expert_sums = probabilities.flatten(0, -2).sum(0)  # [E]
+            losses.append(
+                args.moe_aux_loss_coeff * args.num_experts * (expert_sums * self._previous_expert_shares(logits)).sum()
+            )
+        if args.moe_z_loss_coeff:
+            losses.append(args.moe_z_loss_coeff * logits.logsumexp(-1).square().sum())
         if not is_running():  # recomputation processes the same tokens again
-            self.counts += count(experts, sizes.num_experts)
+            self.counts += count_rows(experts, args.num_experts)
             if losses:
-                loss_values = [loss.detach().double() for loss in losses]
-                loss_sums = torch.stack(loss_values if len(loss_values) == 2 else self._placed(loss_values[0]))
-                self.sums = self.sums.to(loss_sums.device) + loss_sums
-        return _WithLoss.apply(weights, sum(losses), self) if losses and torch.is_grad_enabled() else weights
+                detached_losses = [loss.detach().double() for loss in losses]
+                loss_sums = torch.stack(
+                    detached_losses if len(detached_losses) == 2 else self._aux_loss_pair(detached_losses[0])
+                )
+                self.loss_sums = self.loss_sums.to(loss_sums.device) + loss_sums
+        return _AttachLoss.apply(weights, sum(losses), self) if losses and torch.is_grad_enabled() else weights
 
-    def _placed(self, loss: torch.Tensor) -> list[torch.Tensor]:
+    def _aux_loss_pair(self, loss: torch.Tensor) -> list[torch.Tensor]:
         """Return [load balancing loss, z-loss] for a model with only one of the two losses; the other one is 0."""
         zero = torch.zeros_like(loss)
-        return [loss, zero] if self.sizes.has_aux_loss else [zero, loss]
+        return [loss, zero] if self.model_args.has_aux_loss else [zero, loss]
 
-    def _fractions(self, like: torch.Tensor) -> torch.Tensor:
+    def _previous_expert_shares(self, like: torch.Tensor) -> torch.Tensor:
         """Return f, the share of each expert in the choices of the previous global batch."""
-        before = self.tokens_per_expert.to(like.dtype)
-        return torch.where(before.sum() > 0, before / before.sum().clamp(min=1), 1.0 / len(before))
+        previous_counts = self.tokens_per_expert.to(like.dtype)
+        return torch.where(
+            previous_counts.sum() > 0, previous_counts / previous_counts.sum().clamp(min=1), 1.0 / len(previous_counts)
+        )
 
     @torch.no_grad()
-    def count_dropped(self, kept: torch.Tensor) -> None:
-        """Count the choices that are False in ``kept`` [s, b, k], except during evaluation and recomputation."""
+    def count_dropped(self, is_kept: torch.Tensor) -> None:
+        """Count the choices that are False in ``is_kept`` [s, b, k], except during evaluation and recomputation."""
         if self.training and not is_running():
-            self.dropped += kept.logical_not().sum()
+            self.dropped += is_kept.logical_not().sum()
 
     def clear(self) -> None:
         """Reset the counters of the micro-batches."""
         self.counts.zero_()
         self.dropped.zero_()
-        self.sums.zero_()
+        self.loss_sums.zero_()
 
     @torch.no_grad()
-    def take(self, counts: torch.Tensor) -> None:
+    def update_balance(self, counts: torch.Tensor) -> None:
         """Store ``counts`` [E], the choices of the global batch of this step, and update the expert bias."""
         self.tokens_per_expert.copy_(counts)
         if self.expert_bias is not None:
-            below = torch.sign(counts.sum() / len(counts) - counts)
-            self.expert_bias.add_(below.to(self.expert_bias.dtype), alpha=self.sizes.moe_router_bias_update_rate)
+            direction = torch.sign(counts.sum() / len(counts) - counts)
+            self.expert_bias.add_(
+                direction.to(self.expert_bias.dtype), alpha=self.model_args.moe_router_bias_update_rate
+            )
 
 
-class _WithLoss(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """Identity function of ``weights`` whose backward also backpropagates ``loss``, scaled by ``gradient_scale``."""
 
     @staticmethod
@@ -185,21 +199,21 @@ class _WithLoss(torch.autograd.Function):
         return grads[0], ctx.like.new_full((), ctx.router.gradient_scale), None
 
 
-def first_of(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the indices of the ``number`` highest scores in the last dimension; ties go to the lower index.
+def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the indices of the ``k`` highest scores in the last dimension; ties go to the lower index.
 
     ``torch.topk`` does not define the order of ties.
     """
     # contiguous: a view would keep all indices in memory
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :number].contiguous()
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 # Expert capacity, applied to full samples so that dropped choices do not depend on the layout.
 
 
 @torch.no_grad()
-def within_capacity(
-    experts: torch.Tensor, weights: torch.Tensor, sizes: ModelArgs, place: ParallelContext
+def capacity_mask(
+    experts: torch.Tensor, weights: torch.Tensor, args: ModelArgs, parallel: ParallelContext
 ) -> torch.Tensor:
     """Return a mask [s, b, k], True for each choice that is kept.
 
@@ -209,30 +223,30 @@ def within_capacity(
     Shapes:
         experts, weights [s, b, k], or this rank's shard of them
     """
-    num_experts, local_length = sizes.num_experts, len(experts)
+    num_experts, local_length = args.num_experts, len(experts)
     scores = torch.full((*experts.shape[:2], num_experts), -1.0, dtype=weights.dtype, device=weights.device)
     scores.scatter_(-1, experts, weights)  # [s, b, E], negative where not chosen
-    all_scores = gather_from_sequence_region(scores, place.group) if place.sequence_parallel else scores
-    rows = len(all_scores)
-    all_scores = gather_rows(all_scores, place.context)
-    capacity = -(-sizes.moe_expert_capacity_factor * len(all_scores) * sizes.moe_router_topk // num_experts)
+    all_scores = gather_from_sequence_region(scores, parallel.group) if parallel.sequence_parallel else scores
+    local_rows = len(all_scores)
+    all_scores = gather_rows(all_scores, parallel.context)
+    capacity = -(-args.moe_expert_capacity_factor * len(all_scores) * args.moe_router_topk // num_experts)
     is_chosen = all_scores >= 0
-    if sizes.moe_token_drop_policy == "position":
-        rank = is_chosen.long().cumsum(0) - 1
+    if args.moe_token_drop_policy == "position":
+        priority = is_chosen.long().cumsum(0) - 1
     else:
         order = all_scores.sort(dim=0, descending=True, stable=True).indices
-        rank = torch.empty_like(order).scatter_(0, order, _numbers(order))
-    is_kept = is_chosen & (rank < capacity)
-    is_kept = is_kept[place.positions(rows, is_kept.device)] if place.context.size > 1 else is_kept
+        priority = torch.empty_like(order).scatter_(0, order, _position_indices(order))
+    is_kept = is_chosen & (priority < capacity)
+    is_kept = is_kept[parallel.positions(local_rows, is_kept.device)] if parallel.context.size > 1 else is_kept
     is_kept = (
-        is_kept[place.group.rank * local_length : (place.group.rank + 1) * local_length]
-        if place.sequence_parallel
+        is_kept[parallel.group.rank * local_length : (parallel.group.rank + 1) * local_length]
+        if parallel.sequence_parallel
         else is_kept
     )
     return is_kept.gather(-1, experts)
 
 
-def _numbers(like: torch.Tensor) -> torch.Tensor:
+def _position_indices(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(like), device=like.device).view(-1, 1, 1).expand_as(like)
 
 
@@ -285,16 +299,20 @@ class Routers:
     """
 
     def __init__(self, module: nn.Module, grid: Grid, *, sequence_parallel: bool = False) -> None:
-        named = named_routers(named_modules(module))
-        self._routers = list(named.values())
+        routers = named_routers(named_modules(module))
+        self._routers = list(routers.values())
         self._grid = grid
         self._groups = [grid.data_context, *([grid.tensor] if sequence_parallel else [])]
         self._scale = 1.0
-        by_rank = grid.host.gather_objects({name: router.sizes.num_experts for name, router in named.items()})
-        experts = {name: num_experts for names_of_rank in by_rank for name, num_experts in names_of_rank.items()}
-        names = sorted(experts, key=_by_number)
-        self.layers = _layers_of(names)
-        self._rows = [names.index(name) for name in named]
+        experts_by_rank = grid.host.gather_objects(
+            {name: router.model_args.num_experts for name, router in routers.items()}
+        )
+        experts = {
+            name: num_experts for names_of_rank in experts_by_rank for name, num_experts in names_of_rank.items()
+        }
+        names = sorted(experts, key=_natural_sort_key)
+        self.layers = _layer_names(names)
+        self._row_indices = [names.index(name) for name in routers]
         self._num_experts = max(experts.values(), default=0)
 
     def set_scale(self, scale: float) -> None:
@@ -304,22 +322,30 @@ class Routers:
             router.gradient_scale = scale
 
     @torch.no_grad()
-    def end_step(self, factor: float, device: torch.device, *, is_taken: bool) -> tuple[dict[str, float], ExpertLoad]:
+    def end_step(
+        self, factor: float, device: torch.device, *, is_step_applied: bool
+    ) -> tuple[dict[str, float], ExpertLoad]:
         """Return the auxiliary losses of the global batch by name, summed over layers, and the expert load. Collective.
 
         Args:
             factor: factor by which the optimizer step multiplied the accumulated gradients to average them over the
                 global batch; applied to the losses in the same way.
-            is_taken: the optimizer has updated the weights. If it skipped the step, the routers are not updated either.
+            is_step_applied: the optimizer has updated the weights. If it skipped the step, the routers are not updated
+                either.
         """
         num_experts = self._num_experts
         # in fp64, so that counts stay exact
         table = torch.zeros(len(self.layers), num_experts + 3, dtype=torch.float64, device=device)
-        counters = [torch.cat([module.counts, module.dropped, module.sums.to(device)]) for module in self._routers]
-        for row, router, counted in zip(self._rows, self._routers, self._summed(counters), strict=True):
-            table[row] = counted
-            if is_taken:
-                router.take(counted[:num_experts].long())
+        counters = [
+            torch.cat([router_module.counts, router_module.dropped, router_module.loss_sums.to(device)])
+            for router_module in self._routers
+        ]
+        for row, router, router_counts in zip(
+            self._row_indices, self._routers, self._reduce_counters(counters), strict=True
+        ):
+            table[row] = router_counts
+            if is_step_applied:
+                router.update_balance(router_counts[:num_experts].long())
             router.clear()
         if self._grid.pipe.size > 1:  # each row is zero on all stages but one
             dist.all_reduce(table, group=self._grid.pipe.handle)
@@ -329,14 +355,14 @@ class Routers:
         load = ExpertLoad(self.layers, counts[:, :num_experts], counts[:, num_experts])
         return {"moe_aux_loss": aux, "moe_z_loss": z}, load
 
-    def _summed(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not found:
+    def _reduce_counters(self, counters: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not counters:
             return []
-        stacked = torch.stack(found)
+        counter_table = torch.stack(counters)
         for group in self._groups:
             if group.size > 1:
-                dist.all_reduce(stacked, group=group.handle)
-        return list(stacked)
+                dist.all_reduce(counter_table, group=group.handle)
+        return list(counter_table)
 
 
 def named_routers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Router]:
@@ -344,11 +370,13 @@ def named_routers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Router]
     return {name: module for name, module in modules if isinstance(module, Router)}
 
 
-def _layers_of(names: Sequence[str]) -> tuple[str, ...]:
+def _layer_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return router names shortened to the name of their layer; unchanged if a layer has several routers."""
     layers = [layer.group() if (layer := re.match(r"(?:.*?\.)??\d+(?=\.)", name)) else name for name in names]
     return tuple(layers if len(set(layers)) == len(layers) else names)
 
 
-def _by_number(name: str) -> list[str]:
-    return [part.zfill(9) if part.isdigit() else part for part in name.split(".")]
+def _natural_sort_key(name: str) -> list[str]:
+    return [
+        name_component.zfill(9) if name_component.isdigit() else name_component for name_component in name.split(".")
+    ]

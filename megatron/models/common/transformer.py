@@ -39,35 +39,37 @@ class Recompute:
     """Activation checkpointing for the layers of one pipeline stage, or of one side of an encoder-decoder model.
 
     Args:
-        slots: function that returns (maximum number of saved inputs, maximum number of forwards in flight), passed to
-            ``ActivationStorage``. None: values for ``num_layers`` layers and one forward in flight.
-        num_layers: number of layers. None: ``sizes.num_layers``.
+        count_slots: function that returns (maximum number of saved inputs, maximum number of forwards in flight),
+            passed to ``ActivationStorage``. None: values for ``num_layers`` layers and one forward in flight.
+        num_layers: number of layers. None: ``args.num_layers``.
 
     Attributes:
-        every: layers per checkpointed group; 0 keeps all activations.
+        interval: layers per checkpointed group; 0 keeps all activations.
     """
 
     def __init__(
         self,
-        sizes: ModelArgs,
-        place: ParallelContext,
-        slots: Callable[[], tuple[int, int]] | None = None,
+        args: ModelArgs,
+        parallel: ParallelContext,
+        count_slots: Callable[[], tuple[int, int]] | None = None,
         num_layers: int | None = None,
     ) -> None:
-        self.every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
-        self._streams = place.streams
+        self.interval = args.checkpoint_num_layers if args.checkpoint_activations else 0
+        self._streams = parallel.streams
         offload = ActivationOffload(
-            is_partitioned=sizes.partition_activations,
-            is_on_host=sizes.checkpoint_in_cpu,
-            is_contiguous=sizes.contiguous_checkpointing,
-            group=place.group,
+            is_partitioned=args.partition_activations,
+            is_on_host=args.checkpoint_in_cpu,
+            is_contiguous=args.contiguous_checkpointing,
+            group=parallel.group,
         )
-        num_runs = -(-(num_layers or sizes.num_layers) // max(self.every, 1))
-        self.keeper = None if offload.is_plain else ActivationStorage(offload, slots or (lambda: (num_runs, 1)))
+        num_groups = -(-(num_layers or args.num_layers) // max(self.interval, 1))
+        self.storage = (
+            None if offload.is_plain else ActivationStorage(offload, count_slots or (lambda: (num_groups, 1)))
+        )
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return ``function(*inputs)`` and save only ``inputs`` for backward."""
-        return checkpoint(self._streams, function, *inputs, keeper=self.keeper)
+        return checkpoint(self._streams, function, *inputs, storage=self.storage)
 
 
 def recompute_switches(config: Any) -> dict[str, Any]:
@@ -134,18 +136,18 @@ class MLP(nn.Module):
         dropout: dropout probability after the activation.
     """
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int = 0, dropout: float = 0.0) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
-        h, f = sizes.hidden_size, sizes.ff_hidden_size
-        self.is_gated = is_gated(sizes.activation)
+        h, f = args.hidden_size, args.ff_hidden_size
+        self.is_gated = is_gated(args.activation)
         self.layer, self.dropout = layer, dropout
-        self.place = place
-        linear_class, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
-        self.up = linear_class(h, rows, bias=sizes.hidden_bias, **place.cut)
+        self.parallel = parallel
+        linear_class, num_rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
+        self.up = linear_class(h, num_rows, bias=args.hidden_bias, **parallel.layer_kwargs)
         if self.is_gated:
             set_matrices(self.up.weight, (1, 1))
-        self.activation = activation(sizes.activation)
-        self.down = RowParallelLinear(f, h, bias=sizes.hidden_bias, **place.cut)
+        self.activation = activation(args.activation)
+        self.down = RowParallelLinear(f, h, bias=args.hidden_bias, **parallel.layer_kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
@@ -153,16 +155,16 @@ class MLP(nn.Module):
             hidden = self.activation(gate) * value
         else:
             hidden = self.activation(self.up(x))  # [s, b, f/t]
-        return self.down(self._dropped(hidden))
+        return self.down(self._apply_dropout(hidden))
 
-    def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.place.streams.dropout(
+    def _apply_dropout(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.parallel.streams.dropout(
             hidden,
             self.dropout,
             training=self.training,
             layer=self.layer,
             site="activation",
-            is_cut=self.place.group.size > 1,
+            is_sharded=self.parallel.group.size > 1,
         )
 
 
@@ -184,7 +186,7 @@ class TransformerLayer(nn.Module):
     dropout.
 
     Shapes:
-        x           [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        x           [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
         mask        from ``Masks``, or None for causal; ``window_mask`` is used instead in layers with a window
         output      as x
 
@@ -194,21 +196,21 @@ class TransformerLayer(nn.Module):
         layer: index of this layer in the full model, from 0; part of the keys of its dropout masks.
     """
 
-    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int) -> None:
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.hidden_dropout = sizes.hidden_dropout
-        self.multiplier = sizes.residual_multiplier
-        self.is_residual_normed = sizes.apply_residual_connection_post_layernorm
-        self.has_window = has_window(sizes, layer)
-        self.place = place
-        before, after = (sizes.norm_placement in (placement, "both") for placement in ("before", "after"))
-        self.input_norm = make_norm(sizes, place) if before else None
-        self.attention = SelfAttention(sizes, place, layer)
-        self.attention_output_norm = make_norm(sizes, place) if after else None
-        self.post_attention_norm = make_norm(sizes, place) if before else None
-        self.mlp = MoE(sizes, place, MLP) if has_experts(sizes, layer) else MLP(sizes, place)
-        self.mlp_output_norm = make_norm(sizes, place) if after else None
+        self.hidden_dropout = args.hidden_dropout
+        self.residual_multiplier = args.residual_multiplier
+        self.is_residual_normed = args.apply_residual_connection_post_layernorm
+        self.has_window = has_window(args, layer)
+        self.parallel = parallel
+        has_pre_norm, has_post_norm = (args.norm_placement in (placement, "both") for placement in ("before", "after"))
+        self.input_norm = make_norm(args, parallel) if has_pre_norm else None
+        self.attention = SelfAttention(args, parallel, layer)
+        self.attention_output_norm = make_norm(args, parallel) if has_post_norm else None
+        self.post_attention_norm = make_norm(args, parallel) if has_pre_norm else None
+        self.mlp = MoE(args, parallel, MLP) if has_experts(args, layer) else MLP(args, parallel)
+        self.mlp_output_norm = make_norm(args, parallel) if has_post_norm else None
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
@@ -227,31 +229,31 @@ class TransformerLayer(nn.Module):
         return normed if self.is_residual_normed else x
 
     def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        x = x if self.multiplier == 1.0 else x * self.multiplier
-        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        x = x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
+        return self.parallel.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
 # A sequence of transformer layers.
 
 
 def run_layers(
-    layers: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any, recompute: Recompute
+    layers: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *extra_inputs: Any, recompute: Recompute
 ) -> torch.Tensor:
     """Apply ``layers`` to ``x`` in order and return the output.
 
     Args:
-        others: further inputs of every layer, such as a mask.
-        recompute: checkpoints each group of ``recompute.every`` layers: only the input is saved for backward.
+        extra_inputs: further inputs of every layer, such as a mask.
+        recompute: checkpoints each group of ``recompute.interval`` layers: only the input is saved for backward.
     """
 
-    def run(part: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any) -> torch.Tensor:
-        for layer in part:
-            x = layer(x, *others)
+    def run(group: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *extra_inputs: Any) -> torch.Tensor:
+        for layer in group:
+            x = layer(x, *extra_inputs)
         return x
 
-    every = recompute.every
-    if not every or not torch.is_grad_enabled():
-        return run(layers, x, *others)
-    for start in range(0, len(layers), every):
-        x = recompute(partial(run, layers[start : start + every]), x, *others)
+    interval = recompute.interval
+    if not interval or not torch.is_grad_enabled():
+        return run(layers, x, *extra_inputs)
+    for start in range(0, len(layers), interval):
+        x = recompute(partial(run, layers[start : start + interval]), x, *extra_inputs)
     return x

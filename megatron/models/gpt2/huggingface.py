@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
-from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping, other_settings
+from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping, unsupported_settings
 
 if TYPE_CHECKING:
     import torch
 
-_TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
-_LAYER = {
+_TOP_NAMES = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
+_LAYER_NAMES = {
     "input_norm": "ln_1",
     "attention.query_key_value": "attn.c_attn",
     "attention.dense": "attn.c_proj",
@@ -40,25 +40,25 @@ _LAYER = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_TOP_OF_THEIRS = {theirs: ours for ours, theirs in _TOP.items()}
-_LAYER_OF_THEIRS = {theirs: ours for ours, theirs in _LAYER.items()}
-_CONV1D = {"attention.query_key_value", "attention.dense", "mlp.up", "mlp.down"}
+_TOP_BY_HF_NAME = {hf_name: our_name for our_name, hf_name in _TOP_NAMES.items()}
+_LAYER_BY_HF_NAME = {hf_name: our_name for our_name, hf_name in _LAYER_NAMES.items()}
+_CONV1D_LAYERS = {"attention.query_key_value", "attention.dense", "mlp.up", "mlp.down"}
 _LAYER_WEIGHT = re.compile(r"layers\.\d+\..+\.weight")
-_THEIR_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+_HF_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 _ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
-_THEIR_ACTIVATIONS = {"gelu-tanh": "gelu_new", "gelu": "gelu"}
-_WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
+_HF_ACTIVATIONS = {"gelu-tanh": "gelu_new", "gelu": "gelu"}
+_WORD_EMBEDDING, _HEAD, _HF_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
 
 
-def recipe(name: str, num_heads: int) -> WeightMapping | None:
+def weight_mapping(name: str, num_heads: int) -> WeightMapping | None:
     """Return the mapping of our weight ``name``, or None if GPT-2 has no such weight."""
-    their_name = _their_name(name)
-    if their_name is None:
+    hf_name = _hf_name(name)
+    if hf_name is None:
         return None
-    layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
-    if layer_part == "attention.query_key_value":
-        return WeightMapping((their_name,), blocks=num_heads, parts_in_one=3, is_transposed=True)
-    return WeightMapping((their_name,), is_transposed=layer_part in _CONV1D)
+    layer_name = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
+    if layer_name == "attention.query_key_value":
+        return WeightMapping((hf_name,), num_blocks=num_heads, num_packed=3, is_transposed=True)
+    return WeightMapping((hf_name,), is_transposed=layer_name in _CONV1D_LAYERS)
 
 
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
@@ -69,35 +69,35 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     Raises:
         CheckpointError: a name is not in Hugging Face's GPT-2; the message lists all of them.
     """
-    hf_weights = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
-    names = {their_name: _our_name(their_name) for their_name in hf_weights}
-    if unknown := [their_name for their_name, name in names.items() if name is None]:
+    hf_weights = {name: tensor for name, tensor in hf_state.items() if not _HF_MASKS.fullmatch(name)}
+    names = {hf_name: _our_name(hf_name) for hf_name in hf_weights}
+    if unknown := [hf_name for hf_name, name in names.items() if name is None]:
         raise CheckpointError(f"GPT2LMHeadModel has no weights with these names: {', '.join(unknown)}")
-    ours = {}
-    for their_name, tensor in hf_weights.items():
-        mapping = recipe(name := str(names[their_name]), num_heads)
+    weights = {}
+    for hf_name, tensor in hf_weights.items():
+        mapping = weight_mapping(name := str(names[hf_name]), num_heads)
         assert mapping is not None  # _our_name uses the inverse of the same table
-        ours[name] = huggingface.to_our_weight(mapping, dict.fromkeys(mapping.names, tensor))
-    if _HEAD in ours and _WORD in ours and ours[_HEAD].equal(ours[_WORD]):
-        del ours[_HEAD]
-    return ours
+        weights[name] = huggingface.weight_from_hf(mapping, dict.fromkeys(mapping.hf_names, tensor))
+    if _HEAD in weights and _WORD_EMBEDDING in weights and weights[_HEAD].equal(weights[_WORD_EMBEDDING]):
+        del weights[_HEAD]
+    return weights
 
 
-def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+def from_ours(weights: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
     """Convert our weights to the state dict of ``GPT2LMHeadModel``; a tied head shares the word embedding's tensor.
 
     Raises:
         CheckpointError: a name is not in our GPT-2; the message lists all of them.
     """
-    if unknown := [name for name in ours if recipe(name, num_heads) is None]:
+    if unknown := [name for name in weights if weight_mapping(name, num_heads) is None]:
         raise CheckpointError(f"our GPT-2 has no weights with these names: {', '.join(unknown)}")
     hf_weights: dict[str, torch.Tensor] = {}
-    for name, tensor in ours.items():
-        mapping = recipe(name, num_heads)
+    for name, tensor in weights.items():
+        mapping = weight_mapping(name, num_heads)
         assert mapping is not None
-        hf_weights.update(huggingface.from_our_weight(mapping, tensor))
-    if _HEAD not in ours and _WORD in ours:
-        hf_weights[_THEIR_HEAD] = hf_weights["transformer.wte.weight"]
+        hf_weights.update(huggingface.weight_to_hf(mapping, tensor))
+    if _HEAD not in weights and _WORD_EMBEDDING in weights:
+        hf_weights[_HF_HEAD] = hf_weights["transformer.wte.weight"]
     return hf_weights
 
 
@@ -109,12 +109,18 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     """
     settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
     activation = settings.get("activation_function", "gelu_new")
-    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-    problems = [f"{key} {settings[key]}" for key, required in fixed.items() if settings.get(key, required) != required]
+    required_values = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
+    unsupported = [
+        f"{key} {settings[key]}" for key, required in required_values.items() if settings.get(key, required) != required
+    ]
     if activation not in _ACTIVATIONS:
-        problems.append(f"activation_function {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
-    if problems:
-        raise CheckpointError(f"our GPT-2 does not support these settings: {'; '.join(problems)}")
+        unsupported.append(f"activation_function {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
+    if unsupported:
+        raise CheckpointError(f"our GPT-2 does not support these settings: {'; '.join(unsupported)}")
     return {
         "num_layers": settings["n_layer"],
         "hidden_size": settings["n_embd"],
@@ -129,37 +135,37 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _our_name(theirs: str) -> str | None:
-    """Return our name for the Hugging Face tensor ``theirs``, or None if the tensor is unknown."""
-    if theirs == _THEIR_HEAD:
+def _our_name(hf_name: str) -> str | None:
+    """Return our name for the Hugging Face tensor ``hf_name``, or None if the tensor is unknown."""
+    if hf_name == _HF_HEAD:
         return _HEAD
-    stem, _, suffix = theirs.removeprefix("transformer.").rpartition(".")
-    if stem in _TOP_OF_THEIRS:
-        return f"{_TOP_OF_THEIRS[stem]}.{suffix}"
+    stem, _, suffix = hf_name.removeprefix("transformer.").rpartition(".")
+    if stem in _TOP_BY_HF_NAME:
+        return f"{_TOP_BY_HF_NAME[stem]}.{suffix}"
     match = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
-    if match and match[2] in _LAYER_OF_THEIRS:
-        return f"layers.{match[1]}.{_LAYER_OF_THEIRS[match[2]]}.{suffix}"
+    if match and match[2] in _LAYER_BY_HF_NAME:
+        return f"layers.{match[1]}.{_LAYER_BY_HF_NAME[match[2]]}.{suffix}"
     return None
 
 
-def _their_name(ours: str) -> str | None:
-    """Return the Hugging Face name of our weight ``ours``, or None if the weight is unknown."""
-    if ours == _HEAD:
-        return _THEIR_HEAD
-    stem, _, suffix = ours.rpartition(".")
-    if stem in _TOP:
-        return f"transformer.{_TOP[stem]}.{suffix}"
+def _hf_name(our_name: str) -> str | None:
+    """Return the Hugging Face name of our weight ``our_name``, or None if the weight is unknown."""
+    if our_name == _HEAD:
+        return _HF_HEAD
+    stem, _, suffix = our_name.rpartition(".")
+    if stem in _TOP_NAMES:
+        return f"transformer.{_TOP_NAMES[stem]}.{suffix}"
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
-    if match and match[2] in _LAYER:
-        return f"transformer.h.{match[1]}.{_LAYER[match[2]]}.{suffix}"
+    if match and match[2] in _LAYER_NAMES:
+        return f"transformer.h.{match[1]}.{_LAYER_NAMES[match[2]]}.{suffix}"
     return None
 
 
 def _problems(config: Config) -> Iterator[str]:
     model = config.model
-    yield from other_settings(model, {"num_query_groups": model.num_attention_heads})
-    if model.activation not in _THEIR_ACTIVATIONS:
-        yield f"--activation must be {' or '.join(_THEIR_ACTIVATIONS)}, got {model.activation}"
+    yield from unsupported_settings(model, {"num_query_groups": model.num_attention_heads})
+    if model.activation not in _HF_ACTIVATIONS:
+        yield f"--activation must be {' or '.join(_HF_ACTIVATIONS)}, got {model.activation}"
     if model.attention_size != model.hidden_size:
         yield (
             "--num-attention-heads times --kv-hidden-size must equal --hidden-size, got "
@@ -183,7 +189,7 @@ def _fields(config: Config) -> dict[str, Any]:
         "n_layer": model.num_layers,
         "n_head": model.num_attention_heads,
         "n_inner": model.ff_hidden_size,
-        "activation_function": _THEIR_ACTIVATIONS[model.activation],
+        "activation_function": _HF_ACTIVATIONS[model.activation],
         "layer_norm_epsilon": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
         "resid_pdrop": model.hidden_dropout,
@@ -194,46 +200,48 @@ def _fields(config: Config) -> dict[str, Any]:
     return fields if model.hidden_bias else {**fields, "hidden_bias": False}
 
 
-def _values(theirs: dict[str, Any]) -> dict[str, Any]:
+def _values(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {
-        **model_fields(theirs),
-        "hidden_bias": theirs.get("hidden_bias", True),
-        "hidden_dropout": theirs.get("resid_pdrop", 0.1),
-        "attention_dropout": theirs.get("attn_pdrop", 0.1),
-        "init_method_std": theirs.get("initializer_range", 0.02),
+        **model_fields(hf_config),
+        "hidden_bias": hf_config.get("hidden_bias", True),
+        "hidden_dropout": hf_config.get("resid_pdrop", 0.1),
+        "attention_dropout": hf_config.get("attn_pdrop", 0.1),
+        "init_method_std": hf_config.get("initializer_range", 0.02),
     }
 
 
 def _recipes(config: Config) -> dict[str, WeightMapping]:
     """Return the mapping of each weight of the model. Without biases, the zero biases of Hugging Face are not read."""
     model = config.model
-    names = [_WORD, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
+    names = [_WORD_EMBEDDING, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
     for i in range(model.num_layers):
-        for part in _LAYER:
-            suffixes = ("weight", "bias") if model.hidden_bias or part not in _CONV1D else ("weight",)
-            names += [f"layers.{i}.{part}.{suffix}" for suffix in suffixes]
+        for layer_name in _LAYER_NAMES:
+            suffixes = ("weight", "bias") if model.hidden_bias or layer_name not in _CONV1D_LAYERS else ("weight",)
+            names += [f"layers.{i}.{layer_name}.{suffix}" for suffix in suffixes]
     if model.untie_embeddings:
         names.append(_HEAD)
-    mappings = {name: recipe(name, model.num_attention_heads) for name in names}
+    mappings = {name: weight_mapping(name, model.num_attention_heads) for name in names}
     return {name: mapping for name, mapping in mappings.items() if mapping is not None}
 
 
-def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
-    ours = to_ours(theirs, config.model.num_attention_heads)
+def _all_to_ours(hf_weights: Tensors, config: Config) -> Tensors:
+    weights = to_ours(hf_weights, config.model.num_attention_heads)
     if config.model.untie_embeddings:
-        ours.setdefault(_HEAD, theirs[_THEIR_HEAD].clone())
-    return ours
+        weights.setdefault(_HEAD, hf_weights[_HF_HEAD].clone())
+    return weights
 
 
-def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
-    return from_ours({**ours, **_zero_biases(ours, config)}, config.model.num_attention_heads)
+def _all_from_ours(weights: Tensors, config: Config) -> Tensors:
+    return from_ours({**weights, **_zero_biases(weights, config)}, config.model.num_attention_heads)
 
 
-def _zero_biases(ours: Tensors, config: Config) -> Tensors:
+def _zero_biases(weights: Tensors, config: Config) -> Tensors:
     if config.model.hidden_bias:
         return {}
-    names = {name: f"{name.removesuffix('weight')}bias" for name in ours if _LAYER_WEIGHT.fullmatch(name)}
-    return {bias: ours[name].new_zeros(ours[name].shape[0]) for name, bias in names.items() if bias not in ours}
+    names = {name: f"{name.removesuffix('weight')}bias" for name in weights if _LAYER_WEIGHT.fullmatch(name)}
+    return {
+        bias: weights[name].new_zeros(weights[name].shape[0]) for name, bias in names.items() if bias not in weights
+    }
 
 
 FORMAT = HFFormat(
@@ -245,8 +253,8 @@ FORMAT = HFFormat(
     from_ours=_all_from_ours,
     recipes=_recipes,
     word="transformer.wte.weight",
-    short="transformer.",  # omitted in the GPT-2 files on the hub
-    biases=re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias"),
-    unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
+    optional_prefix="transformer.",  # omitted in the GPT-2 files on the hub
+    optional_biases=re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias"),
+    ignored_names=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
 )
 FORMATS = (FORMAT,)

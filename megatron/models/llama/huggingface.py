@@ -54,10 +54,10 @@ from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
     HFFormat,
     WeightMapping,
-    as_it_is,
     by_recipes,
-    leave_as_it_is,
-    other_settings,
+    keep_tensor_name,
+    leave_hf_model_unchanged,
+    unsupported_settings,
 )
 from megatron.models.llama.huggingface_experts import (
     GLM4,
@@ -78,24 +78,24 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gated-gelu",
     "gelu_new": "gated-gelu",
 }
-_THEIR_ACTIVATIONS = {"gated-silu": "silu", "gated-gelu": "gelu_pytorch_tanh"}
-_BEFORE = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-_AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+_HF_ACTIVATIONS = {"gated-silu": "silu", "gated-gelu": "gelu_pytorch_tanh"}
+_PRE_NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_POST_NORMS = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
-    "before": _BEFORE,
-    "after": _AFTER,
-    "both": {**_BEFORE, "post_attention_norm": "pre_feedforward_layernorm", **_AFTER},
+    "before": _PRE_NORMS,
+    "after": _POST_NORMS,
+    "both": {**_PRE_NORMS, "post_attention_norm": "pre_feedforward_layernorm", **_POST_NORMS},
 }
-_WORD, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HF_WORD, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_OF_ALL = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+_COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
 _WINDOW_KEYS = frozenset(
     {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 )
-_WINDOWS = {"window_size", "window_attn_skip_freq"}
+_WINDOW_FIELDS = {"window_size", "window_attn_skip_freq"}
 _ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
 """Buffers saved by older versions, per layer or once per model."""
-_REFUSED = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
+_REQUIRED_VALUES = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
 """Setting that changes results and that we do not support -> the only accepted value, besides None."""
 
 
@@ -105,12 +105,13 @@ class Preset:
 
     Args:
         architecture: name of the Hugging Face class.
-        fixed: our settings that all models of the type share, without those that equal GPT-2's or are in ``_OF_ALL``.
+        fixed: our settings that all models of the type share, without those that equal GPT-2's or are in
+            ``_COMMON_SETTINGS``.
         free: our settings that config.json can express, in addition to sizes, rotary positions and biases.
         defaults: defaults of the Hugging Face class for missing keys.
-        biases: True if all linear layers may have biases.
+        has_biases: True if all linear layers may have biases.
         window: "all": in all layers or none; "layer": per layer; "": no windows.
-        is_divided: the hidden size must be a multiple of the number of heads.
+        is_hidden_size_divisible: the hidden size must be a multiple of the number of heads.
         experts: names and settings of the experts; None for dense layers.
     """
 
@@ -119,9 +120,9 @@ class Preset:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    biases: bool = False
+    has_biases: bool = False
     window: str = ""
-    is_divided: bool = False
+    is_hidden_size_divisible: bool = False
     experts: ExpertNames | None = None
 
     @property
@@ -129,25 +130,25 @@ class Preset:
         return self.model_type.startswith("gemma")
 
     @property
-    def activation(self) -> str:
+    def activation_key(self) -> str:
         """Key of the activation in config.json."""
         return "hidden_activation" if self.is_gemma else "hidden_act"
 
 
-_GEMMA = {"layernorm_1p": True, "norm_placement": "both", "scale_embeddings": True}
-_OF_GEMMA = {
+_GEMMA_SETTINGS = {"layernorm_1p": True, "norm_placement": "both", "scale_embeddings": True}
+_GEMMA_DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
-_OF_QWEN = {
+_QWEN_DEFAULTS = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
 PRESETS = (
-    Preset(model_type="llama", architecture="LlamaForCausalLM", biases=True, is_divided=True),
+    Preset(model_type="llama", architecture="LlamaForCausalLM", has_biases=True, is_hidden_size_divisible=True),
     Preset(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        free=frozenset(_WINDOWS),
+        free=frozenset(_WINDOW_FIELDS),
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         window="all",
     ),
@@ -155,41 +156,41 @@ PRESETS = (
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
         fixed={"add_qkv_bias": True},
-        free=frozenset(_WINDOWS),
-        defaults=_OF_QWEN,
+        free=frozenset(_WINDOW_FIELDS),
+        defaults=_QWEN_DEFAULTS,
         window="layer",
     ),
     Preset(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         fixed={"qk_norm": "head"},
-        free=frozenset(_WINDOWS),
-        defaults={**_OF_QWEN, "head_dim": 128},
+        free=frozenset(_WINDOW_FIELDS),
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         window="layer",
     ),
     Preset(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
-        fixed=_GEMMA,
-        free=frozenset({*_WINDOWS, "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"}),
+        fixed=_GEMMA_SETTINGS,
+        free=frozenset({*_WINDOW_FIELDS, "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"}),
         defaults={
-            **_OF_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+            **_GEMMA_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
         },
         window="layer",
-        is_divided=True,
+        is_hidden_size_divisible=True,
     ),
     Preset(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        fixed={**_GEMMA, "qk_norm": "head"},
-        free=frozenset({*_WINDOWS, "softmax_scale", "final_logit_softcapping", "rotary_local_base"}),
+        fixed={**_GEMMA_SETTINGS, "qk_norm": "head"},
+        free=frozenset({*_WINDOW_FIELDS, "softmax_scale", "final_logit_softcapping", "rotary_local_base"}),
         defaults={
-            **_OF_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
-            "sliding_window_pattern": 6,
+            **_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
         },
         window="layer",
-        is_divided=True,
+        is_hidden_size_divisible=True,
     ),
     Preset(
         model_type="olmo2",
@@ -200,7 +201,7 @@ PRESETS = (
     Preset(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        free=frozenset(_WINDOWS),
+        free=frozenset(_WINDOW_FIELDS),
         defaults={
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             **MIXTRAL.defaults,
@@ -242,43 +243,43 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
     """Return the mapping of each of our weights, by name."""
     model = config.model
     mappings = {
-        "embedding.word.weight": WeightMapping((_WORD,)),
+        "embedding.word.weight": WeightMapping((_HF_WORD,)),
         "final_norm.weight": WeightMapping(("model.norm.weight",)),
     }
-    for i in range(model.num_layers):
-        our_layer, their_layer = f"layers.{i}", f"model.layers.{i}"
-        for ours, theirs in _NORMS[model.norm_placement].items():
-            mappings[f"{our_layer}.{ours}.weight"] = WeightMapping((f"{their_layer}.{theirs}.weight",))
+    for layer_idx in range(model.num_layers):
+        our_layer, hf_layer = f"layers.{layer_idx}", f"model.layers.{layer_idx}"
+        for our_name, hf_name in _NORMS[model.norm_placement].items():
+            mappings[f"{our_layer}.{our_name}.weight"] = WeightMapping((f"{hf_layer}.{hf_name}.weight",))
         for name in ("query", "key") if model.qk_norm != "none" else ():
             mappings[f"{our_layer}.attention.{name}_norm.weight"] = WeightMapping(
-                (f"{their_layer}.self_attn.{name[0]}_norm.weight",)
+                (f"{hf_layer}.self_attn.{name[0]}_norm.weight",)
             )
         for suffix in ("weight", "bias") if model.hidden_bias or model.add_qkv_bias else ("weight",):
-            heads = tuple(f"{their_layer}.self_attn.{name}_proj.{suffix}" for name in "qkv")
+            hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in "qkv")
             mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
-                heads, blocks=model.num_query_groups
+                hf_names, num_blocks=model.num_query_groups
             )
         for suffix in ("weight", "bias") if model.hidden_bias else ("weight",):
             mappings[f"{our_layer}.attention.dense.{suffix}"] = WeightMapping(
-                (f"{their_layer}.self_attn.o_proj.{suffix}",)
+                (f"{hf_layer}.self_attn.o_proj.{suffix}",)
             )
-            if preset.experts is not None and has_experts(model, i):
-                mappings |= expert_recipes(preset.experts, model, our_layer, their_layer)
+            if preset.experts is not None and has_experts(model, layer_idx):
+                mappings |= expert_recipes(preset.experts, model, our_layer, hf_layer)
                 continue
-            gated = tuple(f"{their_layer}.mlp.{name}_proj.{suffix}" for name in ("gate", "up"))
-            mappings[f"{our_layer}.mlp.up.{suffix}"] = WeightMapping(gated, blocks=model.ff_hidden_size)
-            mappings[f"{our_layer}.mlp.down.{suffix}"] = WeightMapping((f"{their_layer}.mlp.down_proj.{suffix}",))
+            gate_and_up = tuple(f"{hf_layer}.mlp.{name}_proj.{suffix}" for name in ("gate", "up"))
+            mappings[f"{our_layer}.mlp.up.{suffix}"] = WeightMapping(gate_and_up, num_blocks=model.ff_hidden_size)
+            mappings[f"{our_layer}.mlp.down.{suffix}"] = WeightMapping((f"{hf_layer}.mlp.down_proj.{suffix}",))
     if model.untie_embeddings:
-        mappings["head.weight"] = WeightMapping((_HEAD,))
+        mappings["head.weight"] = WeightMapping((_HF_HEAD,))
     return mappings
 
 
 def heights(config: Config) -> dict[str, int]:
     """Return the numbers of rows of the query, key and value weights and biases, by the suffix of their names."""
-    queries = config.model.attention_size
-    keys = config.model.num_query_groups * config.model.kv_hidden_size
-    sizes = {"q": queries, "k": keys, "v": keys}
-    return {f"{name}_proj.{suffix}": rows for name, rows in sizes.items() for suffix in ("weight", "bias")}
+    query_rows = config.model.attention_size
+    key_rows = config.model.num_query_groups * config.model.kv_hidden_size
+    num_rows = {"q": query_rows, "k": key_rows, "v": key_rows}
+    return {f"{name}_proj.{suffix}": rows for name, rows in num_rows.items() for suffix in ("weight", "bias")}
 
 
 # Settings, from ours to config.json.
@@ -286,25 +287,32 @@ def heights(config: Config) -> dict[str, int]:
 
 def problems(preset: Preset, config: Config) -> Iterator[str]:
     """Yield a message for each setting of ``config`` that the type cannot express."""
-    model, title = config.model, preset.model_type
+    model, model_type = config.model, preset.model_type
     free = {*preset.free, "rotary_scaling", *(["num_experts"] if preset.experts is not None else [])}
-    yield from other_settings(model, {**_OF_ALL, **preset.fixed}, free=free)
+    yield from unsupported_settings(model, {**_COMMON_SETTINGS, **preset.fixed}, free=free)
     if preset.experts is not None:
         yield from expert_problems(preset.experts, model)
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
-    if model.activation not in _THEIR_ACTIVATIONS:
-        yield f"--activation must be {' or '.join(_THEIR_ACTIVATIONS)}, got {model.activation}"
-    if model.hidden_bias and not preset.biases:
-        yield f"{title} does not support --hidden-bias"
-    if preset.is_divided and model.hidden_size % model.num_attention_heads:
+    if model.activation not in _HF_ACTIVATIONS:
+        yield f"--activation must be {' or '.join(_HF_ACTIVATIONS)}, got {model.activation}"
+    if model.hidden_bias and not preset.has_biases:
+        yield f"{model_type} does not support --hidden-bias"
+    if preset.is_hidden_size_divisible and model.hidden_size % model.num_attention_heads:
         yield (
             "--hidden-size must be a multiple of --num-attention-heads, got "
             f"{model.hidden_size} and {model.num_attention_heads}"
         )
-    if preset.window == "all" and model.window_size and not all(_pattern(config)):
-        yield f"{title} supports windows in all layers only, got --window-attn-skip-freq {model.window_attn_skip_freq}"
-    if model.softmax_scale and "softmax_scale" in preset.free and _scalar(config) ** -0.5 != model.softmax_scale:
+    if preset.window == "all" and model.window_size and not all(_window_layers(config)):
+        yield (
+            f"{model_type} supports windows in all layers only, got --window-attn-skip-freq "
+            f"{model.window_attn_skip_freq}"
+        )
+    if (
+        model.softmax_scale
+        and "softmax_scale" in preset.free
+        and _attention_scalar(config) ** -0.5 != model.softmax_scale
+    ):
         yield (
             f"--softmax-scale must be 1 / sqrt(n) for an integer n (query_pre_attn_scalar), got {model.softmax_scale!r}"
         )
@@ -313,7 +321,7 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
 def fields(preset: Preset, config: Config) -> dict[str, Any]:
     """Return the contents of config.json for ``config``."""
     model = config.model
-    result = {
+    hf_config = {
         "architectures": [preset.architecture],
         "model_type": preset.model_type,
         "vocab_size": model.vocab_size,
@@ -323,7 +331,7 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_hidden_size,
-        preset.activation: _THEIR_ACTIVATIONS[model.activation],
+        preset.activation_key: _HF_ACTIVATIONS[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
@@ -332,29 +340,29 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "hidden_dropout": model.hidden_dropout,  # not in the Hugging Face model; read back only by us
         "tie_word_embeddings": not model.untie_embeddings,
         **_window_fields(preset, config),
-        **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_share=preset.experts is GLM4),
+        **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_partial_rotary=preset.experts is GLM4),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
     if preset.experts is GLM4:
-        result |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
-    if preset.biases:
-        result["mlp_bias"] = model.hidden_bias
+        hf_config |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
+    if preset.has_biases:
+        hf_config["mlp_bias"] = model.hidden_bias
     if preset.model_type in ("qwen2", "qwen2_moe"):
-        del result["attention_bias"]  # always on, and only for queries, keys and values
+        del hf_config["attention_bias"]  # always on, and only for queries, keys and values
     if preset.is_gemma:
-        result["query_pre_attn_scalar"] = _scalar(config)
+        hf_config["query_pre_attn_scalar"] = _attention_scalar(config)
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            result[name] = getattr(model, name) or None
-    return result
+            hf_config[name] = getattr(model, name) or None
+    return hf_config
 
 
-def _scalar(config: Config) -> int:
+def _attention_scalar(config: Config) -> int:
     """Return the integer whose square root divides the attention scores."""
     model = config.model
     return round(model.softmax_scale**-2) if model.softmax_scale else model.kv_hidden_size
 
 
-def _pattern(config: Config) -> tuple[bool, ...]:
+def _window_layers(config: Config) -> tuple[bool, ...]:
     model = config.model
     if not model.window_size:
         return (False,) * model.num_layers
@@ -363,19 +371,19 @@ def _pattern(config: Config) -> tuple[bool, ...]:
 
 def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
     """Return the window fields. The Hugging Face window size includes the token itself, ours does not."""
-    has_window = _pattern(config)
-    size = config.model.window_size + 1 if any(has_window) else None
+    has_window = _window_layers(config)
+    window_size = config.model.window_size + 1 if any(has_window) else None
     if not preset.window:
         return {}
     if preset.window == "all":
-        return {"sliding_window": size}
+        return {"sliding_window": window_size}
     result: dict[str, Any] = {
-        "sliding_window": size,
+        "sliding_window": window_size,
         "layer_types": [_SLIDING if is_sliding else _FULL for is_sliding in has_window],
     }
     if preset.is_gemma:  # its class requires an integer even if no layer uses it
-        return {**result, "sliding_window": size or preset.defaults["sliding_window"]}
-    if size is None:
+        return {**result, "sliding_window": window_size or preset.defaults["sliding_window"]}
+    if window_size is None:
         return {**result, "use_sliding_window": False}
     return {**result, "use_sliding_window": True, "max_window_layers": has_window.index(True)}
 
@@ -383,14 +391,14 @@ def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
 # Settings, from config.json to ours.
 
 
-def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
+def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
     """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
         CheckpointError: a setting is not supported; the message lists all of them.
     """
-    settings = {**preset.defaults, **theirs}
-    activation = settings.get(preset.activation) or preset.defaults.get(preset.activation, "silu")
+    settings = {**preset.defaults, **hf_config}
+    activation = settings.get(preset.activation_key) or preset.defaults.get(preset.activation_key, "silu")
     hidden_size, num_heads, num_layers = (
         settings["hidden_size"],
         settings["num_attention_heads"],
@@ -401,12 +409,12 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
         settings,
         has_local=preset.model_type == "gemma3_text",
         has_windows="window_size" in windows,
-        has_share=preset.experts is GLM4,
+        has_partial_rotary=preset.experts is GLM4,
     )
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
     unsupported = [*unsupported_rotary, *unsupported, *unsupported_experts, *_other_values(preset, settings)]
     if activation not in _ACTIVATIONS:
-        unsupported.append(f"{preset.activation} {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
+        unsupported.append(f"{preset.activation_key} {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
     if unsupported:
         raise CheckpointError(
             f"our decoders do not support these settings of {preset.model_type}: {'; '.join(unsupported)}"
@@ -426,7 +434,7 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
         }
         gemma["softmax_scale"] = 0.0 if scalar == head_size else scalar**-0.5
     return {
-        **_OF_ALL,
+        **_COMMON_SETTINGS,
         **preset.fixed,
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -435,7 +443,7 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
         "kv_hidden_size": head_size,
         "ff_hidden_size": settings["intermediate_size"],
         "activation": _ACTIVATIONS[activation],
-        "hidden_bias": preset.biases and settings.get("attention_bias", False),
+        "hidden_bias": preset.has_biases and settings.get("attention_bias", False),
         "layernorm_epsilon": settings.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": settings.get("max_position_embeddings", 2048),
         "vocab_size": settings["vocab_size"],
@@ -451,7 +459,7 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_SIZES = {
+_EXAMPLE_SIZES = {
     "num_hidden_layers": 60,  # a multiple of all window periods
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -463,111 +471,118 @@ _SIZES = {
 
 def architecture(preset: Preset) -> dict[str, Any]:
     """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
-    settings = values(preset, _SIZES)
-    return {name: settings[name] for name in ARCHITECTURE if name in settings}
+    all_settings = values(preset, _EXAMPLE_SIZES)
+    return {name: all_settings[name] for name in ARCHITECTURE if name in all_settings}
 
 
-def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
+def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each setting that changes results and that we do not support for this type."""
-    for name, accepted in _REFUSED.items():
-        if given.get(name) not in (None, accepted):
-            yield f"{name} {given[name]!r} (supported: {accepted!r})"
-    biases = given.get("attention_bias") or False
-    if preset.biases and (given.get("mlp_bias") or False) != biases:
+    for name, accepted in _REQUIRED_VALUES.items():
+        if settings.get(name) not in (None, accepted):
+            yield f"{name} {settings[name]!r} (supported: {accepted!r})"
+    biases = settings.get("attention_bias") or False
+    if preset.has_biases and (settings.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (supported: both or neither)"
-    if not preset.biases and not preset.model_type.startswith("qwen2") and preset.experts is not GLM4 and biases:
+    if not preset.has_biases and not preset.model_type.startswith("qwen2") and preset.experts is not GLM4 and biases:
         yield "attention_bias True (supported: False)"
-    if preset.model_type == "gemma3_text" and given.get("attn_logit_softcapping"):
+    if preset.model_type == "gemma3_text" and settings.get("attn_logit_softcapping"):
         yield (
-            f"attn_logit_softcapping {given['attn_logit_softcapping']!r} (supported: None; the Hugging Face model "
+            f"attn_logit_softcapping {settings['attn_logit_softcapping']!r} (supported: None; the Hugging Face model "
             "ignores it)"
         )
 
 
-def _window_values(preset: Preset, given: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
+def _window_values(preset: Preset, settings: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[str]]:
     """Return our window fields, empty without windows, and the window settings that we do not support."""
-    layer_types, size = given.get("layer_types"), given.get("sliding_window")
-    if preset.model_type.startswith("qwen") and not given.get("use_sliding_window", False):
-        size = None
+    layer_types, window_size = settings.get("layer_types"), settings.get("sliding_window")
+    if preset.model_type.startswith("qwen") and not settings.get("use_sliding_window", False):
+        window_size = None
     if layer_types is not None:
         if unknown := sorted({str(layer_type) for layer_type in layer_types} - {_SLIDING, _FULL}):
             return {}, [f"layer_types with {', '.join(unknown)} (supported: {_SLIDING}, {_FULL})"]
-        if len(layer_types) != layers:
-            return {}, [f"layer_types with {len(layer_types)} entries for num_hidden_layers {layers}"]
+        if len(layer_types) != num_layers:
+            return {}, [f"layer_types with {len(layer_types)} entries for num_hidden_layers {num_layers}"]
     has_window = (
         [layer_type == _SLIDING for layer_type in layer_types]
         if layer_types is not None
-        else _default_windows(preset, given, size, layers)
+        else _default_windows(preset, settings, window_size, num_layers)
     )
-    if not preset.window and (size is not None or any(has_window)):
-        return {}, [f"sliding_window {size!r} with a window in {sum(has_window)} layers (supported: none)"]
-    if preset.window == "all" and size is not None and not all(has_window):
-        return {}, [f"layer_types with {_FULL} and sliding_window {size!r} (supported: {_SLIDING} in all layers)"]
+    if not preset.window and (window_size is not None or any(has_window)):
+        return {}, [f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: none)"]
+    if preset.window == "all" and window_size is not None and not all(has_window):
+        return {}, [
+            f"layer_types with {_FULL} and sliding_window {window_size!r} (supported: {_SLIDING} in all layers)"
+        ]
     if not any(has_window):
         return {}, []
-    if not isinstance(size, int) or size < 2:
+    if not isinstance(window_size, int) or window_size < 2:
         return {}, [
-            f"sliding_window {size!r} with a window in {sum(has_window)} layers (supported: integers of at least 2)"
+            f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: integers of at "
+            "least 2)"
         ]
-    return {"window_size": size - 1, "window_attn_skip_freq": _skip_freq(has_window)}, []
+    return {"window_size": window_size - 1, "window_attn_skip_freq": _skip_freq(has_window)}, []
 
 
-def _default_windows(preset: Preset, given: Mapping[str, Any], size: int | None, layers: int) -> list[bool]:
+def _default_windows(
+    preset: Preset, settings: Mapping[str, Any], window_size: int | None, num_layers: int
+) -> list[bool]:
     """Return the window flag of each layer for a config.json without ``layer_types``."""
     if preset.is_gemma:
-        period = given["sliding_window_pattern"]
-        return [layer_number % period != 0 for layer_number in range(1, layers + 1)]
-    first = given.get("max_window_layers", 0) if preset.window == "layer" else 0
-    return [bool(preset.window) and size is not None and layer >= first for layer in range(layers)]
+        period = settings["sliding_window_pattern"]
+        return [layer_number % period != 0 for layer_number in range(1, num_layers + 1)]
+    first_window_layer = settings.get("max_window_layers", 0) if preset.window == "layer" else 0
+    return [
+        bool(preset.window) and window_size is not None and layer >= first_window_layer for layer in range(num_layers)
+    ]
 
 
-def _skip_freq(has: list[bool]) -> str:
+def _skip_freq(has_window: list[bool]) -> str:
     """Return the ``window_attn_skip_freq`` that describes the layers with a window."""
-    if all(has):
+    if all(has_window):
         return ""
-    for period in range(2, len(has) + 1):
-        if tuple(has) == window_pattern(str(period), len(has)):
+    for period in range(2, len(has_window) + 1):
+        if tuple(has_window) == window_pattern(str(period), len(has_window)):
             return str(period)
-    return f"[{','.join(str(int(is_sliding)) for is_sliding in has)}]"
+    return f"[{','.join(str(int(is_windowed)) for is_windowed in has_window)}]"
 
 
-def _named(name: str, config: Config) -> str | None:
+def _rename_tensor(name: str, config: Config) -> str | None:
     """Return ``name``, or None for GLM 4's multi-token prediction layers, which follow the last layer."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return None if layer is not None and int(layer[1]) >= config.model.num_layers else name
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if match is not None and int(match[1]) >= config.model.num_layers else name
 
 
-def _one_by_one(theirs: Any, config: Config) -> None:
+def _use_eager_experts(hf_model: Any, config: Config) -> None:
     """Compute the Hugging Face experts one by one; the default, grouped products, does not support fp64."""
-    theirs.set_experts_implementation("eager")
+    hf_model.set_experts_implementation("eager")
 
 
-def _needs(preset: Preset) -> tuple[str, ...]:
+def _required_fields(preset: Preset) -> tuple[str, ...]:
     """Return the names of the size settings that a model of the type requires."""
     if preset.experts is None:
         return ()
     return ("num_experts", *(("moe_shared_expert_intermediate_size",) if preset.experts is QWEN2 else ()))
 
 
-def _format(preset: Preset) -> HFFormat:
+def _make_format(preset: Preset) -> HFFormat:
     return HFFormat(
         model_types=(preset.model_type,),
         problems=partial(problems, preset),
         fields=partial(fields, preset),
         values=partial(values, preset),
         **by_recipes(partial(recipes, preset), heights),
-        word=_WORD,
-        groups=(ROTARY_KEYS, _WINDOW_KEYS),
-        unread=_ROTARY_BUFFERS,
-        named=_named if preset.experts is GLM4 else as_it_is,
-        prepare=_one_by_one if preset.experts is not None else leave_as_it_is,
-        allowed=1e-5,  # Hugging Face computes norms and rotary angles in fp32
+        word=_HF_WORD,
+        key_groups=(ROTARY_KEYS, _WINDOW_KEYS),
+        ignored_names=_ROTARY_BUFFERS,
+        rename_tensor=_rename_tensor if preset.experts is GLM4 else keep_tensor_name,
+        patch_hf_model=_use_eager_experts if preset.experts is not None else leave_hf_model_unchanged,
+        logit_tolerance=1e-5,  # Hugging Face computes norms and rotary angles in fp32
         architecture=partial(architecture, preset),
-        fixed={**_OF_ALL, **preset.fixed},
-        needs=_needs(preset),
+        fixed={**_COMMON_SETTINGS, **preset.fixed},
+        required_fields=_required_fields(preset),
     )
 
 
-FORMATS = tuple(_format(preset) for preset in PRESETS)
+FORMATS = tuple(_make_format(preset) for preset in PRESETS)
 FORMAT = FORMATS[0]
 """The format of ``llama``; weight names are the same in all formats."""

@@ -22,7 +22,7 @@ from megatron.config.experts import SIGMOID, SOFTMAX, expert_layers
 from megatron.config.model import ModelConfig
 from megatron.models.common.huggingface import WeightMapping
 
-_PLAIN = {
+_MIXTRAL_SETTINGS = {
     "moe_router_score_function": SOFTMAX, "moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 0,
     "moe_router_group_topk": 0, "moe_router_enable_expert_bias": False, "moe_expert_capacity_factor": 0.0,
     "moe_token_drop_policy": "probs", "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": 0,
@@ -39,34 +39,34 @@ class ExpertNames:
 
     Args:
         block: name of the module in each layer that contains the experts.
-        parts: names of an expert's gate, up and down projections.
-        number: config.json key of the number of experts.
-        size: config.json key of an expert's feed-forward size.
+        projections: names of an expert's gate, up and down projections.
+        num_experts_key: config.json key of the number of experts.
+        ffn_size_key: config.json key of an expert's feed-forward size.
         fixed: our settings that all models of the type share and that differ from Mixtral's.
         free: our settings that config.json can express.
-        shared: module name of the shared expert.
-        layers: how config.json expresses which layers are dense: "" (none), "sparse" (``decoder_sparse_step``) or
+        shared_expert: module name of the shared expert.
+        dense_layers: how config.json expresses which layers are dense: "" (none), "sparse" (``decoder_sparse_step``) or
             "first".
         defaults: defaults of the Hugging Face class for missing keys.
     """
 
     block: str = "mlp"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    number: str = "num_experts"
-    size: str = "moe_intermediate_size"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    num_experts_key: str = "num_experts"
+    ffn_size_key: str = "moe_intermediate_size"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
-    shared: str = ""
-    layers: str = "sparse"
+    shared_expert: str = ""
+    dense_layers: str = "sparse"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 MIXTRAL = ExpertNames(
     block="block_sparse_moe",
-    parts=("w1", "w3", "w2"),
-    number="num_local_experts",
-    size="intermediate_size",
-    layers="",
+    projections=("w1", "w3", "w2"),
+    num_experts_key="num_local_experts",
+    ffn_size_key="intermediate_size",
+    dense_layers="",
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
 )
 QWEN3 = ExpertNames(
@@ -76,21 +76,21 @@ QWEN3 = ExpertNames(
 QWEN2 = ExpertNames(
     free=frozenset({"moe_router_pre_softmax", "moe_shared_expert_intermediate_size"}),
     fixed={"moe_shared_expert_gate": True},
-    shared="shared_expert",
+    shared_expert="shared_expert",
     defaults={
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False,
         "shared_expert_intermediate_size": 5632,
     },
 )  # fmt: skip
 GLM4 = ExpertNames(
-    number="n_routed_experts",
+    num_experts_key="n_routed_experts",
     free=frozenset({
         "moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk",
     }),
     fixed={"moe_router_score_function": SIGMOID, "moe_router_enable_expert_bias": True},
-    shared="shared_experts",
-    layers="first",
+    shared_expert="shared_experts",
+    dense_layers="first",
     defaults={
         "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
@@ -101,30 +101,40 @@ GLM4 = ExpertNames(
 # Weights.
 
 
-def expert_recipes(names: ExpertNames, model: ModelConfig, at: str, there: str) -> dict[str, WeightMapping]:
+def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_layer: str) -> dict[str, WeightMapping]:
     """Return the mappings of the expert weights of a layer.
 
     Args:
-        at: name of our layer, such as "layers.2".
-        there: name of the Hugging Face layer, such as "model.layers.2".
+        our_layer: name of our layer, such as "layers.2".
+        hf_layer: name of the Hugging Face layer, such as "model.layers.2".
     """
-    block, shared = f"{there}.{names.block}", f"{there}.{names.block}.{names.shared}"
-    mappings = {f"{at}.mlp.router.weight": WeightMapping((f"{block}.gate.weight",))}
+    hf_block, hf_shared_expert = f"{hf_layer}.{names.block}", f"{hf_layer}.{names.block}.{names.shared_expert}"
+    mappings = {f"{our_layer}.mlp.router.weight": WeightMapping((f"{hf_block}.gate.weight",))}
     if model.moe_router_enable_expert_bias:
-        mappings[f"{at}.mlp.router.expert_bias"] = WeightMapping((f"{block}.gate.e_score_correction_bias",))
+        mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping((f"{hf_block}.gate.e_score_correction_bias",))
     for idx in range(model.num_experts):
-        expert, size = f"{at}.mlp.experts.{idx}", model.moe_ffn_hidden_size
-        mappings |= _pair(expert, f"{block}.experts.{idx}", names.parts, size)
+        our_expert, ffn_size = f"{our_layer}.mlp.experts.{idx}", model.moe_ffn_hidden_size
+        mappings |= _expert_mappings(our_expert, f"{hf_block}.experts.{idx}", names.projections, ffn_size)
     if model.moe_shared_expert_intermediate_size:
-        mappings |= _pair(f"{at}.mlp.shared_expert", shared, names.parts, model.moe_shared_expert_intermediate_size)
+        mappings |= _expert_mappings(
+            f"{our_layer}.mlp.shared_expert",
+            hf_shared_expert,
+            names.projections,
+            model.moe_shared_expert_intermediate_size,
+        )
     if model.moe_shared_expert_gate:
-        mappings[f"{at}.mlp.shared_expert_gate.weight"] = WeightMapping((f"{shared}_gate.weight",))
+        mappings[f"{our_layer}.mlp.shared_expert_gate.weight"] = WeightMapping((f"{hf_shared_expert}_gate.weight",))
     return mappings
 
 
-def _pair(ours: str, theirs: str, parts: tuple[str, str, str], size: int) -> dict[str, WeightMapping]:
-    gate, up, down = (f"{theirs}.{part}.weight" for part in parts)
-    return {f"{ours}.up.weight": WeightMapping((gate, up), blocks=size), f"{ours}.down.weight": WeightMapping((down,))}
+def _expert_mappings(
+    our_expert: str, hf_expert: str, projections: tuple[str, str, str], ffn_size: int
+) -> dict[str, WeightMapping]:
+    gate, up, down = (f"{hf_expert}.{projection}.weight" for projection in projections)
+    return {
+        f"{our_expert}.up.weight": WeightMapping((gate, up), num_blocks=ffn_size),
+        f"{our_expert}.down.weight": WeightMapping((down,)),
+    }
 
 
 # Settings.
@@ -135,14 +145,14 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
     if not model.num_experts:
         yield "--num-experts must be at least 2, got a dense model"
         return
-    for name, required in {**_PLAIN, **names.fixed}.items():
+    for name, required in {**_MIXTRAL_SETTINGS, **names.fixed}.items():
         value = getattr(model, name)
         if name not in names.free and value != required:
             yield f"--{name.replace('_', '-')} must be {required}, got {value}"
     has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
-    if names.layers == "first" and sorted(has_experts) != list(has_experts):
+    if names.dense_layers == "first" and sorted(has_experts) != list(has_experts):
         yield f"only the first layers can be dense, got --moe-layer-freq {model.moe_layer_freq}"
-    if not names.layers and not all(has_experts):
+    if not names.dense_layers and not all(has_experts):
         yield f"all layers must have experts, got --moe-layer-freq {model.moe_layer_freq}"
     if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
         yield "a shared expert is required. Set --moe-shared-expert-intermediate-size"
@@ -162,11 +172,11 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
     """Return the expert fields of config.json."""
     has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
     fields: dict[str, Any] = {
-        names.number: model.num_experts,
+        names.num_experts_key: model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
-        names.size: model.moe_ffn_hidden_size,
+        names.ffn_size_key: model.moe_ffn_hidden_size,
     }
-    if names.layers == "sparse":
+    if names.dense_layers == "sparse":
         dense = [layer for layer, is_sparse in enumerate(has_experts) if not is_sparse]
         fields |= {
             "decoder_sparse_step": 1,
@@ -187,25 +197,25 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def expert_values(names: ExpertNames, theirs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for a config.json, and its settings that we do not support."""
-    settings, unsupported = {**names.defaults, **theirs}, []
+    settings, unsupported = {**names.defaults, **hf_config}, []
     # transformers 5 saves num_local_experts for every type
-    num_experts = settings.get("num_local_experts") or settings[names.number]
-    has_experts = _layers(names, settings)
+    num_experts = settings.get("num_local_experts") or settings[names.num_experts_key]
+    has_experts = _layers_with_experts(names, settings)
     fields = {
-        **_PLAIN,
+        **_MIXTRAL_SETTINGS,
         **names.fixed,
         "num_experts": num_experts,
         "moe_router_topk": settings["num_experts_per_tok"],
-        "moe_ffn_hidden_size": settings[names.size],
+        "moe_ffn_hidden_size": settings[names.ffn_size_key],
         "moe_layer_freq": "1"
         if all(has_experts)
         else f"[{','.join(str(int(is_sparse)) for is_sparse in has_experts)}]",
     }
     if settings.get("router_jitter_noise"):
         unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (supported: 0.0)")
-    if names.layers == "sparse":
+    if names.dense_layers == "sparse":
         fields["moe_router_pre_softmax"] = not settings["norm_topk_prob"]
     if names is QWEN2:
         fields["moe_shared_expert_intermediate_size"] = settings["shared_expert_intermediate_size"]
@@ -213,22 +223,22 @@ def expert_values(names: ExpertNames, theirs: Mapping[str, Any]) -> tuple[dict[s
             unsupported.append("qkv_bias False (supported: True)")
     if names is GLM4:
         num_groups, group_topk = settings["n_group"], settings["topk_group"]
-        fields["moe_shared_expert_intermediate_size"] = settings["n_shared_experts"] * settings[names.size]
+        fields["moe_shared_expert_intermediate_size"] = settings["n_shared_experts"] * settings[names.ffn_size_key]
         fields["moe_router_topk_scaling_factor"] = settings["routed_scaling_factor"]
         if num_groups > 1 and num_groups != group_topk:
             fields |= {"moe_router_num_groups": num_groups, "moe_router_group_topk": group_topk}
         if not settings["norm_topk_prob"]:
             unsupported.append("norm_topk_prob False (supported: True)")
     if not any(has_experts):
-        unsupported.append(f"{names.number} {num_experts} in no layer (supported: in at least one layer)")
+        unsupported.append(f"{names.num_experts_key} {num_experts} in no layer (supported: in at least one layer)")
     return fields, unsupported
 
 
-def _layers(names: ExpertNames, given: Mapping[str, Any]) -> list[bool]:
-    layers = range(given["num_hidden_layers"])
-    if names.layers == "first":
-        return [layer >= given["first_k_dense_replace"] for layer in layers]
-    if not names.layers:
+def _layers_with_experts(names: ExpertNames, settings: Mapping[str, Any]) -> list[bool]:
+    layers = range(settings["num_hidden_layers"])
+    if names.dense_layers == "first":
+        return [layer >= settings["first_k_dense_replace"] for layer in layers]
+    if not names.dense_layers:
         return [True for _ in layers]
-    step, dense = given.get("decoder_sparse_step") or 1, given.get("mlp_only_layers") or ()
-    return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+    sparse_step, dense_layers = settings.get("decoder_sparse_step") or 1, settings.get("mlp_only_layers") or ()
+    return [layer not in dense_layers and (layer + 1) % sparse_step == 0 for layer in layers]

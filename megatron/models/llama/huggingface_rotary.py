@@ -21,7 +21,7 @@ from typing import Any
 from megatron import log
 from megatron.config.model import ModelConfig
 
-_SCALING = {
+_FIELD_BY_KEY = {
     "factor": "rotary_scaling_factor",
     "low_freq_factor": "rotary_low_frequency_factor",
     "high_freq_factor": "rotary_high_frequency_factor",
@@ -30,39 +30,39 @@ _SCALING = {
     "beta_slow": "rotary_beta_slow",
     "attention_factor": "rotary_attention_factor",
 }
-_LENGTH = "original_max_position_embeddings"
-_OF_SCALING = {
+_LENGTH_KEY = "original_max_position_embeddings"
+_KEYS_BY_TYPE = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
-    "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH_KEY),
+    "yarn": ("factor", _LENGTH_KEY, "beta_fast", "beta_slow", "attention_factor"),
 }
-_MAY_LACK = {_LENGTH, "beta_fast", "beta_slow", "attention_factor"}
-_MSCALES = ("mscale", "mscale_all_dim")
+_OPTIONAL_KEYS = {_LENGTH_KEY, "beta_fast", "beta_slow", "attention_factor"}
+_MSCALE_KEYS = ("mscale", "mscale_all_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_BASE, _LOCAL_BASE = 10000.0, "rope_local_base_freq"
-ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE})
+_DEFAULT_BASE, _LOCAL_BASE_KEY = 10000.0, "rope_local_base_freq"
+ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE_KEY})
 """Keys of config.json for rotary positions."""
 
 
-def rotary_fields(model: ModelConfig, *, has_local: bool, has_share: bool = False) -> dict[str, Any]:
+def rotary_fields(model: ModelConfig, *, has_local: bool, has_partial_rotary: bool = False) -> dict[str, Any]:
     """Return the rotary fields of config.json.
 
     Args:
         has_local: in this model type, layers with a window have a separate rotary base.
-        has_share: this model type supports rotating only a share of each head.
+        has_partial_rotary: this model type supports rotating only a share of each head.
     """
     rope_type = {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling)
-    scaled = {"rope_type": rope_type, **{key: getattr(model, _SCALING[key]) for key in _OF_SCALING[rope_type]}}
+    scaled = {"rope_type": rope_type, **{key: getattr(model, _FIELD_BY_KEY[key]) for key in _KEYS_BY_TYPE[rope_type]}}
     if not scaled.get("attention_factor", 1.0):
         del scaled["attention_factor"]  # transformers derives it from the factor, as we do
     fields = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
-    if has_share:
+    if has_partial_rotary:
         fields["partial_rotary_factor"] = model.rotary_percent
     if has_local and model.rotary_local_base:
-        fields[_LOCAL_BASE] = model.rotary_local_base
+        fields[_LOCAL_BASE_KEY] = model.rotary_local_base
     elif has_local and rope_type == "default":
-        fields[_LOCAL_BASE] = model.rotary_base
+        fields[_LOCAL_BASE_KEY] = model.rotary_base
     elif has_local:
         parameters = {**scaled, "rope_theta": model.rotary_base}
         return {"rope_parameters": {_FULL: parameters, _SLIDING: {**parameters}}}
@@ -70,64 +70,64 @@ def rotary_fields(model: ModelConfig, *, has_local: bool, has_share: bool = Fals
 
 
 def rotary_values(
-    theirs: Mapping[str, Any], *, has_local: bool, has_windows: bool, has_share: bool = False
+    hf_config: Mapping[str, Any], *, has_local: bool, has_windows: bool, has_partial_rotary: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for a config.json, and its settings that we do not support.
 
     Args:
         has_windows: some layers have a window.
-        has_local, has_share: as in ``rotary_fields``.
+        has_local, has_partial_rotary: as in ``rotary_fields``.
     """
     if has_local:
-        return _by_layer_type(theirs, has_windows)
-    rope = _global_parameters(theirs)
+        return _parameters_by_layer_type(hf_config, has_windows)
+    rope = _global_parameters(hf_config)
     if _FULL in rope or _SLIDING in rope:
         return {}, [f"separate rope_parameters for {_FULL} and {_SLIDING} (supported: the same for all layers)"]
-    outer_share = theirs.get("partial_rotary_factor")
-    share = rope.pop("partial_rotary_factor", None)
-    share = outer_share if share is None else share
-    if not has_share and share not in (None, 1.0):
-        return {}, [f"partial_rotary_factor {share!r} (supported: 1.0)"]
-    fields, unsupported = _one(rope, theirs)
-    if has_share and fields:
-        fields["rotary_percent"] = 0.5 if share is None else float(share)
+    outer_share = hf_config.get("partial_rotary_factor")
+    rotary_share = rope.pop("partial_rotary_factor", None)
+    rotary_share = outer_share if rotary_share is None else rotary_share
+    if not has_partial_rotary and rotary_share not in (None, 1.0):
+        return {}, [f"partial_rotary_factor {rotary_share!r} (supported: 1.0)"]
+    fields, unsupported = _convert_parameters(rope, hf_config)
+    if has_partial_rotary and fields:
+        fields["rotary_percent"] = 0.5 if rotary_share is None else float(rotary_share)
     return fields, unsupported
 
 
-def _global_parameters(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _global_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of all layers: ``rope_scaling`` if it is set, otherwise ``rope_parameters``."""
-    scaling, saved = theirs.get("rope_scaling"), theirs.get("rope_parameters")
-    if scaling and saved:
-        base = dict(scaling).get("rope_theta") or theirs.get("rope_theta", _BASE)
-        replaced_base = saved.get("rope_theta")
+    rope_scaling, rope_parameters = hf_config.get("rope_scaling"), hf_config.get("rope_parameters")
+    if rope_scaling and rope_parameters:
+        base = dict(rope_scaling).get("rope_theta") or hf_config.get("rope_theta", _DEFAULT_BASE)
+        replaced_base = rope_parameters.get("rope_theta")
         if replaced_base is not None and replaced_base != base:
             log.warn_once(
                 f"config.json: rope_scaling replaces rope_parameters, as in transformers, so the rotary base is {base} "
                 f"instead of {replaced_base}. To keep {replaced_base}, add it to rope_scaling as rope_theta"
             )
-    return dict(scaling or saved or {})
+    return dict(rope_scaling or rope_parameters or {})
 
 
-def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
+def _parameters_by_layer_type(hf_config: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for the config.json of a Gemma 3, and its settings that we do not support."""
-    saved, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling")
+    saved, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling")
     full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
     if scaling is not None:
         if "type" in scaling and "rope_type" not in scaling:
             return {}, ["rope_scaling with type (supported: rope_type, the only key that Gemma 3 reads)"]
         full.update(scaling)
-    for share in (theirs.get("partial_rotary_factor"), full.get("partial_rotary_factor")):
-        if share not in (None, 1.0):
-            return {}, [f"partial_rotary_factor {share!r} (supported: 1.0)"]
-    fields, unsupported = _one(full, theirs)
+    for rotary_share in (hf_config.get("partial_rotary_factor"), full.get("partial_rotary_factor")):
+        if rotary_share not in (None, 1.0):
+            return {}, [f"partial_rotary_factor {rotary_share!r} (supported: 1.0)"]
+    fields, unsupported = _convert_parameters(full, hf_config)
     if not has_windows or unsupported:
         return fields, unsupported
-    base = float(local.get("rope_theta") or theirs.get(_LOCAL_BASE, _BASE))
+    base = float(local.get("rope_theta") or hf_config.get(_LOCAL_BASE_KEY, _DEFAULT_BASE))
     rope_type = local.get("rope_type", "default")
     if rope_type == "default":
         is_same = fields["rotary_scaling"] == "none" and fields["rotary_base"] == base
         return (fields if is_same else {**fields, "rotary_local_base": base}), []
-    local_fields, unsupported = _one(local, {**theirs, "rope_theta": base})
+    local_fields, unsupported = _convert_parameters(local, {**hf_config, "rope_theta": base})
     if local_fields != fields and not unsupported:
         unsupported = [
             f"rope_type {rope_type!r} of layers with a window (supported: default, or the parameters of other layers)"
@@ -135,42 +135,46 @@ def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[s
     return local_fields, unsupported
 
 
-def _one(rope: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _convert_parameters(
+    rope_parameters: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for one set of rotary parameters, and its settings that we do not support."""
-    parameters = {key: value for key, value in rope.items() if value is not None}
+    parameters = {key: value for key, value in rope_parameters.items() if value is not None}
     rope_type = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
-    base = parameters.pop("rope_theta", theirs.get("rope_theta", _BASE))
-    if rope_type not in _OF_SCALING:
-        return {}, [f"rope_type {rope_type!r} (supported: {', '.join(_OF_SCALING)})"]
-    ignored = {"partial_rotary_factor": 1.0, **({"truncate": True} if rope_type == "yarn" else {})}
-    set_aside = {key: parameters.pop(key, default) for key, default in ignored.items()}
+    base = parameters.pop("rope_theta", hf_config.get("rope_theta", _DEFAULT_BASE))
+    if rope_type not in _KEYS_BY_TYPE:
+        return {}, [f"rope_type {rope_type!r} (supported: {', '.join(_KEYS_BY_TYPE)})"]
+    ignored_defaults = {"partial_rotary_factor": 1.0, **({"truncate": True} if rope_type == "yarn" else {})}
+    ignored_values = {key: parameters.pop(key, default) for key, default in ignored_defaults.items()}
     unsupported = [
-        f"{key} {value!r} (supported: {ignored[key]!r})" for key, value in set_aside.items() if value != ignored[key]
+        f"{key} {value!r} (supported: {ignored_defaults[key]!r})"
+        for key, value in ignored_values.items()
+        if value != ignored_defaults[key]
     ]
     if rope_type == "yarn":
         _resolve_mscale(parameters)
-    unsupported += [f"{key} of rope_type {rope_type!r}" for key in parameters if key not in _OF_SCALING[rope_type]]
+    unsupported += [f"{key} of rope_type {rope_type!r}" for key in parameters if key not in _KEYS_BY_TYPE[rope_type]]
     unsupported += [
         f"rope_type {rope_type!r} without {key}"
-        for key in _OF_SCALING[rope_type]
-        if key not in parameters and key not in _MAY_LACK
+        for key in _KEYS_BY_TYPE[rope_type]
+        if key not in parameters and key not in _OPTIONAL_KEYS
     ]
     if unsupported:
         return {}, unsupported
-    if _LENGTH in _OF_SCALING[rope_type]:
-        parameters.setdefault(_LENGTH, theirs.get(_LENGTH) or theirs.get("max_position_embeddings", 2048))
-    scaled = {_SCALING[key]: parameters[key] for key in _OF_SCALING[rope_type] if key in parameters}
+    if _LENGTH_KEY in _KEYS_BY_TYPE[rope_type]:
+        parameters.setdefault(_LENGTH_KEY, hf_config.get(_LENGTH_KEY) or hf_config.get("max_position_embeddings", 2048))
+    scaled = {_FIELD_BY_KEY[key]: parameters[key] for key in _KEYS_BY_TYPE[rope_type] if key in parameters}
     return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(rope_type, rope_type), **scaled}, []
 
 
-def _resolve_mscale(given: dict[str, Any]) -> None:
-    """Replace DeepSeek's keys ``mscale`` and ``mscale_all_dim`` in ``given`` by the attention factor, if both are set.
+def _resolve_mscale(parameters: dict[str, Any]) -> None:
+    """Replace DeepSeek's ``mscale`` and ``mscale_all_dim`` in ``parameters`` by the attention factor, if both are set.
 
     Source: ``_compute_yarn_parameters`` of transformers.
     """
-    mscale, mscale_all_dim = (given.pop(key, None) for key in _MSCALES)
-    factor = given.get("factor")
-    if mscale and mscale_all_dim and factor and "attention_factor" not in given:
+    mscale, mscale_all_dim = (parameters.pop(key, None) for key in _MSCALE_KEYS)
+    factor = parameters.get("factor")
+    if mscale and mscale_all_dim and factor and "attention_factor" not in parameters:
         log_factor = 0.1 * math.log(factor) if factor > 1 else 0.0
-        given["attention_factor"] = (mscale * log_factor + 1.0) / (mscale_all_dim * log_factor + 1.0)
+        parameters["attention_factor"] = (mscale * log_factor + 1.0) / (mscale_all_dim * log_factor + 1.0)

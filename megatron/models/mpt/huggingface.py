@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes, other_settings
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes, unsupported_settings
 
 if TYPE_CHECKING:
     import torch
 
-_LAYER = {
+_LAYER_NAMES = {
     "input_norm": "norm_1",
     "attention.query_key_value": "attn.Wqkv",
     "attention.dense": "attn.out_proj",
@@ -44,31 +44,31 @@ _LAYER = {
     "mlp.up": "ffn.up_proj",
     "mlp.down": "ffn.down_proj",
 }
-_WORD = "transformer.wte.weight"
-_FIXED = {"no_bias": True, "logit_scale": None, "embedding_fraction": 1.0, "expansion_ratio": 4}
-_NORMS = ("low_precision_layernorm", "layernorm")  # differ only in the dtype of the computation
-_FIXED_IN_ATTENTION = {
+_HF_WORD = "transformer.wte.weight"
+_FIXED_SETTINGS = {"no_bias": True, "logit_scale": None, "embedding_fraction": 1.0, "expansion_ratio": 4}
+_SUPPORTED_NORMS = ("low_precision_layernorm", "layernorm")  # differ only in the dtype of the computation
+_FIXED_ATTENTION_SETTINGS = {
     "alibi": True,
     "attn_type": "multihead_attention",
     "prefix_lm": False,
     "qk_ln": False,
     "attn_uses_sequence_id": False,
 }
-_NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # may be present in files of MosaicML's program
+_ABSENT_ATTENTION_SETTINGS = {"rope": False, "sliding_window_size": -1}  # may be present in files of MosaicML's program
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
     """Return the mapping of each of our weights, by name."""
     mappings = {
-        "embedding.word.weight": WeightMapping((_WORD,)),
+        "embedding.word.weight": WeightMapping((_HF_WORD,)),
         "final_norm.weight": WeightMapping(("transformer.norm_f.weight",)),
     }
     for i in range(config.model.num_layers):
-        for ours, theirs in _LAYER.items():
-            mappings[f"layers.{i}.{ours}.weight"] = WeightMapping((f"transformer.blocks.{i}.{theirs}.weight",))
-        packed = f"layers.{i}.attention.query_key_value.weight"
-        mappings[packed] = WeightMapping(
-            mappings[packed].names, blocks=config.model.num_attention_heads, parts_in_one=3
+        for our_name, hf_name in _LAYER_NAMES.items():
+            mappings[f"layers.{i}.{our_name}.weight"] = WeightMapping((f"transformer.blocks.{i}.{hf_name}.weight",))
+        query_key_value = f"layers.{i}.attention.query_key_value.weight"
+        mappings[query_key_value] = WeightMapping(
+            mappings[query_key_value].hf_names, num_blocks=config.model.num_attention_heads, num_packed=3
         )
     if config.model.untie_embeddings:
         mappings["head.weight"] = WeightMapping(("lm_head.weight",))
@@ -79,7 +79,7 @@ def problems(config: Config) -> Iterator[str]:
     """Yield a message for each setting of ``config`` that the format cannot express."""
     model = config.model
     fixed = {"position_embedding_type": "alibi", "norm_bias": False, "num_query_groups": model.num_attention_heads}
-    yield from other_settings(model, fixed, free=("clip_qkv",))
+    yield from unsupported_settings(model, fixed, free=("clip_qkv",))
     if model.hidden_bias:
         yield "--hidden-bias is not supported"
     if model.activation != "gelu":
@@ -111,9 +111,9 @@ def fields(config: Config) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "learned_pos_emb": False,
         "tie_word_embeddings": not model.untie_embeddings,
-        **_FIXED,
+        **_FIXED_SETTINGS,
         "attn_config": {
-            **_FIXED_IN_ATTENTION,
+            **_FIXED_ATTENTION_SETTINGS,
             "alibi_bias_max": config.model.alibi_bias_max,
             "attn_impl": "torch",
             "attn_pdrop": 0,
@@ -123,59 +123,62 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-def values(theirs: dict[str, Any]) -> dict[str, Any]:
+def values(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
         CheckpointError: a setting is not supported; the message lists all of them.
     """
-    attention = {key: value for key, value in (theirs.get("attn_config") or {}).items() if value is not None}
-    size, heads = theirs["d_model"], theirs["n_heads"]
-    unsupported = list(_differences(theirs, _FIXED))
+    attn_config = {key: value for key, value in (hf_config.get("attn_config") or {}).items() if value is not None}
+    hidden_size, num_heads = hf_config["d_model"], hf_config["n_heads"]
+    unsupported = list(_differences(hf_config, _FIXED_SETTINGS))
     unsupported += [
-        f"attn_config.{difference}" for difference in _differences(attention, _FIXED_IN_ATTENTION | _NOT_IN_ATTENTION)
+        f"attn_config.{difference}"
+        for difference in _differences(attn_config, _FIXED_ATTENTION_SETTINGS | _ABSENT_ATTENTION_SETTINGS)
     ]
-    if theirs.get("norm_type", _NORMS[0]) not in _NORMS:
-        unsupported.append(f"norm_type {theirs['norm_type']!r} (supported: {', '.join(_NORMS)})")
-    forward = {key: value for key, value in (theirs.get("ffn_config") or {}).items() if value is not None}
-    if {key: value for key, value in forward.items() if key != "fc_type"} not in ({}, {"ffn_type": "mptmlp"}):
-        unsupported.append(f"ffn_config {forward!r} (supported: only ffn_type 'mptmlp')")
-    scale, default = attention.get("softmax_scale"), (size / heads) ** -0.5
-    if scale is not None and abs(scale - default) > 1e-6 * default:
-        unsupported.append(f"attn_config.softmax_scale {scale} (supported: {default:.6g}, 1 / sqrt(head size))")
+    if hf_config.get("norm_type", _SUPPORTED_NORMS[0]) not in _SUPPORTED_NORMS:
+        unsupported.append(f"norm_type {hf_config['norm_type']!r} (supported: {', '.join(_SUPPORTED_NORMS)})")
+    ffn_config = {key: value for key, value in (hf_config.get("ffn_config") or {}).items() if value is not None}
+    if {key: value for key, value in ffn_config.items() if key != "fc_type"} not in ({}, {"ffn_type": "mptmlp"}):
+        unsupported.append(f"ffn_config {ffn_config!r} (supported: only ffn_type 'mptmlp')")
+    softmax_scale, default_scale = attn_config.get("softmax_scale"), (hidden_size / num_heads) ** -0.5
+    if softmax_scale is not None and abs(softmax_scale - default_scale) > 1e-6 * default_scale:
+        unsupported.append(
+            f"attn_config.softmax_scale {softmax_scale} (supported: {default_scale:.6g}, 1 / sqrt(head size))"
+        )
     if unsupported:
         raise CheckpointError(f"our MPT does not support these settings: {'; '.join(unsupported)}")
     return {
-        "num_layers": theirs["n_layers"],
-        "hidden_size": size,
-        "num_attention_heads": heads,
-        "vocab_size": theirs["vocab_size"],
-        "max_position_embeddings": theirs.get("max_seq_len", 2048),
+        "num_layers": hf_config["n_layers"],
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "vocab_size": hf_config["vocab_size"],
+        "max_position_embeddings": hf_config.get("max_seq_len", 2048),
         "activation": "gelu",
-        "layernorm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
-        "untie_embeddings": not theirs.get("tie_word_embeddings", True),
-        "hidden_dropout": theirs.get("resid_pdrop", 0.0),
-        "attention_dropout": theirs.get("attention_dropout", attention.get("attn_pdrop", 0.0)),
-        "init_method_std": theirs.get("initializer_range", 0.02),
-        "alibi_bias_max": attention.get("alibi_bias_max", 8),
-        "clip_qkv": float(attention.get("clip_qkv", 0.0)),
+        "layernorm_epsilon": hf_config.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings": not hf_config.get("tie_word_embeddings", True),
+        "hidden_dropout": hf_config.get("resid_pdrop", 0.0),
+        "attention_dropout": hf_config.get("attention_dropout", attn_config.get("attn_pdrop", 0.0)),
+        "init_method_std": hf_config.get("initializer_range", 0.02),
+        "alibi_bias_max": attn_config.get("alibi_bias_max", 8),
+        "clip_qkv": float(attn_config.get("clip_qkv", 0.0)),
     }
 
 
-def prepare(theirs: Any, config: Config) -> None:
+def prepare(hf_model: Any, config: Config) -> None:
     """Use the configured ``alibi_bias_max`` in the Hugging Face model instead of 8."""
-    make = theirs.transformer.build_mpt_alibi_tensor
+    build_original = hf_model.transformer.build_mpt_alibi_tensor
 
-    def build_mpt_alibi_tensor(*args: Any, **named: Any) -> torch.Tensor:
-        return make(*args, **{**named, "alibi_bias_max": config.model.alibi_bias_max})
+    def build_mpt_alibi_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return build_original(*args, **{**kwargs, "alibi_bias_max": config.model.alibi_bias_max})
 
-    theirs.transformer.build_mpt_alibi_tensor = build_mpt_alibi_tensor
+    hf_model.transformer.build_mpt_alibi_tensor = build_mpt_alibi_tensor
 
 
-def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
-    for key, required in fixed.items():
-        if given.get(key, required) != required:
-            yield f"{key} {given[key]!r} (supported: {required!r})"
+def _differences(settings: dict[str, Any], required_values: dict[str, Any]) -> Iterator[str]:
+    for key, required in required_values.items():
+        if settings.get(key, required) != required:
+            yield f"{key} {settings[key]!r} (supported: {required!r})"
 
 
 FORMAT = HFFormat(
@@ -184,9 +187,9 @@ FORMAT = HFFormat(
     fields=fields,
     values=values,
     **by_recipes(recipes),
-    word=_WORD,
-    allowed=1e-5,  # Hugging Face computes the softmax in fp32
-    our_logits=lambda model, tokens: model(tokens).transpose(0, 1),
-    prepare=prepare,
+    word=_HF_WORD,
+    logit_tolerance=1e-5,  # Hugging Face computes the softmax in fp32
+    model_logits=lambda model, tokens: model(tokens).transpose(0, 1),
+    patch_hf_model=prepare,
 )
 FORMATS = (FORMAT,)

@@ -18,19 +18,19 @@ from megatron.models.t5 import spans
 
 # The settings of T5: lengths and layers of both sides, positions, spans, and the pipeline split.
 
-_option = partial(option, elsewhere="it is supported in T5 only; use pretrain_t5.py, or remove it")
-_length = partial(
+_t5_option = partial(option, elsewhere="it is supported in T5 only; use pretrain_t5.py, or remove it")
+_length_option = partial(
     option, elsewhere="it is supported in encoder-decoder models only; use pretrain_t5.py, or --seq-length"
 )
-_layers = partial(
+_layers_option = partial(
     option, elsewhere="it is supported in encoder-decoder models only; use pretrain_t5.py, or --num-layers"
 )
 
-OF_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
+RELATIVE_FIELDS = ("relative_attention_num_buckets", "relative_attention_max_distance")
 """Fields that only affect relative positions."""
-SHORT_SPANS = ("noise_density", "mean_span_length")
+R_DENOISER_FIELDS = ("noise_density", "mean_span_length")
 """Fields that only affect the denoiser R."""
-SPANS = (*SHORT_SPANS, "denoisers")
+SPAN_FIELDS = (*R_DENOISER_FIELDS, "denoisers")
 """Fields of span corruption. They have no effect on CPM's three-file sets, whose spans are fixed."""
 
 
@@ -67,14 +67,14 @@ class T5Config(FamilyConfig):
     SIDES: ClassVar = ("enc_layers", "dec_layers")
     READS_SPAN_FILES: ClassVar = True
 
-    enc_seq_length: int = _length(
+    enc_seq_length: int = _length_option(
         256,
         "number of encoder tokens, including sentinels and the end token",
         minimum=1,
         aliases=("--encoder-seq-length",),
         short="encoder tokens",
     )
-    dec_seq_length: int = _length(
+    dec_seq_length: int = _length_option(
         0,
         "number of decoder tokens; larger than the longest target pads, smaller is an error, except for a data set "
         "in three files, whose targets are truncated",
@@ -82,33 +82,33 @@ class T5Config(FamilyConfig):
         shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
         aliases=("--decoder-seq-length",),
     )
-    enc_layers: int = _layers(
+    enc_layers: int = _layers_option(
         0, "number of encoder layers", minimum=1, shown_default="num-layers", aliases=("--encoder-num-layers",)
     )
-    dec_layers: int = _layers(
+    dec_layers: int = _layers_option(
         0, "number of decoder layers", minimum=1, shown_default="num-layers", aliases=("--decoder-num-layers",)
     )
-    relative_attention_num_buckets: int = _option(
+    relative_attention_num_buckets: int = _t5_option(
         32, "number of buckets of the relative position bias; even", minimum=4
     )
-    relative_attention_max_distance: int = _option(
+    relative_attention_max_distance: int = _t5_option(
         128, "distance from which on all positions share a bucket of the relative position bias", minimum=1
     )
-    noise_density: float = _option(
+    noise_density: float = _t5_option(
         0.15, "fraction of the text that is masked", above=0, below=1, short="fraction that is masked"
     )
-    mean_span_length: float = _option(3.0, "mean length of a masked span in tokens", minimum=1)
-    denoisers: str = _option(
+    mean_span_length: float = _t5_option(3.0, "mean length of a masked span in tokens", minimum=1)
+    denoisers: str = _t5_option(
         "R",
         "denoising tasks of UL2 with weights, such as R or R,X,S or R:2,X:1,S:1: R masks by the two flags above, X "
         "masks much more, S predicts the continuation of a prefix; with several tasks each input starts with the "
         "token of its task",
         short="denoising tasks, such as R,X,S",
     )
-    vocab_extra_ids: int = _option(
+    vocab_extra_ids: int = _t5_option(
         100, "number of sentinels added to the vocabulary of a tokenizer without sentinels", minimum=0
     )
-    pipeline_split_rank: int = _option(
+    pipeline_split_rank: int = _t5_option(
         0,
         "first pipeline stage with decoder layers; earlier stages have encoder layers only; 0: split by cost",
         minimum=0,
@@ -116,7 +116,7 @@ class T5Config(FamilyConfig):
     )
 
     @property
-    def kinds(self) -> tuple[spans.Denoiser, ...]:
+    def parsed_denoisers(self) -> tuple[spans.Denoiser, ...]:
         """The denoisers parsed from ``denoisers``.
 
         Raises:
@@ -131,17 +131,17 @@ class T5Config(FamilyConfig):
         Raises:
             ValueError: no text length leads to inputs of ``enc_seq_length`` tokens.
         """
-        return spans.raw_length(self.enc_seq_length, self.kinds)
+        return spans.raw_length(self.enc_seq_length, self.parsed_denoisers)
 
     @property
-    def longest_target(self) -> int:
+    def max_target_length(self) -> int:
         """Minimum ``dec_seq_length``: the longest target over the denoisers."""
-        return spans.longest_target(self.raw_length, self.kinds)
+        return spans.max_target_length(self.raw_length, self.parsed_denoisers)
 
     @property
-    def most_spans(self) -> int:
+    def max_num_spans(self) -> int:
         """Maximum number of masked spans per sample, the number of sentinels required."""
-        return spans.most_spans(self.raw_length, self.kinds)
+        return spans.max_num_spans(self.raw_length, self.parsed_denoisers)
 
     def summary(self, model: ModelConfig) -> str:
         return f"{'relative' if model.has_relative_positions else 'learned'} positions"
@@ -160,7 +160,7 @@ class T5Config(FamilyConfig):
 
         With one denoiser, inputs fill ``enc_seq_length`` exactly; with several, their lengths differ.
         """
-        return reset_attention_mask or spans.has_modes(self.kinds)
+        return reset_attention_mask or spans.has_modes(self.parsed_denoisers)
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> T5Config:
         """Return this section with derived sizes filled in; sizes that cannot be computed stay 0.
@@ -170,8 +170,8 @@ class T5Config(FamilyConfig):
         dec_seq_length = self.dec_seq_length
         if not dec_seq_length:
             try:
-                length_for_sets = self.enc_seq_length if data.flag_of_set else 0
-                dec_seq_length = max(length_for_sets, self.longest_target if data.cuts_spans else 0)
+                set_length = self.enc_seq_length if data.flag_of_cpm_set else 0
+                dec_seq_length = max(set_length, self.max_target_length if data.has_dynamic_spans else 0)
             except ValueError:  # reported by check()
                 dec_seq_length = 0
         return replace(
@@ -208,24 +208,24 @@ class T5Config(FamilyConfig):
     def check(self, config: Config) -> Iterator[str]:
         yield from self.model_problems(config)
         yield from self._layer_problems(config)
-        if config.data.cuts_spans:
+        if config.data.has_dynamic_spans:
             yield from self._span_problems(config)
-        for prefix, flag in list(config.data.flag_of_set.items())[:1]:
+        for prefix, flag in list(config.data.flag_of_cpm_set.items())[:1]:
             yield from self._fixed_span_problems(config, f"{flag} {prefix}, a set in three files whose spans are fixed")
         if config.model.has_relative_positions:
             yield from self._relative_problems(config)
         else:
             yield from self._learned_problems(config)
         if self.pipeline_split_rank and config.parallel.has_pipeline:
-            yield from self._seam_problems(config)
-        elif "pipeline_split_rank" in config.given and not config.parallel.has_pipeline:
+            yield from self._split_rank_problems(config)
+        elif "pipeline_split_rank" in config.explicit_fields and not config.parallel.has_pipeline:
             yield (
                 "--pipeline-split-rank has no effect without a pipeline, got --pipe-parallel-size "
                 f"{config.parallel.pipe_parallel_size}. Remove it, or use --pipe-parallel-size 2 or more"
             )
 
     def notes(self, config: Config) -> Iterator[str]:
-        is_default = "pipeline_split_rank" not in config.given
+        is_default = "pipeline_split_rank" not in config.explicit_fields
         if self.pipeline_split_rank and is_default and not config.parallel.has_pipeline:
             yield "--pipeline-split-rank in the defaults has no effect without a pipeline"
 
@@ -235,7 +235,7 @@ class T5Config(FamilyConfig):
                 f"each side of a T5 must have a layer, got {self.enc_layers} in the encoder and {self.dec_layers} in "
                 "the decoder. Raise --num-layers, or set --enc-layers and --dec-layers"
             )
-        if {"num_layers", "enc_layers", "dec_layers"} <= set(config.given):
+        if {"num_layers", "enc_layers", "dec_layers"} <= set(config.explicit_fields):
             yield (
                 "--num-layers has no effect with both --enc-layers and --dec-layers, got --num-layers "
                 f"{config.model.num_layers}, --enc-layers {self.enc_layers} and --dec-layers {self.dec_layers}. "
@@ -243,45 +243,46 @@ class T5Config(FamilyConfig):
             )
 
     def _span_problems(self, config: Config) -> Iterator[str]:
-        named = _flags(config, SHORT_SPANS)
-        if named and "R" not in self.denoisers:
-            yield f"{named} has no effect without the denoiser R, got --denoisers {self.denoisers}. Remove it, or add R"
+        flags = _given_flags(config, R_DENOISER_FIELDS)
+        if flags and "R" not in self.denoisers:
+            yield f"{flags} has no effect without the denoiser R, got --denoisers {self.denoisers}. Remove it, or add R"
         try:
-            raw, longest = self.raw_length, self.longest_target
+            text_length, max_target = self.raw_length, self.max_target_length
         except ValueError as error:
             yield str(error).removesuffix(".")
             return
-        if 0 < self.dec_seq_length < longest:
+        if 0 < self.dec_seq_length < max_target:
             yield (
-                f"--dec-seq-length must be at least {longest}, the longest target of {raw} tokens of text, got "
-                f"{self.dec_seq_length} with --enc-seq-length {self.enc_seq_length}, --noise-density "
+                f"--dec-seq-length must be at least {max_target}, the longest target of {text_length} tokens of text, "
+                f"got {self.dec_seq_length} with --enc-seq-length {self.enc_seq_length}, --noise-density "
                 f"{self.noise_density:g}, --mean-span-length {self.mean_span_length:g}, --denoisers {self.denoisers}. "
-                f"Remove it, or raise it to {longest} or more, which adds padding"
+                f"Remove it, or raise it to {max_target} or more, which adds padding"
             )
 
-    def _fixed_span_problems(self, config: Config, fixed: str) -> Iterator[str]:
+    def _fixed_span_problems(self, config: Config, set_description: str) -> Iterator[str]:
         """Yield a problem for each setting that conflicts with fixed spans.
 
         Args:
-            fixed: description of the three-file set that fixes the spans, for messages.
+            set_description: description of the three-file set that fixes the spans, for messages.
         """
-        named = _flags(config, SPANS)
-        if named and not config.data.cuts_spans:
+        flags = _given_flags(config, SPAN_FIELDS)
+        if flags and not config.data.has_dynamic_spans:
             yield (
-                f"{named} has no effect on spans that are fixed in the data, got {fixed}. Remove it, or use "
+                f"{flags} has no effect on spans that are fixed in the data, got {set_description}. Remove it, or use "
                 "ordinary token files"
             )
         try:
-            has_several = len(self.kinds) > 1
+            has_several = len(self.parsed_denoisers) > 1
         except ValueError as error:
             yield str(error).removesuffix(".")
         else:
-            if has_several and ("denoisers" not in config.given or config.data.cuts_spans):
+            if has_several and ("denoisers" not in config.explicit_fields or config.data.has_dynamic_spans):
                 value, remedy = f"{self.denoisers} in the defaults", "Remove it from the defaults"
-                if "denoisers" in config.given:
+                if "denoisers" in config.explicit_fields:
                     value, remedy = self.denoisers, "Remove it"
                 yield (
-                    f"--denoisers must be one denoiser for {fixed}, got {value}. {remedy}, or use ordinary token files"
+                    f"--denoisers must be one denoiser for {set_description}, got {value}. {remedy}, or use ordinary "
+                    "token files"
                 )
         if self.enc_seq_length < 2:
             yield f"--enc-seq-length must be at least 2, a token and the end token, got {self.enc_seq_length}. Raise it"
@@ -295,9 +296,9 @@ class T5Config(FamilyConfig):
             )
 
     def _learned_problems(self, config: Config) -> Iterator[str]:
-        named = _flags(config, OF_RELATIVE)
-        if named:
-            yield f"{named} has no effect without --position-embedding-type relative, got learned. Remove it"
+        flags = _given_flags(config, RELATIVE_FIELDS)
+        if flags:
+            yield f"{flags} has no effect without --position-embedding-type relative, got learned. Remove it"
         positions = config.model.max_position_embeddings
         lengths = {"--enc-seq-length": self.enc_seq_length, "--dec-seq-length": self.dec_seq_length}
         for flag, length in lengths.items():
@@ -307,37 +308,40 @@ class T5Config(FamilyConfig):
                     "Raise --max-position-embeddings, or shorten --enc-seq-length"
                 )
 
-    def _seam_problems(self, config: Config) -> Iterator[str]:
+    def _split_rank_problems(self, config: Config) -> Iterator[str]:
         parallel = config.parallel
-        rank, p = self.pipeline_split_rank, parallel.num_stages
+        split_rank, num_stages = self.pipeline_split_rank, parallel.num_stages
         if parallel.chunks > 1:
             yield (
-                f"--pipeline-split-rank requires one chunk per stage, got {rank} and {parallel.chunks} chunks. Remove "
-                "--pipeline-split-rank, or use one chunk per stage"
+                f"--pipeline-split-rank requires one chunk per stage, got {split_rank} and {parallel.chunks} chunks. "
+                "Remove --pipeline-split-rank, or use one chunk per stage"
             )
         if parallel.partition_method != "balanced":
             yield (
                 "--pipeline-split-rank has no effect without --partition-method balanced, got --partition-method "
                 f"{parallel.partition_method}. Remove one of the two"
             )
-        if rank >= p:
-            ranks = "1" if p == 2 else f"1 to {p - 1}"
+        if split_rank >= num_stages:
+            valid_ranks = "1" if num_stages == 2 else f"1 to {num_stages - 1}"
             yield (
-                f"--pipeline-split-rank must be {ranks} with --pipe-parallel-size {p}, got {rank}. Use 0 to split by "
-                "cost"
+                f"--pipeline-split-rank must be {valid_ranks} with --pipe-parallel-size {num_stages}, got "
+                f"{split_rank}. Use 0 to split by cost"
             )
             return
-        for side, layers, stages in (("encoder", self.enc_layers, rank), ("decoder", self.dec_layers, p - rank)):
-            if layers < stages:
+        for side, num_layers, num_side_stages in (
+            ("encoder", self.enc_layers, split_rank),
+            ("decoder", self.dec_layers, num_stages - split_rank),
+        ):
+            if num_layers < num_side_stages:
                 yield (
-                    f"--pipeline-split-rank {rank} assigns {stages} of {p} stages to the {side}, and each stage needs "
-                    f"a layer, got --{side[:3]}-layers {layers}. Change --pipeline-split-rank, use 0 to split by cost, "
-                    f"or add {side} layers"
+                    f"--pipeline-split-rank {split_rank} assigns {num_side_stages} of {num_stages} stages to the "
+                    f"{side}, and each stage needs a layer, got --{side[:3]}-layers {num_layers}. Change "
+                    f"--pipeline-split-rank, use 0 to split by cost, or add {side} layers"
                 )
 
 
-def _flags(config: Config, names: tuple[str, ...]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names if name in config.given)
+def _given_flags(config: Config, names: tuple[str, ...]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if name in config.explicit_fields)
 
 
 FAMILY = ModelFamily(

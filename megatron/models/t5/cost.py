@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.costs import decoder_cost
-from megatron.costs.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
-from megatron.costs.decoder_cost import ELEMENTWISE, KEPT, dropout_costs
+from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
+from megatron.costs.decoder_cost import ELEMENTWISE, MAX_SAVED_PROBABILITIES, dropout_costs
 from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 from megatron.costs.memory import loss_bytes
 from megatron.models.t5.config import T5LayerOrder, t5_units
@@ -54,14 +54,14 @@ class T5Costs(Costs):
     """Costs of a T5.
 
     Args:
-        sizes: dimensions of the layers; ``num_layers`` is not used.
+        model: dimensions of the layers; ``num_layers`` is not used.
         sides: numbers of layers and sequence lengths of encoder and decoder.
         has_segments: batches have segments, so each sample has a mask.
         mask_bytes: bytes per element of a hidden dropout mask; 0 without dropout.
         is_blocked: attention in 32 bits or more is computed in blocks, as on a CPU without attention dropout.
     """
 
-    sizes: ModelDimensions
+    model: ModelDimensions
     sides: Sides
     has_segments: bool = False
     is_blocked: bool = False
@@ -80,51 +80,51 @@ class T5Costs(Costs):
     @property
     def unit_costs(self) -> list[float]:
         enc, dec = self._layer_flops()
-        elementwise = ELEMENTWISE * self.sizes.hidden_size
+        elementwise = ELEMENTWISE * self.model.hidden_size
         ends = self.sides.enc_seq_length * elementwise / enc, self.sides.dec_seq_length * elementwise / enc
-        head = self.sides.dec_seq_length * decoder_cost.head_cost(self.sizes) / enc
+        head = self.sides.dec_seq_length * decoder_cost.head_cost(self.model) / enc
         encoder = [ends[0], *[1.0] * self.sides.enc_layers, ends[0]]
         return [*encoder, ends[1], *[dec / enc] * self.sides.dec_layers, ends[1], head]
 
     @property
     def flops_per_sample(self) -> float:
         enc, dec = self._layer_flops()
-        head = 2 * self.sides.dec_seq_length * self.sizes.hidden_size * known_vocab_size(self.sizes)
+        head = 2 * self.sides.dec_seq_length * self.model.hidden_size * known_vocab_size(self.model)
         return 3.0 * (self.sides.enc_layers * enc + self.sides.dec_layers * dec + head)
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        sizes = self.sizes
-        norm = sizes.hidden_size * (1 if sizes.has_relative_positions else 2)
-        attention = decoder_cost.attention_parameters(sizes, tensor)
-        encoder_layer = attention + decoder_cost.feed_forward_parameters(sizes, tensor) + 2 * norm
-        head = decoder_cost.table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
+        model = self.model
+        norm = model.hidden_size * (1 if model.has_relative_positions else 2)
+        attention = decoder_cost.attention_parameters(model, tensor)
+        encoder_layer = attention + decoder_cost.feed_forward_parameters(model, tensor) + 2 * norm
+        head = decoder_cost.table_parameters(model, tensor) if model.untie_embeddings else 0
         encoder = [0, *[encoder_layer] * self.sides.enc_layers, norm]
         return [*encoder, 0, *[encoder_layer + attention + norm] * self.sides.dec_layers, norm, head]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
-        sizes, sides, units = self.sizes, self.sides, self._units
+        model, sides, units = self.model, self.sides, self._units
         embeddings = (units.enc_embedding, units.dec_embedding)
-        words = embeddings if sizes.untie_embeddings else (*embeddings, units.head)
-        word = Shared(decoder_cost.table_parameters(sizes, tensor), words)
-        if not sizes.has_relative_positions:
-            return [word, Shared(sizes.max_position_embeddings * sizes.hidden_size, embeddings)]
-        bias = sides.relative_attention_num_buckets * sizes.num_attention_heads // tensor
+        words = embeddings if model.untie_embeddings else (*embeddings, units.head)
+        word = Shared(decoder_cost.table_parameters(model, tensor), words)
+        if not model.has_relative_positions:
+            return [word, Shared(model.max_position_embeddings * model.hidden_size, embeddings)]
+        bias = sides.relative_attention_num_buckets * model.num_attention_heads // tensor
         return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
 
-    def unit_kept(
-        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
-    ) -> list[Kept]:
-        encoder = self._encoder_kept(samples, tensor, width, sequence, is_joined)
-        decoder = self._decoder_kept(samples, tensor, width, sequence, is_joined)
-        ends = [Kept(), Kept()]
-        hidden = samples * self.sides.dec_seq_length * self.sizes.hidden_size * width
+    def unit_saved_bytes(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
+    ) -> list[SavedBytes]:
+        encoder = self._encoder_saved_bytes(samples, tensor, width, sequence, saves_gathered_inputs)
+        decoder = self._decoder_saved_bytes(samples, tensor, width, sequence, saves_gathered_inputs)
+        ends = [SavedBytes(), SavedBytes()]
+        hidden = samples * self.sides.dec_seq_length * self.model.hidden_size * width
         return [
-            Kept(),
+            SavedBytes(),
             *[encoder] * self.sides.enc_layers,
             *ends,
             *[decoder] * self.sides.dec_layers,
-            Kept(hidden // sequence),
-            Kept(hidden),
+            SavedBytes(hidden // sequence),
+            SavedBytes(hidden),
         ]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
@@ -132,33 +132,35 @@ class T5Costs(Costs):
 
         A decoder layer has three all-reduces, plus one in backward for the gradient of the encoder's output.
         """
-        sizes, sides, h = self.sizes, self.sides, self.sizes.hidden_size
+        model, sides, h = self.model, self.sides, self.model.hidden_size
         enc, dec = samples * sides.enc_seq_length, samples * sides.dec_seq_length
         enc_bytes, dec_bytes = enc * h * width, dec * h * width
         encoder = Work(
-            products=decoder_cost.layer_products(sizes, enc, tensor),
+            products=decoder_cost.layer_products(model, enc, tensor),
             core=self._scores(samples, tensor, sides.enc_seq_length, sides.enc_seq_length),
             operations=OPERATIONS["layer"],
-            sums=(enc_bytes,) * 2,
-            back=(enc_bytes,) * 2,
+            reduced_bytes=(enc_bytes,) * 2,
+            backward_reduced_bytes=(enc_bytes,) * 2,
         )
         decoder = Work(
-            products=(*decoder_cost.layer_products(sizes, dec, tensor), *self._cross_products(dec, enc, tensor)),
+            products=(*decoder_cost.layer_products(model, dec, tensor), *self._cross_products(dec, enc, tensor)),
             core=(
                 *self._scores(samples, tensor, sides.dec_seq_length, sides.dec_seq_length),
                 *self._scores(samples, tensor, sides.dec_seq_length, sides.enc_seq_length),
             ),
             operations=OPERATIONS["decoder"],
-            sums=(dec_bytes,) * 3,
-            back=(dec_bytes,) * 3 + (enc_bytes,),
+            reduced_bytes=(dec_bytes,) * 3,
+            backward_reduced_bytes=(dec_bytes,) * 3 + (enc_bytes,),
         )
         norm = Work(operations=OPERATIONS["norm"])
-        embeddings = [Work(operations=OPERATIONS["embedding"], sums=(size,)) for size in (enc_bytes, dec_bytes)]
+        embeddings = [
+            Work(operations=OPERATIONS["embedding"], reduced_bytes=(size,)) for size in (enc_bytes, dec_bytes)
+        ]
         head = Work(
-            products=(Product(dec, h, -(-known_vocab_size(sizes) // tensor)),),
+            products=(Product(dec, h, -(-known_vocab_size(model) // tensor)),),
             operations=OPERATIONS["head"],
-            sums=(4 * dec,) * 3,
-            back=(dec_bytes,),
+            reduced_bytes=(4 * dec,) * 3,
+            backward_reduced_bytes=(dec_bytes,),
         )
         encoders, decoders = [encoder] * sides.enc_layers, [decoder] * sides.dec_layers
         return [embeddings[0], *encoders, norm, embeddings[1], *decoders, norm, head]
@@ -168,42 +170,45 @@ class T5Costs(Costs):
 
         These are the encoder's hidden states or output and, after the decoder's embedding, the decoder's hidden states.
         """
-        of_token = samples * self.sizes.hidden_size * width
-        enc, dec = self.sides.enc_seq_length * of_token, self.sides.dec_seq_length * of_token
+        bytes_per_token = samples * self.model.hidden_size * width
+        enc, dec = self.sides.enc_seq_length * bytes_per_token, self.sides.dec_seq_length * bytes_per_token
         return enc + (dec if bound > self._units.dec_embedding else 0)
 
     def _cross_products(self, queries: int, keys: int, tensor: int) -> tuple[Product, ...]:
-        h, width = self.sizes.hidden_size, decoder_cost.attention_width(self.sizes) // tensor
+        h, width = self.model.hidden_size, decoder_cost.attention_width(self.model) // tensor
         column_products = Product(queries, h, width, is_column=True), Product(keys, h, 2 * width, is_column=True)
         return *column_products, Product(queries, width, h)
 
     def _scores(self, samples: int, tensor: int, queries: int, keys: int) -> tuple[Product, ...]:
-        num_heads = samples * self.sizes.num_attention_heads / tensor
-        return scores(queries, keys, self.sizes.kv_hidden_size, num_heads)
+        num_heads = samples * self.model.num_attention_heads / tensor
+        return scores(queries, keys, self.model.kv_hidden_size, num_heads)
 
-    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
+    def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
         """Return the bytes of the encoder's output, which all decoder layers of a chunk share."""
-        output = samples * self.sides.enc_seq_length * self.sizes.hidden_size * width
+        output = samples * self.sides.enc_seq_length * self.model.hidden_size * width
         return [Shared(output, tuple(self._units.dec_layers))]
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return samples * self.sides.dec_seq_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
+        return samples * self.sides.dec_seq_length * -(-known_vocab_size(self.model) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.sides.dec_seq_length
-        return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
+        return loss_bytes(self.model, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """See ``Costs``; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
-        enc_layers, rank = self.sides.enc_layers, self.sides.pipeline_split_rank
+        enc_layers, split_rank = self.sides.enc_layers, self.sides.pipeline_split_rank
         if stages == 1:
             return [0, self.num_units]
         layers = self._costs_by_layer()
         if chunks > 1:
             bounds = partition_balanced_chunks(layers, stages, chunks, placement)
-        elif rank:
-            decoder = partition_balanced(layers[enc_layers:], stages - rank)
-            bounds = [*partition_balanced(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]
+        elif split_rank:
+            decoder = partition_balanced(layers[enc_layers:], stages - split_rank)
+            bounds = [
+                *partition_balanced(layers[:enc_layers], split_rank)[:-1],
+                *[enc_layers + bound for bound in decoder],
+            ]
         else:
             bounds = partition_balanced(layers, stages)
         return [0, *[self._unit_before(layer) for layer in bounds[1:-1]], self.num_units]
@@ -234,34 +239,44 @@ class T5Costs(Costs):
     def _layer_flops(self) -> tuple[int, int]:
         """Return the forward FLOPs per sample of an encoder layer and of a decoder layer."""
         enc, dec = self.sides.enc_seq_length, self.sides.dec_seq_length
-        width, projections = decoder_cost.attention_width(self.sizes), decoder_cost.projections_flops(self.sizes)
-        per_token = projections + decoder_cost.feed_forward_flops(self.sizes)
+        width, projections = decoder_cost.attention_width(self.model), decoder_cost.projections_flops(self.model)
+        per_token = projections + decoder_cost.feed_forward_flops(self.model)
         cross = (dec + enc) * projections // 2 + 4 * dec * enc * width
         return enc * per_token + 4 * enc * enc * width, dec * per_token + 4 * dec * dec * width + cross
 
-    def _encoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
-        h, length, heads = self.sizes.hidden_size, self.sides.enc_seq_length, decoder_cost.attention_width(self.sizes)
-        unsharded = decoder_cost.between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
-        sharded = (4 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
+    def _encoder_saved_bytes(
+        self, samples: int, tensor: int, width: int, sequence: int, saves_gathered_inputs: bool
+    ) -> SavedBytes:
+        h, length, heads = self.model.hidden_size, self.sides.enc_seq_length, decoder_cost.attention_width(self.model)
+        unsharded = decoder_cost.between_bytes(
+            2 * h * width, 2 * h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs
+        )
+        sharded = (4 * heads + decoder_cost.feed_forward_saved_numel(self.model)) * width
         tokens = samples * length
-        self_scores = self._scores_kept(samples, length, length, tensor, width)
-        return Kept(tokens * (unsharded + sharded // tensor) + self_scores, tokens * h * width // sequence)
+        self_scores = self._scores_saved_bytes(samples, length, length, tensor, width)
+        return SavedBytes(tokens * (unsharded + sharded // tensor) + self_scores, tokens * h * width // sequence)
 
-    def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
+    def _decoder_saved_bytes(
+        self, samples: int, tensor: int, width: int, sequence: int, saves_gathered_inputs: bool
+    ) -> SavedBytes:
         """Return the bytes of the activations that a decoder layer saves for backward.
 
         The hidden states are the input of three blocks. Cross-attention keys and values have the encoder's length.
         """
-        h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, decoder_cost.attention_width(self.sizes)
-        unsharded = decoder_cost.between_bytes(3 * h * width, 3 * h * self.mask_bytes, sequence, is_joined=is_joined)
-        sharded = (6 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
+        h, length, heads = self.model.hidden_size, self.sides.dec_seq_length, decoder_cost.attention_width(self.model)
+        unsharded = decoder_cost.between_bytes(
+            3 * h * width, 3 * h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs
+        )
+        sharded = (6 * heads + decoder_cost.feed_forward_saved_numel(self.model)) * width
         tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
-        self_scores = self._scores_kept(samples, length, length, tensor, width)
-        cross_scores = self._scores_kept(samples, length, self.sides.enc_seq_length, tensor, width, is_cross=True)
-        kept = tokens * (unsharded + sharded // tensor) + cross + self_scores + cross_scores
-        return Kept(kept, tokens * h * width // sequence)
+        self_scores = self._scores_saved_bytes(samples, length, length, tensor, width)
+        cross_scores = self._scores_saved_bytes(
+            samples, length, self.sides.enc_seq_length, tensor, width, is_cross=True
+        )
+        saved_bytes = tokens * (unsharded + sharded // tensor) + cross + self_scores + cross_scores
+        return SavedBytes(saved_bytes, tokens * h * width // sequence)
 
-    def _scores_kept(
+    def _scores_saved_bytes(
         self, samples: int, queries: int, keys: int, tensor: int, width: int, *, is_cross: bool = False
     ) -> int:
         """Return the bytes of the query-by-key tensors that one attention saves for backward.
@@ -269,26 +284,26 @@ class T5Costs(Costs):
         | attention | saved |
         |---|---|
         | self-attention, learned positions | nothing |
-        | in blocks | probabilities [b, a/t, s, s_k] up to ``KEPT`` elements; with segments also its mask [b, s, s_k] |
+        | in blocks | probabilities [b, a/t, s, s_k] up to ``MAX_SAVED_PROBABILITIES`` elements; with segments a mask |
         | other self-attention | relative bias [a/t, s, s]; with segments one per sample |
         | other cross-attention | nothing |
         """
-        if not is_cross and not self.sizes.has_relative_positions:
+        if not is_cross and not self.model.has_relative_positions:
             return 0
-        square, heads = queries * keys, self.sizes.num_attention_heads // tensor
+        num_scores, heads = queries * keys, self.model.num_attention_heads // tensor
         num_masks = samples if self.has_segments else 0
         if self.is_blocked and width >= 4:
-            num_elements = samples * heads * square
-            return (num_elements * width if num_elements <= KEPT else 0) + num_masks * square
-        return 0 if is_cross else max(num_masks, 1) * heads * square * width
+            num_elements = samples * heads * num_scores
+            return (num_elements * width if num_elements <= MAX_SAVED_PROBABILITIES else 0) + num_masks * num_scores
+        return 0 if is_cross else max(num_masks, 1) * heads * num_scores * width
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> T5Costs:
     """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
     return T5Costs(
         config.model,
-        config.own,
-        has_segments=config.own.has_segments(config.data.reset_attention_mask),
+        config.family_config,
+        has_segments=config.family_config.has_segments(config.data.reset_attention_mask),
         is_blocked=is_on_cpu and not config.model.attention_dropout,
         mask_bytes=dropout_costs(config, is_on_cpu)["mask_bytes"],
         is_on_cpu=is_on_cpu,

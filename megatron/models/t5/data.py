@@ -14,10 +14,18 @@ from megatron.config import Config
 from megatron.data.cache import IndexCache
 from megatron.data.documents import Documents, documents_key
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces, runs
+from megatron.data.sample_index import SampleIndex, TokenSource, concatenate_ranges, prefetch_slices
 from megatron.errors import DataError
 from megatron.models.parts import DataParts
-from megatron.models.t5.spans import KINDS, Denoiser, has_modes, longest_target, most_spans, noise_and_spans, raw_length
+from megatron.models.t5.spans import (
+    DENOISER_NAMES,
+    Denoiser,
+    has_modes,
+    max_num_spans,
+    max_target_length,
+    noise_and_spans,
+    raw_length,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,13 +74,13 @@ class T5Tokens:
 
         Sentinels are vocab_size + num_sentinels - 1 ... vocab_size, followed by the modes of R, X, S.
         """
-        top = vocab_size + num_sentinels
+        first_mode = vocab_size + num_sentinels
         return cls(
             eos_id=eos_id,
             start_id=eos_id,
             pad_id=eos_id,
-            sentinels=tuple(range(top - 1, vocab_size - 1, -1)),
-            modes=dict(zip(KINDS[:num_modes], range(top, top + num_modes), strict=True)),
+            sentinels=tuple(range(first_mode - 1, vocab_size - 1, -1)),
+            modes=dict(zip(DENOISER_NAMES[:num_modes], range(first_mode, first_mode + num_modes), strict=True)),
             text_vocab_size=vocab_size,
         )
 
@@ -86,29 +94,29 @@ class T5Tokens:
     def names(self) -> dict[int, str]:
         """Readable names: <1>, <2>, ... for sentinels in the order of spans, <R>, <X>, <S> for modes."""
         sentinels = {token: f"<{idx}>" for idx, token in enumerate(self.sentinels, 1)}
-        return sentinels | {token: f"<{kind}>" for kind, token in self.modes.items()}
+        return sentinels | {token: f"<{name}>" for name, token in self.modes.items()}
 
-    def require_sentinels(self, needed: int, asked_by: str) -> None:
-        """Check that there are at least ``needed`` sentinels, one per span.
+    def require_sentinels(self, num_needed: int, source: str) -> None:
+        """Check that there are at least ``num_needed`` sentinels, one per span.
 
         Args:
-            asked_by: name of the flag or sample that needs them, for the message.
+            source: name of the flag or sample that needs them, for the message.
 
         Raises:
-            DataError: there are fewer than ``needed`` sentinels.
+            DataError: there are fewer than ``num_needed`` sentinels.
         """
-        if needed <= len(self.sentinels):
+        if num_needed <= len(self.sentinels):
             return
         is_appended = not self.sentinels or min(self.sentinels) >= self.text_vocab_size
         remedy = (
-            f"Raise --vocab-extra-ids to {needed}"
+            f"Raise --vocab-extra-ids to {num_needed}"
             if is_appended
             else "Use a tokenizer with more sentinels, or one without sentinels (--vocab-extra-ids then appends them)"
         )
         raise DataError(
-            f"{asked_by} needs {needed} sentinels, one for each span; too few sentinels: "
-            f"{'--vocab-extra-ids' if is_appended else 'the tokenizer'} provides {len(self.sentinels)}. "
-            f"{remedy}, raise --mean-span-length, or shorten --enc-seq-length."
+            f"{source} needs {num_needed} sentinel{'s' if num_needed != 1 else ''}, one for each span, "
+            f"but {'--vocab-extra-ids' if is_appended else 'the tokenizer'} provides "
+            f"{len(self.sentinels)}. {remedy}, raise --mean-span-length, or shorten --enc-seq-length."
         )
 
 
@@ -124,13 +132,13 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
     sentinels, vocab_size = tokenizer.sentinel_ids, tokenizer.vocab_size
     num_new = 0 if sentinels else vocab_extra_ids
     pad_id = tokenizer.eod_id if tokenizer.pad_id is None else tokenizer.pad_id
-    kinds = [denoiser.kind for denoiser in denoisers] if has_modes(denoisers) else []
+    names = [denoiser.kind for denoiser in denoisers] if has_modes(denoisers) else []
     return T5Tokens(
         eos_id=tokenizer.eod_id,
         start_id=pad_id,
         pad_id=pad_id,
         sentinels=sentinels or tuple(range(vocab_size + num_new - 1, vocab_size - 1, -1)),
-        modes={kind: vocab_size + num_new + idx for idx, kind in enumerate(kinds)},
+        modes={name: vocab_size + num_new + idx for idx, name in enumerate(names)},
         text_vocab_size=vocab_size,
     )
 
@@ -146,53 +154,55 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
 
 
 def split_noise(
-    sizes: Sequence[int], noise: int, spans: int, words: np.ndarray
+    document_lengths: Sequence[int], num_noise: int, num_spans: int, words: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the numbers of tokens, noise tokens and spans of each document after merging, each int64[documents].
 
     Args:
-        sizes: tokens of each document of a window, in order.
-        noise, spans: total numbers of noise tokens and of spans in the window, small enough to keep at least one token
-            before each span.
+        document_lengths: tokens of each document of a window, in order.
+        num_noise, num_spans: total numbers of noise tokens and of spans in the window, small enough to keep at least
+            one token before each span.
         words: uint64[2], random.
     """
-    tokens_per_span = -(-noise // spans) + 1
-    sizes, shortest = list(sizes), 1
-    while len(sizes) > 1 and sum(size // tokens_per_span for size in sizes) < spans:
-        shortest *= 2
-        sizes = _join(sizes, shortest)
-    tokens = np.array(sizes, np.int64)
-    if len(sizes) == 1:
-        return tokens, np.array([noise]), np.array([spans])
-    counts = _share(spans, tokens, tokens // tokens_per_span, int(words[0]))
-    extra_noise = _share(noise - spans, counts, np.where(counts > 0, tokens - 2 * counts, 0), int(words[1]))
+    tokens_per_span = -(-num_noise // num_spans) + 1
+    document_lengths, min_length = list(document_lengths), 1
+    while len(document_lengths) > 1 and sum(length // tokens_per_span for length in document_lengths) < num_spans:
+        min_length *= 2
+        document_lengths = _merge_short_documents(document_lengths, min_length)
+    tokens = np.array(document_lengths, np.int64)
+    if len(document_lengths) == 1:
+        return tokens, np.array([num_noise]), np.array([num_spans])
+    counts = _distribute(num_spans, tokens, tokens // tokens_per_span, int(words[0]))
+    extra_noise = _distribute(
+        num_noise - num_spans, counts, np.where(counts > 0, tokens - 2 * counts, 0), int(words[1])
+    )
     return tokens, counts + extra_noise, counts
 
 
-def _join(sizes: Sequence[int], shortest: int) -> list[int]:
-    """Merge each document below ``shortest`` with the next one, and the last one with the previous one."""
-    joined = [sizes[0]]
-    for size in sizes[1:]:
-        if joined[-1] < shortest:
-            joined[-1] += size
+def _merge_short_documents(lengths: Sequence[int], min_length: int) -> list[int]:
+    """Merge each document below ``min_length`` with the next one, and the last one with the previous one."""
+    merged = [lengths[0]]
+    for length in lengths[1:]:
+        if merged[-1] < min_length:
+            merged[-1] += length
         else:
-            joined.append(size)
-    if len(joined) > 1 and joined[-1] < shortest:
-        joined[-2:] = [sum(joined[-2:])]
-    return joined
+            merged.append(length)
+    if len(merged) > 1 and merged[-1] < min_length:
+        merged[-2:] = [sum(merged[-2:])]
+    return merged
 
 
-def _share(total: int, weights: np.ndarray, room: np.ndarray, word: int) -> np.ndarray:
-    """Return counts that sum to ``total``, proportional to ``weights`` on average and at most ``room``."""
-    weights = np.where(room > 0, weights, 0)
+def _distribute(total: int, weights: np.ndarray, capacity: np.ndarray, random_word: int) -> np.ndarray:
+    """Return counts that sum to ``total``, proportional to ``weights`` on average and at most ``capacity``."""
+    weights = np.where(capacity > 0, weights, 0)
     total_weight = int(weights.sum())
     if not total:
         return np.zeros_like(weights)
-    bounds = (np.cumsum(weights) * total + word % total_weight) // total_weight
-    counts = np.minimum(np.diff(bounds, prepend=0), room)
-    free = room - counts
+    bounds = (np.cumsum(weights) * total + random_word % total_weight) // total_weight
+    counts = np.minimum(np.diff(bounds, prepend=0), capacity)
+    free_capacity = capacity - counts
     remainder = total - int(counts.sum())
-    return counts + np.clip(remainder - (np.cumsum(free) - free), 0, free)
+    return counts + np.clip(remainder - (np.cumsum(free_capacity) - free_capacity), 0, free_capacity)
 
 
 # Span corruption: choosing spans, and building inputs and targets.
@@ -201,23 +211,23 @@ def _share(total: int, weights: np.ndarray, room: np.ndarray, word: int) -> np.n
 # split, corresponds to choosing k - 1 of the n - 1 positions between tokens: those with the smallest random keys. One
 # sort does this for several documents at once.
 
-_WORDS_OF_DOCUMENTS = 2
+_NUM_DOCUMENT_WORDS = 2
 
 
 class Spans(NamedTuple):
-    """A text as alternating kept pieces and removed spans.
+    """A text as alternating kept slices and removed spans.
 
-    ``kept`` int64[P] is the number of tokens of each piece, at least 1. ``cut`` int64[P] is the number of tokens
-    removed after each piece; it is 0 only for the single piece of a document without spans. ``documents`` int64[P] is
-    the index of each piece's document in the text.
+    ``text_lengths`` int64[P] is the number of tokens of each slice, at least 1. ``span_lengths`` int64[P] is the number
+    of tokens removed after each slice; it is 0 only for the single slice of a document without spans. ``documents``
+    int64[P] is the index of each slice's document in the text.
     """
 
-    kept: np.ndarray
-    cut: np.ndarray
+    text_lengths: np.ndarray
+    span_lengths: np.ndarray
     documents: np.ndarray
 
 
-class Pair(NamedTuple):
+class InputsAndTargets(NamedTuple):
     """Inputs and targets without start, end and padding, and the document of each token; all int64."""
 
     inputs: np.ndarray
@@ -226,33 +236,33 @@ class Pair(NamedTuple):
     target_documents: np.ndarray
 
 
-def num_words(length: int) -> int:
+def num_random_words(length: int) -> int:
     """Return the number of random words required for the spans of a text of ``length`` tokens."""
-    return length + _WORDS_OF_DOCUMENTS
+    return length + _NUM_DOCUMENT_WORDS
 
 
-def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
-    """Draw the spans of a text whose documents have ``sizes`` tokens; spans do not cross document ends.
+def draw_spans(document_lengths: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
+    """Draw the spans of a text whose documents have ``document_lengths`` tokens; spans do not cross document ends.
 
-    The numbers of spans and of noise tokens do not depend on the documents; see ``spans.noise_and_spans``.
+    The numbers of spans and of noise tokens do not depend on the documents; see ``num_spans.noise_and_spans``.
     """
-    length = sum(sizes)
-    noise, spans = noise_and_spans(length, denoiser)
-    tokens, noises, counts = split_noise(sizes, noise, spans, words)
-    words = words[_WORDS_OF_DOCUMENTS:]
-    pieces = np.maximum(counts, 1)
-    has_span = np.repeat(counts > 0, pieces)
-    kept = compositions(tokens - noises, pieces, words[noise:length])
-    cut = np.zeros_like(kept)
-    cut[has_span] = compositions(noises, counts, words[:noise])
-    return Spans(kept, cut, np.repeat(np.arange(len(pieces)), pieces))
+    length = sum(document_lengths)
+    num_noise, num_spans = noise_and_spans(length, denoiser)
+    tokens, noise_counts, counts = split_noise(document_lengths, num_noise, num_spans, words)
+    words = words[_NUM_DOCUMENT_WORDS:]
+    num_runs = np.maximum(counts, 1)
+    has_span = np.repeat(counts > 0, num_runs)
+    text_lengths = random_compositions(tokens - noise_counts, num_runs, words[num_noise:length])
+    span_lengths = np.zeros_like(text_lengths)
+    span_lengths[has_span] = random_compositions(noise_counts, counts, words[:num_noise])
+    return Spans(text_lengths, span_lengths, np.repeat(np.arange(len(num_runs)), num_runs))
 
 
-def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Split each ``totals[i]`` into ``parts[i]`` integers >= 1, uniformly at random; return them concatenated.
+def random_compositions(totals: np.ndarray, num_parts: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Split each ``totals[i]`` into ``num_parts[i]`` integers >= 1, uniformly at random; return them concatenated.
 
     Args:
-        totals: int64[n]; 0 only where ``parts`` is 0, otherwise at least ``parts``.
+        totals: int64[n]; 0 only where ``num_parts`` is 0, otherwise at least ``num_parts``.
         words: uint64[sum(totals)], random.
     """
     num_words, num_groups = len(words), len(totals)
@@ -263,12 +273,12 @@ def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np
     keys &= ~position_mask
     if num_groups == 1:
         keys[:1] = 0  # the first token of a group always starts a part
-        chosen: slice | np.ndarray = slice(int(parts[0]))
+        chosen: slice | np.ndarray = slice(int(num_parts[0]))
     else:
         firsts = totals.cumsum() - totals
         keys[firsts[totals > 0]] = 0
         keys |= (np.arange(num_groups, dtype=np.uint64) << np.uint64(64 - group_bits)).repeat(totals)
-        chosen = runs(firsts, parts)
+        chosen = concatenate_ranges(firsts, num_parts)
     keys |= np.arange(num_words, dtype=np.uint64)
     keys.sort()
     starts = keys[chosen] & position_mask
@@ -277,30 +287,34 @@ def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np
     return bounds[1:] - bounds[:-1]
 
 
-def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
+def corrupt_spans(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> InputsAndTargets:
     """Return inputs (each span replaced by a sentinel) and targets (each span after its sentinel).
 
     Sentinels restart in each document.
     """
-    kept, cut, documents = spans
-    has_span, length = (cut > 0).astype(np.int64), len(text)
-    num_cut = int(cut.sum())
+    text_lengths, span_lengths, documents = spans
+    has_span, length = (span_lengths > 0).astype(np.int64), len(text)
+    num_removed = int(span_lengths.sum())
     span_idx = has_span.cumsum() - has_span
     idx_in_document = span_idx - span_idx[documents.searchsorted(documents)]
-    # Inputs and targets are runs of ``source``, the text followed by the sentinels: for inputs (piece, sentinel) per
-    # piece, for targets (sentinel, span).
-    sentinel_positions = length + np.arange(len(cut))
-    ends = (kept + cut).cumsum()
-    starts = np.array([[ends - cut - kept, sentinel_positions], [sentinel_positions, ends - cut]])
-    lengths = np.array([[kept, has_span], [has_span, cut]])
+    # Inputs and targets are runs of ``source``, the text followed by the sentinels: for inputs (slice, sentinel) per
+    # slice, for targets (sentinel, span).
+    sentinel_positions = length + np.arange(len(span_lengths))
+    ends = (text_lengths + span_lengths).cumsum()
+    starts = np.array(
+        [[ends - span_lengths - text_lengths, sentinel_positions], [sentinel_positions, ends - span_lengths]]
+    )
+    lengths = np.array([[text_lengths, has_span], [has_span, span_lengths]])
     source = np.concatenate([text, sentinels[idx_in_document]])
-    inputs_and_targets = source[runs(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())]
-    num_inputs = length - num_cut + int(has_span.sum())
-    return Pair(
+    inputs_and_targets = source[
+        concatenate_ranges(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())
+    ]
+    num_inputs = length - num_removed + int(has_span.sum())
+    return InputsAndTargets(
         inputs_and_targets[:num_inputs],
         inputs_and_targets[num_inputs:],
-        documents.repeat(kept + has_span),
-        documents.repeat(cut + has_span),
+        documents.repeat(text_lengths + has_span),
+        documents.repeat(span_lengths + has_span),
     )
 
 
@@ -317,25 +331,27 @@ def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
 PADDING = -1
 
 
-def sample(
-    pair: Pair, tokens: T5Tokens, enc_seq_length: int, dec_seq_length: int, mode: str | None = None
+def build_sample(
+    pair: InputsAndTargets, tokens: T5Tokens, enc_seq_length: int, dec_seq_length: int, mode: str | None = None
 ) -> dict[str, np.ndarray]:
     """Return the arrays in the table above. Targets longer than ``dec_seq_length`` are truncated."""
-    head = [] if mode is None else [tokens.modes[mode]]
-    first, last = [0] * len(head), int(pair.input_documents[-1])
+    prefix = [] if mode is None else [tokens.modes[mode]]
+    prefix_documents, last_document = [0] * len(prefix), int(pair.input_documents[-1])
     return {
-        "inputs": _framed(head, pair.inputs, tokens.eos_id, enc_seq_length, tokens.pad_id),
-        "targets": _framed([], pair.targets, tokens.eos_id, dec_seq_length, tokens.pad_id),
-        "enc_segments": _framed(first, pair.input_documents, last, enc_seq_length, PADDING).astype(np.int32),
-        "dec_segments": _framed([], pair.target_documents, last, dec_seq_length, PADDING).astype(np.int32),
+        "inputs": _pad_row(prefix, pair.inputs, tokens.eos_id, enc_seq_length, tokens.pad_id),
+        "targets": _pad_row([], pair.targets, tokens.eos_id, dec_seq_length, tokens.pad_id),
+        "enc_segments": _pad_row(prefix_documents, pair.input_documents, last_document, enc_seq_length, PADDING).astype(
+            np.int32
+        ),
+        "dec_segments": _pad_row([], pair.target_documents, last_document, dec_seq_length, PADDING).astype(np.int32),
     }
 
 
-def _framed(head: list[int], values: np.ndarray, end: int, length: int, padding: int) -> np.ndarray:
-    row = np.concatenate([np.array(head, np.int64), values, np.array([end], np.int64)])[:length]
-    framed = np.full(length, padding, np.int64)
-    framed[: len(row)] = row
-    return framed
+def _pad_row(prefix: list[int], values: np.ndarray, end_token: int, length: int, padding: int) -> np.ndarray:
+    row = np.concatenate([np.array(prefix, np.int64), values, np.array([end_token], np.int64)])[:length]
+    padded = np.full(length, padding, np.int64)
+    padded[: len(row)] = row
+    return padded
 
 
 # T5 samples from ordinary token files; spans are cut out when a text is read.
@@ -345,7 +361,7 @@ def _framed(head: list[int], values: np.ndarray, end: int, length: int, padding:
 
 
 class T5Dataset:
-    """T5 samples from a token file; sample i is the dictionary that ``sample`` returns.
+    """T5 samples from a token file; sample i is the dictionary that ``build_sample`` returns.
 
     Any i >= 0 is valid; its epoch is i // samples_per_epoch.
 
@@ -385,35 +401,39 @@ class T5Dataset:
         self.denoisers, self.reset_attention_mask = tuple(denoisers), reset_attention_mask
         self.raw_length = raw_length(enc_seq_length, denoisers)
         self.enc_seq_length = enc_seq_length
-        self.dec_seq_length = dec_seq_length or longest_target(self.raw_length, denoisers)
-        self._check()
+        self.dec_seq_length = dec_seq_length or max_target_length(self.raw_length, denoisers)
+        self._check_lengths()
         self._windows = SampleIndex(
             token_file,
             documents=documents,
             length=self.raw_length,
             overlap=0,
             seed=seed,
-            asked_by=f"--enc-seq-length {enc_seq_length}",
+            length_flag=f"--enc-seq-length {enc_seq_length}",
             cache=cache,
         )
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
         self._key = (draws, seed) if draws else (seed,)
         self._sentinels = np.array(tokens.sentinels, np.int64)
         weights = np.array([denoiser.weight for denoiser in denoisers])
-        self._shares = np.cumsum(weights / weights.sum())[:-1]
+        self._cumulative_shares = np.cumsum(weights / weights.sum())[:-1]
 
-    def _check(self) -> None:
-        asked_by = f"--enc-seq-length {self.enc_seq_length}"
-        self.tokens.require_sentinels(most_spans(self.raw_length, self.denoisers), asked_by)
-        longest = longest_target(self.raw_length, self.denoisers)
-        if self.dec_seq_length < longest:
+    def _check_lengths(self) -> None:
+        length_flag = f"--enc-seq-length {self.enc_seq_length}"
+        self.tokens.require_sentinels(max_num_spans(self.raw_length, self.denoisers), length_flag)
+        max_target = max_target_length(self.raw_length, self.denoisers)
+        if self.dec_seq_length < max_target:
             raise DataError(
-                f"--dec-seq-length must be at least {longest}, the longest target of {asked_by}, got "
+                f"--dec-seq-length must be at least {max_target}, the longest target of {length_flag}, got "
                 f"{self.dec_seq_length}. Raise it, or remove it."
             )
-        missing = [d.kind for d in self.denoisers if has_modes(self.denoisers) and d.kind not in self.tokens.modes]
+        missing = [
+            denoiser.kind
+            for denoiser in self.denoisers
+            if has_modes(self.denoisers) and denoiser.kind not in self.tokens.modes
+        ]
         if missing:
-            raise DataError(f"each of several denoisers must have a mode token, but {', '.join(missing)} has none")
+            raise DataError(f"each of several denoisers must have a mode token, missing for {', '.join(missing)}")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -434,7 +454,7 @@ class T5Dataset:
 
     def prefetch(self, index: int) -> None:
         """Prefetch the tokens of sample ``index`` if they are in an object store."""
-        prefetch_pieces(self.token_file, self._windows.pieces(index))
+        prefetch_slices(self.token_file, self._windows.slices(index))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.
@@ -442,14 +462,16 @@ class T5Dataset:
         Raises:
             SampleError: the sample cannot be read. The message names sample, document and position in the file.
         """
-        pieces = self._windows.pieces(index)
-        text = self._windows.read(index, pieces)
-        words = random_words(num_words(self.raw_length) + 1, "spans", *self._key, int(index))
-        denoiser = self.denoisers[int(np.searchsorted(self._shares, words[-1] / 2.0**64, "right"))]
-        sizes = [piece.length for piece in pieces] if self.reset_attention_mask else [self.raw_length]
-        pair = cut_out(text, draw_spans(sizes, denoiser, words), self._sentinels)
+        slices = self._windows.slices(index)
+        text = self._windows.read(index, slices)
+        words = random_words(num_random_words(self.raw_length) + 1, "spans", *self._key, int(index))
+        denoiser = self.denoisers[int(np.searchsorted(self._cumulative_shares, words[-1] / 2.0**64, "right"))]
+        document_lengths = (
+            [doc_slice.length for doc_slice in slices] if self.reset_attention_mask else [self.raw_length]
+        )
+        pair = corrupt_spans(text, draw_spans(document_lengths, denoiser, words), self._sentinels)
         mode = denoiser.kind if has_modes(self.denoisers) else None
-        return sample(pair, self.tokens, self.enc_seq_length, self.dec_seq_length, mode)
+        return build_sample(pair, self.tokens, self.enc_seq_length, self.dec_seq_length, mode)
 
 
 # The data parts of the T5 family.
@@ -457,18 +479,18 @@ class T5Dataset:
 
 def special_tokens(tokenizer: Any, config: Config) -> T5Tokens:
     """Return the special tokens of a run: sentinels, modes, start."""
-    return t5_tokens(tokenizer, config.own.vocab_extra_ids, config.own.kinds)
+    return t5_tokens(tokenizer, config.family_config.vocab_extra_ids, config.family_config.parsed_denoisers)
 
 
 def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T5Dataset:
     """Return samples of the random documents ``texts``."""
-    t5_config = config.own
+    t5_config = config.family_config
     return T5Dataset(
         texts,
         documents=(0, texts.num_documents),
         enc_seq_length=t5_config.enc_seq_length,
         dec_seq_length=t5_config.dec_seq_length,
-        denoisers=t5_config.kinds,
+        denoisers=t5_config.parsed_denoisers,
         tokens=tokens,
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,

@@ -36,14 +36,14 @@ from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
 if TYPE_CHECKING:
     import torch
 
-_WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
-_COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
+_WORD, _HEAD, _HF_WORD, _HF_HEAD = "embedding.word", "head", "shared", "lm_head"
+_WORD_COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
 _SELF, _CROSS = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 _BIAS = f"block.0.{_SELF}.relative_attention_bias"
-_UNUSED = (
+_IGNORED_BIAS = (
     f"decoder.block.0.{_CROSS}.relative_attention_bias"  # in old files; the Hugging Face model does not read it either
 )
-_SETTINGS = {
+_ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu-tanh",
@@ -53,14 +53,14 @@ _SETTINGS = {
 }
 _DEFAULT_PROJECTIONS = {"t5": "relu", "mt5": "gated-gelu"}
 """Defaults of the Hugging Face classes by model type."""
-_THEIR_SETTINGS = {
+_HF_ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu-tanh": "gelu_new",
     "gated-gelu": "gated-gelu",
     "gated-silu": "gated-silu",
 }
-Merge = tuple[str, tuple[str, ...]]
+NameMapping = tuple[str, tuple[str, ...]]
 """(our name, Hugging Face names of the tensors whose row blocks are interleaved in our weight)."""
 
 
@@ -75,38 +75,40 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
             differs from it.
     """
     hf_weights = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
-    _drop_copies(hf_weights, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
-    hf_weights.pop(_UNUSED, None)
-    ours = {}
-    for name, parts in _merges(hf_weights):
-        if all(part in hf_weights for part in parts):
-            tensors = {part: hf_weights.pop(part) for part in parts}
-            mapping = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
-            ours[f"{name}.weight"] = huggingface.to_our_weight(mapping, tensors)
+    _drop_copies(hf_weights, (*_WORD_COPIES, *(() if is_untied else (_HF_HEAD,))))
+    hf_weights.pop(_IGNORED_BIAS, None)
+    weights = {}
+    for name, hf_names in _name_mappings(hf_weights):
+        if all(hf_name in hf_weights for hf_name in hf_names):
+            tensors = {hf_name: hf_weights.pop(hf_name) for hf_name in hf_names}
+            mapping = _weight_mapping(name, hf_names, tensors[hf_names[0]].shape[0], num_heads)
+            weights[f"{name}.weight"] = huggingface.weight_from_hf(mapping, tensors)
     if hf_weights:
         raise CheckpointError(f"T5ForConditionalGeneration has no weights with these names: {', '.join(hf_weights)}")
-    return ours
+    return weights
 
 
-def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+def from_ours(weights: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
     """Convert our weights to the state dict of ``T5ForConditionalGeneration``; copies of the word table share memory.
 
     Raises:
         CheckpointError: a name is not in our T5; the message lists all of them.
     """
-    remaining = {name.removesuffix(".weight"): tensor.detach() for name, tensor in ours.items()}
+    remaining = {name.removesuffix(".weight"): tensor.detach() for name, tensor in weights.items()}
     hf_weights: dict[str, torch.Tensor] = {}
-    for name, parts in _merges_of_ours(remaining):
+    for name, hf_names in _our_name_mappings(remaining):
         if name in remaining:
             tensor = remaining.pop(name)
             hf_weights.update(
-                huggingface.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor)
+                huggingface.weight_to_hf(
+                    _weight_mapping(name, hf_names, tensor.shape[0] // len(hf_names), num_heads), tensor
+                )
             )
     if remaining:
         raise CheckpointError(f"our T5 with relative positions has no weights with these names: {', '.join(remaining)}")
-    if _THEIR_WORD in hf_weights:
-        copies = (*_COPIES, *(() if _THEIR_HEAD in hf_weights else (_THEIR_HEAD,)))
-        hf_weights.update(dict.fromkeys(copies, hf_weights[_THEIR_WORD]))
+    if _HF_WORD in hf_weights:
+        copies = (*_WORD_COPIES, *(() if _HF_HEAD in hf_weights else (_HF_HEAD,)))
+        hf_weights.update(dict.fromkeys(copies, hf_weights[_HF_WORD]))
     return {f"{name}.weight": tensor for name, tensor in hf_weights.items()}
 
 
@@ -118,9 +120,9 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     """
     settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
     projection = settings.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[settings.get("model_type", "t5")]
-    if projection not in _SETTINGS:
+    if projection not in _ACTIVATIONS:
         raise CheckpointError(
-            f"our T5 does not support feed_forward_proj {projection!r} (supported: {', '.join(_SETTINGS)})"
+            f"our T5 does not support feed_forward_proj {projection!r} (supported: {', '.join(_ACTIVATIONS)})"
         )
     return {
         "num_layers": settings["num_layers"],
@@ -130,7 +132,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
         "num_attention_heads": settings["num_heads"],
         "kv_hidden_size": settings["d_kv"],
         "ff_hidden_size": settings["d_ff"],
-        "activation": _SETTINGS[projection],
+        "activation": _ACTIVATIONS[projection],
         "hidden_bias": False,
         "layernorm_epsilon": settings.get("layer_norm_epsilon", 1e-6),
         "position_embedding_type": "relative",
@@ -142,85 +144,91 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _has_scaled_head(given: dict[str, Any]) -> bool:
+def _has_scaled_head(settings: dict[str, Any]) -> bool:
     """Return True if the head's input is ``x h ** -0.5``, as with tied heads; mT5 never scales it."""
-    if given.get("model_type", "t5") != "t5":
+    if settings.get("model_type", "t5") != "t5":
         return False
-    return given.get("scale_decoder_outputs", given.get("tie_word_embeddings", True))
+    return settings.get("scale_decoder_outputs", settings.get("tie_word_embeddings", True))
 
 
-def _drop_copies(theirs: dict[str, torch.Tensor], copies: tuple[str, ...]) -> None:
+def _drop_copies(hf_weights: dict[str, torch.Tensor], copies: tuple[str, ...]) -> None:
     for name in copies:
-        if name not in theirs:
+        if name not in hf_weights:
             continue
-        copy = theirs.pop(name)
-        if not copy.equal(theirs.setdefault(_THEIR_WORD, copy)):
+        copy = hf_weights.pop(name)
+        if not copy.equal(hf_weights.setdefault(_HF_WORD, copy)):
             raise CheckpointError(
-                f"{name}.weight must equal {_THEIR_WORD}.weight, of which it is a copy, but its values differ. "
+                f"{name}.weight must equal {_HF_WORD}.weight, of which it is a copy, but its values differ. "
                 "Convert a model with separate head weights as untied."
             )
 
 
-def _merges(theirs: dict[str, torch.Tensor]) -> list[Merge]:
-    """Return a ``Merge`` for each weight of the layers that ``theirs``, with Hugging Face names, contains."""
-    gated = any(name.endswith(".wi_0") for name in theirs)
-    return _all_merges(_layers(theirs, "block"), gated)
+def _name_mappings(hf_weights: dict[str, torch.Tensor]) -> list[NameMapping]:
+    """Return a ``NameMapping`` for each weight of the layers that ``hf_weights``, with Hugging Face names, contains."""
+    is_gated = any(name.endswith(".wi_0") for name in hf_weights)
+    return _all_name_mappings(_layers(hf_weights, "block"), is_gated)
 
 
-def _merges_of_ours(ours: dict[str, torch.Tensor]) -> list[Merge]:
-    """Return a ``Merge`` for each weight of the layers that ``ours``, with our names, contains."""
-    gated = any(
-        tensor.shape[0] == 2 * ours[name.replace("mlp.up", "mlp.down")].shape[1]
-        for name, tensor in ours.items()
-        if name.endswith(".mlp.up") and name.replace("mlp.up", "mlp.down") in ours
+def _our_name_mappings(weights: dict[str, torch.Tensor]) -> list[NameMapping]:
+    """Return a ``NameMapping`` for each weight of the layers that ``weights``, with our names, contains."""
+    is_gated = any(
+        tensor.shape[0] == 2 * weights[name.replace("mlp.up", "mlp.down")].shape[1]
+        for name, tensor in weights.items()
+        if name.endswith(".mlp.up") and name.replace("mlp.up", "mlp.down") in weights
     )
-    return _all_merges(_layers(ours, "layers"), gated)
+    return _all_name_mappings(_layers(weights, "layers"), is_gated)
 
 
-def _layers(names: Iterable[str], word: str) -> set[tuple[str, int]]:
-    """Return (side, index) of the layers in ``names``, which have the form ``side.word.index``."""
-    matches = (re.match(rf"(encoder|decoder)\.{word}\.(\d+)\.", name) for name in names)
+def _layers(names: Iterable[str], list_name: str) -> set[tuple[str, int]]:
+    """Return (side, index) of the layers in ``names``, which have the form ``side.list_name.index``."""
+    matches = (re.match(rf"(encoder|decoder)\.{list_name}\.(\d+)\.", name) for name in names)
     return {(match[1], int(match[2])) for match in matches if match}
 
 
-def _all_merges(layers: set[tuple[str, int]], gated: bool) -> list[Merge]:
-    merges: list[Merge] = [(_WORD, (_THEIR_WORD,)), (_HEAD, (_THEIR_HEAD,))]
+def _all_name_mappings(layers: set[tuple[str, int]], is_gated: bool) -> list[NameMapping]:
+    merges: list[NameMapping] = [(_WORD, (_HF_WORD,)), (_HEAD, (_HF_HEAD,))]
     for side in ("encoder", "decoder"):
         merges.append((f"{side}.bias", (f"{side}.{_BIAS}",)))
-        for index in sorted(index for layer_side, index in layers if layer_side == side):
-            merges.extend(_layer_merges(side, index, gated))
+        for layer_idx in sorted(layer_idx for layer_side, layer_idx in layers if layer_side == side):
+            merges.extend(_layer_name_mappings(side, layer_idx, is_gated))
         merges.append((f"{side}.final_norm", (f"{side}.final_layer_norm",)))
     return merges
 
 
-def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
-    last = "layer.1" if side == "encoder" else "layer.2"
-    up = ("wi_0", "wi_1") if gated else ("wi",)
+def _layer_name_mappings(side: str, layer_idx: int, is_gated: bool) -> list[NameMapping]:
+    ff_layer = "layer.1" if side == "encoder" else "layer.2"
+    up_names = ("wi_0", "wi_1") if is_gated else ("wi",)
     merges: dict[str, tuple[str, ...]] = {
         "input_norm": ("layer.0.layer_norm",),
         "attention.query_key_value": (f"{_SELF}.q", f"{_SELF}.k", f"{_SELF}.v"),
         "attention.dense": (f"{_SELF}.o",),
-        "post_attention_norm": (f"{last}.layer_norm",),
-        "mlp.up": tuple(f"{last}.DenseReluDense.{name}" for name in up),
-        "mlp.down": (f"{last}.DenseReluDense.wo",),
+        "post_attention_norm": (f"{ff_layer}.layer_norm",),
+        "mlp.up": tuple(f"{ff_layer}.DenseReluDense.{name}" for name in up_names),
+        "mlp.down": (f"{ff_layer}.DenseReluDense.wo",),
     }
     if side == "decoder":
         merges["cross_norm"] = ("layer.1.layer_norm",)
         merges["cross_attention.query"] = (f"{_CROSS}.q",)
         merges["cross_attention.key_value"] = (f"{_CROSS}.k", f"{_CROSS}.v")
         merges["cross_attention.dense"] = (f"{_CROSS}.o",)
-    our_layer, their_layer = f"{side}.layers.{index}", f"{side}.block.{index}"
-    return [(f"{our_layer}.{name}", tuple(f"{their_layer}.{part}" for part in parts)) for name, parts in merges.items()]
+    our_layer, hf_layer = f"{side}.layers.{layer_idx}", f"{side}.block.{layer_idx}"
+    return [
+        (f"{our_layer}.{name}", tuple(f"{hf_layer}.{hf_name}" for hf_name in hf_names))
+        for name, hf_names in merges.items()
+    ]
 
 
-def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> WeightMapping:
+def _weight_mapping(name: str, hf_names: tuple[str, ...], rows: int, num_heads: int) -> WeightMapping:
     """Return the mapping of our weight ``name``.
 
     Args:
-        parts: names of the Hugging Face tensors. Gate and value are interleaved row by row, other parts head by head.
+        hf_names: names of the Hugging Face tensors. Gate and value are interleaved row by row, other parts head by
+            head.
         rows: number of rows of each part.
     """
-    return WeightMapping(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
+    return WeightMapping(
+        hf_names, num_blocks=rows if name.endswith(".mlp.up") else num_heads if len(hf_names) > 1 else 1
+    )
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -228,8 +236,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield "--position-embedding-type must be relative, got learned positions (CPM's variant)"
     if config.model.hidden_bias:
         yield "--hidden-bias is not supported"
-    if config.model.activation not in _THEIR_SETTINGS:
-        yield f"--activation must be one of {', '.join(_THEIR_SETTINGS)}, got {config.model.activation}"
+    if config.model.activation not in _HF_ACTIVATIONS:
+        yield f"--activation must be one of {', '.join(_HF_ACTIVATIONS)}, got {config.model.activation}"
 
 
 def _fields(config: Config) -> dict[str, Any]:
@@ -238,7 +246,7 @@ def _fields(config: Config) -> dict[str, Any]:
     In Hugging Face, a tied head scales its input by ``h ** -0.5``, an untied head does not. T5 v1.1 and mT5 have untied
     heads.
     """
-    model, sides = config.model, config.own
+    model, sides = config.model, config.family_config
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
@@ -250,7 +258,7 @@ def _fields(config: Config) -> dict[str, Any]:
         "num_layers": sides.enc_layers,
         "num_decoder_layers": sides.dec_layers,
         "num_heads": model.num_attention_heads,
-        "feed_forward_proj": _THEIR_SETTINGS[model.activation],
+        "feed_forward_proj": _HF_ACTIVATIONS[model.activation],
         "layer_norm_epsilon": model.layernorm_epsilon,
         "dropout_rate": model.hidden_dropout,
         "relative_attention_num_buckets": sides.relative_attention_num_buckets,
@@ -260,43 +268,48 @@ def _fields(config: Config) -> dict[str, Any]:
     }
 
 
-def _values(theirs: dict[str, Any]) -> dict[str, Any]:
-    rate = theirs.get("dropout_rate", 0.1)
-    return {**model_fields(theirs), "hidden_dropout": rate, "attention_dropout": rate}
+def _values(hf_config: dict[str, Any]) -> dict[str, Any]:
+    rate = hf_config.get("dropout_rate", 0.1)
+    return {**model_fields(hf_config), "hidden_dropout": rate, "attention_dropout": rate}
 
 
 def _recipes(config: Config) -> dict[str, WeightMapping]:
     """Return the mapping of each weight of the model."""
-    model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
-    layers = {(side, i) for side, count in sides.items() for i in range(count)}
+    model, sides = (
+        config.model,
+        {"encoder": config.family_config.enc_layers, "decoder": config.family_config.dec_layers},
+    )
+    layers = {(side, layer_idx) for side, num_layers in sides.items() for layer_idx in range(num_layers)}
     mappings = {}
-    for name, parts in _all_merges(layers, model.activation.startswith("gated-")):
+    for name, hf_names in _all_name_mappings(layers, model.activation.startswith("gated-")):
         if name != _HEAD or model.untie_embeddings:
-            theirs = tuple(f"{part}.weight" for part in parts)
-            mappings[f"{name}.weight"] = _recipe(name, theirs, model.ff_hidden_size, model.num_attention_heads)
+            tensor_names = tuple(f"{hf_name}.weight" for hf_name in hf_names)
+            mappings[f"{name}.weight"] = _weight_mapping(
+                name, tensor_names, model.ff_hidden_size, model.num_attention_heads
+            )
     return mappings
 
 
-def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
-    return to_ours(theirs, config.model.num_attention_heads, is_untied=config.model.untie_embeddings)
+def _all_to_ours(hf_weights: Tensors, config: Config) -> Tensors:
+    return to_ours(hf_weights, config.model.num_attention_heads, is_untied=config.model.untie_embeddings)
 
 
-def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
-    return from_ours(ours, config.model.num_attention_heads)
+def _all_from_ours(weights: Tensors, config: Config) -> Tensors:
+    return from_ours(weights, config.model.num_attention_heads)
 
 
-def _decoded(tokens: torch.Tensor) -> torch.Tensor:
+def _decoder_tokens(tokens: torch.Tensor) -> torch.Tensor:
     """Return decoder tokens [b, s / 2] that differ from the encoder's ``tokens`` [b, s]."""
     return tokens.flip(1)[:, : tokens.shape[1] // 2]
 
 
-def _our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(tokens, _decoded(tokens)).transpose(0, 1)
+def _model_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(tokens, _decoder_tokens(tokens)).transpose(0, 1)
     return logits
 
 
-def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"input_ids": tokens, "decoder_input_ids": _decoded(tokens)}
+def _hf_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens, "decoder_input_ids": _decoder_tokens(tokens)}
 
 
 def _mt5_problems(config: Config) -> Iterator[str]:
@@ -325,13 +338,13 @@ FORMAT = HFFormat(
     from_ours=_all_from_ours,
     recipes=_recipes,
     word="shared.weight",
-    copies=tuple(f"{name}.weight" for name in _COPIES),
+    word_copies=tuple(f"{name}.weight" for name in _WORD_COPIES),
     ties_missing_head=True,  # T5Config and MT5Config always set tie_word_embeddings
-    unread=re.compile(re.escape(f"{_UNUSED}.weight")),
-    allowed=1e-5,  # Hugging Face computes the variance of norms in fp32
-    auto="AutoModelForSeq2SeqLM",
-    our_logits=_our_logits,
-    their_inputs=_their_inputs,
+    ignored_names=re.compile(re.escape(f"{_IGNORED_BIAS}.weight")),
+    logit_tolerance=1e-5,  # Hugging Face computes the variance of norms in fp32
+    auto_class="AutoModelForSeq2SeqLM",
+    model_logits=_model_logits,
+    hf_inputs=_hf_inputs,
 )
 FORMATS = (FORMAT, replace(FORMAT, model_types=("mt5",), problems=_mt5_problems, fields=_mt5_fields))
 """The first format is also used for untied models (T5 v1.1), unless the imported folder or a flag selects mt5."""

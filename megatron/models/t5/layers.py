@@ -16,8 +16,8 @@ from megatron.models.common.transformer import MLP
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight
-from megatron.ops.attention import attention, document_mask, lowest, segment_mask
-from megatron.ops.biased_attention import biased_attention, without_future
+from megatron.ops.attention import attention, document_mask, mask_value, segment_mask
+from megatron.ops.biased_attention import biased_attention, mask_future
 from megatron.ops.positions import relative_buckets
 from tds.grad_norm import accurate_dtype
 
@@ -51,14 +51,14 @@ class RelativeBias(nn.Module):
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, is_bidirectional: bool) -> None:
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, is_bidirectional: bool) -> None:
         super().__init__()
-        self.num_buckets = sizes.relative_attention_num_buckets
-        self.max_distance = sizes.relative_attention_max_distance
+        self.num_buckets = args.relative_attention_num_buckets
+        self.max_distance = args.relative_attention_max_distance
         self.is_bidirectional = is_bidirectional
-        local = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
-        shard = Shard((self.num_buckets, sizes.num_attention_heads), 1, place.group.rank * local, local)
-        self.weight = empty_weight((self.num_buckets, local), shard)
+        local_heads = divide("--num-attention-heads", args.num_attention_heads, parallel.group)
+        shard = Shard((self.num_buckets, args.num_attention_heads), 1, parallel.group.rank * local_heads, local_heads)
+        self.weight = empty_weight((self.num_buckets, local_heads), shard)
 
     def by_distance(self, size: int) -> torch.Tensor:
         """Return the bias of each distance (key position minus query position), from -(size - 1) to size - 1.
@@ -99,8 +99,8 @@ class T5SelfAttention(SelfAttention):
     A ``cache`` works as in ``SelfAttention``; with a relative bias all rows must be at the same positions.
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int, *, is_causal: bool) -> None:
-        super().__init__(sizes, place, layer)
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int, *, is_causal: bool) -> None:
+        super().__init__(args, parallel, layer)
         self.is_causal = is_causal
 
     def forward(  # type: ignore[override]
@@ -112,17 +112,17 @@ class T5SelfAttention(SelfAttention):
     ) -> torch.Tensor:
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
         if cache is not None:
-            key, value = cache.extended(key, value)  # 2 x [b, a/t, s_k, d]
+            key, value = cache.update(key, value)  # 2 x [b, a/t, s_k, d]
         is_causal = self.is_causal and mask is None
         if table is None:
             context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
         elif key.shape[2] > query.shape[2]:
             bias = table.for_queries(query.shape[2], key.shape[2])  # [a/t, s, s_k]
-            masked_bias = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))
+            masked_bias = bias if mask is None else bias.masked_fill(~mask, mask_value(bias.dtype))
             context = self.attend(attention, query, key, value, mask=masked_bias, is_causal=False, scale=1.0)
         else:
             bias = table.by_distance(query.shape[2])  # [a/t, 2s - 1]
-            bias = without_future(bias) if is_causal else bias
+            bias = mask_future(bias) if is_causal else bias
             context = self.attend(biased_attention, query, key, value, bias, mask=mask)
         return self.dense(context)
 
@@ -131,26 +131,26 @@ class CrossAttention(Attention):
     """Multi-head attention to the encoder's output, without a relative bias.
 
     Shapes:
-        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``place``
-        memory [s_e, b, h]; with sequence parallelism the output of ``entered``
+        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        memory [s_e, b, h]; with sequence parallelism the output of ``gather_memory``
         mask   bool [b, 1, s_d, s_e], True where a query may attend, or None
         output as x
 
     A ``cache`` stores the keys and values of ``memory`` in the first pass; later passes need no memory.
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
-        super().__init__(sizes, place, layer, site="cross attention")
-        h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
-        self.shares = (1,) if place.sequence_parallel else ()  # for the debugger: memory's gradient is a partial sum
-        self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5
-        self.query = ColumnParallelLinear(h, width, bias=bias, **place.cut)
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:
+        super().__init__(args, parallel, layer, site="cross attention")
+        h, width, bias = args.hidden_size, args.attention_width, args.hidden_bias
+        self.shares = (1,) if parallel.sequence_parallel else ()  # for the debugger: memory's gradient is a partial sum
+        self.scale = 1.0 if args.is_relative else self.head_size**-0.5
+        self.query = ColumnParallelLinear(h, width, bias=bias, **parallel.layer_kwargs)
         self.key_value = ColumnParallelLinear(
-            h, 2 * width, bias=bias, group=place.group, has_entered=place.sequence_parallel
+            h, 2 * width, bias=bias, group=parallel.group, has_entered=parallel.sequence_parallel
         )
         set_matrices(self.query.weight, head=self.head_size)
         set_matrices(self.key_value.weight, (self.head_size, self.head_size), head=self.head_size)
-        self.dense = RowParallelLinear(width, h, bias=bias, **place.cut)
+        self.dense = RowParallelLinear(width, h, bias=bias, **parallel.layer_kwargs)
 
     def forward(
         self,
@@ -165,18 +165,18 @@ class CrossAttention(Attention):
         return self.dense(self.attend(biased_attention, query, key, value, mask=mask))
 
     def _key_value(self, memory: torch.Tensor | None, cache: LayerKVCache | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if cache is not None and cache.cross is not None:
-            return cache.cross
+        if cache is not None and cache.cross_attention is not None:
+            return cache.cross_attention
         key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
         if cache is not None:
-            cache.cross = key, value = key.contiguous(), value.contiguous()
+            cache.cross_attention = key, value = key.contiguous(), value.contiguous()
         return key, value
 
 
-def make_norm(sizes: T5ModelArgs, place: ParallelContext) -> nn.Module:
+def make_norm(args: T5ModelArgs, parallel: ParallelContext) -> nn.Module:
     """Build a norm of hidden states: RMSNorm with relative positions, LayerNorm with learned positions."""
-    norm_class = RMSNorm if sizes.is_relative else LayerNorm
-    return place.on_part(norm_class(sizes.hidden_size, sizes.layernorm_epsilon))
+    norm_class = RMSNorm if args.is_relative else LayerNorm
+    return parallel.mark_sequence_parallel(norm_class(args.hidden_size, args.layernorm_epsilon))
 
 
 # Encoder layer and decoder layer.
@@ -191,17 +191,17 @@ class T5Layer(nn.Module):
         layer: index of this layer in the full model, encoder first; part of the keys of its dropout masks.
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int, *, is_causal: bool) -> None:
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int, *, is_causal: bool) -> None:
         super().__init__()
         self.layer = layer
-        self.hidden_dropout = sizes.hidden_dropout
-        self.place = place
-        self.input_norm = make_norm(sizes, place)
-        self.attention = T5SelfAttention(sizes, place, layer, is_causal=is_causal)
-        self.post_attention_norm = make_norm(sizes, place)
-        self.mlp = MLP(sizes, place, layer, dropout=sizes.hidden_dropout if sizes.is_relative else 0.0)
+        self.hidden_dropout = args.hidden_dropout
+        self.parallel = parallel
+        self.input_norm = make_norm(args, parallel)
+        self.attention = T5SelfAttention(args, parallel, layer, is_causal=is_causal)
+        self.post_attention_norm = make_norm(args, parallel)
+        self.mlp = MLP(args, parallel, layer, dropout=args.hidden_dropout if args.is_relative else 0.0)
 
-    def self_attended(
+    def apply_self_attention(
         self,
         x: torch.Tensor,
         mask: torch.Tensor | None,
@@ -209,41 +209,41 @@ class T5Layer(nn.Module):
         cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
         """Apply the self-attention block, including its residual connection."""
-        return x + self.dropped(self.attention(self.input_norm(x), mask, table, cache), "attention output")
+        return x + self.apply_dropout(self.attention(self.input_norm(x), mask, table, cache), "attention output")
 
-    def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the feed-forward block, including its residual connection."""
-        return x + self.dropped(self.mlp(self.post_attention_norm(x)), "mlp output")
+        return x + self.apply_dropout(self.mlp(self.post_attention_norm(x)), "mlp output")
 
-    def dropped(self, x: torch.Tensor, site: str) -> torch.Tensor:
+    def apply_dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Apply dropout to the output of a block before it is added to the residual."""
-        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        return self.parallel.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
 class T5EncoderLayer(T5Layer):
     """Encoder layer: bidirectional self-attention and feed-forward.
 
     Shapes:
-        x        [s_e, b, h], or this rank's shard of the sequence, depending on ``place``
+        x        [s_e, b, h], or this rank's shard of the sequence, depending on ``parallel``
         segments [b, s_e] the document of each position, -1 for padding; if given, attention stays within documents
         output   as x
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
-        super().__init__(sizes, place, layer, is_causal=False)
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:
+        super().__init__(args, parallel, layer, is_causal=False)
 
     def forward(
         self, x: torch.Tensor, table: RelativeBias | None = None, segments: torch.Tensor | None = None
     ) -> torch.Tensor:
         mask = None if segments is None else segment_mask(segments, segments)
-        return self.fed_forward(self.self_attended(x, mask, table))
+        return self.apply_feed_forward(self.apply_self_attention(x, mask, table))
 
 
 class T5DecoderLayer(T5Layer):
     """Decoder layer: causal self-attention, cross-attention and feed-forward.
 
     Shapes:
-        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``place``
+        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``parallel``
         memory [s_e, b, h]
         enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document attends to its own part of ``memory``
         output as x
@@ -251,11 +251,11 @@ class T5DecoderLayer(T5Layer):
     With a ``cache``, used as in ``SelfAttention`` and ``CrossAttention``, each row of the decoder is one document.
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
-        super().__init__(sizes, place, layer, is_causal=True)
-        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # as in ``CrossAttention``
-        self.cross_norm = make_norm(sizes, place)
-        self.cross_attention = CrossAttention(sizes, place, layer)
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:
+        super().__init__(args, parallel, layer, is_causal=True)
+        self.shares: tuple[int, ...] = (1,) if parallel.sequence_parallel else ()  # as in ``CrossAttention``
+        self.cross_norm = make_norm(args, parallel)
+        self.cross_attention = CrossAttention(args, parallel, layer)
 
     def forward(
         self,
@@ -271,8 +271,8 @@ class T5DecoderLayer(T5Layer):
             self_mask, cross_mask = document_mask(dec_segments), segment_mask(dec_segments, enc_segments)
         if cache is not None:
             self_mask = cache.slots.mask
-        x = self.self_attended(x, self_mask, table, cache)
-        x = x + self.dropped(
+        x = self.apply_self_attention(x, self_mask, table, cache)
+        x = x + self.apply_dropout(
             self.cross_attention(self.cross_norm(x), memory, cross_mask, cache), "cross attention output"
         )
-        return self.fed_forward(x)
+        return self.apply_feed_forward(x)

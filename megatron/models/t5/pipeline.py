@@ -25,7 +25,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.models.common.language_model import Head, Logits, PositionEmbedding, materialize_logits, model_loss
 from megatron.models.common.parallel_context import ParallelContext
-from megatron.models.common.pipeline import ModelPipe, weighted
+from megatron.models.common.pipeline import ModelPipe, to_weighted
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import (
@@ -33,7 +33,7 @@ from megatron.models.t5.model import (
     T5DecoderLayer,
     T5EncoderLayer,
     embed,
-    entered,
+    gather_memory,
     make_final_norm,
     tied_logits,
 )
@@ -54,9 +54,9 @@ class EmbeddingPipe(nn.Module):
 
     word: VocabParallelEmbedding
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str) -> None:
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, side: str) -> None:
         super().__init__()
-        self.sizes, self.place, self.side = sizes, place, side
+        self.model_args, self.parallel, self.side = args, parallel, side
 
     def forward(self, inputs: Tensors) -> Tensors:
         if self.side == "encoder":
@@ -67,8 +67,8 @@ class EmbeddingPipe(nn.Module):
             tokens,
             self.word,
             getattr(self, "position", None),
-            sizes=self.sizes,
-            place=self.place,
+            args=self.model_args,
+            parallel=self.parallel,
             side=self.side,
             training=self.training,
             segments=segments[self.side == "decoder"] if segments else None,
@@ -93,46 +93,46 @@ class DecoderLayerPipe(T5DecoderLayer):
     reduces it over the ranks.
 
     Attributes:
-        is_first_here: first layer of its chunk; its input is a shard of memory.
-        is_last_here: last layer of its chunk; its output is a shard of memory.
+        is_first_in_chunk: first layer of its chunk; its input is a shard of memory.
+        is_last_in_chunk: last layer of its chunk; its output is a shard of memory.
     """
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
-        super().__init__(sizes, place, layer)
-        self.is_last = layer == sizes.enc_layers + sizes.dec_layers - 1
-        self.is_first_here = self.is_last_here = True
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:
+        super().__init__(args, parallel, layer)
+        self.is_last = layer == args.enc_layers + args.dec_layers - 1
+        self.is_first_in_chunk = self.is_last_in_chunk = True
         self.output_shares: tuple[int, ...] = ()
 
-    def sums_of_memory(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def partial_sum_indices(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the indices of inputs and of outputs whose gradient is a partial sum: (1,) for memory, or ()."""
-        memory_idx = (1,) if self.place.sequence_parallel else ()
-        return () if self.is_first_here else memory_idx, () if self.is_last_here else memory_idx
+        memory_idx = (1,) if self.parallel.sequence_parallel else ()
+        return () if self.is_first_in_chunk else memory_idx, () if self.is_last_in_chunk else memory_idx
 
     def forward(self, inputs: Tensors) -> torch.Tensor | Tensors:  # type: ignore[override]
         y, memory, *segments = inputs
         enc_segments, dec_segments = segments or (None, None)
-        if self.is_first_here:
-            memory = entered(memory, self.place)
+        if self.is_first_in_chunk:
+            memory = gather_memory(memory, self.parallel)
         y = super().forward(y, memory, getattr(self, "table", None), enc_segments, dec_segments)
         if self.is_last:
             return y
-        return y, self.place.part(memory) if self.is_last_here else memory, *segments
+        return y, self.parallel.shard_sequence(memory) if self.is_last_in_chunk else memory, *segments
 
 
 class PositionTable(PositionEmbedding):
     """The learned positions. Every rank holds the full table and looks up the positions of its hidden states."""
 
-    def __init__(self, place: ParallelContext, *size: int) -> None:
-        super().__init__(*size)
-        place.on_part(self)
+    def __init__(self, parallel: ParallelContext, *table_shape: int) -> None:
+        super().__init__(*table_shape)
+        parallel.mark_sequence_parallel(self)
 
 
 class NormPipe(nn.Module):
     """The final norm of a side; further tensors are passed through."""
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str) -> None:
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext, side: str) -> None:
         super().__init__()
-        self.norm = make_final_norm(sizes, place, side)
+        self.norm = make_final_norm(args, parallel, side)
 
     def forward(self, inputs: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
         if isinstance(inputs, torch.Tensor):
@@ -146,49 +146,49 @@ class TiedHeadPipe(nn.Module):
 
     word: VocabParallelEmbedding
 
-    def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
+    def __init__(self, args: T5ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
-        self.sizes, self.place = sizes, place
+        self.model_args, self.parallel = args, parallel
 
     def forward(self, x: torch.Tensor) -> Logits:
-        return tied_logits(x, self.word.weight, self.sizes, self.place)
+        return tied_logits(x, self.word.weight, self.model_args, self.parallel)
 
 
-def layer_specs(sizes: T5ModelArgs, place: ParallelContext) -> list[LayerSpec]:
+def layer_specs(args: T5ModelArgs, parallel: ParallelContext) -> list[LayerSpec]:
     """Return the specs of embedding, layers and norm of the encoder, the same of the decoder, and the head."""
     word = Shared(
-        "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
-        divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
+        "word", VocabParallelEmbedding, args.vocab_size, args.hidden_size,
+        divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs,
     )  # fmt: skip
     tables = {"word": word}
     biases: dict[str, dict[str, Shared]] = {"encoder": {}, "decoder": {}}
-    if sizes.is_relative:
+    if args.is_relative:
         for side in biases:
-            biases[side]["table"] = Shared(f"{side}_bias", RelativeBias, sizes, place, side == "encoder")
+            biases[side]["table"] = Shared(f"{side}_bias", RelativeBias, args, parallel, side == "encoder")
     else:
-        size = (sizes.max_position_embeddings, sizes.hidden_size)
-        tables["position"] = Shared("position", PositionTable, place, *size)
-    encoder, decoder = range(sizes.enc_layers), range(sizes.enc_layers, sizes.enc_layers + sizes.dec_layers)
-    head = SharingLayerSpec(TiedHeadPipe, sizes, place, shares={"word": word})
+        table_shape = (args.max_position_embeddings, args.hidden_size)
+        tables["position"] = Shared("position", PositionTable, parallel, *table_shape)
+    encoder, decoder = range(args.enc_layers), range(args.enc_layers, args.enc_layers + args.dec_layers)
+    head = SharingLayerSpec(TiedHeadPipe, args, parallel, shares={"word": word})
     return [
-        SharingLayerSpec(EmbeddingPipe, sizes, place, "encoder", shares=tables),
-        *[SharingLayerSpec(EncoderLayerPipe, sizes, place, i, shares=biases["encoder"]) for i in encoder],
-        LayerSpec(NormPipe, sizes, place, "encoder"),
-        SharingLayerSpec(EmbeddingPipe, sizes, place, "decoder", shares=tables),
-        *[SharingLayerSpec(DecoderLayerPipe, sizes, place, i, shares=biases["decoder"]) for i in decoder],
-        LayerSpec(NormPipe, sizes, place, "decoder"),
-        LayerSpec(Head, sizes, place) if sizes.untie_embeddings else head,
+        SharingLayerSpec(EmbeddingPipe, args, parallel, "encoder", shares=tables),
+        *[SharingLayerSpec(EncoderLayerPipe, args, parallel, i, shares=biases["encoder"]) for i in encoder],
+        LayerSpec(NormPipe, args, parallel, "encoder"),
+        SharingLayerSpec(EmbeddingPipe, args, parallel, "decoder", shares=tables),
+        *[SharingLayerSpec(DecoderLayerPipe, args, parallel, i, shares=biases["decoder"]) for i in decoder],
+        LayerSpec(NormPipe, args, parallel, "decoder"),
+        LayerSpec(Head, args, parallel) if args.untie_embeddings else head,
     ]
 
 
-def boundary_before(layer: int, sizes: T5ModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return the tensors sent to a stage that starts with ``layer``, an index into ``layer_specs``."""
-    units = t5_units(sizes.enc_layers, sizes.dec_layers)
-    if layer >= units.dec_norm:
+def boundary_before(unit_idx: int, args: T5ModelArgs, has_segments: bool) -> list[Boundary]:
+    """Return the tensors sent to a stage that starts with ``unit_idx``, an index into ``layer_specs``."""
+    units = t5_units(args.enc_layers, args.dec_layers)
+    if unit_idx >= units.dec_norm:
         return [Boundary("hidden states")]
-    second = Boundary("decoder tokens", "int") if layer <= units.dec_embedding else Boundary("memory")
+    second_boundary = Boundary("decoder tokens", "int") if unit_idx <= units.dec_embedding else Boundary("memory")
     segments = [Boundary(f"{side} segments", "int") for side in ("encoder", "decoder") if has_segments]
-    return [Boundary("hidden states"), second, *segments]
+    return [Boundary("hidden states"), second_boundary, *segments]
 
 
 def random_batch(vocab_size: int, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
@@ -213,33 +213,35 @@ class T5ModelPipe(ModelPipe):
     layer_classes = (EncoderLayerPipe, DecoderLayerPipe)
 
     @classmethod
-    def beside(cls, config: Config) -> dict[str, bool]:
-        return {"has_segments": config.own.has_segments(config.data.reset_attention_mask)}
+    def boundary_kwargs(cls, config: Config) -> dict[str, bool]:
+        return {"has_segments": config.family_config.has_segments(config.data.reset_attention_mask)}
 
     def _declare_boundaries(self) -> None:
-        self._mark_ends_of_pieces()
+        self._mark_chunk_ends()
         bounds = enumerate(self.parts[1:-1])
-        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in bounds}
+        self.boundary = {
+            chunk_idx: boundary_before(bound, self.model_args, self.has_segments) for chunk_idx, bound in bounds
+        }
 
     def specs(self) -> list[LayerSpec]:
-        return layer_specs(self.sizes, self.place)
+        return layer_specs(self.model_args, self.parallel)
 
     def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return random_batch(self.sizes.vocab_size, shape, self.has_segments)
+        return random_batch(self.model_args.vocab_size, shape, self.has_segments)
 
-    def _mark_ends_of_pieces(self) -> None:
+    def _mark_chunk_ends(self) -> None:
         """Mark the decoder layers at which memory enters and leaves a chunk of this stage."""
-        units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers).dec_layers
+        units = t5_units(self.model_args.enc_layers, self.model_args.dec_layers).dec_layers
         for layer in self.modules():
             if isinstance(layer, DecoderLayerPipe):
-                unit = units[layer.layer - self.sizes.enc_layers]
-                layer.is_first_here = unit in (units.start, *self.parts)
-                layer.is_last_here = unit + 1 in self.parts
-                layer.shares, layer.output_shares = layer.sums_of_memory()
+                unit_idx = units[layer.layer - self.model_args.enc_layers]
+                layer.is_first_in_chunk = unit_idx in (units.start, *self.parts)
+                layer.is_last_in_chunk = unit_idx + 1 in self.parts
+                layer.shares, layer.output_shares = layer.partial_sum_indices()
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        loss = model_loss(logits, labels[0], labels[1], self.sizes, self.place)
-        return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
+        loss = model_loss(logits, labels[0], labels[1], self.model_args, self.parallel)
+        return to_weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits as a tensor, for evaluations that return outputs."""
@@ -247,17 +249,17 @@ class T5ModelPipe(ModelPipe):
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter, or of this module (with a trailing dot), in the single-stage model."""
-        head, _, rest = local_name.partition(".")
-        if head == "tied_modules":
-            key, _, rest = rest.partition(".")
+        prefix, _, suffix = local_name.partition(".")
+        if prefix == "tied_modules":
+            key, _, suffix = suffix.partition(".")
             side, _, is_bias = key.partition("_")
-            return f"{side}.bias.{rest}" if is_bias else f"embedding.{local_name.removeprefix('tied_modules.')}"
-        unit_idx, units = int(head), t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+            return f"{side}.bias.{suffix}" if is_bias else f"embedding.{local_name.removeprefix('tied_modules.')}"
+        unit_idx, units = int(prefix), t5_units(self.model_args.enc_layers, self.model_args.dec_layers)
         if unit_idx in (units.enc_embedding, units.dec_embedding):
-            return f"embedding.{rest}"
+            return f"embedding.{suffix}"
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             if unit_idx in layers:
-                return f"{side}.layers.{layers.index(unit_idx)}.{rest}"
+                return f"{side}.layers.{layers.index(unit_idx)}.{suffix}"
             if unit_idx == layers.stop:
-                return f"{side}.final_norm.{rest.removeprefix('norm.')}"
-        return f"head.{rest}"
+                return f"{side}.final_norm.{suffix.removeprefix('norm.')}"
+        return f"head.{suffix}"

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.config.data import SET_SUFFIXES, is_set
+from megatron.config.data import CPM_SUFFIXES, is_cpm_set
 from megatron.data import dataset_checks
 from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import OpenCorpus, Three, build_datasets
+from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, build_datasets
 from megatron.data.documents import Documents, documents_key
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sample_index import Piece, SampleIndex
+from megatron.data.sample_index import DocumentSlice, SampleIndex
 from megatron.errors import DataError, SampleError
 from megatron.models.t5 import data
-from megatron.models.t5.data import Pair, T5Dataset, T5Tokens
+from megatron.models.t5.data import InputsAndTargets, T5Dataset, T5Tokens
 from megatron.models.t5.spans import Denoiser, has_modes, raw_length
 
 # CPM's sets of three files: texts whose spans were cut out when the files were built.
@@ -37,7 +37,7 @@ from megatron.models.t5.spans import Denoiser, has_modes, raw_length
 # The tool that built the sets stored 16-bit numbers, so starts above 65,535 wrapped around. Starts are therefore
 # computed from the lengths and compared with the stored ones modulo their number of bits.
 
-_DOCUMENTS_LOOKED_AT = 1000
+_NUM_CHECKED_DOCUMENTS = 1000
 
 
 class SpanFiles:
@@ -53,9 +53,9 @@ class SpanFiles:
 
     def __init__(self, prefix: str, vocab_size: int, *, reader: str = "mmap", cache: IndexCache | None = None) -> None:
         self.prefix, self.vocab_size = prefix, vocab_size
-        self._check_present()
+        self._check_files_exist()
         self.context, self.target, self.offsets = (
-            IndexedDataset(prefix + suffix, reader=reader, cache=cache) for suffix in SET_SUFFIXES
+            IndexedDataset(prefix + suffix, reader=reader, cache=cache) for suffix in CPM_SUFFIXES
         )
         self._check_documents()
         self._check_markers()
@@ -64,51 +64,56 @@ class SpanFiles:
     @property
     def fingerprint(self) -> str:
         """Short hash that changes with any of the three files."""
-        prints = [file.fingerprint for file in (self.context, self.target, self.offsets)]
-        return hashlib.sha256(":".join(prints).encode()).hexdigest()[:16]
+        fingerprints = [file.fingerprint for file in (self.context, self.target, self.offsets)]
+        return hashlib.sha256(":".join(fingerprints).encode()).hexdigest()[:16]
 
-    def read(self, document: int, first: int, count: int) -> np.ndarray:
-        """Return spans ``first`` ... ``first + count - 1`` of a document, each after its marker.
+    def read(self, document: int, first_span: int, num_spans: int) -> np.ndarray:
+        """Return spans ``first_span`` ... ``first + count - 1`` of a document, each after its marker.
 
         Raises:
             DataError: the spans are not at the stored offsets.
         """
-        stored, lengths = self.offsets.read(document).astype(np.int64).reshape(-1, 2).T
+        stored_starts, lengths = self.offsets.read(document).astype(np.int64).reshape(-1, 2).T
         starts = np.cumsum(lengths) - lengths
-        bits = 8 * self.offsets.dtype.itemsize
-        if not first + count <= len(lengths) or ((starts - stored) % (1 << bits)).any():
-            raise self._damaged(document, f"its {len(lengths)} spans are not contiguous")
-        start, stop = int(starts[first]), int(starts[first + count - 1] + lengths[first + count - 1])
-        if stop > self.target.sizes[document]:
-            raise self._damaged(
-                document, f"its target has {self.target.sizes[document]} tokens, but its spans need {stop}"
+        num_bits = 8 * self.offsets.dtype.itemsize
+        if not first_span + num_spans <= len(lengths) or ((starts - stored_starts) % (1 << num_bits)).any():
+            raise self._damaged_error(document, f"its {len(lengths)} spans are not contiguous")
+        start, stop = (
+            int(starts[first_span]),
+            int(starts[first_span + num_spans - 1] + lengths[first_span + num_spans - 1]),
+        )
+        if stop > self.target.document_lengths[document]:
+            raise self._damaged_error(
+                document, f"its target has {self.target.document_lengths[document]} tokens, but its spans need {stop}"
             )
         tokens = self.target.read(document, start, stop - start).astype(np.int64)
         markers = np.flatnonzero(tokens >= self.vocab_size)
-        expected = starts[first : first + count] - start
+        expected = starts[first_span : first_span + num_spans] - start
         if (
             not np.array_equal(markers, expected)
-            or (tokens[markers] - self.vocab_size != first + np.arange(count)).any()
+            or (tokens[markers] - self.vocab_size != first_span + np.arange(num_spans)).any()
         ):
-            raise self._damaged(document, f"spans {first} ... {first + count - 1} do not all start with their markers")
+            raise self._damaged_error(
+                document, f"spans {first_span} ... {first_span + num_spans - 1} do not all start with their markers"
+            )
         return tokens
 
-    def _damaged(self, document: int, what: str) -> DataError:
+    def _damaged_error(self, document: int, problem: str) -> DataError:
         return DataError(
-            f"{self.prefix}: document {document} of the set in three files is invalid: {what}. The files are damaged "
-            "or belong to different sets. Build all three again."
+            f"{self.prefix}: document {document} of the set in three files is invalid: {problem}. The files are "
+            "damaged or belong to different sets. Build all three again."
         )
 
-    def _check_present(self) -> None:
+    def _check_files_exist(self) -> None:
         missing = [
             path
-            for suffix in SET_SUFFIXES
+            for suffix in CPM_SUFFIXES
             for path in (Path(self.prefix + suffix + ".idx"), Path(self.prefix + suffix + ".bin"))
             if not path.is_file()
         ]
         if missing:
             raise DataError(
-                f"{missing[0]} does not exist; a set in three files is {', '.join(SET_SUFFIXES)}, each .bin and .idx. "
+                f"{missing[0]} does not exist; a set in three files is {', '.join(CPM_SUFFIXES)}, each .bin and .idx. "
                 f"Copy the missing files, or use ordinary token files {self.prefix}.bin and .idx."
             )
 
@@ -117,18 +122,19 @@ class SpanFiles:
         if len(set(counts)) > 1:
             raise DataError(
                 f"{self.prefix}: the three files of a set must have the same number of documents, got "
-                f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, SET_SUFFIXES, strict=True))}. "
+                f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, CPM_SUFFIXES, strict=True))}. "
                 "They belong to different sets, or one of them is truncated. Build all three again."
             )
-        odd_documents = np.flatnonzero(self.offsets.sizes % 2)
+        odd_documents = np.flatnonzero(self.offsets.document_lengths % 2)
         if len(odd_documents):
-            raise self._damaged(
-                int(odd_documents[0]), f"its {self.offsets.sizes[odd_documents[0]]} offsets do not form pairs"
+            raise self._damaged_error(
+                int(odd_documents[0]),
+                f"its {self.offsets.document_lengths[odd_documents[0]]} offsets do not form pairs",
             )
 
     def _check_markers(self) -> None:
         """Check that the first span's marker is V; with another vocabulary, markers would be read as text."""
-        for document in np.flatnonzero(self.offsets.sizes)[:_DOCUMENTS_LOOKED_AT]:
+        for document in np.flatnonzero(self.offsets.document_lengths)[:_NUM_CHECKED_DOCUMENTS]:
             markers = self.target.read(int(document))[:1].tolist()
             if markers != [self.vocab_size]:
                 raise DataError(
@@ -137,22 +143,22 @@ class SpanFiles:
                 )
 
     def _check_ids(self) -> None:
-        max_spans = int(self.offsets.sizes.max(initial=0)) // 2
+        max_spans = int(self.offsets.document_lengths.max(initial=0)) // 2
         limit = self.vocab_size + max_spans
         for file in (self.context, self.target):
             if limit - 1 > np.iinfo(file.dtype).max:
-                document = int(np.argmax(self.offsets.sizes))
-                raise self._damaged(document, f"{file.dtype} cannot represent the markers of {max_spans} spans")
-            first_invalid = file.first_outside(limit)
+                document = int(np.argmax(self.offsets.document_lengths))
+                raise self._damaged_error(document, f"{file.dtype} cannot represent the markers of {max_spans} spans")
+            first_invalid = file.find_invalid_id(limit)
             if first_invalid is not None:
                 document, offset, token = first_invalid
                 name = Path(file.token_path).name
-                raise self._damaged(document, f"token {offset} of {name} is {token}, which is above all markers")
+                raise self._damaged_error(document, f"token {offset} of {name} is {token}, which is above all markers")
 
 
 # T5 samples from a set of three files. Spans are fixed; sentinels restart in each sample.
 
-_SAMPLES_LOOKED_AT = 256
+_NUM_CHECKED_SAMPLES = 256
 
 
 class SpanFilesDataset:
@@ -191,12 +197,12 @@ class SpanFilesDataset:
             length=enc_seq_length - 1,
             overlap=0,
             seed=seed,
-            asked_by=f"--enc-seq-length {enc_seq_length}",
+            length_flag=f"--enc-seq-length {enc_seq_length}",
             cache=cache,
         )
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
         self._sentinels = np.array(tokens.sentinels, np.int64)
-        self._look_ahead()
+        self._log_truncated_targets()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -213,55 +219,55 @@ class SpanFilesDataset:
             SampleError: the sample cannot be read.
             DataError: the sample has more spans than there are sentinels.
         """
-        return data.sample(self._pair(index), self.tokens, self.enc_seq_length, self.dec_seq_length)
+        return data.build_sample(self._inputs_and_targets(index), self.tokens, self.enc_seq_length, self.dec_seq_length)
 
-    def _pair(self, index: int) -> Pair:
-        pieces = self._windows.pieces(index)
-        text = self._windows.read(index, pieces)
+    def _inputs_and_targets(self, index: int) -> InputsAndTargets:
+        slices = self._windows.slices(index)
+        text = self._windows.read(index, slices)
         is_marker = text >= self.files.vocab_size
-        targets = self._targets(index, text, pieces)
+        targets = self._targets(index, text, slices)
         is_target_marker = targets >= self.files.vocab_size
-        document_indices = np.arange(len(pieces)) if self.reset_attention_mask else np.zeros(len(pieces), np.int64)
-        documents = np.repeat(document_indices, [piece.length for piece in pieces])
+        document_indices = np.arange(len(slices)) if self.reset_attention_mask else np.zeros(len(slices), np.int64)
+        documents = np.repeat(document_indices, [doc_slice.length for doc_slice in slices])
         span_documents = documents[is_marker]
         idx_in_document = np.arange(len(span_documents)) - np.searchsorted(span_documents, span_documents)
         self.tokens.require_sentinels(
             int(idx_in_document.max(initial=-1)) + 1, f"sample {index} of {self.files.prefix}"
         )
         text[is_marker] = targets[is_target_marker] = self._sentinels[idx_in_document]
-        return Pair(text, targets, documents, span_documents[np.cumsum(is_target_marker) - 1])
+        return InputsAndTargets(text, targets, documents, span_documents[np.cumsum(is_target_marker) - 1])
 
-    def _targets(self, index: int, text: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
+    def _targets(self, index: int, text: np.ndarray, slices: Sequence[DocumentSlice]) -> np.ndarray:
         """Return the spans whose markers are in ``text``, each after its marker."""
         targets, start = [np.zeros(0, np.int64)], 0
-        for piece in pieces:
-            piece_tokens = text[start : start + piece.length]
-            spans = piece_tokens[piece_tokens >= self.files.vocab_size] - self.files.vocab_size
-            start += piece.length
+        for doc_slice in slices:
+            slice_tokens = text[start : start + doc_slice.length]
+            spans = slice_tokens[slice_tokens >= self.files.vocab_size] - self.files.vocab_size
+            start += doc_slice.length
             if not len(spans):
                 continue
             if not np.array_equal(spans, spans[0] + np.arange(len(spans))):
                 raise SampleError(
-                    f"sample {index} cannot be read: markers of document {piece.document} are not consecutive"
+                    f"sample {index} cannot be read: markers of document {doc_slice.document} are not consecutive"
                 )
-            targets.append(self._read(index, piece.document, int(spans[0]), len(spans)))
+            targets.append(self._read(index, doc_slice.document, int(spans[0]), len(spans)))
         return np.concatenate(targets)
 
-    def _read(self, index: int, document: int, first: int, count: int) -> np.ndarray:
+    def _read(self, index: int, document: int, first_span: int, num_spans: int) -> np.ndarray:
         try:
-            return self.files.read(document, first, count)
+            return self.files.read(document, first_span, num_spans)
         except Exception as error:
             raise SampleError(f"sample {index} cannot be read: {error}") from error
 
-    def _look_ahead(self) -> None:
+    def _log_truncated_targets(self) -> None:
         """Log the number of truncated targets among the first samples."""
-        num_checked = min(self.samples_per_epoch, _SAMPLES_LOOKED_AT)
-        lengths = [len(self._pair(index).targets) + 1 for index in range(num_checked)]
-        too_long = sum(length > self.dec_seq_length for length in lengths)
-        if too_long:
+        num_checked = min(self.samples_per_epoch, _NUM_CHECKED_SAMPLES)
+        lengths = [len(self._inputs_and_targets(index).targets) + 1 for index in range(num_checked)]
+        num_truncated = sum(length > self.dec_seq_length for length in lengths)
+        if num_truncated:
             log.info(
-                f"{too_long} of {num_checked} checked samples have more than --dec-seq-length {self.dec_seq_length} "
-                f"target tokens, up to {max(lengths)}; their targets are truncated"
+                f"{num_truncated} of {num_checked} checked samples have more than --dec-seq-length "
+                f"{self.dec_seq_length} target tokens, up to {max(lengths)}; their targets are truncated"
             )
 
 
@@ -279,7 +285,7 @@ def build_t5_train_valid_test(
     reset_attention_mask: bool = False,
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
-) -> Three:
+) -> SplitDatasets:
     """Return the training, validation and test samples; None for a split that is not needed.
 
     Each corpus is a pair of token files PREFIX.bin and .idx, or, if these do not exist, a set of CPM's three files,
@@ -294,7 +300,7 @@ def build_t5_train_valid_test(
         DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, there are
             too few sentinels, ``dec_seq_length`` is too small, or there are several denoisers for a three-file set.
     """
-    asked_by = f"--enc-seq-length {enc_seq_length}"
+    length_flag = f"--enc-seq-length {enc_seq_length}"
     settings: dict[str, Any] = {
         "enc_seq_length": enc_seq_length,
         "dec_seq_length": dec_seq_length,
@@ -304,20 +310,22 @@ def build_t5_train_valid_test(
     }
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
-        shared = {**settings, "cache": cache}
-        if is_set(prefix):
-            _check_one_kind(prefix, denoisers)
+        dataset_kwargs = {**settings, "cache": cache}
+        if is_cpm_set(prefix):
+            _check_single_denoiser(prefix, denoisers)
             files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
-            make_from_set = partial(_span_file_samples, files, shared)
+            make_from_set = partial(_span_file_samples, files, dataset_kwargs)
             return OpenCorpus(
-                files.context, files.fingerprint, make_from_set, enc_seq_length - 1, asked_by, is_drawn=False
+                files.context, files.fingerprint, make_from_set, enc_seq_length - 1, length_flag, has_random_draws=False
             )
         token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
         dataset_checks.check_tokenizer(token_file, tokenizer_identity)
         dataset_checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
-        make_from_tokens = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
+        make_from_tokens = partial(_t5_samples, token_file, {**dataset_kwargs, "denoisers": denoisers})
         sample_tokens = raw_length(enc_seq_length, denoisers)
-        return OpenCorpus(token_file, token_file.fingerprint, make_from_tokens, sample_tokens, asked_by, is_drawn=True)
+        return OpenCorpus(
+            token_file, token_file.fingerprint, make_from_tokens, sample_tokens, length_flag, has_random_draws=True
+        )
 
     return build_datasets(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
 
@@ -330,10 +338,10 @@ def _span_file_samples(files: SpanFiles, settings: dict[str, Any], documents: Do
     return SpanFilesDataset(files, documents=documents, **settings)
 
 
-def _tokens_per_sample(parts: Sequence[Any]) -> int:
+def _tokens_per_sample(datasets: Sequence[Any]) -> int:
     """Return the tokens per sample that the model reads, which must be the same in all corpora."""
-    first = parts[0]
-    for other in parts:
+    first = datasets[0]
+    for other in datasets:
         if other.dec_seq_length != first.dec_seq_length:
             raise DataError(
                 f"targets must have the same length in all corpora, got {first.dec_seq_length} for {_prefix(first)} "
@@ -346,7 +354,7 @@ def _prefix(samples: T5Dataset | SpanFilesDataset) -> str:
     return samples.files.prefix if isinstance(samples, SpanFilesDataset) else samples.token_file.prefix
 
 
-def _check_one_kind(prefix: str, denoisers: Sequence[Denoiser]) -> None:
+def _check_single_denoiser(prefix: str, denoisers: Sequence[Denoiser]) -> None:
     if has_modes(denoisers):
         raise DataError(
             f"--denoisers must be one denoiser for {prefix}, a set in three files whose spans are fixed, got "

@@ -33,8 +33,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KINDS = ("R", "X", "S")
-SHORTEST_TEXT = 2
+DENOISER_NAMES = ("R", "X", "S")
+MIN_TEXT_LENGTH = 2
 """A span needs one token, and one token before it."""
 
 
@@ -68,17 +68,17 @@ def has_modes(denoisers: Sequence[Denoiser]) -> bool:
 
 def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
     """Return the number of tokens removed from a text of ``length`` tokens, and the number of spans."""
-    if length < SHORTEST_TEXT:
-        raise ValueError(f"a text must have at least {SHORTEST_TEXT} tokens for span corruption, got {length}")
-    noise = min(max(round(denoiser.noise_density * length), 1), length - 1)
-    spans = max(min(round(noise / denoiser.mean_span_length), noise, length - noise), 1)
-    return noise, spans
+    if length < MIN_TEXT_LENGTH:
+        raise ValueError(f"a text must have at least {MIN_TEXT_LENGTH} tokens for span corruption, got {length}")
+    num_noise = min(max(round(denoiser.noise_density * length), 1), length - 1)
+    num_spans = max(min(round(num_noise / denoiser.mean_span_length), num_noise, length - num_noise), 1)
+    return num_noise, num_spans
 
 
 def input_length(length: int, denoiser: Denoiser, has_mode: bool = False) -> int:
     """Return the number of encoder tokens for a text of ``length`` tokens."""
-    noise, spans = noise_and_spans(length, denoiser)
-    return length - noise + spans + 1 + has_mode
+    num_noise, num_spans = noise_and_spans(length, denoiser)
+    return length - num_noise + num_spans + 1 + has_mode
 
 
 def target_length(length: int, denoiser: Denoiser) -> int:
@@ -96,17 +96,17 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
             token, with close to the maximum noise).
     """
 
-    def longest_input(length: int) -> int:
-        return max(input_length(length, denoiser, has_modes(denoisers)) for denoiser in denoisers)
+    def longest_input(text_length: int) -> int:
+        return max(input_length(text_length, denoiser, has_modes(denoisers)) for denoiser in denoisers)
 
-    if longest_input(SHORTEST_TEXT) > enc_seq_length:
+    if longest_input(MIN_TEXT_LENGTH) > enc_seq_length:
         raise ValueError(
-            f"--enc-seq-length must be at least {longest_input(SHORTEST_TEXT)}, the inputs of a text of "
-            f"{SHORTEST_TEXT} tokens, got {enc_seq_length}. Raise it."
+            f"--enc-seq-length must be at least {longest_input(MIN_TEXT_LENGTH)}, the inputs of a text of "
+            f"{MIN_TEXT_LENGTH} tokens, got {enc_seq_length}. Raise it."
         )
-    most_noise = max(denoiser.noise_density for denoiser in denoisers)
-    upper_bound = math.ceil((enc_seq_length + 1) / (1 - most_noise)) + SHORTEST_TEXT
-    length = bisect_right(range(upper_bound), enc_seq_length, lo=SHORTEST_TEXT, key=longest_input) - 1
+    max_density = max(denoiser.noise_density for denoiser in denoisers)
+    upper_bound = math.ceil((enc_seq_length + 1) / (1 - max_density)) + MIN_TEXT_LENGTH
+    length = bisect_right(range(upper_bound), enc_seq_length, lo=MIN_TEXT_LENGTH, key=longest_input) - 1
     if len(denoisers) == 1 and longest_input(length) < enc_seq_length:
         raise ValueError(
             f"--enc-seq-length must be a length that inputs can have, got {enc_seq_length}: with --noise-density "
@@ -117,36 +117,39 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
     return length
 
 
-def longest_target(length: int, denoisers: Sequence[Denoiser]) -> int:
+def max_target_length(length: int, denoisers: Sequence[Denoiser]) -> int:
     """Return the length of the longest target of a text of ``length`` tokens: the minimum of ``--dec-seq-length``."""
     return max(target_length(length, denoiser) for denoiser in denoisers)
 
 
-def most_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
+def max_num_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
     """Return the maximum number of spans in a text of ``length`` tokens, the number of sentinels required."""
     return max(noise_and_spans(length, denoiser)[1] for denoiser in denoisers)
 
 
 def _parse_weights(text: str) -> dict[str, float]:
-    problem = f"--denoisers must be a list of {', '.join(KINDS)}, each at most once, with optional weights: R:2,X:1,S:1"
+    usage = (
+        f"--denoisers must be a list of {', '.join(DENOISER_NAMES)}, each at most once, with optional weights: "
+        "R:2,X:1,S:1"
+    )
     weights: dict[str, float] = {}
-    for part in text.split(","):
-        kind, colon, number = (word.strip() for word in part.partition(":"))
-        if kind not in KINDS:
-            raise ValueError(f"{problem}; got {part.strip()!r} in {text!r}")
-        if kind in weights:
-            raise ValueError(f"{problem}; got {kind} twice in {text!r}")
-        weights[kind] = _parse_weight(number, f"{problem}; got {part.strip()!r} in {text!r}") if colon else 1.0
+    for entry in text.split(","):
+        name, colon, weight_text = (word.strip() for word in entry.partition(":"))
+        if name not in DENOISER_NAMES:
+            raise ValueError(f"{usage}; got {entry.strip()!r} in {text!r}")
+        if name in weights:
+            raise ValueError(f"{usage}; got {name} twice in {text!r}")
+        weights[name] = _parse_weight(weight_text, f"{usage}; got {entry.strip()!r} in {text!r}") if colon else 1.0
     return weights
 
 
-def _parse_weight(number: str, wrong: str) -> float:
+def _parse_weight(weight_text: str, problem: str) -> float:
     try:
-        weight = float(number)
+        weight = float(weight_text)
     except ValueError as error:
-        raise ValueError(f"{wrong}, whose weight is not a number") from error
+        raise ValueError(f"{problem}, whose weight is not a number") from error
     if not 0 < weight < math.inf:
-        raise ValueError(f"{wrong}, whose weight must be above 0 and finite. Remove denoisers without a share")
+        raise ValueError(f"{problem}, whose weight must be above 0 and finite. Remove denoisers without a share")
     return weight
 
 

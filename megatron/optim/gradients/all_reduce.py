@@ -9,12 +9,12 @@ import torch
 
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard, shard_of
-from megatron.optim.gradients.buffer import GradBuffer, scatters
+from megatron.optim.gradients.buffer import GradBuffer, uses_reduce_scatter
 from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.param_store import ParamStore
 from megatron.optim.zero.partition import ParamPartition
 from tds.bucket_reducer import AgreedOrder, Bucket, BucketSchedule
-from tds.gradients import is_reduced_apart, reduce_gradients
+from tds.gradients import is_reduced_by_optimizer, reduce_gradients
 
 
 class AllReduceGradReducer(GradReducer):
@@ -32,14 +32,14 @@ class AllReduceGradReducer(GradReducer):
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         super().register(parameter)
-        if not is_reduced_apart(parameter):
+        if not is_reduced_by_optimizer(parameter):
             self._order.register(parameter)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def use_buckets(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
         group = self._store.data_group
-        is_scattered = self._store.is_sharded_over_replicas and scatters(group)
+        is_scattered = self._store.is_sharded_over_replicas and uses_reduce_scatter(group)
         self.buffer = GradBuffer(order, group, self._partition if is_scattered else None)
         return self.buffer.start_reduce_scatter if is_scattered else None
 
@@ -52,7 +52,7 @@ class AllReduceGradReducer(GradReducer):
         self.buffer.add_product(parameter, rows, inputs)
 
     def finish(self, factor: float) -> None:
-        grads = [self.grad(p) for p in self._store.main_params if not is_reduced_apart(p)]
+        grads = [self.grad(p) for p in self._store.main_params if not is_reduced_by_optimizer(p)]
         reduce_gradients(grads, self._store.data_group.handle, factor)
 
     def clear(self) -> None:
@@ -71,11 +71,11 @@ class AllReduceGradReducer(GradReducer):
 
     def _is_scattered(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if the gradient of ``parameter`` is reduce-scattered."""
-        return self.buffer.is_scattered and not is_reduced_apart(parameter)
+        return self.buffer.is_scattered and not is_reduced_by_optimizer(parameter)
 
     def _partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
         """Return the partition of a reduce-scattered gradient; None for experts, which another group sums."""
-        return None if is_reduced_apart(parameter) else self._store.partition(parameter)
+        return None if is_reduced_by_optimizer(parameter) else self._store.partition(parameter)
 
     def _accumulate(self, parameter: torch.Tensor) -> None:
         self.buffer.add(parameter)  # type: ignore[arg-type]

@@ -30,10 +30,10 @@ from megatron.optim.zero.partition import VECTOR, ParamPartition
 from megatron.torch_compat import reduce_scatter_single
 from tds.bucket_reducer import Bucket, BucketSchedule
 from tds.grad_norm import accurate_dtype
-from tds.gradients import multiply, refuse_sparse
+from tds.gradients import check_not_sparse, multiply
 from tds.linear_function import add_product
 
-SCATTERS: bool | None = None
+USE_REDUCE_SCATTER: bool | None = None
 """True if ZeRO 1 reduce-scatters gradients; None: on NCCL only.
 
 gloo implements a reduce-scatter by an all-reduce. With gloo, ZeRO 1 therefore all-reduces full gradients in the buckets
@@ -41,9 +41,9 @@ of ZeRO 0, and its results are bitwise equal to those of ZeRO 0.
 """
 
 
-def scatters(group: Group) -> bool:
+def uses_reduce_scatter(group: Group) -> bool:
     """Return True if ZeRO 1 reduce-scatters gradients over ``group`` rather than all-reducing them."""
-    return dist.get_backend(group.handle) == "nccl" if SCATTERS is None else SCATTERS
+    return dist.get_backend(group.handle) == "nccl" if USE_REDUCE_SCATTER is None else USE_REDUCE_SCATTER
 
 
 class GradBuffer:
@@ -84,7 +84,7 @@ class GradBuffer:
         """
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            refuse_sparse([gradient])
+            check_not_sparse([gradient])
             self._bucket_of(parameter).add(parameter, gradient)
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -124,17 +124,17 @@ class GradBuffer:
             self._is_in_use = True
             self._arrange()
         if parameter not in self._buckets:  # empty and frozen parameters are in no bucket of ``order``
-            self._buckets[parameter] = self._memory([parameter])
+            self._buckets[parameter] = self._make_memory([parameter])
         return self._buckets[parameter]
 
     def _arrange(self) -> None:
-        buckets = self._order.every()
+        buckets = self._order.all_buckets()
         layout = [[id(parameter) for parameter in bucket] for bucket in buckets]
         if layout != self._layout:
             self._layout = layout
-            self._buckets = {p: memory for memory in map(self._memory, buckets) for p in memory.parameters}
+            self._buckets = {p: memory for memory in map(self._make_memory, buckets) for p in memory.parameters}
 
-    def _memory(self, bucket: Sequence[Any]) -> _BucketMemory:
+    def _make_memory(self, bucket: Sequence[Any]) -> _BucketMemory:
         partition_of = self._partition_of or (lambda parameter: None)
         return _BucketMemory({parameter: partition_of(parameter) for parameter in bucket}, self.replicas)
 
@@ -173,8 +173,8 @@ class _BucketMemory:
         if self._flat is None:
             first = self.parameters[0]
             has_padding = self._numel > sum(parameter.numel() for parameter in self.parameters)
-            make = torch.zeros if has_padding else torch.empty
-            self._flat = make(self._numel, dtype=accurate_dtype(first.dtype), device=first.device)
+            allocate = torch.zeros if has_padding else torch.empty
+            self._flat = allocate(self._numel, dtype=accurate_dtype(first.dtype), device=first.device)
         return self._flat
 
     @property

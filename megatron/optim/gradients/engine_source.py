@@ -33,10 +33,10 @@ class EngineGradients:
     Hooks of the optimizer's reducer accumulate over micro-batches; the engine reduces over stages and replicas.
     """
 
-    come_in_hooks = True
-    takes_unfrozen = True
-    are_multiplied_in_step = True
-    clips_itself = True
+    accumulates_in_hooks = True
+    supports_unfreezing = True
+    scales_in_step = True
+    clips_in_step = True
     norm_is_scaled = False
 
     def __init__(self, optimizer: GradientOwner) -> None:
@@ -46,7 +46,7 @@ class EngineGradients:
         """Store gradients in the buckets of ``order``; return a function that starts a reduce-scatter, if any."""
         return self._optimizer.reducer.use_buckets(order)
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter``."""
         gradient = self._optimizer.gradient_of(parameter)  # type: ignore[arg-type]
         if gradient is None:  # trained, but in no group of the optimizer
@@ -70,6 +70,6 @@ class EngineGradients:
         """Discard all gradients."""
         self._optimizer.zero_grad()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the gradients of a batch without a step."""
         self._optimizer.zero_grad()

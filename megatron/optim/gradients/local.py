@@ -8,7 +8,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.param_store import ParamStore
 from tds.grad_norm import accurate_dtype
-from tds.gradients import WIDE
+from tds.gradients import WIDE_DTYPES
 from tds.linear_function import add_product
 
 
@@ -21,11 +21,11 @@ class LocalGradReducer(GradReducer):
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         super().register(parameter)
-        if parameter.dtype not in WIDE:
+        if parameter.dtype not in WIDE_DTYPES:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        if parameter.dtype not in WIDE:
+        if parameter.dtype not in WIDE_DTYPES:
             if parameter not in self._fp32_grads:
                 self._fp32_grads[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
             return self._fp32_grads[parameter]
@@ -35,11 +35,11 @@ class LocalGradReducer(GradReducer):
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
         self.fused_params.add(parameter)
-        grad = parameter.grad if parameter.dtype in WIDE else self._fp32_grads.get(parameter)
+        grad = parameter.grad if parameter.dtype in WIDE_DTYPES else self._fp32_grads.get(parameter)
         is_first = grad is None
         if grad is None:
             grad = torch.empty_like(parameter, dtype=accurate_dtype(parameter.dtype), requires_grad=False)
-            if parameter.dtype in WIDE:
+            if parameter.dtype in WIDE_DTYPES:
                 parameter.grad = grad
             else:
                 self._fp32_grads[parameter] = grad

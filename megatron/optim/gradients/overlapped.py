@@ -23,7 +23,7 @@ class OverlappedGradReducer(AllReduceGradReducer):
         scatter = self.use_buckets(self._order)
         advice = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
         group = store.data_group.handle
-        self._reducer = BucketReducer(self._order, self.grad, group, way_out=advice, scatter=scatter)
+        self._reducer = BucketReducer(self._order, self.grad, group, error_hint=advice, scatter=scatter)
         self._is_last = False
 
     def begin_last_backward(self) -> None:
@@ -34,7 +34,7 @@ class OverlappedGradReducer(AllReduceGradReducer):
         if self._is_last:
             self._is_last = False
             self._reducer.end_last_backward()
-            self._reducer.finish_launch()
+            self._reducer.start_remaining()
 
     def finish(self, factor: float) -> None:
         self._reducer.wait(factor)

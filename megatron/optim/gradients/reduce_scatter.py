@@ -49,7 +49,7 @@ class ReduceScatterGradReducer(GradReducer):
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         super().register(parameter)
-        parameter.register_post_accumulate_grad_hook(self._take)
+        parameter.register_post_accumulate_grad_hook(self._collect_grad)
         self._order.register(parameter)
 
     def grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -67,7 +67,7 @@ class ReduceScatterGradReducer(GradReducer):
 
     @torch.no_grad()
     def end_micro_batch(self) -> None:
-        self._reduce(self._order.rest())
+        self._reduce(self._order.pop_remaining())
         self._wait()
         self._order.reset()
 
@@ -83,18 +83,18 @@ class ReduceScatterGradReducer(GradReducer):
         self._order.reset()
 
     @torch.no_grad()
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _collect_grad(self, parameter: torch.Tensor) -> None:
         """Move the gradient out of ``parameter.grad`` and reduce the buckets that it completes."""
         if not parameter.numel():  # it is in no bucket
             return
-        if parameter in self._arrived or self._order.is_taken(parameter):
+        if parameter in self._arrived or self._order.is_started(parameter):
             raise RuntimeError(
                 "backward must compute the gradient of a weight once for each micro-batch, got one of shape "
                 f"{tuple(parameter.shape)} twice: with --zero-stage 2 and 3 its reduction over the replicas may have "
                 "started. Recompute with use_reentrant=False, or use --zero-stage 1"
             )
         self._arrived[parameter], parameter.grad = parameter.grad, None
-        self._reduce(self._order.arrived(parameter))
+        self._reduce(self._order.mark_ready(parameter))
 
     def _reduce(self, buckets: Iterable[Bucket]) -> None:
         """Start the reduction of each bucket, after the previous one has finished."""

@@ -23,7 +23,7 @@ from megatron.optim.gradients.sum_group import SumGroup
 from megatron.optim.param_store import ParamStore
 from tds.bucket_reducer import Bucket, BucketSchedule
 from tds.grad_norm import global_norm, is_counted_in_norm
-from tds.gradients import is_reduced_apart, multiply
+from tds.gradients import is_reduced_by_optimizer, multiply
 
 
 class GradReducer:
@@ -44,7 +44,7 @@ class GradReducer:
         self.fused_params: set[torch.nn.Parameter] = set()
         self.model_group, self.tensor_group = model, tensor
         self._store = store
-        self._sum_groups = [SumGroup(tensor, is_partial), SumGroup(store.expert_group, is_reduced_apart)]
+        self._sum_groups = [SumGroup(tensor, is_partial), SumGroup(store.expert_group, is_reduced_by_optimizer)]
         self._are_groups_summed = False
 
     # Accumulation.
@@ -139,10 +139,10 @@ class GradReducer:
 
     def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if this replica contributes the gradient of ``parameter`` to the norm."""
-        if is_reduced_apart(parameter) or (self._has_experts and self.shard_group.size == 1):
+        if is_reduced_by_optimizer(parameter) or (self._has_experts and self.shard_group.size == 1):
             return self._store.group_of(parameter).rank == 0
         return self.shard_group.size == 1 or self.shard_group.rank == 0 or self._store.is_sharded(parameter)
 
     @cached_property
     def _has_experts(self) -> bool:
-        return any(map(is_reduced_apart, self._store.main_params))
+        return any(map(is_reduced_by_optimizer, self._store.main_params))

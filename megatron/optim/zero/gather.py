@@ -14,7 +14,7 @@ import torch
 from megatron.mpu.groups import Group
 from megatron.optim.zero.partition import VECTOR, ParamPartition
 from megatron.torch_compat import all_gather_single
-from tds.gradients import buckets
+from tds.gradients import make_buckets
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ShardedWeight:
         """Number of elements of the largest shard, which is the number that every replica sends."""
         return self.partition.slot_numel(self.parameter)
 
-    def copies(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def copy_pairs(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of views of the parameter and of its values in the gathered ``slots`` [d, slot]."""
         return self.partition.pairs(self.parameter, slots)
 
@@ -60,7 +60,7 @@ def buckets_of_weights(
     def size(weight: ShardedWeight) -> int:
         return weight.parameter.nbytes if bucket_numel is None else weight.parameter.numel()
 
-    return buckets(weights, size, lambda weight: weight.parameter.dtype, bucket_numel)
+    return make_buckets(weights, size, lambda weight: weight.parameter.dtype, bucket_numel)
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ class Gather:
         slot_numels = [weight.slot_numel for weight in self.bucket]
         slots_of_weights = self.gathered[:, : sum(slot_numels)].split(slot_numels, dim=1)
         for weight, slots in zip(self.bucket, slots_of_weights, strict=True):
-            for target, values in weight.copies(slots):
+            for target, values in weight.copy_pairs(slots):
                 target.copy_(values)

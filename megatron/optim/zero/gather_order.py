@@ -49,7 +49,7 @@ DIGIT = 256
 """Base of the digits of a ``Note``. Integers up to this value are exact in every floating-point dtype of weights."""
 
 
-class Gathered(Protocol):
+class GatherUnit(Protocol):
     """Weights that are gathered together."""
 
     name: str
@@ -67,21 +67,21 @@ class Note(NamedTuple):
     The units are None if the replica follows the order.
     """
 
-    kind: int
+    pass_type: int
     unit: int | None = None
     instead_of: int | None = None
 
     def digits(self) -> list[int]:
         """Return the note as six integers below ``DIGIT``."""
-        codes = [self.kind % DIGIT**2, *(0 if unit is None else unit + 2 for unit in self[1:])]  # END becomes 1
+        codes = [self.pass_type % DIGIT**2, *(0 if unit is None else unit + 2 for unit in self[1:])]  # END becomes 1
         return [digit for code in codes for digit in divmod(code, DIGIT)]
 
     @classmethod
     def from_digits(cls, digits: Sequence[float]) -> Note:
         """Return the note with these ``digits``."""
-        kind, *codes = (int(high) * DIGIT + int(low) for high, low in zip(digits[::2], digits[1::2], strict=True))
+        pass_type, *codes = (int(high) * DIGIT + int(low) for high, low in zip(digits[::2], digits[1::2], strict=True))
         unit, instead_of = (code - 2 if code else None for code in codes)
-        return cls(kind, unit, instead_of)
+        return cls(pass_type, unit, instead_of)
 
 
 class GatherOrder:
@@ -95,37 +95,37 @@ class GatherOrder:
         reads_notes: read the notes of each gather; None: only on a CPU, where the host need not wait for a device.
 
     Attributes:
-        kind: the kind of the current pass; None between passes.
+        pass_type: the kind of the current pass; None between passes.
     """
 
     def __init__(
         self,
         group: Group,
-        units: Sequence[Gathered],
+        units: Sequence[GatherUnit],
         device: torch.device,
         *,
         prefetches: bool = True,
         reads_notes: bool | None = None,
     ) -> None:
-        self.kind: int | None = None
+        self.pass_type: int | None = None
         self._group, self._units, self._device = group, units, device
         self._prefetches = prefetches
         self._reads_notes = device.type == "cpu" if reads_notes is None else reads_notes
         self._orders: dict[int, list[int]] = {}  # by kind of pass, with END at the end
         self._order: list[int] | None = None  # that the current pass follows; None: the pass records its order
-        self._last: list[int] | None = None  # order of the previous pass
-        self._is_other = False  # True: _order is the previous pass's order, from which the current pass will depart
-        self._done: list[int] = []
+        self._last_order: list[int] | None = None  # order of the previous pass
+        self._must_depart = False  # True: _order is the previous pass's order, from which the current pass will depart
+        self._gathered: list[int] = []
         self._hash = 0
-        self._ahead: list[Gather] = []  # prefetch of the next unit in the order
+        self._prefetched: list[Gather] = []  # prefetch of the next unit in the order
         self._announced: tuple[torch.Tensor, Any, list[int]] | None = None  # gathered hashes, their event, local order
 
-    def begin(self, kind: int) -> None:
+    def begin(self, pass_type: int) -> None:
         """Begin a pass, unless it belongs to a running micro-batch."""
-        if self.kind is not None and self.kind != TRAINING:
+        if self.pass_type is not None and self.pass_type != TRAINING:
             self.end()  # the previous evaluation failed before its end
-        if self.kind is None:
-            self._open(kind)
+        if self.pass_type is None:
+            self._begin_pass(pass_type)
 
     def gather(self, unit: int) -> None:
         """Gather a unit and prefetch the next one. Collective.
@@ -133,10 +133,10 @@ class GatherOrder:
         Raises:
             ConfigError: another replica gathers another unit.
         """
-        if self.kind is None:
-            self._open(TRAINING)
+        if self.pass_type is None:
+            self._begin_pass(TRAINING)
         self._agree(unit)
-        self._finish(unit, _popped(self._ahead) if self._ahead else self._start(unit))
+        self._finish(unit, _drain(self._prefetched) if self._prefetched else self._start(unit))
         self._record(unit)
         self._start_next()
 
@@ -146,8 +146,8 @@ class GatherOrder:
         Raises:
             ConfigError: another replica has not ended its pass, or has gathered in another order.
         """
-        if self.kind is None:
-            self._open(TRAINING)
+        if self.pass_type is None:
+            self._begin_pass(TRAINING)
         is_known = self._order is not None
         self._agree(END)
         if is_known and self._order is not None:
@@ -155,12 +155,12 @@ class GatherOrder:
             if self._reads_notes:
                 self._check_announced()
         self._record(END)
-        assert self.kind is not None
-        self._orders[self.kind], self._last, self.kind = self._done, self._done, None
+        assert self.pass_type is not None
+        self._orders[self.pass_type], self._last_order, self.pass_type = self._gathered, self._gathered, None
 
     def drop(self) -> None:
         """Drop the prefetched unit when weights change or all are gathered. Must be called on all replicas."""
-        if self._ahead:
+        if self._prefetched:
             self._drop_prefetched()
             self._order = None  # the prefetched position of the order will be gathered again
 
@@ -170,41 +170,41 @@ class GatherOrder:
         Raises:
             ConfigError: the orders differ; raised on every replica.
         """
-        if self.kind is not None and self.kind != TRAINING:
+        if self.pass_type is not None and self.pass_type != TRAINING:
             self.end()
         self._check_announced()
 
-    def num_bytes_ahead(self) -> int:
+    def num_prefetched_bytes(self) -> int:
         """Return the bytes of prefetched weights."""
-        return sum(gather.gathered.nbytes for gather in self._ahead)
+        return sum(gather.gathered.nbytes for gather in self._prefetched)
 
     # The order of the current pass.
 
-    def _open(self, kind: int) -> None:
-        self.kind, self._done, self._hash = kind, [], 0
-        recorded, last = self._orders.get(kind), self._last
-        self._is_other = last is not None and (recorded is None or recorded[0] != last[0])
-        self._order = last if self._is_other else recorded
+    def _begin_pass(self, pass_type: int) -> None:
+        self.pass_type, self._gathered, self._hash = pass_type, [], 0
+        recorded, last_order = self._orders.get(pass_type), self._last_order
+        self._must_depart = last_order is not None and (recorded is None or recorded[0] != last_order[0])
+        self._order = last_order if self._must_depart else recorded
 
     def _agree(self, unit: int) -> None:
         """Agree with the other replicas that ``unit`` is next: the order determines it, or all replicas announce it."""
         if self._order is None:
             self._announce(unit)
             self._check_announced()
-        elif self._is_other or self._order[len(self._done)] != unit:
+        elif self._must_depart or self._order[len(self._gathered)] != unit:
             self._depart(unit)
 
     def _depart(self, unit: int) -> None:
         """Depart from the order with all replicas, by a note in the collective that the others expect."""
         assert self._order is not None
-        instead_of = self._order[len(self._done)]
-        expected = self._order[len(self._done) + bool(self._ahead)]
+        instead_of = self._order[len(self._gathered)]
+        expected = self._order[len(self._gathered) + bool(self._prefetched)]
         self._drop_prefetched()
-        recorded = self._orders.get(self.kind) if self._is_other and self.kind is not None else None
-        self._order, self._is_other = recorded if recorded is not None and recorded[0] == unit else None, False
+        recorded = self._orders.get(self.pass_type) if self._must_depart and self.pass_type is not None else None
+        self._order, self._must_depart = recorded if recorded is not None and recorded[0] == unit else None, False
         if expected == END:
             self._announce(unit)
-            self._check_announced(others=None if self._reads_notes else instead_of)
+            self._check_announced(other_unit=None if self._reads_notes else instead_of)
             return
         first, *remaining = self._start(expected, unit, instead_of)
         for gather in (first, *remaining):
@@ -213,28 +213,28 @@ class GatherOrder:
             self._compare(self._notes(first), expected)
 
     def _record(self, unit: int) -> None:
-        self._done.append(unit)
+        self._gathered.append(unit)
         self._hash = (self._hash * FACTOR + unit + 2) % MODULUS
 
     def _start_next(self) -> None:
         if self._prefetches and self._order is not None:
-            following = self._order[len(self._done)]
-            if following != END:
-                self._ahead = list(self._start(following))
+            next_unit = self._order[len(self._gathered)]
+            if next_unit != END:
+                self._prefetched = list(self._start(next_unit))
 
     def _drop_prefetched(self) -> None:
-        for gather in _popped(self._ahead):
+        for gather in _drain(self._prefetched):
             gather.wait()  # it writes to memory that is freed now
 
     def _start(self, unit: int, *departure: int) -> Iterator[Gather]:
-        assert self.kind is not None
-        return self._units[unit].start(Note(self.kind, *departure).digits())
+        assert self.pass_type is not None
+        return self._units[unit].start(Note(self.pass_type, *departure).digits())
 
     def _finish(self, unit: int, gathers: Iterator[Gather]) -> None:
         reads_note = self._reads_notes and self._group.size > 1 and self._order is not None
-        self._units[unit].finish(self._checked(unit, gathers) if reads_note else gathers)
+        self._units[unit].finish(self._check_first(unit, gathers) if reads_note else gathers)
 
-    def _checked(self, unit: int, gathers: Iterator[Gather]) -> Iterator[Gather]:
+    def _check_first(self, unit: int, gathers: Iterator[Gather]) -> Iterator[Gather]:
         """Yield ``gathers`` after checking the notes of the first one."""
         first = next(gathers)
         first.wait()
@@ -250,37 +250,37 @@ class GatherOrder:
 
     def _on_host(self, values: torch.Tensor) -> torch.Tensor:
         """Return ``values`` on the host, which waits for them."""
-        copy, event = self._copied(values)
+        copy, event = self._copy_to_host(values)
         if event is not None:
             event.synchronize()
         return copy
 
-    def _copied(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
         if self._device.type == "cpu":
             return values, None
         copy = device.host_memory(tuple(values.shape), values.dtype, self._device)
         copy.copy_(values, non_blocking=True)
-        return copy, device.mark(self._device)
+        return copy, device.record_event(self._device)
 
     def _announce(self, unit: int) -> None:
         """All-gather the hash, kind and next unit of this pass, for ``_check_announced`` to compare. Collective."""
         if self._group.size == 1:
             return
         self._check_announced()
-        assert self.kind is not None
+        assert self.pass_type is not None
         local = torch.empty(3, dtype=torch.int64, device=self._device)
-        for idx, value in enumerate((self._hash, self.kind, unit)):
+        for idx, value in enumerate((self._hash, self.pass_type, unit)):
             local[idx].fill_(value)  # a copy from the host could block
         gathered = local.new_empty(self._group.size * len(local))
         all_gather_single(gathered, local, group=self._group.handle)
-        self._announced = *self._copied(gathered), [*self._done, unit]
+        self._announced = *self._copy_to_host(gathered), [*self._gathered, unit]
 
-    def _check_announced(self, *, others: int | None = None) -> None:
+    def _check_announced(self, *, other_unit: int | None = None) -> None:
         """Compare the last announcements of all replicas.
 
         Args:
-            others: None: all replicas compare now and exchange their orders for the error message. Otherwise only
-                departing replicas compare, and the message reports ``others`` as the unit that each replica with
+            other_unit: None: all replicas compare now and exchange their orders for the error message. Otherwise only
+                departing replicas compare, and the message reports ``other_unit`` as the unit that each replica with
                 another hash gathered at this position.
         """
         if self._announced is None:
@@ -289,33 +289,39 @@ class GatherOrder:
         if event is not None:
             event.synchronize()
         rows = values.view(self._group.size, -1).tolist()
-        if len({hashed for hashed, *_ in rows}) > 1:
-            kinds = [kind for _, kind, _ in rows]
-            if others is None:
-                self._raise(self._first_difference(self._group.gather_objects(local_order), kinds))
-            self._raise(self._texts([unit if hashed == self._hash else others for hashed, _, unit in rows], kinds))
-        self._compare([Note(kind, unit) for _, kind, unit in rows], END)
+        if len({order_hash for order_hash, *_ in rows}) > 1:
+            pass_types = [pass_type for _, pass_type, _ in rows]
+            if other_unit is None:
+                self._raise_order_error(self._first_difference(self._group.gather_objects(local_order), pass_types))
+            self._raise_order_error(
+                self._describe_units(
+                    [unit if order_hash == self._hash else other_unit for order_hash, _, unit in rows], pass_types
+                )
+            )
+        self._compare([Note(pass_type, unit) for _, pass_type, unit in rows], END)
 
     def _compare(self, notes: Sequence[Note], expected: int) -> None:
         if len(set(notes)) > 1:
             position = next((note.instead_of for note in notes if note.instead_of is not None), expected)
             units = [position if note.unit is None else note.unit for note in notes]
-            self._raise(self._texts(units, [note.kind for note in notes]))
+            self._raise_order_error(self._describe_units(units, [note.pass_type for note in notes]))
 
-    def _first_difference(self, orders: Sequence[Sequence[int]], kinds: Sequence[int]) -> list[str]:
+    def _first_difference(self, orders: Sequence[Sequence[int]], pass_types: Sequence[int]) -> list[str]:
         """Return a text for each replica about the first position at which their orders differ."""
         positions = (idx for idx, units in enumerate(zip(*orders, strict=False)) if len(set(units)) > 1)
         position = next(positions, -1)
-        return self._texts([order[position] for order in orders], kinds)
+        return self._describe_units([order[position] for order in orders], pass_types)
 
-    def _texts(self, units: Sequence[int], kinds: Sequence[int]) -> list[str]:
-        actions = ["has finished its micro-batch" if u == END else f"gathers {self._units[u].name}" for u in units]
-        if len(set(kinds)) == 1:
+    def _describe_units(self, units: Sequence[int], pass_types: Sequence[int]) -> list[str]:
+        actions = [
+            "has finished its micro-batch" if unit == END else f"gathers {self._units[unit].name}" for unit in units
+        ]
+        if len(set(pass_types)) == 1:
             return actions
-        during = ["in training" if kind == TRAINING else "in an evaluation" for kind in kinds]
-        return [f"{action} {when}" for action, when in zip(actions, during, strict=True)]
+        phases = ["in training" if pass_type == TRAINING else "in an evaluation" for pass_type in pass_types]
+        return [f"{action} {phase}" for action, phase in zip(actions, phases, strict=True)]
 
-    def _raise(self, texts: Sequence[str]) -> NoReturn:
+    def _raise_order_error(self, texts: Sequence[str]) -> NoReturn:
         orders = ", ".join(f"replica {replica} {text}" for replica, text in enumerate(texts[:8]))
         more = f" and {len(texts) - 8} others" if len(texts) > 8 else ""
         raise ConfigError(
@@ -325,7 +331,7 @@ class GatherOrder:
         )
 
 
-def _popped(gathers: list[Gather]) -> Iterator[Gather]:
+def _drain(gathers: list[Gather]) -> Iterator[Gather]:
     """Yield ``gathers`` and remove each from the list, so that its memory is freed once it is used."""
     while gathers:
         yield gathers.pop(0)

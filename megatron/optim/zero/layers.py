@@ -14,7 +14,7 @@ from torch import nn
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (*LISTS, nn.Sequential)
-MOST = 0.5
+SPLIT_FRACTION = 0.5
 """A layer is split if its lists contain more than this fraction of its weights."""
 
 
@@ -49,12 +49,12 @@ def _modules_with_layers(
     yield module, layer
     for child in module.children():
         if isinstance(module, lists):
-            yield from _modules_with_layers(child, child, LISTS if _is_split(child) else ())
+            yield from _modules_with_layers(child, child, LISTS if _should_split(child) else ())
         else:
             yield from _modules_with_layers(child, layer, lists)
 
 
-def _is_split(layer: nn.Module) -> bool:
+def _should_split(layer: nn.Module) -> bool:
     """Return True if most of ``layer`` is in lists of modules."""
-    inside = {p for inner in layer.modules() if isinstance(inner, LISTS) for p in inner.parameters()}
-    return sum(p.numel() for p in inside) > MOST * sum(p.numel() for p in layer.parameters())
+    list_params = {p for inner in layer.modules() if isinstance(inner, LISTS) for p in inner.parameters()}
+    return sum(p.numel() for p in list_params) > SPLIT_FRACTION * sum(p.numel() for p in layer.parameters())

@@ -28,13 +28,13 @@ from megatron.mpu.groups import Group
 from megatron.optim.zero.gather import Gather, ShardedWeight, buckets_of_weights
 from megatron.optim.zero.layers import layers_of
 
-GATHERS_LATER: bool | None = None
+DEFER_GATHER: bool | None = None
 """True if forwards wait for their weights; None: on NCCL only. The results are bitwise equal."""
 
 
-def gathers_later(group: Group) -> bool:
+def defers_gather(group: Group) -> bool:
     """Return True if updated weights of ``group`` are gathered while the next forward runs."""
-    return dist.get_backend(group.handle) == "nccl" if GATHERS_LATER is None else GATHERS_LATER
+    return dist.get_backend(group.handle) == "nccl" if DEFER_GATHER is None else DEFER_GATHER
 
 
 class ParamGather:
@@ -47,7 +47,7 @@ class ParamGather:
     def __init__(self, module: nn.Module, weights: Iterable[nn.Parameter], group: Group) -> None:
         sharded = dict.fromkeys(weights)
         self._group = group
-        self._due: dict[nn.Parameter, Gather] = {}
+        self._pending: dict[nn.Parameter, Gather] = {}
         layers = {  # the graph of a compiled layer would include the hook
             layer: layer_weights
             for layer, layer_weights in _called_layers(module, sharded).items()
@@ -72,16 +72,18 @@ class ParamGather:
         parameter_of = {id(weights[parameter]): parameter for parameter in self._order}
         for bucket in buckets_of_weights([weights[parameter] for parameter in self._order], bucket_numel):
             gather = Gather.start(bucket, self._group)
-            self._due.update({parameter_of[id(weight)]: gather for weight in bucket})
+            self._pending.update({parameter_of[id(weight)]: gather for weight in bucket})
 
     def wait(self, weights: Iterable[nn.Parameter] | None = None) -> None:
         """Wait for ``weights`` and the other weights in their buckets; None: for all weights."""
-        for weight in list(self._due) if weights is None else weights:
-            gather = self._due.get(weight)
+        for weight in list(self._pending) if weights is None else weights:
+            gather = self._pending.get(weight)
             if gather is None:
                 continue
             gather.finish()
-            self._due = {other: later for other, later in self._due.items() if later is not gather}
+            self._pending = {
+                other: other_gather for other, other_gather in self._pending.items() if other_gather is not gather
+            }
 
 
 def _called_layers(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> dict[nn.Module, list[nn.Parameter]]:
@@ -90,11 +92,13 @@ def _called_layers(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> di
     if functions is None:
         return layers_of(module, weights)
     owners: dict[nn.Parameter, list[nn.Module]] = {weight: [] for weight in weights}
-    called = [function for function in dict.fromkeys(functions) if isinstance(function, nn.Module)]
-    for layer in called:
+    called_layers = [function for function in dict.fromkeys(functions) if isinstance(function, nn.Module)]
+    for layer in called_layers:
         for weight in layer.parameters():
             if weight in owners:
                 owners[weight].append(layer)
     tied = {weight for inner in getattr(module, "tied_modules", {}).values() for weight in inner.parameters()}
-    layers = {layer: [w for w in layer.parameters() if owners.get(w) == [layer] and w not in tied] for layer in called}
+    layers = {
+        layer: [w for w in layer.parameters() if owners.get(w) == [layer] and w not in tied] for layer in called_layers
+    }
     return {layer: layer_weights for layer, layer_weights in layers.items() if layer_weights}

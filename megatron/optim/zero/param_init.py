@@ -35,9 +35,9 @@ class ParamInit:
         """Set the values of ``parameter``, on the host if it is sharded and on the device otherwise."""
         self.fill(parameter)
         if not is_sharded:
-            device.give(parameter, parameter.detach().to(self.device))
+            device.replace_data(parameter, parameter.detach().to(self.device))
 
     def release(self, parameter: torch.nn.Parameter) -> None:
         """Free the values of ``parameter``, whose shard has been copied."""
         nan = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
-        device.give(parameter, nan.expand(parameter.shape))
+        device.replace_data(parameter, nan.expand(parameter.shape))

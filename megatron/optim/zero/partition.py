@@ -39,8 +39,8 @@ class ParamPartition:
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """Runs of replicas with shards of equal length, at most three: (first replica, number of replicas, length)."""
         runs, first = [], 0
-        for length, same in groupby(stop - start for start, stop in pairwise(self.bounds)):
-            count = len(list(same))
+        for length, equal_lengths in groupby(stop - start for start, stop in pairwise(self.bounds)):
+            count = len(list(equal_lengths))
             if length:
                 runs.append((first, count, length))
             first += count
@@ -82,8 +82,8 @@ class ParamPartition:
         return replace(full, partition_dim=self.dim, start=first + start, length=stop - start)
 
 
-def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | None:
-    """Return the partition of ``parameter`` over ``replicas`` replicas.
+def partition_of(parameter: torch.Tensor, num_replicas: int) -> ParamPartition | None:
+    """Return the partition of ``parameter`` over ``num_replicas`` replicas.
 
     None for scalars and empty parameters, which every replica updates in full.
     """
@@ -96,10 +96,10 @@ def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | Non
     step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)
     if dim > 0 and size % step:  # each row would end with a remainder of a vector, so one replica updates everything
         step = size
-    return ParamPartition(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
+    return ParamPartition(dim, tuple(min(step * bound, size) for bound in _even_bounds(-(-size // step), num_replicas)))
 
 
-def _even_bounds(count: int, parts: int) -> list[int]:
-    """Return the bounds of ``parts`` ranges of ``count`` items; if needed, the first ranges have one item more."""
-    size, num_larger = divmod(count, parts)
-    return [0, *accumulate(size + (idx < num_larger) for idx in range(parts))]
+def _even_bounds(num_items: int, num_ranges: int) -> list[int]:
+    """Return the bounds of ``num_ranges`` ranges of ``num_items`` items; the first ranges may have one item more."""
+    size, num_larger = divmod(num_items, num_ranges)
+    return [0, *accumulate(size + (idx < num_larger) for idx in range(num_ranges))]

@@ -45,8 +45,8 @@ from megatron.optim.zero.gather_order import TRAINING, GatherOrder
 from megatron.optim.zero.layers import layers_of
 from tds import backward_state
 
-REST = "weights outside of layers"
-MUCH = 0.5
+OTHER_WEIGHTS = "weights outside of layers"
+LARGE_UNIT_FRACTION = 0.5
 """Units with more than this fraction of all weights cause a warning, because ZeRO 3 then saves little memory."""
 
 
@@ -56,16 +56,16 @@ class Unit:
     Args:
         name: name of the module, for messages.
         weights: each weight with this replica's shard of it. From now on the unit allocates and frees their memory.
-        spans_forward: keep the weights from a forward to its backward.
+        is_kept_for_backward: keep the weights from a forward to its backward.
     """
 
     def __init__(
-        self, name: str, weights: dict[nn.Parameter, ShardedWeight], group: Group, *, spans_forward: bool
+        self, name: str, weights: dict[nn.Parameter, ShardedWeight], group: Group, *, is_kept_for_backward: bool
     ) -> None:
         self.name = name
-        self.spans_forward = spans_forward
+        self.is_kept_for_backward = is_kept_for_backward
         self.was_called = False
-        self.calls = 0
+        self.num_calls = 0
         self._group = group
         self._full = {p: torch.empty_like(p, memory_format=torch.contiguous_format).detach() for p in weights}
         self._weights = [ShardedWeight(full, weights[p].shard, weights[p].partition) for p, full in self._full.items()]
@@ -118,7 +118,7 @@ class Unit:
         if not self._num_grads:
             self._num_expected_grads = sum(map(backward_state.will_reach, self._full))
         self._num_grads += 1
-        if self._num_grads >= self._num_expected_grads and not self.calls:
+        if self._num_grads >= self._num_expected_grads and not self.num_calls:
             self.free()
 
     def num_bytes(self) -> int:
@@ -145,19 +145,19 @@ class ParamUnits:
         sharded = {parameter: weights[parameter] for parameter in module.parameters() if parameter in weights}
         self.units: list[Unit] = []
         self._units_of: dict[nn.Module, list[Unit]] = {}
-        self._unit_at: dict[int, Unit] = {}  # by the address of a storage
+        self._unit_by_address: dict[int, Unit] = {}  # by the address of a storage
         self._depth = 0
-        self._watch: saved_tensors_hooks | None = None
+        self._saved_tensors_hooks: saved_tensors_hooks | None = None
         self._module = module
         self._names = {inner: name for name, inner in module.named_modules()}
         self._has_warned = False
         layers = layers_of(module, sharded)
         for layer, layer_weights in layers.items():
-            self._add(layer, {p: sharded[p] for p in layer_weights}, group, spans_forward=False)
+            self._add(layer, {p: sharded[p] for p in layer_weights}, group, is_kept_for_backward=False)
         in_layers = {p for layer_weights in layers.values() for p in layer_weights}
-        self._add(module, {p: w for p, w in sharded.items() if p not in in_layers}, group, spans_forward=True)
+        self._add(module, {p: w for p, w in sharded.items() if p not in in_layers}, group, is_kept_for_backward=True)
         self._unit_idx = {unit: idx for idx, unit in enumerate(self.units)}
-        self._pass_kinds = {inner: TRAINING + 1 + idx for idx, inner in enumerate(module.modules())}
+        self._pass_types = {inner: TRAINING + 1 + idx for idx, inner in enumerate(module.modules())}
         self._keeps_all = False
         device = next((weight.device for weight in sharded), torch.device("cpu"))
         self._order = GatherOrder(group, self.units, device, prefetches=prefetches and group.size > 1)
@@ -170,14 +170,14 @@ class ParamUnits:
         self._order.drop()
         self._keeps_all = True
         for unit in self.units:
-            unit.calls += 1  # no call within the block frees it
+            unit.num_calls += 1  # no call within the block frees it
             unit.gather()
         try:
             yield
         finally:
             self._keeps_all = False
             for unit in self.units:
-                unit.calls -= 1
+                unit.num_calls -= 1
             self.free()
 
     def free(self) -> None:
@@ -200,12 +200,12 @@ class ParamUnits:
         self._order.check()
 
     def _add(
-        self, module: nn.Module, weights: dict[nn.Parameter, ShardedWeight], group: Group, *, spans_forward: bool
+        self, module: nn.Module, weights: dict[nn.Parameter, ShardedWeight], group: Group, *, is_kept_for_backward: bool
     ) -> None:
         if not weights:
             return
-        name = REST if spans_forward else self._names[module]
-        unit = Unit(name, weights, group, spans_forward=spans_forward)
+        name = OTHER_WEIGHTS if is_kept_for_backward else self._names[module]
+        unit = Unit(name, weights, group, is_kept_for_backward=is_kept_for_backward)
         self.units.append(unit)
         self._units_of.setdefault(module, []).append(unit)
         for parameter in unit.parameters:
@@ -218,45 +218,50 @@ class ParamUnits:
             direct_units = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
             units = list(dict.fromkeys([*self._units_of.get(inner, []), *direct_units]))
             if units or inner is module:
-                inner.register_forward_pre_hook(partial(self._enter, units), prepend=True)  # other hooks read weights
-                inner.register_forward_hook(partial(self._leave, units), always_call=True)
+                inner.register_forward_pre_hook(
+                    partial(self._before_forward, units), prepend=True
+                )  # other hooks read weights
+                inner.register_forward_hook(partial(self._after_forward, units), always_call=True)
 
-    def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
         if self._depth == 0 and not backward_state.is_running() and not self._keeps_all:
-            self._order.begin(TRAINING if torch.is_grad_enabled() else self._pass_kinds[module])
+            self._order.begin(TRAINING if torch.is_grad_enabled() else self._pass_types[module])
         for unit in units:
-            unit.calls += 1
+            unit.num_calls += 1
             unit.was_called = True
             self._gather(unit)
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and not backward_state.is_running():
-            self._watch = saved_tensors_hooks(self._pack, self._unpack)
-            self._watch.__enter__()
+            self._saved_tensors_hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._saved_tensors_hooks.__enter__()
 
-    def _leave(self, units: list[Unit], module: nn.Module, inputs: Any, output: Any) -> None:
+    def _after_forward(self, units: list[Unit], module: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._watch is not None:
-            self._watch.__exit__()
-            self._watch = None
+        if self._depth == 0 and self._saved_tensors_hooks is not None:
+            self._saved_tensors_hooks.__exit__()
+            self._saved_tensors_hooks = None
             if module is self._module:
                 self._warn_uncalled(output)
         for unit in units:
-            unit.calls -= 1
-            if not (unit.calls or backward_state.is_running() or (unit.spans_forward and torch.is_grad_enabled())):
+            unit.num_calls -= 1
+            if not (
+                unit.num_calls or backward_state.is_running() or (unit.is_kept_for_backward and torch.is_grad_enabled())
+            ):
                 self._free(unit)
         has_failed = output is None
-        if self._depth == 0 and self._order.kind == self._pass_kinds[module] and not has_failed:
+        if self._depth == 0 and self._order.pass_type == self._pass_types[module] and not has_failed:
             self._order.end()
 
     def _log_largest(self) -> None:
-        sizes = [unit.num_bytes() for unit in self.units]
-        if not sizes:
+        unit_bytes = [unit.num_bytes() for unit in self.units]
+        if not unit_bytes:
             return
-        largest, total = self.units[sizes.index(max(sizes))].name, sum(sizes)
+        largest, total = self.units[unit_bytes.index(max(unit_bytes))].name, sum(unit_bytes)
         message = (
-            f"ZeRO 3 gathers {len(sizes)} units, the largest with {max(sizes) / total:.0%} of the weights: {largest}"
+            f"ZeRO 3 gathers {len(unit_bytes)} units, the largest with {max(unit_bytes) / total:.0%} of the "
+            f"weights: {largest}"
         )
-        if max(sizes) > MUCH * total:
+        if max(unit_bytes) > LARGE_UNIT_FRACTION * total:
             log.warn_once(f"{message}. They are gathered at once: put layers in a ModuleList to gather them one by one")
         else:
             log.info(message)
@@ -279,7 +284,7 @@ class ParamUnits:
         """
         if tensor.layout is not torch.strided:  # sparse tensors have no single storage and are never weights
             return tensor.detach()
-        unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
+        unit = self._unit_by_address.get(tensor.untyped_storage().data_ptr())
         return tensor.detach() if unit is None else (unit, tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -292,16 +297,18 @@ class ParamUnits:
     def _count_grad(self, unit: Unit) -> None:
         unit.count_grad()
         if not unit.is_gathered:
-            self._forget(unit)
+            self._remove_addresses(unit)
 
     def _gather(self, unit: Unit) -> None:
         if not unit.is_gathered:
             self._order.gather(self._unit_idx[unit])
-            self._unit_at.update(dict.fromkeys(unit.storages(), unit))
+            self._unit_by_address.update(dict.fromkeys(unit.storages(), unit))
 
     def _free(self, unit: Unit) -> None:
-        self._forget(unit)
+        self._remove_addresses(unit)
         unit.free()
 
-    def _forget(self, unit: Unit) -> None:
-        self._unit_at = {address: other for address, other in self._unit_at.items() if other is not unit}
+    def _remove_addresses(self, unit: Unit) -> None:
+        self._unit_by_address = {
+            address: other for address, other in self._unit_by_address.items() if other is not unit
+        }

@@ -12,20 +12,20 @@ from megatron.mpu.groups import Grid
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_samples import StepSamples
 
-NAMED_AT_MOST = 3
+MAX_NAMES = 3
 
 
-def bad_losses(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
+def describe_nonfinite_losses(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
     """Describe this rank's micro-batches with a non-finite loss; "" on ranks other than the first tensor rank."""
     if grid.tensor.rank:
         return ""
     indices = [idx for idx, loss in engine.micro_losses.items() if not loss.isfinite().all()]
-    micro_batches = [f"micro-batch {i} ({samples.of_micro_batch(grid.data.rank, i)})" for i in indices]
-    return f"the loss of {_listed(micro_batches)} is not finite" if micro_batches else ""
+    micro_batches = [f"micro-batch {i} ({samples.micro_batch_text(grid.data.rank, i)})" for i in indices]
+    return f"the loss of {_list_names(micro_batches)} is not finite" if micro_batches else ""
 
 
 @torch.no_grad()
-def bad_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
+def describe_nonfinite_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
     """Describe this rank's parameters with a non-finite gradient.
 
     Only the first replica reports; with ZeRO 2 and 3 each replica reports its shards. Others return "".
@@ -37,9 +37,9 @@ def bad_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
         gradient = engine.optimizer.gradient_of(parameter) if parameter.requires_grad else None
         if gradient is not None and not gradient.isfinite().all():
             names.append(name)
-    return f"the gradient of {_listed(names)} is not finite" if names else ""
+    return f"the gradient of {_list_names(names)} is not finite" if names else ""
 
 
-def _listed(items: list[str]) -> str:
-    suffix = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
-    return ", ".join(items[:NAMED_AT_MOST]) + suffix
+def _list_names(items: list[str]) -> str:
+    suffix = f" and {len(items) - MAX_NAMES} more" if len(items) > MAX_NAMES else ""
+    return ", ".join(items[:MAX_NAMES]) + suffix

@@ -8,7 +8,7 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import remote
 from megatron.checkpoint.manifest import CHECKPOINTS
-from megatron.checkpoint.retention import retention_of
+from megatron.checkpoint.retention import make_retention_policy
 from megatron.checkpoint.uploading import HF, Uploads
 from megatron.errors import DataError
 from megatron.training.timeouts import SAVING
@@ -28,7 +28,7 @@ class CheckpointUploader(Callback):
 
     def on_train_start(self) -> None:
         world = self.trainer.world
-        self._uploads = Uploads(self.trainer.folder, self.target, world.rank, world.grid.host.size, self._on_whole)
+        self._uploads = Uploads(self.trainer.folder, self.target, world.rank, world.grid.host.size, self._on_uploaded)
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
         if path is not None and self._uploads is not None:
@@ -43,25 +43,25 @@ class CheckpointUploader(Callback):
         uploads, phases, is_first = self._uploads, self.trainer.phases, self.trainer.world.rank == 0
         if uploads is None:
             return
-        with phases.over(SAVING):
+        with phases.during(SAVING):
             if is_first:
-                uploads.begin()
-        with phases.over(SAVING):
+                uploads.publish()
+        with phases.during(SAVING):
             uploads.finish(log.info)
-        with phases.over(SAVING):
-            failed = uploads.close()
-        if failed and is_first:
+        with phases.during(SAVING):
+            failed_uploads = uploads.close()
+        if failed_uploads and is_first:
             log.error(
-                f"{', '.join(failed)} could not be uploaded to {self.target} and remain in {self.trainer.folder}. "
-                "Start again with the same --save and --save-remote to upload them"
+                f"{', '.join(failed_uploads)} could not be uploaded to {self.target} and remain in "
+                f"{self.trainer.folder}. Start again with the same --save and --save-remote to upload them"
             )
 
-    def _on_whole(self, kind: str, name: str) -> None:
+    def _on_uploaded(self, upload_type: str, name: str) -> None:
         """Log a completed upload and delete old checkpoints from the store; called in a thread of rank 0."""
-        log.info(f"uploaded {self.target}/{kind}/{name}")
-        retention = retention_of(self.trainer.config.checkpoint)
+        log.info(f"uploaded {self.target}/{upload_type}/{name}")
+        retention = make_retention_policy(self.trainer.config.checkpoint)
         num_kept = retention.automatic if retention.last is None else retention.last
-        if kind != CHECKPOINTS or num_kept is None:
+        if upload_type != CHECKPOINTS or num_kept is None:
             return
         try:
             deleted = remote.remove_old(self.target, retention.counts, num_kept, retention.every)

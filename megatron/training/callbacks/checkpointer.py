@@ -14,18 +14,18 @@ from megatron.checkpoint import AsyncSaver, Checkpoint, Committed, Staged, SyncS
 from megatron.checkpoint.folders import last_sequence, list_checkpoints, newest_first, step_of
 from megatron.checkpoint.huggingface.convert import CHAT_TEMPLATE
 from megatron.checkpoint.manifest import CHECKPOINTS, read_sequence
-from megatron.checkpoint.retention import AUTOMATIC, retention_of
+from megatron.checkpoint.retention import AUTOMATIC, make_retention_policy
 from megatron.errors import CheckpointError, NumericsError, marked
 from megatron.runtime import rank_status
-from megatron.runtime.exit_signals import REGROUP, how_to_go_on
+from megatron.runtime.exit_signals import REGROUP_REASON, resume_advice
 from megatron.training import deepspeed_checkpoint
 from megatron.training.callback_states import callback_metadata
 from megatron.training.capture import capture, capture_metadata
 from megatron.training.checkpoint_lineage import CheckpointLineage
-from megatron.training.checkpoint_source import saved_in, saves_in
+from megatron.training.checkpoint_source import checkpoint_folder, saved_checkpoints
 from megatron.training.data_resume import SavedData, data_to_save
-from megatron.training.job_starts import job
-from megatron.training.resume import Resumed, resume, roll_back_to
+from megatron.training.job_starts import job_id
+from megatron.training.resume import ResumedCheckpoint, resume, roll_back_to
 from megatron.training.run_folder import RunPaths
 from megatron.training.save_status import SaveStatus
 from megatron.training.step_result import StepResult
@@ -83,12 +83,12 @@ class Checkpointer(Callback):
             self._continue_from(resumed)
         self.status.last_time = time.monotonic()
         self.async_saver = AsyncSaver(trainer.world.grid.host) if flags.async_save else None
-        if not flags.eval_only and (self.paths.begins_again or self.is_same_run):
+        if not flags.eval_only and (self.paths.may_start_from_scratch or self.is_same_run):
             trainer.resumed_step = trainer.progress.step  # metrics of later steps are recorded again
         if trainer.world.rank == 0 and not flags.eval_only and not self.is_same_run:
-            self._keep_earlier_run()
+            self._exclude_earlier_run()
 
-    def _continue_from(self, resumed: Resumed) -> None:
+    def _continue_from(self, resumed: ResumedCheckpoint) -> None:
         """Set the attributes of the checkpointer after the run has resumed from a checkpoint."""
         trainer = self.trainer
         self.loaded = resumed.path
@@ -99,19 +99,21 @@ class Checkpointer(Callback):
             self.committed, self.newest_step = resumed.path, trainer.progress.step
             self.lineage = resumed.lineage
             if trainer.world.rank == 0:
-                self.lineage.continue_from(resumed.sequence, last_sequence(saved_in(trainer.folder)))
+                self.lineage.continue_from(resumed.sequence, last_sequence(saved_checkpoints(trainer.folder)))
 
     @property
     def is_same_run(self) -> bool:
         """True if the run continues in the folder of the checkpoint that it loaded, after the checkpoint's step."""
         flags = self.trainer.config.checkpoint
-        is_here = self.loaded is not None and self.loaded.parent == saves_in(self.trainer.folder, flags)
-        return is_here and (self.paths.is_restart or not (flags.finetune or flags.eval_only))
+        is_in_this_folder = self.loaded is not None and self.loaded.parent == checkpoint_folder(
+            self.trainer.folder, flags
+        )
+        return is_in_this_folder and (self.paths.is_restart or not (flags.finetune or flags.eval_only))
 
-    def _keep_earlier_run(self) -> None:
+    def _exclude_earlier_run(self) -> None:
         """Exclude the checkpoints of an earlier run in the folder from rollbacks and deletion."""
         folder = self.trainer.folder
-        earlier = newest_first(saved_in(folder))
+        earlier = newest_first(saved_checkpoints(folder))
         self.lineage = CheckpointLineage(last_sequence(earlier))
         if earlier:
             log.warning(
@@ -126,10 +128,10 @@ class Checkpointer(Callback):
         flags, status = self.trainer.config.checkpoint, self.status
         if self.async_saver is not None:
             self._report_outcome(self.async_saver.poll)  # does not wait
-        is_due = bool(flags.save_interval) and self.trainer.progress.step % flags.save_interval == 0
-        is_late = flags.minutes > 0 and time.monotonic() - status.last_time >= 60 * flags.minutes
+        is_due_by_steps = bool(flags.save_interval) and self.trainer.progress.step % flags.save_interval == 0
+        is_due_by_time = flags.minutes > 0 and time.monotonic() - status.last_time >= 60 * flags.minutes
         has_failed = status.failure is not None and flags.on_save_error == "stop"
-        if is_due or is_late or has_failed:
+        if is_due_by_steps or is_due_by_time or has_failed:
             self.trainer.request_save()
 
     def on_save(self) -> None:
@@ -154,7 +156,7 @@ class Checkpointer(Callback):
 
     def _cancel_regroup(self) -> None:
         """Continue training if the run was about to stop only so that a node can join."""
-        if self.trainer.stop_text == REGROUP:
+        if self.trainer.stop_text == REGROUP_REASON:
             self.trainer.stop_text = ""
 
     def on_log(self, metrics: dict[str, Any]) -> None:
@@ -175,12 +177,12 @@ class Checkpointer(Callback):
         if self.async_saver is not None:
             self.async_saver.close()
         if trainer.stop_text:
-            further = "" if trainer.stop_text == REGROUP else f" {how_to_go_on(trainer.folder)}"
-            if trainer.stop_text == REGROUP:
-                rank_status.note_state(rank_status.REGROUP)
+            resume_hint = "" if trainer.stop_text == REGROUP_REASON else f" {resume_advice(trainer.folder)}"
+            if trainer.stop_text == REGROUP_REASON:
+                rank_status.write_state(rank_status.REGROUP)
             trainer.stop_text = (
                 f"stopped after step {trainer.progress.step} of {trainer.last_step}: "
-                f"{trainer.stop_text}. Everything is saved in {self.committed}.{further}"
+                f"{trainer.stop_text}. Everything is saved in {self.committed}.{resume_hint}"
             )
 
     def on_exception(self, error: BaseException) -> None:
@@ -204,7 +206,7 @@ class Checkpointer(Callback):
         if self.async_saver is None and self.newest_step == trainer.progress.step:
             return
         began = time.perf_counter()
-        with trainer.phases.over(SAVING):
+        with trainer.phases.during(SAVING):
             self._finish_save()  # only one save runs at a time
             if raise_failure and status.failure is not None:
                 raise status.failure
@@ -227,11 +229,11 @@ class Checkpointer(Callback):
         trainer, engine, config = self.trainer, self.trainer.engine, self.trainer.config
         # While ``is_held``, all checkpoints are retained, because a rollback may need any of them.
         earlier = sys.maxsize if self.is_held else self.lineage.earlier
-        retention = retention_of(config.checkpoint, loaded=self.loaded, earlier=earlier)
+        retention = make_retention_policy(config.checkpoint, loaded=self.loaded, earlier_sequence=earlier)
         data = data_to_save(trainer.data, trainer.progress.samples_consumed, self._loaded_data)
         extra = {
             "tokenizer": self.tokenizer,
-            "job": job(),
+            "job": job_id(),
             **self._export_metadata,
             **callback_metadata(trainer.state_dict()),
             **self.lineage.to_metadata(),
@@ -274,7 +276,7 @@ class Checkpointer(Callback):
         """
         if self.async_saver is None:
             return
-        with self.trainer.phases.over(SAVING):
+        with self.trainer.phases.during(SAVING):
             self._finish_save()
         if raise_failure and self.status.failure is not None and self.status.failed_step == self.trainer.progress.step:
             raise self.status.failure
@@ -326,9 +328,9 @@ class Checkpointer(Callback):
             CheckpointError: there is no such checkpoint; raised on all ranks.
         """
         trainer = self.trainer
-        with trainer.phases.over(LOADING):
+        with trainer.phases.during(LOADING):
             self._finish_save()
-            checkpoint = self._newest(up_to_step)
+            checkpoint = self._open_newest(up_to_step)
             roll_back_to(trainer, checkpoint)
         if trainer.world.rank == 0 and checkpoint.path.parent == trainer.folder / CHECKPOINTS:
             self.lineage.continue_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
@@ -338,13 +340,13 @@ class Checkpointer(Callback):
         return checkpoint.path
 
     @marked(is_of_this_rank=False)
-    def _newest(self, up_to_step: int) -> Checkpoint:
+    def _open_newest(self, up_to_step: int) -> Checkpoint:
         """Open the newest verified checkpoint of this run at or before ``up_to_step``; if there is none, ``origin``."""
         root, host = self.trainer.folder / CHECKPOINTS, self.trainer.world.grid.host
 
         def is_candidate(path: Path) -> bool:
             sequence = read_sequence(path)  # None if damaged; opening it reports the damage
-            return step_of(path) <= up_to_step and (sequence is None or self.lineage.has(sequence))
+            return step_of(path) <= up_to_step and (sequence is None or self.lineage.contains(sequence))
 
         try:
             return open_latest(root, host, accept=is_candidate)

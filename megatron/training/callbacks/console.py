@@ -26,34 +26,34 @@ class Console(Callback):
     Args:
         mode: auto, bar or plain (--progress).
         total_steps: number of steps at the end of the progress bar.
-        counted: number of parameters of the full model, then of one rank of each stage.
+        param_counts: number of parameters of the full model, then of one rank of each stage.
     """
 
     on_all_ranks = False
 
-    def __init__(self, mode: str, total_steps: int, counted: Sequence[int]) -> None:
+    def __init__(self, mode: str, total_steps: int, param_counts: Sequence[int]) -> None:
         self.screen = TrainingConsole(mode, total_steps)
         self.every = 1 if self.screen.has_bar else 0
-        self.counted = counted
+        self.param_counts = param_counts
 
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
-        self._began = time.monotonic()
-        self._says_what_is_fused = config.parallel.gradient_accumulation_fusion
+        self._started_at = time.monotonic()
+        self._should_log_fusion = config.parallel.gradient_accumulation_fusion
         trainer.print_line = self.screen.line
         for note in config.notes:
             log.info(note)
         for warning in config.dropped.values():
             log.warning(warning)
-        samples_to_read = trainer.sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
+        samples_to_read = trainer.batch_sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
         monitor = trainer.find(SpeedMonitor)
         rows = start_table.start_rows(
             config,
             trainer.world,
             trainer.engine.module,
-            self.counted,
+            self.param_counts,
             trainer.folder,
-            data_progress.start_rows(trainer.data, samples_to_read),
+            data_progress.corpus_rows(trainer.data, samples_to_read),
             None if monitor is None else monitor.peak_flops,
         )
         self.screen.table(trainer.folder.name, rows)
@@ -64,8 +64,8 @@ class Console(Callback):
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer = self.trainer
-        if self._says_what_is_fused:
-            self._says_what_is_fused = False
+        if self._should_log_fusion:
+            self._should_log_fusion = False
             log.info(start_table.fusion_text(trainer.engine.module, trainer.engine.optimizer.reducer.fused_params))
         epochs = data_progress.epochs_text(trainer.data, trainer.progress.samples_consumed)
         trainer.print_line(progress_line(trainer.progress.step, trainer.last_step, metrics, epochs))
@@ -73,7 +73,7 @@ class Console(Callback):
     def on_train_end(self) -> None:
         self.close()
         if not self.trainer.stop_text:
-            self.screen.table("Done", self.end_rows(time.monotonic() - self._began))
+            self.screen.table("Done", self.end_rows(time.monotonic() - self._started_at))
 
     def on_exception(self, error: BaseException) -> None:
         self.close()
@@ -87,7 +87,7 @@ class Console(Callback):
         """Yield the rows of the summary at the end."""
         trainer, find = self.trainer, self.trainer.find
         progress, folder = trainer.progress, trainer.folder
-        yield "steps", f"{progress.step} ({progress.skipped} skipped), {progress.samples_consumed:,} samples"
+        yield "steps", f"{progress.step} ({progress.num_skipped_steps} skipped), {progress.samples_consumed:,} samples"
         if trainer.last_loss is not None:
             yield "last training loss", f"{trainer.last_loss:.4f}"
         if evaluator := find(Evaluator):
@@ -95,8 +95,8 @@ class Console(Callback):
                 yield f"{SPLITS[split]} loss", f"{evaluator.losses[split]:.4f}"
         if (monitor := find(SpeedMonitor)) and (speed := monitor.rates.mean_tokens_per_s()) is not None:
             yield "tokens/s", f"{speed:,.0f} on average"
-        size = trainer.world.grid.topology.world_size
-        yield "time", f"{human_time(seconds)} on {size} rank{'' if size == 1 else 's'}"
+        num_ranks = trainer.world.grid.topology.world_size
+        yield "time", f"{human_time(seconds)} on {num_ranks} rank{'' if num_ranks == 1 else 's'}"
         if trainer.config.checkpoint.eval_only:
             yield "evaluations", str(folder / EVALUATIONS)
         else:

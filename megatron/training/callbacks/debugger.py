@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron import log
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
-from megatron.debug.dump_files import GRADIENT, WEIGHT, Samples, Writer, write_manifest
-from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Finding, FiniteCheck, Seen, Watch
-from megatron.debug.statistics import shard_cut
+from megatron.debug.dump_files import GRADIENT, WEIGHT, DumpWriter, SampleRange, write_manifest
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Finding, FiniteCheck, ModuleWatcher, TensorInfo
+from megatron.debug.statistics import slice_of_shard
 from megatron.errors import ConfigError, NumericsError
 from megatron.models.common.parameters import named_modules
 from megatron.mpu.mappings import all_reduce
@@ -30,10 +30,10 @@ from megatron.training.world import World
 
 # Opening a dump: create its folder and the file of each rank, and check the selection of modules.
 
-MOST_NAMES = 8
+MAX_NAMES = 8
 
 
-def open_dump(config: Config, world: World, modules: Sequence[str], parameters: Sequence[str]) -> Writer:
+def open_dump(config: Config, world: World, modules: Sequence[str], parameters: Sequence[str]) -> DumpWriter:
     """Create the dump and return this rank's writer, with its file open. Collective.
 
     Args:
@@ -43,20 +43,20 @@ def open_dump(config: Config, world: World, modules: Sequence[str], parameters: 
         ConfigError: a rank cannot write to the folder, the folder contains the dump of another run, or
             --debug-dump-modules matches no name; the same on every rank.
     """
-    _check_pattern(config.debug.wanted(), world, modules, parameters)
+    _check_pattern(config.debug.name_pattern(), world, modules, parameters)
     folder = Path(str(config.debug.debug_dump))
 
-    def make() -> None:
+    def create_manifest() -> None:
         try:
-            write_manifest(folder, _facts(config, world))
+            write_manifest(folder, _manifest(config, world))
         except (ValueError, OSError) as error:
             raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Use another folder") from error
 
-    run_on_rank_0(world, make)
-    writer = Writer(folder, world.rank, with_tensors=config.debug.debug_dump_tensors)
+    run_on_rank_0(world, create_manifest)
+    writer = DumpWriter(folder, world.rank, with_tensors=config.debug.debug_dump_tensors)
     problem = ""
     try:
-        writer.make()
+        writer.create_files()
     except OSError as error:
         problem = f"{world.name}: {error}"
     if problems := [text for text in world.grid.host.gather_objects(problem) if text]:
@@ -69,11 +69,11 @@ def _check_pattern(pattern: re.Pattern[str], world: World, modules: Sequence[str
     if not any(world.grid.host.gather_objects(is_known)):
         raise ConfigError(
             f"--debug-dump-modules must match a module or parameter, got {pattern.pattern!r}, which matches none of "
-            f"{', '.join(modules[:MOST_NAMES])}, ... of {world.name}"
+            f"{', '.join(modules[:MAX_NAMES])}, ... of {world.name}"
         )
 
 
-def _facts(config: Config, world: World) -> dict[str, Any]:
+def _manifest(config: Config, world: World) -> dict[str, Any]:
     """Return the facts about the run that a reader of the dump needs."""
     grid = world.grid
     coordinates = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
@@ -88,7 +88,7 @@ def _facts(config: Config, world: World) -> dict[str, Any]:
         ],
         "micro_batch_size": config.batch.batch_size,
         "dtype": config.precision.dtype,
-        "device": world.kind,
+        "device": world.device_type,
         "schedule": config.parallel.schedule if config.parallel.has_pipeline else None,
         "seed": config.run.seed,
         "torch": torch.__version__,
@@ -109,41 +109,41 @@ class Debugger(Callback):
     def __init__(self, engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
         self.engine, self.config, self.world, self.streams = engine, config, world, streams
         grid, settings = world.grid, config.debug
-        self._dumped = settings.steps() if settings.debug_dump is not None else []
-        self._pattern = settings.wanted()
+        self._dump_ranges = settings.steps() if settings.debug_dump is not None else []
+        self._pattern = settings.name_pattern()
         modules = named_modules(engine.module)
-        self._writer: Writer | None = None
+        self._writer: DumpWriter | None = None
         if settings.debug_dump is not None:
             names = [[name for name, _ in named_items] for named_items in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
-        self._is_looking = self._is_dumping = self._has_noted_structure = False
-        chunks = getattr(engine.module, "chunks", 1)
-        self._chunks = _chunks_of_parameters(engine.module, chunks)
-        self._check = FiniteCheck(has_loss=grid.pipe.rank == config.parallel.loss_stage, chunks=chunks)
-        self._found: Finding | None = None
-        self._has_asked = self._has_started = False
-        self._watch = Watch(
+        self._is_watching = self._is_dumping = self._has_noted_loss = False
+        num_chunks = getattr(engine.module, "num_chunks", 1)
+        self._chunk_by_parameter = _chunk_by_parameter(engine.module, num_chunks)
+        self._finite_check = FiniteCheck(has_loss=grid.pipe.rank == config.parallel.loss_stage, num_chunks=num_chunks)
+        self._agreed_finding: Finding | None = None
+        self._has_agreed = self._has_started = False
+        self._watcher = ModuleWatcher(
             engine.module,
             modules,
             lambda: streams.position.micro_batch,
-            self._see,
-            chunk=lambda args: args[1] if chunks > 1 and len(args) > 1 else 0,  # as tds.engine.stage calls it
+            self._on_tensor,
+            chunk=lambda args: args[1] if num_chunks > 1 and len(args) > 1 else 0,  # as tds.engine.stage calls it
         )
 
     def on_step_start(self) -> None:
         """Start watching the modules, if this step is dumped or checked."""
         step = self.trainer.samples.step
-        self._warn_of_steps_behind(step)
-        self._is_dumping = any(step in steps for steps in self._dumped)
-        self._is_looking = self._is_dumping or self.config.debug.debug_nan
-        if not self._is_looking:
+        self._warn_if_steps_have_passed(step)
+        self._is_dumping = any(step in steps for steps in self._dump_ranges)
+        self._is_watching = self._is_dumping or self.config.debug.debug_nan
+        if not self._is_watching:
             return
-        self._check.clear()
-        self._found, self._has_asked, self._has_noted_structure = None, False, False
+        self._finite_check.clear()
+        self._agreed_finding, self._has_agreed, self._has_noted_loss = None, False, False
         if self._is_dumping and self._writer is not None:
             self._writer.begin(step)
             self._dump_weights(self._writer)
-        self._watch.start()
+        self._watcher.start()
 
     def on_before_update(self, loss: float) -> None:
         """Write the gradients; with --debug-nan, end the run if any rank has found a non-finite value. Collective.
@@ -151,73 +151,75 @@ class Debugger(Callback):
         Raises:
             ModuleError: a value is not finite; raised on all ranks.
         """
-        if self._is_looking:
-            self._ahead_of_update()
+        if self._is_watching:
+            self._check_before_update()
 
     def on_after_update(self, result: StepResult) -> None:
-        if self._is_looking:
-            self._end(result)
-            self._look_no_longer()
+        if self._is_watching:
+            self._write_step_end(result)
+            self._stop_watching()
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
         """Describe this rank's module that produced the non-finite value; None if it is unknown."""
         if isinstance(error, ModuleError):
-            return error.found
-        if not self._is_looking:
+            return error.location
+        if not self._is_watching:
             return None
-        finding = self._found if self._has_asked else self._finding()
-        self._note(finding)
+        finding = self._agreed_finding if self._has_agreed else self._find_local()
+        self._note_finding(finding)
         return None if finding is None else finding.text
 
     def on_exception(self, error: BaseException) -> None:
-        self._look_no_longer()
+        self._stop_watching()
 
-    def _look_no_longer(self) -> None:
+    def _stop_watching(self) -> None:
         """Stop watching the modules and close the dump; no-op if the modules are not watched."""
-        if not self._is_looking:
+        if not self._is_watching:
             return
-        self._is_looking = False
-        self._watch.stop()
-        self._check.clear()
+        self._is_watching = False
+        self._watcher.stop()
+        self._finite_check.clear()
         if self._writer is not None:
             self._writer.close()
 
-    def _see(self, seen: Seen, x: torch.Tensor) -> None:
+    def _on_tensor(self, info: TensorInfo, x: torch.Tensor) -> None:
         """Check a tensor of a watched module for non-finite values, and dump it if this step is dumped."""
-        self._check.see(seen, x)
+        self._finite_check.record(info, x)
         if not self._is_dumping or self._writer is None:
             return
-        is_gradient = seen.what in (GRAD_OUTPUT, GRAD_INPUT)
+        is_gradient = info.tensor_type in (GRAD_OUTPUT, GRAD_INPUT)
         if is_gradient:
-            self._note_loss_structure(self._writer)
-        if seen.is_boundary or not self._pattern.search(seen.name):
+            self._note_loss(self._writer)
+        if info.is_boundary or not self._pattern.search(info.name):
             return
-        samples = self.config.batch.batch_size * self.trainer.num_pieces
-        first = self.trainer.samples.share(self.world.grid.data.rank).first + seen.micro_batch
+        samples_per_micro_batch = self.config.batch.batch_size * self.trainer.num_sequences_per_sample
+        micro_batch_idx = self.trainer.samples.share(self.world.grid.data.rank).first + info.micro_batch
         self._writer.add(
             x,
-            seen.name,
-            seen.what,
-            cut=seen.cut,
-            micro_batch=seen.micro_batch,
-            samples=Samples(first * samples, (first + 1) * samples),
-            call=seen.call,
-            index=seen.index,
-            chunk=seen.chunk,
+            info.name,
+            info.tensor_type,
+            shard_slice=info.shard_slice,
+            micro_batch=info.micro_batch,
+            samples=SampleRange(
+                micro_batch_idx * samples_per_micro_batch, (micro_batch_idx + 1) * samples_per_micro_batch
+            ),
+            call=info.call,
+            index=info.index,
+            chunk=info.chunk,
             factor=1.0 / self.engine.optimizer.loss_scale if is_gradient else 1.0,
-            is_share=seen.is_share,
+            is_share=info.is_share,
         )
 
-    def _note_loss_structure(self, writer: Writer) -> None:
+    def _note_loss(self, writer: DumpWriter) -> None:
         """Record if the loss is weighted; ``dump_files.read`` needs it to scale the gradients that are written later.
 
         Only the last stage has this information. Its record applies to the tensors of all stages.
         """
-        if not self._has_noted_structure and self.engine.has_weighted_loss is not None:
+        if not self._has_noted_loss and self.engine.has_weighted_loss is not None:
             writer.note("loss", is_weighted=self.engine.has_weighted_loss)
-            self._has_noted_structure = True
+            self._has_noted_loss = True
 
-    def _dump_weights(self, writer: Writer) -> None:
+    def _dump_weights(self, writer: DumpWriter) -> None:
         """Write the weights; with ZeRO 3, this replica's shards of the main params (full weights are temporary)."""
         are_full = self.config.optimizer.zero_stage < 3
         self.engine.optimizer.store.finish_gathers()
@@ -226,11 +228,15 @@ class Debugger(Callback):
                 is_unsharded = are_full or not parameter.requires_grad
                 weight = parameter if is_unsharded else self.engine.optimizer.main_param_of(parameter)
                 writer.add(
-                    weight, name, WEIGHT, cut=shard_cut(shard_of(weight)), chunk=self._chunks.get(id(parameter), 0)
+                    weight,
+                    name,
+                    WEIGHT,
+                    shard_slice=slice_of_shard(shard_of(weight)),
+                    chunk=self._chunk_by_parameter.get(id(parameter), 0),
                 )
 
     @torch.no_grad()
-    def _dump_gradients(self, writer: Writer) -> None:
+    def _dump_gradients(self, writer: DumpWriter) -> None:
         optimizer = self.engine.optimizer
         optimizer.reducer.sum_over_groups()
         factor = optimizer.gradient_factor / optimizer.loss_scale
@@ -239,74 +245,82 @@ class Debugger(Callback):
                 continue
             gradient = optimizer.gradient_of(parameter)
             if gradient is not None:
-                shard, chunk = shard_cut(optimizer.gradient_shard(parameter)), self._chunks.get(id(parameter), 0)
-                writer.add(gradient, name, GRADIENT, cut=shard, chunk=chunk, factor=factor)
+                shard, chunk = (
+                    slice_of_shard(optimizer.gradient_shard(parameter)),
+                    self._chunk_by_parameter.get(id(parameter), 0),
+                )
+                writer.add(gradient, name, GRADIENT, shard_slice=shard, chunk=chunk, factor=factor)
 
-    def _ahead_of_update(self) -> None:
+    def _check_before_update(self) -> None:
         """Write the gradients; with --debug-nan, end the run if any rank has found a non-finite value. Collective."""
         if self._is_dumping and self._writer is not None:
             self._dump_gradients(self._writer)
-        self._found, self._has_asked = (
-            self._first_of_group(self._check.finding(in_backward=self._counts_gradients())),
+        self._agreed_finding, self._has_agreed = (
+            self._first_of_group(self._finite_check.first_nonfinite(in_backward=self._should_report_gradients())),
             True,
         )
         if not self.config.debug.debug_nan:
             return
-        finding = self._found
-        self._note(finding)
+        finding = self._agreed_finding
+        self._note_finding(finding)
         has_found = torch.tensor([float(finding is not None)], device=self.world.device)
         if all_reduce(has_found, self.world.grid.world, dist.ReduceOp.MAX).item():
             message = "inputs and outputs of modules must be finite (--debug-nan). The weights are as before this step."
             raise ModuleError(message, finding.text if finding is not None else "")
 
-    def _finding(self) -> Finding | None:
+    def _find_local(self) -> Finding | None:
         """Return this rank's first non-finite value. Not collective, because an error has ended the step early."""
-        finding = self._check.finding(in_backward=self._counts_gradients())
-        return None if finding is None or finding.has_arrived else finding
+        finding = self._finite_check.first_nonfinite(in_backward=self._should_report_gradients())
+        return None if finding is None or finding.is_from_outside else finding
 
-    def _first_of_group(self, found: Finding | None) -> Finding | None:
-        """Return ``found`` if this rank produced the first non-finite value of its tensor group, else None. Collective.
+    def _first_of_group(self, finding: Finding | None) -> Finding | None:
+        """Return ``finding`` if this rank has the first non-finite value of its tensor group, else None. Collective.
 
         A non-finite value of one rank spreads to the group with the next all-reduce. Tensors have the same numbers on
         all ranks of the group, so the rank with the smallest number was the first.
         """
-        local_number = math.inf if found is None else float(found.number)
-        first_number = all_reduce(
-            torch.tensor([local_number], device=self.world.device), self.world.grid.tensor, dist.ReduceOp.MIN
+        local_idx = math.inf if finding is None else float(finding.tensor_idx)
+        first_idx = all_reduce(
+            torch.tensor([local_idx], device=self.world.device), self.world.grid.tensor, dist.ReduceOp.MIN
         )
-        return None if found is None or found.has_arrived or local_number > first_number.item() else found
+        return None if finding is None or finding.is_from_outside or local_idx > first_idx.item() else finding
 
-    def _counts_gradients(self) -> bool:
+    def _should_report_gradients(self) -> bool:
         """Return False if a smaller fp16 loss scale may avoid non-finite gradients, which are then not reported."""
-        return not self.engine.optimizer.scaler.is_to_blame
+        return not self.engine.optimizer.scaler.can_decrease
 
-    def _note(self, found: Finding | None) -> None:
+    def _note_finding(self, finding: Finding | None) -> None:
         """Record a non-finite value in the dump."""
-        if found is not None and self._is_dumping and self._writer is not None:
-            self._writer.note("not finite", text=found.text, name=found.seen.name, what=found.seen.what)
+        if finding is not None and self._is_dumping and self._writer is not None:
+            self._writer.note("not finite", text=finding.text, name=finding.info.name, what=finding.info.tensor_type)
 
-    def _end(self, result: StepResult) -> None:
+    def _write_step_end(self, result: StepResult) -> None:
         """Write the result of a dumped step, and log a non-finite value that did not end the run."""
         if not self._is_dumping or self._writer is None:
             return
-        finding = self._found
+        finding = self._agreed_finding
         if finding is not None:  # the guard has skipped the step, or the value had no effect on the loss
             log.warning(f"{self.world.name}: {finding.text}")
-        self._note(finding)
+        self._note_finding(finding)
         self._writer.note("end", loss=result.loss, grad_norm=result.grad_norm, is_skipped=result.is_skipped)
 
-    def _warn_of_steps_behind(self, first: int) -> None:
+    def _warn_if_steps_have_passed(self, first_step: int) -> None:
         """Warn at the first step of this start if it is after all steps of --debug-dump-steps."""
-        is_first, self._has_started = not self._has_started, True
-        if is_first and self._dumped and first >= max(steps.stop for steps in self._dumped) and self.world.rank == 0:
+        is_first_step, self._has_started = not self._has_started, True
+        if (
+            is_first_step
+            and self._dump_ranges
+            and first_step >= max(steps.stop for steps in self._dump_ranges)
+            and self.world.rank == 0
+        ):
             log.warning(
-                f"--debug-dump has no effect: the run continues with step {first}, after --debug-dump-steps "
+                f"--debug-dump has no effect: the run continues with step {first_step}, after --debug-dump-steps "
                 f"{self.config.debug.debug_dump_steps}. Set later steps, counted from the first start"
             )
 
 
-def _chunks_of_parameters(module: Any, chunks: int) -> dict[int, int]:
+def _chunk_by_parameter(module: Any, num_chunks: int) -> dict[int, int]:
     """Return parameter id -> the first chunk that contains it; empty for a model with one chunk."""
-    if chunks == 1:
+    if num_chunks == 1:
         return {}
-    return {id(parameter): chunk for chunk in reversed(range(chunks)) for parameter in module.parameters_of(chunk)}
+    return {id(parameter): chunk for chunk in reversed(range(num_chunks)) for parameter in module.parameters_of(chunk)}

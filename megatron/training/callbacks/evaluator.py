@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.runtime.exit_signals import how_to_go_on
-from megatron.training.data_progress import numbers_text
+from megatron.runtime.exit_signals import resume_advice
+from megatron.training.data_progress import format_by_corpus
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import EVALUATING
 from megatron.training.trainer import Callback, perplexity
@@ -46,7 +46,7 @@ class Evaluator(Callback):
             The loss, or None if a signal interrupted the evaluation. The run then stops after this step; during the
             evaluation of the test split it stops immediately.
         """
-        with self.trainer.phases.over(EVALUATING):
+        with self.trainer.phases.during(EVALUATING):
             weights = self.trainer.data.corpora.get(split, {})
             losses: dict[str, float] = {}
             for corpus in weights or [None]:
@@ -67,26 +67,26 @@ class Evaluator(Callback):
         loss = 0.0
         for _ in range(iterations):
             loss += trainer.engine.evaluate_batch(batches) / iterations
-            is_signalled, *_ = trainer.world.any([trainer.stop.signal_name is not None])
+            is_signalled, *_ = trainer.world.any_rank([trainer.stop.signal_name is not None])
             if is_signalled:
                 if split == "test":
                     trainer.stop_text = (
                         f"stopped during the evaluation of the test split; the run is saved in {trainer.folder}. "
-                        f"{how_to_go_on(trainer.folder)}"
+                        f"{resume_advice(trainer.folder)}"
                     )
                 return None
         return loss
 
-    def _report(self, split: str, loss: float, of_corpora: Mapping[str, float]) -> None:
+    def _report(self, split: str, loss: float, corpus_losses: Mapping[str, float]) -> None:
         """Log the loss of a split and of its corpora, and call ``on_evaluate_end``."""
         values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
-        corpus_text = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
+        corpus_text = f" | {format_by_corpus(corpus_losses, '.4f')}" if corpus_losses else ""
         self.trainer.print_line(
             f"step {self.trainer.progress.step} | {SPLITS[split]} loss {loss:.4f} | "
             f"perplexity {values['perplexity']:.2f}{corpus_text}"
         )
         self.losses[split] = loss
-        self.trainer.call("on_evaluate_end", split, values | ({"losses": dict(of_corpora)} if of_corpora else {}))
+        self.trainer.call("on_evaluate_end", split, values | ({"losses": dict(corpus_losses)} if corpus_losses else {}))
 
 
 def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -12,9 +12,9 @@ from megatron.training.callbacks.running_statistics import RunningStatistics
 from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 
-MOST_NUMBERS = 16_384
+MAX_TABLE_SIZE = 16_384
 """Largest table (layers x experts) that goes into records; 58 layers with 256 experts each make records of 100 kB."""
-NAMED_AT_MOST = 3
+MAX_NAMES = 3
 
 
 class ExpertMonitor(Callback):
@@ -33,7 +33,7 @@ class ExpertMonitor(Callback):
         self.model, self.settings = model, settings
         num_experts, k = model.num_experts, model.moe_router_topk
         # With k = E the load is always even.
-        self.limit = (1 + math.log(k) / math.log(num_experts)) / 2 if k < num_experts else 0.0
+        self.entropy_limit = (1 + math.log(k) / math.log(num_experts)) / 2 if k < num_experts else 0.0
         self._load: ExpertLoad | None = None
         self.load_state_dict({})
 
@@ -42,42 +42,44 @@ class ExpertMonitor(Callback):
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         if self._load is not None:
-            metrics |= values_of(self._load, drops=self.model.moe_expert_capacity_factor > 0)
+            metrics |= load_metrics(self._load, has_capacity=self.model.moe_expert_capacity_factor > 0)
 
     def on_step_end(self, result: StepResult) -> None:
         """Report the routers that have collapsed in this step."""
         if result.expert_load is None or result.is_skipped:
             return
-        if collapsed := self.collapsing(result.expert_load):
-            self.trainer.print_line(f"step {self.trainer.samples.step} | {self._text(collapsed, result.expert_load)}")
+        if collapsed := self.update_collapsed(result.expert_load):
+            self.trainer.print_line(
+                f"step {self.trainer.samples.step} | {self._warning(collapsed, result.expert_load)}"
+            )
 
-    def collapsing(self, load: ExpertLoad) -> dict[str, float]:
+    def update_collapsed(self, load: ExpertLoad) -> dict[str, float]:
         """Record the load of a step; return newly collapsed layer -> mean entropy divided by ln E."""
         newly_collapsed = {}
         for layer, entropy in zip(load.layers, load.entropy(), strict=True):
-            statistics = self._seen.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
+            statistics = self._entropies.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
             statistics.add(entropy)
             mean = statistics.mean()
-            if mean < self.limit and entropy < self.limit and layer not in self._collapsed:
+            if mean < self.entropy_limit and entropy < self.entropy_limit and layer not in self._collapsed:
                 self._collapsed.add(layer)
                 newly_collapsed[layer] = mean
-            elif self.limit <= mean < math.inf and layer in self._collapsed:
+            elif self.entropy_limit <= mean < math.inf and layer in self._collapsed:
                 self._collapsed.remove(layer)
                 statistics.values.clear()  # wait for half a window, so that a mean near the limit is reported rarely
         return newly_collapsed
 
-    def _text(self, found: Mapping[str, float], load: ExpertLoad) -> str:
-        """Return the warning; ``found`` has the mean entropy of the collapsed layers, divided by ln E."""
+    def _warning(self, entropy_by_layer: Mapping[str, float], load: ExpertLoad) -> str:
+        """Return the warning; ``entropy_by_layer`` has the mean entropy of the collapsed layers, divided by ln E."""
         num_experts = self.model.num_experts
-        worst = min(found, key=found.__getitem__)
-        layers = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]
-        suffix = f" and {len(found) - len(layers)} more" if len(found) > len(layers) else ""
+        worst = min(entropy_by_layer, key=entropy_by_layer.__getitem__)
+        layers = sorted(entropy_by_layer, key=entropy_by_layer.__getitem__)[:MAX_NAMES]
+        suffix = f" and {len(entropy_by_layer) - len(layers)} more" if len(entropy_by_layer) > len(layers) else ""
         imbalance = load.imbalance()[load.layers.index(worst)]
-        steps = len(self._seen[worst].values)
+        num_steps = len(self._entropies[worst].values)
         return (
-            f"router collapse: {', '.join(layers)}{suffix}: the mean entropy of {worst} over {steps} steps corresponds "
-            f"to {num_experts ** found[worst]:.1f} of {num_experts} experts; the most loaded expert now has "
-            f"{imbalance:.2f} x the mean tokens. {self._advice()}"
+            f"router collapse: {', '.join(layers)}{suffix}: the mean entropy of {worst} over {num_steps} steps "
+            f"corresponds to {num_experts ** entropy_by_layer[worst]:.1f} of {num_experts} experts; the most loaded "
+            f"expert now has {imbalance:.2f} x the mean tokens. {self._advice()}"
         )
 
     def _advice(self) -> str:
@@ -88,33 +90,33 @@ class ExpertMonitor(Callback):
             advice = f"Raise --moe-aux-loss-coeff ({model.moe_aux_loss_coeff:g})"
         else:
             advice = "Add --moe-aux-loss-coeff 0.01"
-        return f"{advice}, or lower --lr; docs/seeing.md#experts"
+        return f"{advice}, or lower --lr; docs/monitoring.md#experts"
 
     def state_dict(self) -> dict[str, Any]:
-        entropies = {layer: list(statistics.values) for layer, statistics in self._seen.items()}
+        entropies = {layer: list(statistics.values) for layer, statistics in self._entropies.items()}
         return {"entropies": entropies, "collapsed": sorted(self._collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         window = self.settings.stability_window
-        self._seen = {
+        self._entropies = {
             layer: RunningStatistics(window, 0.0, values) for layer, values in state.get("entropies", {}).items()
         }
         self._collapsed = set(state.get("collapsed", ()))
 
 
-def values_of(load: ExpertLoad, *, drops: bool) -> dict[str, Any]:
-    """Return the values of a record by layer; docs/seeing.md has the formulas.
+def load_metrics(load: ExpertLoad, *, has_capacity: bool) -> dict[str, Any]:
+    """Return the values of a record by layer; docs/monitoring.md has the formulas.
 
     Args:
-        drops: True if experts have a capacity, so that tokens may be dropped.
+        has_capacity: True if experts have a capacity, so that tokens may be dropped.
     """
 
     def by_layer(values: list[Any]) -> dict[str, Any]:
         return dict(zip(load.layers, values, strict=True))
 
     record = {"moe_load_imbalance": by_layer(load.imbalance()), "moe_entropy": by_layer(load.entropy())}
-    if drops:
+    if has_capacity:
         record["moe_dropped"] = by_layer(load.dropped_share())
-    if load.tokens.numel() <= MOST_NUMBERS:
+    if load.tokens.numel() <= MAX_TABLE_SIZE:
         record["moe_tokens_per_expert"] = by_layer(load.tokens.tolist())
     return record

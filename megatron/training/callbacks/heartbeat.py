@@ -14,11 +14,11 @@ class Heartbeat(Callback):
     """Records the engine's current operation, the newest durable checkpoint, and the error that ends this rank."""
 
     def on_train_start(self) -> None:
-        self.trainer.engine.on_activity = rank_status.heartbeat_note
+        self.trainer.engine.on_activity = rank_status.write_operation
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
         if path is not None and self.trainer.world.rank == 0:
-            progress_file.note_committed_step(step)
+            progress_file.report_committed_step(step)
 
     def on_exception(self, error: BaseException) -> None:
         if console := self.trainer.find(Console):

@@ -10,8 +10,8 @@ from threading import Event, Thread
 
 from megatron import files, log
 from megatron.checkpoint.huggingface.config import config_to_huggingface
-from megatron.checkpoint.huggingface.convert import DTYPES, Exported, export
-from megatron.checkpoint.one_process import open_written, read_weights
+from megatron.checkpoint.huggingface.convert import DTYPES, ExportResult, export
+from megatron.checkpoint.one_process import open_unverified, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING
@@ -19,7 +19,7 @@ from megatron.training.trainer import Callback
 
 HF = "hf"
 """Folder of the exports in a run folder, next to its checkpoints."""
-STALE = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class _Outcome:
     Args:
         path: target folder.
         seconds: duration of the export.
-        done: the export, or None if it failed with ``error``.
+        exported: the export, or None if it failed with ``error``.
     """
 
     step: int
     path: Path
     seconds: float
-    done: Exported | None = None
+    exported: ExportResult | None = None
     error: str = ""
 
 
@@ -56,7 +56,7 @@ class HuggingFaceExporter(Callback):
         self.interval = interval
         self.dtype = dtype if dtype in ("bf16", "fp16") and dtype in DTYPES else None
         self._thread: Thread | None = None
-        self._is_read = Event()
+        self._checkpoint_read = Event()
         self._outcome: _Outcome | None = None
 
     def on_train_start(self) -> None:
@@ -71,7 +71,7 @@ class HuggingFaceExporter(Callback):
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"--export-hf-interval: {error}. Leave the flag out") from error
         if trainer.world.rank == 0:
-            for leftover in (trainer.folder / HF).glob(f"{STALE}*"):
+            for leftover in (trainer.folder / HF).glob(f"{TEMPORARY_PREFIX}*"):
                 with suppress(OSError):
                     files.remove_tree(leftover)
 
@@ -83,8 +83,8 @@ class HuggingFaceExporter(Callback):
         self._report()
         if self.trainer.progress.step % self.interval == 0:
             self.trainer.request_save()
-        if self.trainer.is_save_wanted and self._thread is not None:
-            self._is_read.wait()
+        if self.trainer.is_save_requested and self._thread is not None:
+            self._checkpoint_read.wait()
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, object]) -> None:
         """Start to export the checkpoint ``path`` if an export is due at its step."""
@@ -93,7 +93,7 @@ class HuggingFaceExporter(Callback):
         if path is None or trainer.world.rank or not is_due:
             return
         self._finish()
-        self._is_read.clear()
+        self._checkpoint_read.clear()
         target = trainer.folder / HF / f"step-{step:08d}"
         # A daemon thread, so that a failing job does not wait for the disk.
         self._thread = Thread(target=self._export, args=(step, path, target), name=f"export-{step}", daemon=True)
@@ -101,7 +101,7 @@ class HuggingFaceExporter(Callback):
 
     def on_train_end(self) -> None:
         """Wait for the running export. Collective."""
-        with self.trainer.phases.over(SAVING):
+        with self.trainer.phases.during(SAVING):
             self._finish()
 
     def _finish(self) -> None:
@@ -115,9 +115,9 @@ class HuggingFaceExporter(Callback):
         """Export the checkpoint ``source`` to ``target``; runs in a thread."""
         began, exported, error = time.perf_counter(), None, ""
         try:
-            checkpoint = open_written(source)
+            checkpoint = open_unverified(source)
             weights = read_weights(checkpoint)
-            self._is_read.set()
+            self._checkpoint_read.set()
             files.make_folder(target.parent)
             if target.exists():  # from an earlier start, or from before a rollback
                 files.remove_tree(target)
@@ -125,18 +125,18 @@ class HuggingFaceExporter(Callback):
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"
         self._outcome = _Outcome(step, target, time.perf_counter() - began, exported, error)
-        self._is_read.set()
+        self._checkpoint_read.set()
 
     def _report(self) -> None:
         """Log the result of a finished export, and call ``on_export_end`` if it succeeded."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
-        if outcome.done is None:
+        if outcome.exported is None:
             log.error(f"step {outcome.step}: NOT EXPORTED to {outcome.path}: {outcome.error}. The run continues")
             return
-        size = f"{outcome.done.num_bytes / 1e6:.1f} MB"
+        size = f"{outcome.exported.num_bytes / 1e6:.1f} MB"
         self.trainer.print_line(f"step {outcome.step} | exported {outcome.path} in {outcome.seconds:.2f} s, {size}")
-        for note in outcome.done.notes:
+        for note in outcome.exported.notes:
             log.warn_once(f"{outcome.path.parent}: {note}")
         self.trainer.call("on_export_end", outcome.step, outcome.path)

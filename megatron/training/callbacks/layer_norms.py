@@ -28,16 +28,16 @@ class LayerNorms(Callback):
 
     def on_train_start(self) -> None:
         named_params = named_parameters(self.trainer.engine.module)
-        self._group_of = {parameter: group_of(name) for name, parameter in named_params}
-        self._groups = _of_all_ranks(self._group_of.values(), self.trainer.world)
+        self._group_by_parameter = {parameter: group_of(name) for name, parameter in named_params}
+        self._groups = _gather_groups(self._group_by_parameter.values(), self.trainer.world)
         self._norms: dict[str, float] = {}
 
     def on_before_update(self, loss: float) -> None:
         if self.trainer.is_log_step:
-            self._norms = self._taken()
+            self._norms = self._compute_norms()
 
     def on_after_update(self, result: StepResult) -> None:
-        if not math.isfinite(result.loss) and result.is_refused:
+        if not math.isfinite(result.loss) and result.is_rejected:
             self._norms = {}  # the gradients were discarded before their norm was computed
 
     def on_log(self, metrics: dict[str, Any]) -> None:
@@ -45,14 +45,14 @@ class LayerNorms(Callback):
             metrics["layer_norms"] = self._norms
 
     @torch.no_grad()
-    def _taken(self) -> dict[str, float]:
+    def _compute_norms(self) -> dict[str, float]:
         """Return the gradient norm of each group. Collective."""
         optimizer, group_idx = self.trainer.engine.optimizer, {name: index for index, name in enumerate(self._groups)}
         device = self.trainer.world.device
         optimizer.reducer.sum_over_groups()
         squares = torch.zeros(len(group_idx), dtype=torch.float64, device=device)
         for parameter, gradient in optimizer.reducer.counted_grads():
-            squares[group_idx[self._group_of[parameter]]] += square_of_norm(gradient).to(device)
+            squares[group_idx[self._group_by_parameter[parameter]]] += square_of_norm(gradient).to(device)
         total = all_reduce(all_reduce(squares, optimizer.reducer.norm_group), optimizer.reducer.model_group)
         factor = optimizer.gradient_factor / optimizer.loss_scale
         return dict(zip(self._groups, (total.sqrt() * factor).tolist(), strict=True))
@@ -64,11 +64,11 @@ def group_of(name: str) -> str:
     return layer.group() if layer else name.rpartition(".")[0] or name
 
 
-def _of_all_ranks(names: Iterable[str], world: World) -> list[str]:
+def _gather_groups(names: Iterable[str], world: World) -> list[str]:
     """Return the groups of all ranks, layers sorted by index. Collective."""
     names_of_ranks = world.grid.host.gather_objects(sorted(set(names)))
-    return sorted({name for rank_names in names_of_ranks for name in rank_names}, key=_by_number)
+    return sorted({name for rank_names in names_of_ranks for name in rank_names}, key=_sort_key)
 
 
-def _by_number(name: str) -> list[str]:
-    return [part.zfill(9) if part.isdigit() else part for part in name.split(".")]
+def _sort_key(name: str) -> list[str]:
+    return [component.zfill(9) if component.isdigit() else component for component in name.split(".")]

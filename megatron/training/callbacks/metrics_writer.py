@@ -32,45 +32,45 @@ class Metrics(Callback):
 
     def on_train_start(self) -> None:
         trainer, is_evaluation = self.trainer, self.trainer.config.checkpoint.eval_only
-        given_folder = trainer.config.run.tensorboard_dir
+        tensorboard_dir = trainer.config.run.tensorboard_dir
         # An evaluation must not modify the run's records.
         default_folder = None if is_evaluation else trainer.folder / "tensorboard"
         name = EVALUATIONS if is_evaluation else METRICS
         self.writer = MetricsWriter(
-            trainer.folder, Path(given_folder) if given_folder else default_folder, trainer.resumed_step, name
+            trainer.folder, Path(tensorboard_dir) if tensorboard_dir else default_folder, trainer.resumed_step, name
         )
 
     def on_load_end(self, step: int) -> None:
-        self._opened.truncate_to_step(step)
+        self._open_writer.truncate_to_step(step)
 
     def on_log(self, metrics: dict[str, Any]) -> None:
-        self._opened.write("train", self.trainer.progress.step, metrics)
+        self._open_writer.write("train", self.trainer.progress.step, metrics)
 
     def on_evaluate_end(self, split: str, values: dict[str, Any]) -> None:
-        notes = self._of_evaluation() if self.trainer.config.checkpoint.eval_only else None
-        self._opened.write(split, self.trainer.progress.step, values, notes)
+        notes = self._evaluation_notes() if self.trainer.config.checkpoint.eval_only else None
+        self._open_writer.write(split, self.trainer.progress.step, values, notes)
 
     def on_save_staged(self, step: int, values: dict[str, Any]) -> None:
-        self._opened.write("save", step, values)
+        self._open_writer.write("save", step, values)
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, Any]) -> None:
-        self._opened.write("save", step, values)
+        self._open_writer.write("save", step, values)
 
     def on_train_end(self) -> None:
-        self._opened.close()
+        self._open_writer.close()
 
     def on_exception(self, error: BaseException) -> None:
         if self.writer is not None:
-            self.writer.close(draws=False)
+            self.writer.close(should_plot=False)
 
     @property
-    def _opened(self) -> MetricsWriter:
+    def _open_writer(self) -> MetricsWriter:
         """Return the writer; raise RuntimeError before ``on_train_start``."""
         if self.writer is None:
             raise RuntimeError("metrics cannot be written before on_train_start")
         return self.writer
 
-    def _of_evaluation(self) -> dict[str, Any]:
+    def _evaluation_notes(self) -> dict[str, Any]:
         """Return checkpoint and settings of an evaluation, which writes no config.json."""
         checkpointer = self.trainer.find(Checkpointer)
         loaded = None if checkpointer is None else checkpointer.loaded
@@ -111,25 +111,27 @@ class MetricsWriter:
 
     def _open(self, last_step: int | None) -> None:
         """Drop truncated records and those after ``last_step`` (None: keep all), and open the file."""
-        _keep_whole(self.path, last_step)
+        _truncate_records(self.path, last_step)
         self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
         self._purge_step = None if last_step is None else last_step + 1
 
-    def write(self, kind: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self, record_type: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None
+    ) -> None:
         """Record ``values`` of ``step``.
 
         Args:
-            kind: train, valid, test, tasks or save.
+            record_type: train, valid, test, tasks or save.
             values: values by name; a value may be a dictionary of numbers.
             notes: entries that are written to the file, but not to TensorBoard.
 
         Raises:
             ConfigError: the run folder or the TensorBoard folder was deleted or moved; raised on this rank only.
         """
-        scalars = dict(flat(kind, values))
+        scalars = dict(flatten_metrics(record_type, values))
         with marked(is_of_this_rank=True):
             self._require_folder()
-            record = {"kind": kind, "step": step, **values, **(notes or {})}
+            record = {"kind": record_type, "step": step, **values, **(notes or {})}
             self._file.write(orjson.dumps(record, default=str) + b"\n")
             self._file.flush()
             if self._tensorboard_folder is not None:
@@ -138,23 +140,23 @@ class MetricsWriter:
     def _require_folder(self) -> None:
         """Raise a ConfigError if the open file is no longer at its path."""
         try:
-            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+            is_in_place = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except FileNotFoundError:
-            is_there = False
-        if not is_there:
+            is_in_place = False
+        if not is_in_place:
             raise ConfigError(
                 f"the run folder {self.path.parent} or its {self.path.name} was deleted or moved during the run. "
                 "Restore it and resume with --load, or start again"
             )
 
-    def _add_events(self, folder: Path, step: int, numbers: Mapping[str, float]) -> None:
+    def _add_events(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
         """Write numbers to TensorBoard."""
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(folder), purge_step=self._purge_step)
         try:
-            for name, scalar in numbers.items():
+            for name, scalar in scalars.items():
                 self._events.add_scalar(name, scalar, step)
         except FileNotFoundError as error:
             raise ConfigError(
@@ -162,14 +164,14 @@ class MetricsWriter:
                 "with --load, or start again"
             ) from error
 
-    def close(self, *, draws: bool = True) -> None:
+    def close(self, *, should_plot: bool = True) -> None:
         """Close the files and plot the losses. Errors are only logged, because all records have been written already.
 
         Args:
-            draws: False if an error ends the run: plotting takes seconds, and the launcher does not wait.
+            should_plot: False if an error ends the run: plotting takes seconds, and the launcher does not wait.
         """
         events = [self._events.close] if self._events is not None else []
-        picture = [lambda: draw_losses(self.path, self.picture)] if draws else []
+        picture = [lambda: plot_losses(self.path, self.picture)] if should_plot else []
         for action in (self._file.close, *events, *picture):
             try:
                 action()
@@ -177,12 +179,12 @@ class MetricsWriter:
                 log.warning(f"closing or plotting the metrics failed ({type(error).__name__}: {error})")
 
 
-def flat(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def flatten_metrics(record_type: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield ("kind/name", number), or ("kind/name/inner", number) for dictionaries, for each number of a record."""
     for name, value in values.items():
-        for inner, number in value.items() if isinstance(value, dict) else (("", value),):
-            if isinstance(number, int | float):
-                yield f"{kind}/{name}" + (f"/{inner}" if inner else ""), number
+        for inner, scalar in value.items() if isinstance(value, dict) else (("", value),):
+            if isinstance(scalar, int | float):
+                yield f"{record_type}/{name}" + (f"/{inner}" if inner else ""), scalar
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -195,7 +197,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def draw_losses(metrics: Path, picture: Path) -> None:
+def plot_losses(metrics: Path, picture: Path) -> None:
     """Plot training and validation loss over steps, with the loss of a uniform prediction, ln(vocabulary size).
 
     Does nothing without records. The vocabulary size is read from config.json next to the metrics, if it exists.
@@ -214,9 +216,14 @@ def draw_losses(metrics: Path, picture: Path) -> None:
         points = [(step, loss) for step, loss in curves[split] if loss is not None and math.isfinite(loss)]
         if points:
             axes.plot(*zip(*points, strict=True), marker=marker, label=split)
-    if size := _vocab_size(metrics.parent):
-        guess = math.log(size)
-        axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: uniform prediction")
+    if vocab_size := _vocab_size(metrics.parent):
+        uniform_loss = math.log(vocab_size)
+        axes.axhline(
+            uniform_loss,
+            color="grey",
+            linestyle="--",
+            label=f"ln({vocab_size:,}) = {uniform_loss:.2f}: uniform prediction",
+        )
     axes.set_xlim(left=1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
@@ -233,7 +240,7 @@ def _vocab_size(folder: Path) -> int | None:
     return None
 
 
-def _keep_whole(path: Path, last_step: int | None) -> None:
+def _truncate_records(path: Path, last_step: int | None) -> None:
     """Keep the complete records up to ``last_step`` (None: all), so that new lines can be appended."""
     if not path.exists():
         return

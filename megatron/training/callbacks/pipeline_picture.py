@@ -27,27 +27,27 @@ class PipelinePicture(Callback):
         if parallel.pipeline_trace is None or trainer.last_loss is None:
             return
         if trainer.world.rank == 0:
-            self.text = draw(parallel.pipeline_trace, trainer.folder, 0.5 * parallel.phase_timeout_s)
+            self.text = draw_schedule(parallel.pipeline_trace, trainer.folder, 0.5 * parallel.phase_timeout_s)
         trainer.world.barrier()  # keeps all ranks alive while rank 0 draws
 
 
-def draw(trace: str, folder: Path, patience_s: float) -> str | None:
+def draw_schedule(trace: str, folder: Path, timeout_s: float) -> str | None:
     """Draw the last traced step into ``folder``; return a one-line summary, or log a warning and return None.
 
     Args:
         trace: folder with the traces of all ranks.
-        patience_s: timeout in seconds; the other ranks wait until the picture is drawn.
+        timeout_s: timeout in seconds; the other ranks wait until the picture is drawn.
     """
     picture = folder / PICTURE
     command = [sys.executable, str(TOOL), "--trace", trace, "--out", str(picture)]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         log.warning(f"the pipeline trace in {trace} could not be drawn: {lines[-1] if lines else error}")
         return None
     from tds import plot  # imports matplotlib
 
-    plot.leave_picture(trace)
+    plot.disable_drawing(trace)
     bubble = next((" ".join(line.split()) for line in result.stdout.splitlines() if line.startswith("bubble")), "")
     return f"{picture}: {bubble}; open {trace} in Perfetto"

@@ -14,19 +14,19 @@ from megatron.config import Config
 from megatron.mpu.mappings import all_reduce
 from megatron.training.trainer import Callback
 
-SIZE = 256
+MATRIX_SIZE = 256
 """Rows and columns of the timed matrices: 0.03 s per product at 1 GFLOP/s, the slowest rate observed."""
-ROUNDS = 4
+MAX_ROUNDS = 4
 MAX_S = 0.2
 """No further round starts after this many seconds."""
-SLOW = 2.0
+MIN_SLOWDOWN = 2.0
 """Smallest slowdown that is reported."""
 
 Timer = Callable[[Callable[[], torch.Tensor]], float]
 
 
 class PrecisionSpeedWarning(Callback):
-    """Warns on rank 0 if the matrix products in bf16 or fp16 take at least ``SLOW`` times as long as in fp32.
+    """Warns on rank 0 if the matrix products in bf16 or fp16 take at least ``MIN_SLOWDOWN`` times as long as in fp32.
 
     A CPU without instructions for a 16-bit type computes its products 4 to 200 times slower than in fp32. The names of
     CPUs and versions of torch do not show which ones are affected, so the first rank of each node times the products
@@ -35,13 +35,13 @@ class PrecisionSpeedWarning(Callback):
 
     def on_train_start(self) -> None:
         world, dtype = self.trainer.world, self.trainer.config.precision.dtype
-        if world.kind != "cpu" or dtype not in ("bf16", "fp16"):
+        if world.device_type != "cpu" or dtype not in ("bf16", "fp16"):
             return
         slowdown = product_slowdown(device.DTYPES[dtype]) if world.local_rank == 0 else Slowdown(0.0, 0.0)
         slowest = all_reduce(torch.tensor(slowdown, dtype=torch.float32), world.grid.world, dist.ReduceOp.MAX)
         slowdown = Slowdown(*slowest.tolist())
-        if max(slowdown) >= SLOW and world.rank == 0:
-            log.warning(message(slowdown, self.trainer.config))
+        if max(slowdown) >= MIN_SLOWDOWN and world.rank == 0:
+            log.warning(slowdown_message(slowdown, self.trainer.config))
 
 
 class Slowdown(NamedTuple):
@@ -51,14 +51,14 @@ class Slowdown(NamedTuple):
     backward: float
 
 
-def seconds_of(product: Callable[[], torch.Tensor]) -> float:
+def time_product(product: Callable[[], torch.Tensor]) -> float:
     """Return the seconds that one call of ``product`` takes."""
     start = time.perf_counter()
     product()
     return time.perf_counter() - start
 
 
-def product_slowdown(dtype: torch.dtype, timer: Timer = seconds_of) -> Slowdown:
+def product_slowdown(dtype: torch.dtype, timer: Timer = time_product) -> Slowdown:
     """Return the slowdown of ``dtype`` in the three matrix products of a linear layer.
 
     The types are timed in turn and the minimum of each product is used, so that other programs on the machine are not
@@ -69,11 +69,11 @@ def product_slowdown(dtype: torch.dtype, timer: Timer = seconds_of) -> Slowdown:
     """
     types = (torch.float32, dtype)
     generator = torch.Generator().manual_seed(0)
-    x, weight, grad = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(3))
+    x, weight, grad = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator) for _ in range(3))
     products = {type_: _products(x.to(type_), weight.to(type_), grad.to(type_)) for type_ in types}
     best = {type_: [float("inf")] * 3 for type_ in types}
     spent_s = 0.0
-    for round_idx in range(ROUNDS):
+    for round_idx in range(MAX_ROUNDS):
         for type_ in types:
             times = [timer(product) for product in products[type_]]
             best[type_] = [min(pair) for pair in zip(best[type_], times, strict=True)]
@@ -88,15 +88,15 @@ def _products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list
     return [lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x]
 
 
-def message(slowdown: Slowdown, config: Config) -> str:
+def slowdown_message(slowdown: Slowdown, config: Config) -> str:
     """Return the warning: the slowdown, the setting that selected the type, and the setting to change."""
     dtype = config.precision.dtype
-    is_json = config.deepspeed.get(str(dtype), {}).get("enabled") is True
-    if is_json and "dtype" not in config.given:
-        setting, cure = f'"{dtype}": {{"enabled": true}} of the DeepSpeed JSON', f"Set {dtype}.enabled to false"
+    is_set_by_json = config.deepspeed.get(str(dtype), {}).get("enabled") is True
+    if is_set_by_json and "dtype" not in config.explicit_fields:
+        setting, fix = f'"{dtype}": {{"enabled": true}} of the DeepSpeed JSON', f"Set {dtype}.enabled to false"
     else:
-        setting, cure = f"--{dtype}", f"Leave --{dtype} out or use --fp32"
+        setting, fix = f"--{dtype}", f"Leave --{dtype} out or use --fp32"
     return (
         f"{setting} is slow on this CPU: products take {slowdown.forward:.1f} times as long as in fp32 in the forward "
-        f"pass and {slowdown.backward:.1f} times in the backward pass. {cure}; fp32 is the default on a CPU"
+        f"pass and {slowdown.backward:.1f} times in the backward pass. {fix}; fp32 is the default on a CPU"
     )

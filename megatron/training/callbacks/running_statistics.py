@@ -6,19 +6,19 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-SMALLEST_SPREAD = 1.0e-3  # relative to the mean: if values hardly differ, a small change is not an anomaly
+MIN_SPREAD = 1.0e-3  # relative to the mean: if values hardly differ, a small change is not an anomaly
 
 
 class RunningStatistics:
-    """The last ``size`` values. A new value is anomalous if it is more than ``sigma`` deviations above their mean.
+    """The last ``window`` values. A new value is anomalous if it is more than ``sigma`` deviations above their mean.
 
-    The deviation is at least ``SMALLEST_SPREAD`` times the mean. At least half of the window must be filled. Sums are
+    The deviation is at least ``MIN_SPREAD`` times the mean. At least half of the window must be filled. Sums are
     exact, so that all ranks, and a resumed run, decide identically from the same values.
     """
 
-    def __init__(self, size: int, sigma: float, values: Iterable[float] = ()) -> None:
-        self.values: deque[float] = deque(values, maxlen=size)
-        self.size, self.sigma = size, sigma
+    def __init__(self, window: int, sigma: float, values: Iterable[float] = ()) -> None:
+        self.values: deque[float] = deque(values, maxlen=window)
+        self.window, self.sigma = window, sigma
 
     def add(self, value: float) -> None:
         """Append ``value``, dropping the oldest one if the window is full; ignore it if it is not finite."""
@@ -27,13 +27,13 @@ class RunningStatistics:
 
     def mean(self) -> float:
         """Return the mean, or infinity if less than half of the window is filled."""
-        return math.fsum(self.values) / len(self.values) if 2 * len(self.values) >= self.size else math.inf
+        return math.fsum(self.values) / len(self.values) if 2 * len(self.values) >= self.window else math.inf
 
     def limit(self) -> float:
         """Return the largest value that is not anomalous; infinity if less than half of the window is filled."""
         mean = self.mean()
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
-        return mean + self.sigma * max(spread, SMALLEST_SPREAD * abs(mean))
+        return mean + self.sigma * max(spread, MIN_SPREAD * abs(mean))
 
     def problem(self, name: str, value: float) -> str | None:
         """Return a description of the problem with a new ``value``, or None if it is normal."""

@@ -18,14 +18,14 @@ from megatron.log import human_count
 from megatron.models import registry
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
-from megatron.training.estimates import bubble_of_run, is_known
+from megatron.training.estimates import is_config_model, make_bubble_estimator
 from megatron.training.start_table import bounds_of
 from megatron.training.trainer import Callback
 from megatron.training.world import World
 
 MATMUL_SIZE = 1024
-MATMUL_SECONDS = 0.3
-MAX_NEW_PEAKS = 3
+MATMUL_S = 0.3
+MAX_REMEASUREMENTS = 3
 """Maximum number of times that a run remeasures the peak of the CPUs."""
 MIB = 2**20
 
@@ -35,14 +35,14 @@ class RankMetrics(NamedTuple):
 
     Args:
         waited_s: seconds waited for data since the last report.
-        own_s: seconds of compute per step.
-        waited_each_s: seconds waited for data per step.
+        compute_s: seconds of compute per step.
+        waited_per_step_s: seconds waited for data per step.
         memory_bytes: peak memory in bytes.
     """
 
     waited_s: list[float]
-    own_s: list[float]
-    waited_each_s: list[float]
+    compute_s: list[float]
+    waited_per_step_s: list[float]
     memory_bytes: list[float]
 
 
@@ -50,7 +50,7 @@ class SpeedMonitor(Callback):
     """Logs the speed of a run, and the compute time and memory of each stage.
 
     Args:
-        counted: number of parameters of the full model, then of one rank of each stage.
+        param_counts: number of parameters of the full model, then of one rank of each stage.
 
     Attributes:
         ranks: measurements of all ranks in the last log step; the same on all ranks.
@@ -58,35 +58,39 @@ class SpeedMonitor(Callback):
 
     ranks: RankMetrics
 
-    def __init__(self, counted: Sequence[int]) -> None:
-        self.counted = counted
-        self._new_peaks_left = 0
+    def __init__(self, param_counts: Sequence[int]) -> None:
+        self.param_counts = param_counts
+        self._num_remeasurements_left = 0
 
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
         self.peak_flops = peak_of_all_ranks(trainer.world)
-        self.rates = Rates(config, self.peak_flops, self.counted)
-        self._new_peaks_left = MAX_NEW_PEAKS if trainer.world.kind == "cpu" else 0
-        self._predicted: Callable[[int], float] = bubble_of_run(
-            config, bounds_of(config, trainer.engine.module), self.counted
+        self.rates = Rates(config, self.peak_flops, self.param_counts)
+        self._num_remeasurements_left = MAX_REMEASUREMENTS if trainer.world.device_type == "cpu" else 0
+        self._predict_bubble: Callable[[int], float] = make_bubble_estimator(
+            config, bounds_of(config, trainer.engine.module), self.param_counts
         )
-        self._seen = (0, Counter[int](), 0.0)
+        self._last_totals = (0, Counter[int](), 0.0)
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer, topology = self.trainer, self.trainer.world.grid.topology
         bubble, self.ranks = trainer.engine.bubble(), self._gather()
-        steps, samples, pause_s = self._seen
-        self._seen = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
-        new_samples = self._seen[1] - samples
+        steps, samples, pause_s = self._last_totals
+        self._last_totals = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
+        new_samples = self._last_totals[1] - samples
         flops = sum(count * self.rates.flops_of_sample(length) for length, count in new_samples.items())
         metrics |= self.rates.drain(
-            self._seen[0] - steps, new_samples.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
+            self._last_totals[0] - steps,
+            new_samples.total(),
+            self._last_totals[2] - pause_s,
+            max(self.ranks.waited_s),
+            flops,
         )
         metrics["mfu"] = self._plausible_mfu(metrics["mfu"], metrics["flops_per_s"])
         if bubble is not None:
-            metrics |= {"bubble": bubble, "bubble_predicted": self._predicted(trainer.samples.num_micro_batches)}
+            metrics |= {"bubble": bubble, "bubble_predicted": self._predict_bubble(trainer.samples.num_micro_batches)}
         metrics |= {
-            "work_s": by_stage(self.ranks.own_s, topology, statistics.fmean),
+            "work_s": by_stage(self.ranks.compute_s, topology, statistics.fmean),
             "memory_bytes": by_stage(self.ranks.memory_bytes, topology, max),
             "time": time.time(),
         }
@@ -97,8 +101,8 @@ class SpeedMonitor(Callback):
         The peak of a CPU is measured at the start, and the measurement is too low if other programs were busy then.
         """
         trainer = self.trainer
-        if self._new_peaks_left and trainer.world.any([_is_above_one(mfu)])[0]:
-            self._new_peaks_left -= 1
+        if self._num_remeasurements_left and trainer.world.any_rank([_is_above_one(mfu)])[0]:
+            self._num_remeasurements_left -= 1
             began = time.perf_counter()
             peak = max(peak_of_all_ranks(trainer.world) or 0.0, self.peak_flops or 0.0)
             trainer.pause_s += time.perf_counter() - began  # not part of any step
@@ -117,13 +121,15 @@ class SpeedMonitor(Callback):
             the message is [4, ranks]; memory is sent in MiB, which fp32 resolves to 8 KiB at 80 GiB
         """
         world, batches = self.trainer.world, self.trainer.batches
-        waited = 0.0 if batches is None else batches.drain_waited_s()
-        own_s, steps = self.trainer.engine.busy()
-        memory_mib = device.peak_memory_bytes(world.kind) / MIB
+        total_waited_s = 0.0 if batches is None else batches.drain_waited_s()
+        busy_s, num_steps = self.trainer.engine.busy()
+        memory_mib = device.peak_memory_bytes(world.device_type) / MIB
         values = torch.zeros(4, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
-        values[:, world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), memory_mib])
-        waited_s, compute_s, waited_each_s, memory = all_reduce(values, world.grid.world).tolist()
-        return RankMetrics(waited_s, compute_s, waited_each_s, [MIB * mib for mib in memory])
+        values[:, world.rank] = torch.tensor(
+            [total_waited_s, busy_s / max(num_steps, 1), total_waited_s / max(num_steps, 1), memory_mib]
+        )
+        waited_s, compute_s, waited_per_step_s, memory = all_reduce(values, world.grid.world).tolist()
+        return RankMetrics(waited_s, compute_s, waited_per_step_s, [MIB * mib for mib in memory])
 
 
 class Rates:
@@ -133,52 +139,54 @@ class Rates:
     per token), full attention for T5, and ``6 N`` for a user's model, of which only the number of parameters is known.
 
     Args:
-        counted: numbers of parameters, from ``count_parameters``.
+        param_counts: numbers of parameters, from ``count_parameters``.
     """
 
-    def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
+    def __init__(self, config: Config, peak_flops: float | None, param_counts: Sequence[int]) -> None:
         self.tokens_per_sample = config.tokens_per_sample
-        flops_of_user_model = 6.0 * counted[0] * self.tokens_per_sample
-        self._config, self._is_known = config, is_known(config, counted)
+        flops_of_user_model = 6.0 * param_counts[0] * self.tokens_per_sample
+        self._config, self._is_known = config, is_config_model(config, param_counts)
         self.flops_per_sample = registry.costs_of(config).flops_per_sample if self._is_known else flops_of_user_model
-        self._by_length = {config.batch.seq_length: self.flops_per_sample}
+        self._flops_by_length = {config.batch.seq_length: self.flops_per_sample}
         self.peak_flops = peak_flops
-        self._since = time.perf_counter()
-        self._first: float | None = None
+        self._last_drain_at = time.perf_counter()
+        self._first_tokens_per_s: float | None = None
         self._later_s, self._later_samples = 0.0, 0
 
     def flops_of_sample(self, length: int) -> float:
         """Return the FLOPs of a sample that is split into sequences of ``length`` tokens."""
         if not self._is_known:
             return self.flops_per_sample
-        if length not in self._by_length:
+        if length not in self._flops_by_length:
             batch = self._config.batch
-            piece = registry.costs_of(replace(self._config, batch=replace(batch, seq_length=length))).flops_per_sample
-            self._by_length[length] = batch.seq_length // length * piece
-        return self._by_length[length]
+            flops_per_sequence = registry.costs_of(
+                replace(self._config, batch=replace(batch, seq_length=length))
+            ).flops_per_sample
+            self._flops_by_length[length] = batch.seq_length // length * flops_per_sequence
+        return self._flops_by_length[length]
 
     def drain(
-        self, steps: int, samples: int, pause_s: float = 0.0, waited_s: float = 0.0, flops: float | None = None
+        self, num_steps: int, num_samples: int, pause_s: float = 0.0, waited_s: float = 0.0, flops: float | None = None
     ) -> dict[str, Any]:
         """Return the rates since the last call.
 
         Args:
-            steps, samples: number of steps and samples since then.
+            num_steps, num_samples: number of steps and samples since then.
             pause_s: seconds of that time that were not spent on training (evaluation, saving).
             waited_s: seconds for which training waited for data.
             flops: FLOPs of these samples; None: they were read at full length.
         """
         now = time.perf_counter()
-        seconds = max(now - self._since - pause_s, 1e-9)
-        self._since = now
-        tokens_per_s = self.tokens_per_sample * samples / seconds
-        if self._first is None:
-            self._first = tokens_per_s
+        seconds = max(now - self._last_drain_at - pause_s, 1e-9)
+        self._last_drain_at = now
+        tokens_per_s = self.tokens_per_sample * num_samples / seconds
+        if self._first_tokens_per_s is None:
+            self._first_tokens_per_s = tokens_per_s
         else:
-            self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + samples
-        flops = (self.flops_per_sample * samples if flops is None else flops) / seconds
+            self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + num_samples
+        flops = (self.flops_per_sample * num_samples if flops is None else flops) / seconds
         return {
-            "step_s": seconds / max(steps, 1),
+            "step_s": seconds / max(num_steps, 1),
             "tokens_per_s": tokens_per_s,
             "flops_per_s": flops,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
@@ -187,7 +195,9 @@ class Rates:
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean speed without the first record, which includes warm-up; with one record, its speed."""
-        return self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first
+        return (
+            self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first_tokens_per_s
+        )
 
 
 def _is_above_one(mfu: float | None) -> bool:
@@ -196,32 +206,34 @@ def _is_above_one(mfu: float | None) -> bool:
 
 def peak_of_all_ranks(world: World) -> float | None:
     """Return the peak FLOP/s of all devices together: from a table for GPUs, measured on CPUs. Collective."""
-    if world.kind != "cpu":
-        peak = peak_flops(device.name(world.kind))
+    if world.device_type != "cpu":
+        peak = peak_flops(device.name(world.device_type))
         return peak * world.grid.topology.world_size if peak else None
-    total = torch.tensor([_measured_product_rate()], dtype=torch.float64)
+    total = torch.tensor([_measure_matmul_flops()], dtype=torch.float64)
     return all_reduce(total, world.grid.world).item()
 
 
-def _measured_product_rate() -> float:
+def _measure_matmul_flops() -> float:
     """Return the FLOP/s of fp32 matrix products on this CPU."""
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
     a @ a
     start, num_products = time.perf_counter(), 0
-    while time.perf_counter() - start < MATMUL_SECONDS:
+    while time.perf_counter() - start < MATMUL_S:
         a @ a
         num_products += 1
     return 2.0 * MATMUL_SIZE**3 * num_products / (time.perf_counter() - start)
 
 
-def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequence[float]], float]) -> dict[str, float]:
-    """Return "stage 0", "stage 1", ... -> ``join`` of the values of the stage's ranks."""
+def by_stage(
+    values: Sequence[float], topology: Topology, reduce: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    """Return "stage 0", "stage 1", ... -> ``reduce`` of the values of the stage's ranks."""
     ranks = topology.groups("data", "tensor")
-    return {f"stage {stage}": join([values[rank] for rank in stage_ranks]) for stage, stage_ranks in enumerate(ranks)}
+    return {f"stage {stage}": reduce([values[rank] for rank in stage_ranks]) for stage, stage_ranks in enumerate(ranks)}
 
 
-def most_of_each_stage(number: float, world: World) -> dict[str, float]:
-    """Return the largest ``number`` (in bytes) of the ranks of each stage. Collective."""
+def max_bytes_by_stage(num_bytes: float, world: World) -> dict[str, float]:
+    """Return the largest ``num_bytes`` (in bytes) of the ranks of each stage. Collective."""
     values = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
-    values[world.rank] = number / MIB
+    values[world.rank] = num_bytes / MIB
     return by_stage([MIB * mib for mib in all_reduce(values, world.grid.world).tolist()], world.grid.topology, max)

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from megatron.config.stability import StabilityConfig
 from megatron.errors import CheckpointError, NumericsError
 from megatron.mpu.mappings import all_reduce
-from megatron.training.callback_states import GUARD
-from megatron.training.callbacks.anomalous_values import bad_gradients, bad_losses
+from megatron.training.callback_states import GUARD_KEY
+from megatron.training.callbacks.anomalous_values import describe_nonfinite_gradients, describe_nonfinite_losses
 from megatron.training.callbacks.checkpointer import Checkpointer
 from megatron.training.callbacks.running_statistics import RunningStatistics
-from megatron.training.callbacks.stability_journal import NAME, EventLog
+from megatron.training.callbacks.stability_journal import JOURNAL_NAME, EventLog
 from megatron.training.step_result import LossError, StepResult
 from megatron.training.step_samples import range_text
 from megatron.training.trainer import Callback
 
-MOST_RETURNS = 3
+MAX_ROLLBACKS = 3
 """Maximum number of consecutive rollbacks to the same checkpoint; after that, the data is not the likely cause."""
 
 
@@ -63,8 +63,8 @@ class StabilityGuard(Callback):
     last anomalous step.
 
     Attributes:
-        seen: loss and gradient norm of the last checked step; infinite if the value of any rank is not finite. The norm
-            is NaN if the loss is not finite.
+        last_checked: loss and gradient norm of the last checked step; infinite if the value of any rank is not finite.
+            The norm is NaN if the loss is not finite.
 
     Source:
         Chowdhery et al. 2022, "PaLM", section 5.1 (restart before a spike and skip the batches around it).
@@ -77,24 +77,24 @@ class StabilityGuard(Callback):
         self.load_state_dict({})
         self._loss = math.nan
         self._problem: str | None = None
-        self.seen = math.nan, math.nan
+        self.last_checked = math.nan, math.nan
         self._journal: EventLog | None = None
         self._checkpointer: Checkpointer | None = None
 
     @property
     def name(self) -> str:
-        return GUARD
+        return GUARD_KEY
 
     # Checks of a step.
 
     def on_train_start(self) -> None:
-        """With --stability-guard skip or rollback, register ``_allows``, which is called before each update."""
+        """With --stability-guard skip or rollback, register ``_accepts_step``, which is called before each update."""
         trainer = self.trainer
         self._checkpointer = trainer.find(Checkpointer)
         if not self.history.streak:
             self.history.good_step = trainer.progress.step
         if self.settings.is_guarded:
-            trainer.engine.optimizer.policy.accepts_step = self._allows
+            trainer.engine.optimizer.policy.accepts_step = self._accepts_step
             if trainer.world.rank == 0:
                 self._journal = EventLog(trainer.folder, self.history.events)
 
@@ -102,18 +102,18 @@ class StabilityGuard(Callback):
         if not self.settings.is_guarded:
             return
         # All ranks discard their gradients or none does, since the norm is collective.
-        self._loss = self._worst(loss)
+        self._loss = self._max_over_ranks(loss)
         if not math.isfinite(self._loss):  # discarded gradients do not count as an overflow for the loss scale
             self.trainer.engine.optimizer.zero_grad()
 
-    def _allows(self, norm: float) -> bool:
+    def _accepts_step(self, norm: float) -> bool:
         """Return True if the optimizer may update the weights; the same on every rank. Called before the update."""
-        loss, norm = self._loss, self._worst(norm)
+        loss, norm = self._loss, self._max_over_ranks(norm)
         has_gradients = math.isfinite(loss)  # otherwise they were discarded before the norm was computed
-        self.seen, self._problem = (loss, norm if has_gradients else math.nan), self.problem(loss, norm)
+        self.last_checked, self._problem = (loss, norm if has_gradients else math.nan), self.problem(loss, norm)
         return self._problem is None
 
-    def _worst(self, value: float) -> float:
+    def _max_over_ranks(self, value: float) -> float:
         """Return the maximum of ``value`` over all ranks; infinity if any is not finite. Collective."""
         group, device = self.trainer.world.decision_group
         values = torch.tensor([value if math.isfinite(value) else math.inf], dtype=torch.float64, device=device)
@@ -131,11 +131,11 @@ class StabilityGuard(Callback):
         if result.is_overflow:
             return
         if self.settings.is_guarded:
-            (loss, norm), result.problem = self.seen, self._problem
+            (loss, norm), result.problem = self.last_checked, self._problem
         else:
             loss, norm = result.loss, result.grad_norm
             result.problem = self.problem(loss, norm)
-        if result.is_refused:
+        if result.is_rejected:
             self.history.streak += 1
             result.loss, result.grad_norm = loss, norm
         else:
@@ -152,44 +152,44 @@ class StabilityGuard(Callback):
             NumericsError: too many consecutive anomalous steps, and no rollback is possible; the same on every rank.
         """
         if self._checkpointer is not None:
-            self._checkpointer.is_held = self.settings.goes_back and self.history.streak > 0
+            self._checkpointer.is_held = self.settings.rolls_back and self.history.streak > 0
         if result.problem is not None:
-            self._follow(result, result.problem)
+            self._handle_anomaly(result, result.problem)
 
-    def _follow(self, result: StepResult, reason: str) -> None:
+    def _handle_anomaly(self, result: StepResult, reason: str) -> None:
         """Log an anomalous step. If it was skipped, record it; after too many in a row, roll back or end the run."""
         samples = self.trainer.samples
-        event = "skipped" if result.is_refused else "spike"
+        event = "skipped" if result.is_rejected else "spike"
         self.trainer.print_line(f"step {samples.step} | {event}: {reason} | {samples.text}")
-        if not result.is_refused:
+        if not result.is_rejected:
             return
         position = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
-        values = dict(zip(("loss", "grad_norm"), self.seen, strict=True))  # orjson writes null if not finite
+        values = dict(zip(("loss", "grad_norm"), self.last_checked, strict=True))  # orjson writes null if not finite
         self._record({"event": "skipped", **position, **values, "reason": reason})
         if self.history.streak < self.settings.stability_patience:
             return
-        if not self.settings.goes_back:
-            raise self._gives_up(reason)
-        self._go_back(reason)
+        if not self.settings.rolls_back:
+            raise self._patience_error(reason)
+        self._roll_back(reason)
 
-    def _go_back(self, reason: str) -> None:
+    def _roll_back(self, reason: str) -> None:
         """Roll back to the last good checkpoint and continue after this step's samples. Collective."""
         trainer, samples, old_history = self.trainer, self.trainer.samples, self.history
         if self._checkpointer is None:
-            raise self._gives_up(reason, " There is no checkpoint to roll back to.")
+            raise self._patience_error(reason, " There is no checkpoint to roll back to.")
         self.load_state_dict({})  # the default for a checkpoint without a state of the guard
         try:
             checkpoint = self._checkpointer.roll_back(up_to_step=old_history.good_step)
         except CheckpointError as error:
             self.history = old_history
-            raise self._gives_up(reason, f" There is no checkpoint to roll back to: {error}") from error
+            raise self._patience_error(reason, f" There is no checkpoint to roll back to: {error}") from error
         first, step = trainer.progress.samples_consumed, trainer.progress.step
         trainer.progress.samples_consumed = samples.last + 1
         trainer.progress.samples_skipped += samples.last + 1 - first  # the learning rate continues from the checkpoint
-        self._count_return(step, old_history)
-        if self.history.returns > MOST_RETURNS:
-            note = f" The run has already rolled back to {checkpoint} {MOST_RETURNS} times without success."
-            raise self._gives_up(reason, note)
+        self._restore_counters(step, old_history)
+        if self.history.returns > MAX_ROLLBACKS:
+            note = f" The run has already rolled back to {checkpoint} {MAX_ROLLBACKS} times without success."
+            raise self._patience_error(reason, note)
         skipped = {"first_sample": first, "last_sample": samples.last}
         self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": old_history.streak,
                       **skipped, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
@@ -198,11 +198,11 @@ class StabilityGuard(Callback):
             f"step {step}; {range_text(first, samples.last)} skipped"
         )
 
-    def _count_return(self, step: int, before: History) -> None:
+    def _restore_counters(self, step: int, old_history: History) -> None:
         """Restore the counters that the checkpoint cannot contain: journal records and number of rollbacks."""
         history = self.history
-        history.events = before.events
-        history.returns = before.returns + 1 if before.returned_to == step else 1
+        history.events = old_history.events
+        history.returns = old_history.returns + 1 if old_history.returned_to == step else 1
         history.returned_to = step
         history.streak, history.good_step = 0, step
 
@@ -212,14 +212,15 @@ class StabilityGuard(Callback):
         if self._journal is not None:
             self._journal.add({"number": self.history.events, **record})
 
-    def _gives_up(self, reason: str, more: str = "") -> NumericsError:
+    def _patience_error(self, reason: str, details: str = "") -> NumericsError:
         """Return the error for too many consecutive anomalous steps."""
         samples, settings = self.trainer.samples, self.settings
-        hint = "" if settings.goes_back else " --stability-guard rollback returns to a checkpoint instead."
+        hint = "" if settings.rolls_back else " --stability-guard rollback returns to a checkpoint instead."
         error = NumericsError(
             f"fewer than --stability-patience {settings.stability_patience} consecutive steps may be anomalous, got "
-            f"that many up to step {samples.step} ({samples.text}): {reason}.{more} {self.trainer.folder / NAME} lists "
-            f"them; their updates were skipped. Inspect their samples, lower --lr, or load an older checkpoint.{hint}"
+            f"that many up to step {samples.step} ({samples.text}): {reason}.{details} "
+            f"{self.trainer.folder / JOURNAL_NAME} lists them; their updates were skipped. Inspect their samples, "
+            f"lower --lr, or load an older checkpoint.{hint}"
         )
         error.is_of_this_rank = False
         return error
@@ -228,7 +229,7 @@ class StabilityGuard(Callback):
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
         """Describe the non-finite losses or gradients of this rank. Synchronises with the device."""
-        find = bad_losses if isinstance(error, LossError) else bad_gradients
+        find = describe_nonfinite_losses if isinstance(error, LossError) else describe_nonfinite_gradients
         return find(self.trainer.engine, self.trainer.world.grid, self.trainer.samples)
 
     # Checkpoint state.

@@ -14,20 +14,20 @@ import orjson
 
 from megatron import files, log
 
-NAME = "stability.jsonl"
+JOURNAL_NAME = "stability.jsonl"
 
 
 class EventLog:
     """The journal of one run folder.
 
     Args:
-        known: number of records up to the checkpoint that the run resumes from; later records are dropped.
+        num_known: number of records up to the checkpoint that the run resumes from; later records are dropped.
     """
 
-    def __init__(self, folder: Path, known: int = 0) -> None:
-        self.path = folder / NAME
+    def __init__(self, folder: Path, num_known: int = 0) -> None:
+        self.path = folder / JOURNAL_NAME
         all_records = read_journal(self.path)
-        self.records = [record for record in all_records if record["number"] <= known]
+        self.records = [record for record in all_records if record["number"] <= num_known]
         if len(self.records) != len(all_records):
             self._write()
 

@@ -17,13 +17,13 @@ from megatron.training.trainer import Callback
 #
 # Any rank may be slow once. ``StragglerDetector`` warns only if the same rank is slow in several consecutive reports.
 
-AS_REPLICA, AS_STAGE = 1.5, 2.0
+REPLICA_FACTOR, STAGE_FACTOR = 1.5, 2.0
 """A rank is clearly slower from this factor times the median compute time of its peers: the first one if the peers are
 replicas, the second one if they are other stages, whose times differ by design."""
-AT_LEAST_S = 0.02
+MIN_DIFFERENCE_S = 0.02
 """Minimum difference to the peers in seconds per step; smaller differences are noise in small models."""
-ALIKE = 0.9
-IN_A_ROW = 3
+GROUP_FRACTION = 0.9
+REPORTS_PER_WARNING = 3
 
 
 class StragglerWarning(Callback):
@@ -39,7 +39,9 @@ class StragglerWarning(Callback):
         if monitor is None:
             return
         topology = self.trainer.world.grid.topology
-        warning = self._detector.judge(slowest(monitor.ranks.own_s, monitor.ranks.waited_each_s, topology))
+        warning = self._detector.update(
+            find_straggler(monitor.ranks.compute_s, monitor.ranks.waited_per_step_s, topology)
+        )
         if warning is not None:
             self.trainer.print_line(f"step {self.trainer.progress.step} | {warning}")
 
@@ -48,11 +50,11 @@ class Straggler(NamedTuple):
     """The slowest rank, or its tensor group.
 
     Args:
-        place: (stage, data-parallel rank, context-parallel rank).
+        position: (stage, data-parallel rank, context-parallel rank).
         text: description for the log.
     """
 
-    place: tuple[int, int, int]
+    position: tuple[int, int, int]
     text: str
 
 
@@ -60,43 +62,45 @@ class StragglerDetector:
     """Counts the consecutive reports in which the same rank is the slowest."""
 
     def __init__(self) -> None:
-        self._place: tuple[int, int, int] | None = None
-        self._times = 0
+        self._last_position: tuple[int, int, int] | None = None
+        self._num_reports = 0
 
-    def judge(self, found: Straggler | None) -> str | None:
-        """Record the slowest rank of a report; return its text after every ``IN_A_ROW`` consecutive reports of it."""
-        position = None if found is None else found.place
-        self._times = self._times + 1 if position == self._place else 1
-        self._place = position
-        return None if found is None or self._times % IN_A_ROW else found.text
+    def update(self, straggler: Straggler | None) -> str | None:
+        """Record the slowest rank; return a text after ``REPORTS_PER_WARNING`` consecutive reports of it."""
+        position = None if straggler is None else straggler.position
+        self._num_reports = self._num_reports + 1 if position == self._last_position else 1
+        self._last_position = position
+        return None if straggler is None or self._num_reports % REPORTS_PER_WARNING else straggler.text
 
 
-def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
+def find_straggler(compute_s: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
     """Return the rank that is clearly slower than its peers, or None.
 
     The peers of a rank are the ranks of its stage with another data-parallel or context-parallel rank. If there are
     none, the peers are the ranks of the other stages.
 
     Args:
-        per_step: seconds of compute per step, by rank.
+        compute_s: seconds of compute per step, by rank.
         waited_s: seconds per step of this time that were spent waiting for data, by rank.
     """
-    rank = max(range(len(per_step)), key=per_step.__getitem__)
+    rank = max(range(len(compute_s)), key=compute_s.__getitem__)
     peers = _peers(rank, topology)
     if not peers:
         return None
-    usual = statistics.median(per_step[peer] for peer in peers)
-    factor = AS_REPLICA if topology.data_context > 1 else AS_STAGE
-    if per_step[rank] < factor * usual or per_step[rank] - usual < AT_LEAST_S:
+    median_s = statistics.median(compute_s[peer] for peer in peers)
+    factor = REPLICA_FACTOR if topology.data_context > 1 else STAGE_FACTOR
+    if compute_s[rank] < factor * median_s or compute_s[rank] - median_s < MIN_DIFFERENCE_S:
         return None
     coordinate = topology.coordinate(rank)
-    alike = [r for r in _same_tensor_group(rank, topology) if per_step[r] > ALIKE * per_step[rank]]
-    names = f"rank {rank}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
+    group_ranks = [
+        other for other in _same_tensor_group(rank, topology) if compute_s[other] > GROUP_FRACTION * compute_s[rank]
+    ]
+    names = f"rank {rank}" if len(group_ranks) == 1 else f"ranks {', '.join(map(str, group_ranks))}"
     context = f", context {coordinate.context}" if topology.context > 1 else ""
-    data_text = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
+    data_text = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > MIN_DIFFERENCE_S else ""
     text = (
-        f"slowest: {names} (stage {coordinate.pipe}, data {coordinate.data}{context}) with {per_step[rank]:.3f} s of "
-        f"compute per step{data_text}; its peers need {usual:.3f} s"
+        f"slowest: {names} (stage {coordinate.pipe}, data {coordinate.data}{context}) with {compute_s[rank]:.3f} s of "
+        f"compute per step{data_text}; its peers need {median_s:.3f} s"
     )
     return Straggler((coordinate.pipe, coordinate.data, coordinate.context), text)
 
@@ -107,7 +111,7 @@ def _peers(rank: int, topology: Topology) -> list[int]:
     replicas = [
         r
         for r, other_coordinate in coordinates.items()
-        if other_coordinate.pipe == coordinate.pipe and _replica(other_coordinate) != _replica(coordinate)
+        if other_coordinate.pipe == coordinate.pipe and _replica_ranks(other_coordinate) != _replica_ranks(coordinate)
     ]
     return replicas or [r for r, other_coordinate in coordinates.items() if other_coordinate.pipe != coordinate.pipe]
 
@@ -118,10 +122,10 @@ def _same_tensor_group(rank: int, topology: Topology) -> list[int]:
     return [
         r
         for r, other_coordinate in coordinates.items()
-        if (other_coordinate.pipe, *_replica(other_coordinate)) == (coordinate.pipe, *_replica(coordinate))
+        if (other_coordinate.pipe, *_replica_ranks(other_coordinate)) == (coordinate.pipe, *_replica_ranks(coordinate))
     ]
 
 
-def _replica(place: Coordinate) -> tuple[int, int]:
+def _replica_ranks(coordinate: Coordinate) -> tuple[int, int]:
     """Return the data-parallel and context-parallel rank of a coordinate."""
-    return place.data, place.context
+    return coordinate.data, coordinate.context

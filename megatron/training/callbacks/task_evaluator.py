@@ -8,18 +8,18 @@ from megatron import log
 from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError, StopRequest
-from megatron.evaluation.all_ranks import ModelOfAllRanks
+from megatron.evaluation.all_ranks import DistributedModel
 from megatron.evaluation.tasks import LoadedTasks, Results, read_suite
 from megatron.generate.text import Prompts
-from megatron.models.common.generation import stage_of
-from megatron.runtime.exit_signals import how_to_go_on
+from megatron.models.common.generation import get_model_stage
+from megatron.runtime.exit_signals import resume_advice
 from megatron.tokenizer.chat import ChatTemplate, find_template
 from megatron.training.rank_0 import run_on_rank_0
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import EVALUATING
 from megatron.training.trainer import Callback
 
-KIND = "tasks"
+RECORD_TYPE = "tasks"
 """Value of ``kind`` in the records of metrics.jsonl."""
 
 
@@ -37,7 +37,7 @@ class TaskEvaluator(Callback):
     def __init__(self, file: str, every: int) -> None:
         self._file, self.every = Path(file), every
         self._tasks: LoadedTasks | None = None
-        self._evaluated: int | None = None
+        self._evaluated_step: int | None = None
         self._chat: ChatTemplate | None = None
         self._add_bos: bool | None = None
 
@@ -53,7 +53,7 @@ class TaskEvaluator(Callback):
             raise ConfigError(
                 "--eval-tasks needs a tokenizer, got none. Set --tokenizer-path, or leave --eval-tasks out"
             )
-        self._add_bos = None if config.seeing.prompt_bos else False
+        self._add_bos = None if config.logging.prompt_bos else False
         self._prompts = Prompts(vocabulary.tokenizer, None, adds_bos=self._add_bos)
         run_on_rank_0(self.trainer.world, lambda: self._open(config))
 
@@ -65,12 +65,12 @@ class TaskEvaluator(Callback):
         """
         try:
             suite = read_suite(self._file)
-            self._tasks = LoadedTasks(suite, self.trainer.world.kind)
+            self._tasks = LoadedTasks(suite, self.trainer.world.device_type)
             if suite.apply_chat_template:
                 self._chat = find_template(self._prompts.tokenizer, config.data.chat_template)
         except DataError as error:
             raise ConfigError(str(error)) from error
-        if config.parallel.sequence_parallel and (names := self._tasks.that_write):
+        if config.parallel.sequence_parallel and (names := self._tasks.generating_tasks):
             raise ConfigError(
                 "--sequence-parallel does not support tasks that generate text, because each forward pass reads only "
                 f"one new token, got {', '.join(names)}. Leave them out, and evaluate the run's checkpoint with "
@@ -82,11 +82,11 @@ class TaskEvaluator(Callback):
 
     def on_train_end(self) -> None:
         trainer = self.trainer
-        if trainer.stop_text or self._evaluated == trainer.progress.step or self._evaluate():
+        if trainer.stop_text or self._evaluated_step == trainer.progress.step or self._evaluate():
             return
         trainer.stop_text = (
             f"stopped during the evaluation of tasks; the run is saved in {trainer.folder}. "
-            f"{how_to_go_on(trainer.folder)}"
+            f"{resume_advice(trainer.folder)}"
         )
 
     def _evaluate(self) -> bool:
@@ -96,9 +96,9 @@ class TaskEvaluator(Callback):
         """
         trainer, step = self.trainer, self.trainer.progress.step
         config, world = trainer.config, trainer.world
-        with trainer.phases.over(EVALUATING), trainer.engine.optimizer.store.full_weights():
-            model = ModelOfAllRanks(
-                stage_of(trainer.engine),
+        with trainer.phases.during(EVALUATING), trainer.engine.optimizer.store.full_weights():
+            model = DistributedModel(
+                get_model_stage(trainer.engine),
                 self._prompts,
                 data=world.grid.data,
                 world=world.grid.host,
@@ -108,21 +108,21 @@ class TaskEvaluator(Callback):
             )
             metrics: dict[str, dict[str, float]] | None = None
             try:
-                results = model.lead(lambda: self._results(model))
+                results = model.run_from_rank_0(lambda: self._results(model))
                 metrics = world.grid.host.broadcast_object(None if results is None else results.metrics)
             except StopRequest:
                 return False
             except DataError as error:
                 if world.rank == 0:
                     log.error(f"step {step}: TASKS NOT EVALUATED: {error}. The run continues")
-        self._evaluated = step
+        self._evaluated_step = step
         if metrics is not None:
             task_texts = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())
             trainer.print_line(f"step {step} | tasks | {task_texts}")
-            trainer.call("on_evaluate_end", KIND, metrics)
+            trainer.call("on_evaluate_end", RECORD_TYPE, metrics)
         return True
 
-    def _results(self, model: ModelOfAllRanks) -> Results:
+    def _results(self, model: DistributedModel) -> Results:
         from megatron.evaluation.lm import DecoderLM
 
         assert self._tasks is not None

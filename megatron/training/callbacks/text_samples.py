@@ -10,15 +10,15 @@ from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
 from megatron.generate.sampling import Sampling
-from megatron.generate.text import Prompts, TextGenerator, with_gaps_filled
-from megatron.models.common.generation import stage_of
+from megatron.generate.text import Prompts, TextGenerator, fill_gaps
+from megatron.models.common.generation import get_model_stage
 from megatron.mpu.groups import SINGLE
 from megatron.training.trainer import Callback
 
 TEMPERATURE = 0.7
 """Sampling temperature. Tokens are drawn with the run's seed, so the text is the same in every layout."""
 
-MOST_TOKENS = 128
+MAX_NEW_TOKENS = 128
 """Maximum number of tokens generated for a prompt."""
 
 
@@ -26,7 +26,7 @@ class TextSamples(Callback):
     """Prints the model's continuations of ``--sample-prompts``; an encoder-decoder fills their gaps. Collective."""
 
     def __init__(self, config: Config) -> None:
-        self.prompts = shlex.split(config.seeing.sample_prompts or "")
+        self.prompts = shlex.split(config.logging.sample_prompts or "")
         self._sampling = Sampling(temperature=TEMPERATURE, seed=config.run.seed)
 
     def on_train_start(self) -> None:
@@ -35,14 +35,14 @@ class TextSamples(Callback):
         Invalid default prompts are dropped instead.
         """
         try:
-            self._writer = self._checked_writer()
+            self._generator = self._make_generator()
         except (ConfigError, DataError) as error:
-            if "sample_prompts" in self.trainer.config.given:
+            if "sample_prompts" in self.trainer.config.explicit_fields:
                 raise
             log.info(f"no text samples will be generated at the end: {error}")
             self.prompts = []
 
-    def _checked_writer(self) -> TextGenerator:
+    def _make_generator(self) -> TextGenerator:
         """Return the generator of the continuations, after encoding the prompts as a check."""
         trainer = self.trainer
         vocabulary = vocabulary_of(trainer.config, None)
@@ -53,35 +53,35 @@ class TextSamples(Callback):
         prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, adds_bos=_adds_bos(trainer.config))
         grid = trainer.world.grid
         rows = [prompts.encode(prompt) for prompt in self.prompts]
-        writer = TextGenerator(
-            stage_of(trainer.engine),
+        generator = TextGenerator(
+            get_model_stage(trainer.engine),
             prompts,
             SINGLE if grid.expert.size > 1 else grid.data,  # with expert parallelism all ranks generate in lockstep
-            max_new_tokens=new_tokens(trainer.config.batch.seq_length, rows) if vocabulary.t5 is None else None,
+            max_new_tokens=num_new_tokens(trainer.config.batch.seq_length, rows) if vocabulary.t5 is None else None,
             sampling=self._sampling,
         )
-        writer.encoded(self.prompts)
-        return writer
+        generator.encode(self.prompts)
+        return generator
 
     def on_train_end(self) -> None:
         trainer = self.trainer
         if trainer.stop_text or not self.prompts:
             return
-        writer = self._writer
+        generator = self._generator
         with trainer.engine.optimizer.store.full_weights():
-            answers = writer.answer(self.prompts)
+            answers = generator.answer(self.prompts)
         for answer in answers:
             prompt, text = answer.prompt, answer.text
-            filled = prompt + text if writer.prompts.tokens is None else with_gaps_filled(prompt, text)
+            filled = prompt + text if generator.prompts.t5_tokens is None else fill_gaps(prompt, text)
             trainer.print_line(f"sample | {filled}")
 
 
 def _adds_bos(config: Config) -> bool | None:
     """Return False to encode prompts without a token for the beginning of sequence; None: the tokenizer's default."""
-    return None if config.seeing.prompt_bos else False
+    return None if config.logging.prompt_bos else False
 
 
-def new_tokens(seq_length: int, prompts: Iterable[Sequence[int]]) -> int | None:
+def num_new_tokens(seq_length: int, prompts: Iterable[Sequence[int]]) -> int | None:
     """Return the number of tokens to generate per prompt, within the training sequence length; None if none fit."""
-    room = seq_length - max(map(len, prompts))
-    return min(room, MOST_TOKENS) if room > 0 else None
+    num_free = seq_length - max(map(len, prompts))
+    return min(num_free, MAX_NEW_TOKENS) if num_free > 0 else None

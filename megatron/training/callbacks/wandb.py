@@ -13,7 +13,7 @@ from typing import Any
 from megatron import files, log
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.training.callbacks.metrics_writer import flat
+from megatron.training.callbacks.metrics_writer import flatten_metrics
 from megatron.training.rank_0 import run_on_rank_0
 from megatron.training.trainer import Callback
 
@@ -22,9 +22,9 @@ from megatron.training.trainer import Callback
 # are plotted over the training step, not over the order of the records. Errors after the start are logged once and do
 # not end the run.
 
-NAME = "wandb.json"
-KINDS = ("train", "valid", "test", "tasks", "save")
-PATIENCE_S = 20.0
+ID_FILE_NAME = "wandb.json"
+RECORD_TYPES = ("train", "valid", "test", "tasks", "save")
+CLOSE_TIMEOUT_S = 20.0
 """Seconds to wait for pending uploads at the end; must be less than --exit-grace, after which ranks are killed."""
 
 
@@ -67,10 +67,10 @@ class Wandb(Callback):
         """Open the run at Weights & Biases; called on rank 0."""
         self._run = open_wandb(config, folder)
 
-    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def _write(self, record_type: str, step: int, values: dict[str, Any]) -> None:
         """Send the values of a record, if the run is open."""
         if self._run is not None:
-            self._run.write(kind, step, dict(flat(kind, values)))
+            self._run.write(record_type, step, dict(flatten_metrics(record_type, values)))
 
 
 class WandbRun:
@@ -79,28 +79,28 @@ class WandbRun:
     def __init__(self, run: Any) -> None:
         self._run: Any = run
 
-    def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, record_type: str, step: int, metrics: Mapping[str, float]) -> None:
         """Send the values of one record, named "kind/name"."""
-        self._try(lambda: self._run.log({**numbers, f"{kind}/step": step}))
+        self._try(lambda: self._run.log({**metrics, f"{record_type}/step": step}))
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Finish the run as succeeded or failed, and wait up to ``PATIENCE_S`` for pending uploads."""
+        """Finish the run as succeeded or failed, and wait up to ``CLOSE_TIMEOUT_S`` for pending uploads."""
         finish = functools.partial(self._try, lambda: self._run.finish(exit_code=int(has_failed)))
-        ending = threading.Thread(target=finish, name="wandb-finish", daemon=True)
-        ending.start()
-        ending.join(PATIENCE_S)
-        if ending.is_alive():
+        thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
+        thread.start()
+        thread.join(CLOSE_TIMEOUT_S)
+        if thread.is_alive():
             log.warning(
-                f"Weights & Biases did not receive all records within {PATIENCE_S:g} s. The other records are in the "
-                "run's wandb folder; wandb sync uploads them"
+                f"Weights & Biases did not receive all records within {CLOSE_TIMEOUT_S:g} s. The other records are in "
+                "the run's wandb folder; wandb sync uploads them"
             )
 
-    def _try(self, do: Any) -> None:
-        """Call ``do``; after an error, log it and send nothing more."""
+    def _try(self, function: Any) -> None:
+        """Call ``function``; after an error, log it and send nothing more."""
         if self._run is None:
             return
         try:
-            do()
+            function()
         except Exception as error:
             self._run = None
             log.warning(f"no further records are sent to Weights & Biases ({type(error).__name__}: {error})")
@@ -114,54 +114,55 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
     Raises:
         ConfigError: wandb cannot be imported or started.
     """
-    seeing, is_evaluation = config.seeing, config.checkpoint.eval_only
-    if not seeing.wandb_project:
+    logging_config, is_evaluation = config.logging, config.checkpoint.eval_only
+    if not logging_config.wandb_project:
         return None
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * PATIENCE_S:g}")  # also limits wandb's exit handler
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * CLOSE_TIMEOUT_S:g}")  # also limits wandb's exit handler
     try:
         import wandb
 
         run = wandb.init(
-            project=seeing.wandb_project,
-            entity=seeing.wandb_entity,
-            name=seeing.wandb_exp_name or folder.name,
-            dir=_made(Path(seeing.wandb_save_dir) if seeing.wandb_save_dir else folder),
-            id=None if is_evaluation else _id_in(folder),
+            project=logging_config.wandb_project,
+            entity=logging_config.wandb_entity,
+            name=logging_config.wandb_exp_name or folder.name,
+            dir=_create_folder(Path(logging_config.wandb_save_dir) if logging_config.wandb_save_dir else folder),
+            id=None if is_evaluation else _read_id(folder),
             resume="allow",
             config=config.to_dict(),
         )
-        for record_kind in KINDS:
-            run.define_metric(f"{record_kind}/step")
-            run.define_metric(f"{record_kind}/*", step_metric=f"{record_kind}/step")
+        for record_type in RECORD_TYPES:
+            run.define_metric(f"{record_type}/step")
+            run.define_metric(f"{record_type}/*", step_metric=f"{record_type}/step")
     except Exception as error:
         raise ConfigError(
-            f"wandb cannot write to --wandb-project {seeing.wandb_project}: {type(error).__name__}: "
+            f"wandb cannot write to --wandb-project {logging_config.wandb_project}: {type(error).__name__}: "
             f"{error}. Run wandb login, set WANDB_MODE=offline to write to a folder, or leave the flag out"
         ) from error
     if not is_evaluation:
-        _note_id(folder, run.id)
+        _store_id(folder, run.id)
     return WandbRun(run)
 
 
-def _made(folder: Path) -> str:
+def _create_folder(folder: Path) -> str:
     """Create ``folder`` and return its path."""
     folder.mkdir(parents=True, exist_ok=True)  # wandb silently uses another folder if this one is missing
     return str(folder)
 
 
-def _note_id(folder: Path, name: str) -> None:
-    """Store the id ``name`` of the run at Weights & Biases in the run folder."""
+def _store_id(folder: Path, run_id: str) -> None:
+    """Store the id ``run_id`` of the run at Weights & Biases in the run folder."""
     try:
-        files.replace_bytes(folder / NAME, json.dumps({"id": name}).encode() + b"\n")
+        files.replace_bytes(folder / ID_FILE_NAME, json.dumps({"id": run_id}).encode() + b"\n")
     except OSError as error:
         log.warning(
-            f"{folder / NAME} could not be written ({error}): a resumed run will be a new run at Weights & Biases"
+            f"{folder / ID_FILE_NAME} could not be written ({error}): a resumed run will be a new run at Weights & "
+            "Biases"
         )
 
 
-def _id_in(folder: Path) -> str | None:
+def _read_id(folder: Path) -> str | None:
     """Return the id stored in the run folder, or None."""
     try:
-        return str(json.loads((folder / NAME).read_text())["id"])
+        return str(json.loads((folder / ID_FILE_NAME).read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -75,7 +75,7 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the inputs of the first stage and the arguments of the loss on the last stage."""
     fields = get_batch(batch)
-    further_inputs = (fields[name] for name in get_config().model.entering if fields[name] is not None)
+    further_inputs = (fields[name] for name in get_config().model.stage_input_fields if fields[name] is not None)
     return (fields["tokens"], *further_inputs), (fields["labels"], fields["loss_mask"])
 
 

@@ -21,13 +21,13 @@ def build_model(get_batch_pipe: Callable[[Any], tuple[tuple[Any, ...], tuple[Any
     """
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
-    context = models.ParallelContext(
+    parallel_context = models.ParallelContext(
         grid.tensor,
         get_streams(),
         parallel.sequence_parallel,
         context=grid.context,
         cp_comm_type=parallel.cp_comm_type,
         expert=grid.expert,
-        cuts_experts=parallel.cuts_experts,
+        has_sharded_experts=parallel.shards_experts,
     )
-    return registry.build_model(config, context, grid.topology, get_batch_pipe)
+    return registry.build_model(config, parallel_context, grid.topology, get_batch_pipe)

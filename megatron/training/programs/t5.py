@@ -20,12 +20,12 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
     """Return the data sets of the three splits; None for a split without samples."""
     from megatron.models.t5.span_files import build_t5_train_valid_test
 
-    args, settings = get_args(), get_config().own
+    args, settings = get_args(), get_config().family_config
     return build_t5_train_valid_test(
         get_data_paths(),
         enc_seq_length=settings.enc_seq_length,
         dec_seq_length=settings.dec_seq_length,
-        denoisers=settings.kinds,
+        denoisers=settings.parsed_denoisers,
         tokens=t5_tokens(),
         seed=args.seed,
         reset_attention_mask=args.reset_attention_mask,
@@ -38,8 +38,8 @@ def t5_tokens() -> T5Tokens:
     """Return the token ids of sentinels, end of sequence, decoder start and padding."""
     from megatron.models.t5 import data
 
-    settings = get_config().own
-    return data.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
+    settings = get_config().family_config
+    return data.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.parsed_denoisers)
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def forward_step(data_iterator: Any, t5: Any) -> tuple[Any, dict[str, Any]]:
 def has_documents() -> bool:
     """Return True if segment ids are sent along with the hidden states: for separate documents or padded inputs."""
     config = get_config()
-    return config.own.has_segments(config.data.reset_attention_mask)
+    return config.family_config.has_segments(config.data.reset_attention_mask)
 
 
 def model_provider() -> torch.nn.Module:

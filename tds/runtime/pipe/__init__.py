@@ -6,8 +6,8 @@ tds trains it too.
 
 from __future__ import annotations
 
-from tds.deepspeed.alias import follow
+from tds.deepspeed.alias import forward_to_deepspeed
 from tds.deepspeed.module import PipelineModule as PipelineModule
 from tds.runtime.pipe import engine as engine
 
-follow(__name__, {"PipelineModule": "tds.deepspeed.module"})
+forward_to_deepspeed(__name__, {"PipelineModule": "tds.deepspeed.module"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tds.deepspeed.alias import follow
+from tds.deepspeed.alias import forward_to_deepspeed
 from tds.deepspeed.engine import PipelineEngine as PipelineEngine
 from tds.deepspeed.module import PipelineModule as PipelineModule
 
-follow(__name__, {"PipelineEngine": "tds.deepspeed.engine", "PipelineModule": "tds.deepspeed.module"})
+forward_to_deepspeed(__name__, {"PipelineEngine": "tds.deepspeed.engine", "PipelineModule": "tds.deepspeed.module"})

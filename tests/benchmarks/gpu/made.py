@@ -11,15 +11,15 @@ from benchmarks.gpu.part import Machine
 from benchmarks.gpu.train import Run
 
 
-def dry_machine(folder: Path, limit_s: float = 900.0, kind: str = "cpu") -> Machine:
+def make_dry_machine(folder: Path, limit_s: float = 900.0, device_type: str = "cpu") -> Machine:
     """Return a machine in the dry form whose commands end after so many seconds."""
-    return Machine(kind, "CPU", True, 1, 2**34, 2, folder, folder, end=time.monotonic() + limit_s)
+    return Machine(device_type, "CPU", True, 1, 2**34, 2, folder, folder, deadline=time.monotonic() + limit_s)
 
 
-def made_run(losses: Sequence[float], *, steps: Sequence[int] = (), norm: float = 1.0, num_skipped: int = 0) -> Run:
+def make_run(losses: Sequence[float], *, steps: Sequence[int] = (), norm: float = 1.0, num_skipped: int = 0) -> Run:
     """Return a run with these losses, by default of steps from 1 on."""
-    numbers = tuple(steps) or tuple(range(1, len(losses) + 1))
-    return Run(Path("run"), numbers, tuple(losses), (norm,) * len(losses), num_skipped, 1.0)
+    step_numbers = tuple(steps) or tuple(range(1, len(losses) + 1))
+    return Run(Path("run"), step_numbers, tuple(losses), (norm,) * len(losses), num_skipped, 1.0)
 
 
 def write_metrics(folder: Path, losses: Sequence[float | None]) -> None:

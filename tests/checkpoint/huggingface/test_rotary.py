@@ -16,29 +16,29 @@ SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
-CLASSES: dict[str, Any] = {
+CONFIG_CLASSES: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen3": transformers.Qwen3Config,
     "gemma3_text": transformers.Gemma3TextConfig,
     "glm4_moe": transformers.Glm4MoeConfig,
     "mixtral": transformers.MixtralConfig,
 }
-NEW = {"rope_type": "default", "rope_theta": 1e6}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LAYERED = {
+PER_LAYER_TYPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 2e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
 }
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
-def their_parameters(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
+def reference_rope_parameters(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Return ``rope_parameters`` of the class: of all layers, or of those without a window."""
-    found = CLASSES[model_type].from_dict(json.loads(json.dumps(fields))).rope_parameters
-    return dict(found.get("full_attention", found))
+    parameters = CONFIG_CLASSES[model_type].from_dict(json.loads(json.dumps(fields))).rope_parameters
+    return dict(parameters.get("full_attention", parameters))
 
 
-def assert_same(config: Config, rope: dict[str, Any]) -> None:
+def assert_same_rope(config: Config, rope: dict[str, Any]) -> None:
     model = config.model
     assert model.rotary_base == rope["rope_theta"]
     assert {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling) == rope["rope_type"]
@@ -52,64 +52,67 @@ def assert_same(config: Config, rope: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "rope"),
     [
-        ("qwen3", {"rope_parameters": NEW, "rope_scaling": {**YARN, "rope_theta": 1e6}}),
-        ("qwen3", {"rope_parameters": NEW, "rope_scaling": YARN}),
-        ("qwen3", {"rope_parameters": NEW, "rope_scaling": {**YARN, "type": "yarn"}, "rope_theta": 5e5}),
-        ("qwen3", {"rope_parameters": NEW, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
-        ("qwen3", {"rope_parameters": {**NEW, **YARN}, "rope_scaling": None, "rope_theta": 5e5}),
-        ("llama", {"rope_parameters": NEW, "rope_scaling": {}, "rope_theta": 5e5}),
+        ("qwen3", {"rope_parameters": DEFAULT_ROPE, "rope_scaling": {**YARN, "rope_theta": 1e6}}),
+        ("qwen3", {"rope_parameters": DEFAULT_ROPE, "rope_scaling": YARN}),
+        ("qwen3", {"rope_parameters": DEFAULT_ROPE, "rope_scaling": {**YARN, "type": "yarn"}, "rope_theta": 5e5}),
+        ("qwen3", {"rope_parameters": DEFAULT_ROPE, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ("qwen3", {"rope_parameters": {**DEFAULT_ROPE, **YARN}, "rope_scaling": None, "rope_theta": 5e5}),
+        ("llama", {"rope_parameters": DEFAULT_ROPE, "rope_scaling": {}, "rope_theta": 5e5}),
         ("llama", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}),
-        ("mixtral", {"rope_parameters": {**NEW, "rope_theta": 3e4}, "rope_scaling": YARN}),
+        ("mixtral", {"rope_parameters": {**DEFAULT_ROPE, "rope_theta": 3e4}, "rope_scaling": YARN}),
         ("mixtral", {"rope_scaling": LINEAR}),
-        ("gemma3_text", {"rope_parameters": LAYERED, "rope_scaling": LINEAR}),
-        ("gemma3_text", {"rope_parameters": LAYERED, "rope_theta": 3e6, "rope_local_base_freq": 3e4}),
+        ("gemma3_text", {"rope_parameters": PER_LAYER_TYPE, "rope_scaling": LINEAR}),
+        ("gemma3_text", {"rope_parameters": PER_LAYER_TYPE, "rope_theta": 3e6, "rope_local_base_freq": 3e4}),
         ("gemma3_text", {"rope_scaling": LINEAR, "rope_theta": 3e6, "rope_local_base_freq": 3e4}),
-        ("gemma3_text", {"rope_parameters": NEW}),
-        ("glm4_moe", {"rope_parameters": {**NEW, "partial_rotary_factor": 0.25}, "rope_scaling": YARN}),
-        ("glm4_moe", {"rope_parameters": {**NEW, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0}),
-        ("glm4_moe", {"rope_parameters": NEW, "partial_rotary_factor": 1.0}),
+        ("gemma3_text", {"rope_parameters": DEFAULT_ROPE}),
+        ("glm4_moe", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.25}, "rope_scaling": YARN}),
+        (
+            "glm4_moe",
+            {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0},
+        ),
+        ("glm4_moe", {"rope_parameters": DEFAULT_ROPE, "partial_rotary_factor": 1.0}),
         ("glm4_moe", {}),
     ],
 )
-def test_both_forms_are_read_as_the_class_reads_them(model_type: str, rope: dict[str, Any]) -> None:
+def test_rope_settings_match_transformers(model_type: str, rope: dict[str, Any]) -> None:
     fields = {"model_type": model_type, **SIZES, **rope}
     config = config_from_huggingface(fields)
-    assert_same(config, their_parameters(model_type, fields))
+    assert_same_rope(config, reference_rope_parameters(model_type, fields))
     if model_type == "gemma3_text":
-        theirs = transformers.Gemma3TextConfig.from_dict(json.loads(json.dumps(fields)))
-        assert config.model.rotary_local_base == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+        hf_config = transformers.Gemma3TextConfig.from_dict(json.loads(json.dumps(fields)))
+        assert config.model.rotary_local_base == hf_config.rope_parameters["sliding_attention"]["rope_theta"]
 
 
-def test_a_base_that_rope_scaling_hides_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overridden_rotary_base_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     config_from_huggingface(
-        {"model_type": "qwen3", **SIZES, "rope_parameters": {**NEW, "rope_theta": 7e6}, "rope_scaling": YARN}
+        {"model_type": "qwen3", **SIZES, "rope_parameters": {**DEFAULT_ROPE, "rope_theta": 7e6}, "rope_scaling": YARN}
     )
     assert "the rotary base is 10000.0 instead of 7000000.0" in capsys.readouterr().err
     config_from_huggingface(
-        {"model_type": "qwen3", **SIZES, "rope_parameters": NEW, "rope_scaling": {**YARN, "rope_theta": 1e6}}
+        {"model_type": "qwen3", **SIZES, "rope_parameters": DEFAULT_ROPE, "rope_scaling": {**YARN, "rope_theta": 1e6}}
     )
     assert capsys.readouterr().err == ""
 
 
-def test_a_gemma_3_refuses_a_scaling_that_its_class_passes_over() -> None:
+def test_gemma3_rejects_scaling_ignored_by_transformers() -> None:
     with pytest.raises(CheckpointError, match="rope_scaling with type"):
         config_from_huggingface({"model_type": "gemma3_text", **SIZES, "rope_scaling": {"type": "linear", "factor": 8}})
 
 
-@pytest.mark.parametrize("model_type", CLASSES)
-def test_a_scaling_that_a_user_adds_to_an_export_takes_effect(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", CONFIG_CLASSES)
+def test_rope_scaling_added_to_export_takes_effect(model_type: str) -> None:
     config = config_from_huggingface({"model_type": model_type, **SIZES, "rope_theta": 7e5})
-    written = config_to_huggingface(config, "float32", model_type)
-    assert_same(config_from_huggingface(written), their_parameters(model_type, written))
-    edited = {**written, "rope_scaling": LINEAR}
-    assert their_parameters(model_type, edited)["factor"] == 8.0
-    assert_same(config_from_huggingface(edited), their_parameters(model_type, edited))
+    exported = config_to_huggingface(config, "float32", model_type)
+    assert_same_rope(config_from_huggingface(exported), reference_rope_parameters(model_type, exported))
+    edited = {**exported, "rope_scaling": LINEAR}
+    assert reference_rope_parameters(model_type, edited)["factor"] == 8.0
+    assert_same_rope(config_from_huggingface(edited), reference_rope_parameters(model_type, edited))
     assert config_from_huggingface(edited).model.rotary_base == 7e5
 
 
-def test_scaled_windows_of_a_gemma_3_come_back() -> None:
-    rope = {kind: {**LINEAR, "rope_theta": 3e5} for kind in LAYERED}
+def test_gemma3_scaled_windows_round_trip() -> None:
+    rope = {layer_type: {**LINEAR, "rope_theta": 3e5} for layer_type in PER_LAYER_TYPE}
     config = config_from_huggingface({"model_type": "gemma3_text", **SIZES, "rope_parameters": rope})
-    written = config_to_huggingface(config, "float32", "gemma3_text")
-    assert config_from_huggingface(written).model == config.model
-    assert transformers.Gemma3TextConfig.from_dict(written).rope_parameters == rope
+    exported = config_to_huggingface(config, "float32", "gemma3_text")
+    assert config_from_huggingface(exported).model == config.model
+    assert transformers.Gemma3TextConfig.from_dict(exported).rope_parameters == rope

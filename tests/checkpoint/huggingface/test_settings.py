@@ -13,23 +13,26 @@ from megatron.checkpoint.huggingface import folder, weights
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, family_by_type
 from megatron.errors import CheckpointError
 from megatron.training.checkpoint_source import require_checkpoint
-from tests.helpers.huggingface_models import config_of
+from tests.helpers.huggingface_models import make_family_config
 from tests.models.llama.test_huggingface import LLAMA_1, LLAMA_32
 from tests.models.mpt.test_huggingface import with_attention
 
-BERT = config_to_huggingface(config_of("bert", hidden_bias=True), "float32")
-GPT2 = config_to_huggingface(config_of("gpt2", hidden_bias=True), "float32")
+BERT = config_to_huggingface(make_family_config("bert", hidden_bias=True), "float32")
+GPT2 = config_to_huggingface(make_family_config("gpt2", hidden_bias=True), "float32")
 
 
-def scaled(**changes: Any) -> dict[str, Any]:
+def with_rope_scaling(**changes: Any) -> dict[str, Any]:
     return {**LLAMA_32, "rope_scaling": {**LLAMA_32["rope_scaling"], **changes}}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
-    ("theirs", "messages"),
+    ("hf_config", "messages"),
     [
-        (scaled(low_freq_factor=4.0), ["--rotary-high-frequency-factor must exceed --rotary-low-frequency-factor"]),
-        (scaled(factor="2"), ["--rotary-scaling-factor must be a finite number of at least 1, got '2'"]),
+        (
+            with_rope_scaling(low_freq_factor=4.0),
+            ["--rotary-high-frequency-factor must exceed --rotary-low-frequency-factor"],
+        ),
+        (with_rope_scaling(factor="2"), ["--rotary-scaling-factor must be a finite number of at least 1, got '2'"]),
         ({**LLAMA_32, "head_dim": 7}, ["the size of one head, must be even for rotary positions"]),
         ({**LLAMA_32, "num_key_value_heads": 3}, ["a multiple of --num-query-groups, got 4 and 3"]),
         (
@@ -43,21 +46,21 @@ def scaled(**changes: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
-def test_what_no_flag_would_take_is_refused_all_at_once(theirs: dict[str, Any], messages: list[str]) -> None:
+def test_invalid_settings_are_all_reported_at_once(hf_config: dict[str, Any], messages: list[str]) -> None:
     with pytest.raises(CheckpointError, match="config.json does not describe a ") as error:
-        config_from_huggingface(theirs)
+        config_from_huggingface(hf_config)
     assert all(text in str(error.value) for text in messages), error.value
 
 
-def test_a_whole_number_may_be_written_with_a_point() -> None:
-    found = config_from_huggingface(with_attention(alibi_bias_max=16.0)).model.alibi_bias_max
-    assert found == 16 and isinstance(found, int)
+def test_integral_float_is_accepted_as_integer() -> None:
+    bias_max = config_from_huggingface(with_attention(alibi_bias_max=16.0)).model.alibi_bias_max
+    assert bias_max == 16 and isinstance(bias_max, int)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mpt", "bert"])
-def test_the_deviation_of_initial_weights_comes_back(family: str) -> None:
-    own = {"activation": "gated-silu"} if family == "llama" else {}
-    config = config_of(family, init_method_std=0.007, **own)
+def test_init_method_std_round_trips(family: str) -> None:
+    extra = {"activation": "gated-silu"} if family == "llama" else {}
+    config = make_family_config(family, init_method_std=0.007, **extra)
     assert config_from_huggingface(config_to_huggingface(config, "float32")).model.init_method_std == 0.007
 
 
@@ -67,30 +70,34 @@ SIZES = {
 
 
 @pytest.mark.parametrize("model_type", [name for name in family_by_type() if name in transformers.CONFIG_MAPPING])
-def test_a_config_of_sizes_only_has_the_defaults_of_the_class(model_type: str) -> None:
-    kind: Any = transformers.CONFIG_MAPPING[model_type]
-    sizes = {kind.attribute_map.get(name, name): size for name, size in SIZES.items()}
-    if hasattr(kind, "d_ff"):
-        sizes |= {"d_ff": sizes.pop("intermediate_size"), "d_kv": 8}
-    ours = config_from_huggingface({"model_type": model_type, **sizes})
-    theirs = config_from_huggingface(kind(**sizes).to_dict())
-    assert (ours.model, ours.own) == (theirs.model, theirs.own)
+def test_minimal_config_uses_class_defaults(model_type: str) -> None:
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    fields = {config_class.attribute_map.get(name, name): size for name, size in SIZES.items()}
+    if hasattr(config_class, "d_ff"):
+        fields |= {"d_ff": fields.pop("intermediate_size"), "d_kv": 8}
+    config = config_from_huggingface({"model_type": model_type, **fields})
+    full_config = config_from_huggingface(config_class(**fields).to_dict())
+    assert (config.model, config.family_config) == (full_config.model, full_config.family_config)
 
 
-def test_a_folder_of_a_model_that_we_do_not_have_is_told_with_those_that_we_have(tmp_path: Path) -> None:
+def test_unsupported_model_type_error_lists_supported_types(tmp_path: Path) -> None:
     folder.write_json(tmp_path / folder.CONFIG, {"model_type": "opt"})
     require_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="model_type must be one of .*gpt2.*, got 'opt'"):
         weights.open_pretrained(tmp_path, None)  # type: ignore[arg-type]
     folder.write_json(tmp_path / folder.CONFIG, {"family": "gpt2"})  # as a run of ours writes it
-    assert not weights.is_folder(tmp_path)
+    assert not weights.is_huggingface_folder(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint found"):
         require_checkpoint(tmp_path)
 
 
-def test_what_a_family_needs_stands_in_its_own_file() -> None:
-    here = Path(weights.__file__).parent
-    shared = ["config", "convert", "folder", "weights"]
-    ladder = re.compile(r"family [=!]= \"|family in \(")
-    laddered = [name for name in shared if ladder.search((here / f"{name}.py").read_text(encoding="utf-8"))]
-    assert laddered == []
+def test_shared_modules_do_not_branch_on_family() -> None:
+    package_dir = Path(weights.__file__).parent
+    shared_modules = ["config", "convert", "folder", "weights"]
+    branch_pattern = re.compile(r"family [=!]= \"|family in \(")
+    branching_modules = [
+        name
+        for name in shared_modules
+        if branch_pattern.search((package_dir / f"{name}.py").read_text(encoding="utf-8"))
+    ]
+    assert branching_modules == []

@@ -13,7 +13,7 @@ from megatron.tokenizer.chat import find_template
 from tests.helpers import chats
 
 
-def test_named_templates_are_exported_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_transformers_reads_exported_named_templates(tmp_path: Path) -> None:
     source, target = chats.write_tokenizer(tmp_path / "source"), tmp_path / "target"
     texts = {"default": chats.CHATML, "tool_use": chats.MARKED, "rag": "r", "../../outside": "x"}
     settings = json.loads((source / "tokenizer_config.json").read_text())
@@ -22,9 +22,9 @@ def test_named_templates_are_exported_as_transformers_reads_them(tmp_path: Path)
     tokenizer = build("TokenizersJSON", tokenizer_path=source)
     target.mkdir()
     assert write_tokenizer(target, Vocabulary(tokenizer, None, find_template(tokenizer))) is None
-    theirs = transformers.AutoTokenizer.from_pretrained(target, local_files_only=True)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(target, local_files_only=True)
     del texts["../../outside"]
-    assert theirs.chat_template == texts
-    again = find_template(build("TokenizersJSON", tokenizer_path=target))
-    assert {"default": again.text, **again.named} == texts
+    assert hf_tokenizer.chat_template == texts
+    template = find_template(build("TokenizersJSON", tokenizer_path=target))
+    assert {"default": template.text, **template.named} == texts
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]

@@ -11,39 +11,42 @@ import torch
 from megatron.config import Config
 
 Tensors = dict[str, torch.Tensor]
-OLD = {
+OLD_NAMES = {
     "input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
     "attention.query_key_value": "self_attention.query_key_value", "attention.dense": "self_attention.dense",
     "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
 }  # fmt: skip
-CORE = {
+CORE_NAMES = {
     "input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layernorm",
     "attention.query_key_value": "self_attention.linear_qkv", "attention.dense": "self_attention.linear_proj",
     "attention.query_norm": "self_attention.q_layernorm", "attention.key_norm": "self_attention.k_layernorm",
     "mlp.up": "mlp.linear_fc1", "mlp.down": "mlp.linear_fc2",
 }  # fmt: skip
-ENGINE = {
-    **CORE, "input_norm": "self_attention.linear_qkv.layer_norm_", "post_attention_norm": "mlp.linear_fc1.layer_norm_",
+ENGINE_NAMES = {
+    **CORE_NAMES, "input_norm": "self_attention.linear_qkv.layer_norm_",
+    "post_attention_norm": "mlp.linear_fc1.layer_norm_",
 }  # fmt: skip
 """Of Transformer Engine's layers, which keep a norm with the product behind it."""
-NAMES = {"old": OLD, "core": CORE, "engine": ENGINE}
+NAMING_SCHEMES = {"old": OLD_NAMES, "core": CORE_NAMES, "engine": ENGINE_NAMES}
 
 
-def their_name(ours: str, names: str) -> str:
+def megatron_name(name: str, scheme: str) -> str:
     """Return the name in a file of Megatron-LM."""
-    if ours.startswith("embedding."):
-        top = "language_model.embedding" if names == "old" else "embedding"
-        return f"{top}.{ours.split('.')[1]}_embeddings.weight"
-    if ours == "head.weight":
-        return "language_model.output_layer.weight" if names == "old" else "output_layer.weight"
-    side = "language_model.encoder" if names == "old" else "decoder"
-    if ours.startswith("final_norm"):
-        return f"{side}.final_layernorm.{ours.rpartition('.')[2]}"
-    _, number, part = ours.split(".", 2)
-    stem, _, kind = part.rpartition(".")
-    theirs = NAMES[names][stem]
+    if name.startswith("embedding."):
+        top = "language_model.embedding" if scheme == "old" else "embedding"
+        return f"{top}.{name.split('.')[1]}_embeddings.weight"
+    if name == "head.weight":
+        return "language_model.output_layer.weight" if scheme == "old" else "output_layer.weight"
+    prefix = "language_model.encoder" if scheme == "old" else "decoder"
+    if name.startswith("final_norm"):
+        return f"{prefix}.final_layernorm.{name.rpartition('.')[2]}"
+    _, layer_idx, suffix = name.split(".", 2)
+    stem, _, attribute = suffix.rpartition(".")
+    megatron_stem = NAMING_SCHEMES[scheme][stem]
     return (
-        f"{side}.layers.{number}.{theirs}{kind}" if theirs.endswith("_") else f"{side}.layers.{number}.{theirs}.{kind}"
+        f"{prefix}.layers.{layer_idx}.{megatron_stem}{attribute}"
+        if megatron_stem.endswith("_")
+        else f"{prefix}.layers.{layer_idx}.{megatron_stem}.{attribute}"
     )
 
 
@@ -55,44 +58,50 @@ def interleaved_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
     return out
 
 
-def slice_of(name: str, whole: torch.Tensor, rank: int, size: int, config: Config, turned: int) -> torch.Tensor:
+def tensor_shard(
+    name: str, full_weight: torch.Tensor, rank: int, size: int, config: Config, rotary_size: int
+) -> torch.Tensor:
     """Return what a tensor rank holds: groups of heads, halves of a gate, columns."""
     model = config.model
-    stem, _, kind = name.rpartition(".")
+    stem, _, attribute = name.rpartition(".")
     if stem.endswith("query_key_value"):
-        each = model.num_attention_heads // model.num_query_groups
-        heads = whole.unflatten(0, (-1, model.kv_hidden_size)).clone()
-        for number in range(heads.shape[0]):
-            if number % (each + 2) <= each:
-                heads[number] = interleaved_rows(heads[number], turned)
+        heads_per_group = model.num_attention_heads // model.num_query_groups
+        heads = full_weight.unflatten(0, (-1, model.kv_hidden_size)).clone()
+        for head_idx in range(heads.shape[0]):
+            if head_idx % (heads_per_group + 2) <= heads_per_group:
+                heads[head_idx] = interleaved_rows(heads[head_idx], rotary_size)
         return heads.flatten(0, 1).chunk(size, 0)[rank].clone()
     if stem.endswith(("query_norm", "key_norm")):
-        return interleaved_rows(whole, turned)
+        return interleaved_rows(full_weight, rotary_size)
     if stem.endswith("mlp.up"):
-        gate, value = (whole[::2], whole[1::2]) if model.activation.startswith("gated-") else (whole, whole[:0])
+        gate, value = (
+            (full_weight[::2], full_weight[1::2])
+            if model.activation.startswith("gated-")
+            else (full_weight, full_weight[:0])
+        )
         return torch.cat((gate.chunk(size, 0)[rank], value.chunk(size, 0)[rank] if len(value) else value))
     if stem.startswith(("embedding.word", "head")):
-        return whole.chunk(size, 0)[rank].clone()
-    if kind == "weight" and stem.endswith(("attention.dense", "mlp.down")):
-        return whole.chunk(size, 1)[rank].clone()
-    return whole.clone()
+        return full_weight.chunk(size, 0)[rank].clone()
+    if attribute == "weight" and stem.endswith(("attention.dense", "mlp.down")):
+        return full_weight.chunk(size, 1)[rank].clone()
+    return full_weight.clone()
 
 
 def write_decoder(
     folder: Path,
-    ours: Tensors,
+    weights: Tensors,
     config: Config,
     settings: dict[str, Any],
     *,
-    names: str,
+    scheme: str,
     tensor: int = 1,
-    turned: int = 0,
+    rotary_size: int = 0,
 ) -> Path:
     """Write iter_0000100 with its pointer; return the folder of both.
 
     Args:
         settings: of the run, beside sizes.
-        turned: numbers of each head that turn as neighbouring pairs.
+        rotary_size: numbers of each head that turn as neighbouring pairs.
     """
     model = config.model
     args = argparse.Namespace(
@@ -101,12 +110,13 @@ def write_decoder(
         hidden_dropout=0.0, attention_dropout=0.0, norm_epsilon=1e-6, **settings,
     )  # fmt: skip
     for rank in range(tensor):
-        held: dict[str, Any] = {
-            their_name(name, names): slice_of(name, whole, rank, tensor, config, turned) for name, whole in ours.items()
+        model_state: dict[str, Any] = {
+            megatron_name(name, scheme): tensor_shard(name, full_weight, rank, tensor, config, rotary_size)
+            for name, full_weight in weights.items()
         }
-        if names != "old":
-            held["decoder.layers.0.self_attention.core_attention._extra_state"] = None
-        content = {"args": args, "iteration": 100, "model": held, "checkpoint_version": 3.0}
+        if scheme != "old":
+            model_state["decoder.layers.0.self_attention.core_attention._extra_state"] = None
+        content = {"args": args, "iteration": 100, "model": model_state, "checkpoint_version": 3.0}
         path = folder / "iter_0000100" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         torch.save(content, path)

@@ -15,17 +15,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from megatron import object_store
 from megatron.data.preprocess import find_inputs
 from megatron.errors import DataError
-from tests.helpers.fake_store import empty_store, needs_moto, s3
-from tests.helpers.preprocess_job import GOOD, Corpus, lines
+from tests.helpers.fake_store import make_empty_store, needs_moto, s3
+from tests.helpers.preprocess_job import GOOD_TEXTS, Corpus, json_lines
 from tools import preprocess_data
 
-CONTENT = lines(*GOOD[:30])
+CONTENT = json_lines(*GOOD_TEXTS[:30])
 
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryFileSystem:
     """An empty store in memory, ranges of 700 bytes, no pauses."""
-    return empty_store(monkeypatch)
+    return make_empty_store(monkeypatch)
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def corpus(tmp_path: Path) -> Corpus:
     return Corpus(tmp_path)
 
 
-def of_disk(corpus: Corpus, **changed: Any) -> tuple[bytes, ...]:
-    corpus.run(**changed)
-    return corpus.output()
+def run_on_disk(corpus: Corpus, **overrides: Any) -> tuple[bytes, ...]:
+    corpus.preprocess(**overrides)
+    return corpus.read_output()
 
 
 def parquet_bytes(texts: list[str]) -> bytes:
@@ -46,25 +46,25 @@ def parquet_bytes(texts: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1000])
-def test_any_reading_gives_the_bytes_of_the_file(
+def test_reads_at_any_position_equal_file_bytes(
     store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     monkeypatch.setattr(object_store, "BLOCK_BYTES", block_bytes)
     content = random.Random(0).randbytes(300)
     store.pipe("/b/c", content)
-    choose = random.Random(block_bytes)
+    rng = random.Random(block_bytes)
     with object_store.open_file("memory://b/c") as file, io.BytesIO(content) as expected:
         assert file.read() == content and file.seek(-3, io.SEEK_END) == 297
         for _ in range(60):
-            place, count = choose.randrange(310), choose.randrange(40)
-            assert file.seek(place) == expected.seek(place)
-            assert file.read(count) == expected.read(count) and file.tell() == expected.tell()
+            position, num_bytes = rng.randrange(310), rng.randrange(40)
+            assert file.seek(position) == expected.seek(position)
+            assert file.read(num_bytes) == expected.read(num_bytes) and file.tell() == expected.tell()
 
 
-def test_a_folder_of_a_store_gives_the_bytes_of_one_on_the_disk(corpus: Corpus, store: MemoryFileSystem) -> None:
+def test_object_store_folder_equals_folder_on_disk(corpus: Corpus, store: MemoryFileSystem) -> None:
     files = {
         "a.jsonl": CONTENT,
-        "z=1/b.jsonl.gz": gzip.compress(lines("packed", "twice")),
+        "z=1/b.jsonl.gz": gzip.compress(json_lines("packed", "twice")),
         "z=1/c.parquet": parquet_bytes([f"row {row}" for row in range(7)]),
         "d.txt": "窗前\r\n有一盏灯".encode(),
         "_SUCCESS": b"",
@@ -75,83 +75,88 @@ def test_a_folder_of_a_store_gives_the_bytes_of_one_on_the_disk(corpus: Corpus, 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         store.pipe(f"/bucket/c/{name}", content)
-    expected = of_disk(corpus, inputs=[corpus.folder / "c"])
+    expected = run_on_disk(corpus, inputs=[corpus.folder / "c"])
     for name in ("memory://bucket/c", "memory:///bucket/c/", f"file://{corpus.folder}/c"):
-        corpus.run(inputs=[name], unit_bytes=900, num_workers=2)
-        assert corpus.output() == expected
+        corpus.preprocess(inputs=[name], unit_bytes=900, num_workers=2)
+        assert corpus.read_output() == expected
     assert [name.removeprefix("memory://") for name in map(str, find_inputs(["memory://bucket/c"]))] == [
         f"/bucket/c/{name}" for name in ("a.jsonl", "d.txt", "z=1/b.jsonl.gz", "z=1/c.parquet")
     ]
 
 
-def test_bad_lines_are_told_with_their_number(corpus: Corpus, store: MemoryFileSystem) -> None:
+def test_bad_lines_are_reported_with_their_line_number(corpus: Corpus, store: MemoryFileSystem) -> None:
     store.pipe("/b/c.jsonl", CONTENT + b"x\n")
     with pytest.raises(DataError, match=r"c.jsonl:31 \(byte \d+\): not JSON"):
-        corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500)
-    corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500, resume=True, max_bad_lines=1)
-    assert len(corpus.texts()) == 30
+        corpus.preprocess(inputs=["memory://b/c.jsonl"], unit_bytes=500)
+    corpus.preprocess(inputs=["memory://b/c.jsonl"], unit_bytes=500, resume=True, max_bad_lines=1)
+    assert len(corpus.read_texts()) == 30
 
 
-def test_an_object_that_was_written_again_is_another_input(corpus: Corpus, store: MemoryFileSystem) -> None:
+def test_rewritten_object_is_different_input(corpus: Corpus, store: MemoryFileSystem) -> None:
     store.pipe("/b/c.jsonl", CONTENT + b"x\n")
     with pytest.raises(DataError, match="--resume continues"):
-        corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500)
+        corpus.preprocess(inputs=["memory://b/c.jsonl"], unit_bytes=500)
     store.pipe("/b/c.jsonl", CONTENT)
     with pytest.raises(DataError, match=rf"c.jsonl had {len(CONTENT) + 2} bytes, now {len(CONTENT)}"):
-        corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500, resume=True)
+        corpus.preprocess(inputs=["memory://b/c.jsonl"], unit_bytes=500, resume=True)
 
 
-@pytest.mark.parametrize("how", ["an error", "a short body"])
-def test_what_a_store_fails_at_is_asked_for_again_and_said(
-    corpus: Corpus, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, capfd, how: str
+@pytest.mark.parametrize("failure", ["an error", "a short body"])
+def test_failed_store_reads_are_retried_and_logged(
+    corpus: Corpus, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, capfd, failure: str
 ) -> None:
     """Every second answer is an error 500, or lacks its last byte."""
     store.pipe("/b/c.jsonl", CONTENT)
     corpus.write(CONTENT)
-    expected = of_disk(corpus)
-    answer, asked = MemoryFileSystem.cat_file, []
+    expected = run_on_disk(corpus)
+    original_cat_file, requests = MemoryFileSystem.cat_file, []
 
     def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
-        asked.append(start)
-        if len(asked) % 2:
-            if how == "an error":
+        requests.append(start)
+        if len(requests) % 2:
+            if failure == "an error":
                 raise OSError("500 Internal Server Error")
-            return answer(self, path, start, end)[:-1]
-        return answer(self, path, start, end)
+            return original_cat_file(self, path, start, end)[:-1]
+        return original_cat_file(self, path, start, end)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    corpus.run(inputs=["memory://b/c.jsonl"])
-    said = capfd.readouterr().err
-    reason = "500 Internal" if how == "an error" else "received 699 of 700 bytes"
-    assert corpus.output() == expected and f"reading bytes 0:700 failed (OSError: {reason}" in said
-    assert "retrying in 0.0 s" in said
+    corpus.preprocess(inputs=["memory://b/c.jsonl"])
+    stderr = capfd.readouterr().err
+    reason = "500 Internal" if failure == "an error" else "received 699 of 700 bytes"
+    assert corpus.read_output() == expected and f"reading bytes 0:700 failed (OSError: {reason}" in stderr
+    assert "retrying in 0.0 s" in stderr
 
 
 @pytest.mark.parametrize(
-    "error, text, times",
+    "error, text, num_requests",
     [
         (OSError("503 Slow Down"), r"reading bytes 0:\d+ failed 3 times \(OSError: 503 Slow Down\)", 3),
         (PermissionError("Forbidden"), r"the store denies access \(PermissionError: Forbidden\). Check the cred", 1),
         (FileNotFoundError("x"), "memory://b/c.jsonl does not exist; check the name", 1),
     ],
 )
-def test_what_fails_for_good_ends_the_job_and_leaves_nothing(
-    corpus: Corpus, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, times: int
+def test_permanent_store_errors_end_job_and_leave_nothing(
+    corpus: Corpus,
+    store: MemoryFileSystem,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    text: str,
+    num_requests: int,
 ) -> None:
     store.pipe("/b/c.jsonl", CONTENT)
-    asked: list[int] = []
+    requests: list[int] = []
 
     def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
-        asked.append(start)
+        requests.append(start)
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     with pytest.raises(DataError, match=text):
-        corpus.run(inputs=["memory://b/c.jsonl"])
-    assert asked.count(0) == times and corpus.names() == []
+        corpus.preprocess(inputs=["memory://b/c.jsonl"])
+    assert requests.count(0) == num_requests and corpus.list_leftovers() == []
 
 
-def test_what_is_no_input_is_refused(corpus: Corpus, store: MemoryFileSystem, monkeypatch) -> None:
+def test_invalid_remote_inputs_are_rejected(corpus: Corpus, store: MemoryFileSystem, monkeypatch) -> None:
     store.pipe("/b/spark/_temporary/0/x", b"")
     store.pipe("/b/spark/part-0.jsonl", CONTENT)
     store.pipe("/b/logs/executor.json", b"{}")
@@ -159,7 +164,7 @@ def test_what_is_no_input_is_refused(corpus: Corpus, store: MemoryFileSystem, mo
     store.pipe("/b/empty/_SUCCESS", b"")
     for name, text in (
         ("memory://b/none", "memory://b/none does not exist; check the name"),
-        ("memory://b/spark", "memory://b/spark must be finished; _temporary says"),
+        ("memory://b/spark", "memory://b/spark must be finished; _temporary shows"),
         ("memory://b/logs", "b/logs is the log folder of datatrove"),
         ("memory://b/empty", "is a folder without files"),
         ("nosuch://b/c", "nosuch://b/c cannot be read: Protocol not known: nosuch"),
@@ -176,17 +181,21 @@ def test_what_is_no_input_is_refused(corpus: Corpus, store: MemoryFileSystem, mo
 @needs_moto
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_s3_gives_the_bytes_of_the_disk(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_inputs_equal_files_on_disk(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """moto's server stands in for S3."""
     with s3(monkeypatch) as files:
         monkeypatch.setattr(object_store, "BLOCK_BYTES", 5000)
-        contents = {"a.jsonl": lines(*GOOD * 20), "b.jsonl.gz": gzip.compress(lines(*GOOD)), "_SUCCESS": b""}
+        contents = {
+            "a.jsonl": json_lines(*GOOD_TEXTS * 20),
+            "b.jsonl.gz": gzip.compress(json_lines(*GOOD_TEXTS)),
+            "_SUCCESS": b"",
+        }
         for name, content in contents.items():
             files.pipe(f"bucket/c/{name}", content)
             (corpus.folder / "c").mkdir(exist_ok=True)
             (corpus.folder / "c" / name).write_bytes(content)
-        expected = of_disk(corpus, inputs=[corpus.folder / "c"])
-        corpus.run(inputs=["s3://bucket/c"], num_workers=2, unit_bytes=20_000)
-        assert corpus.output() == expected
+        expected = run_on_disk(corpus, inputs=[corpus.folder / "c"])
+        corpus.preprocess(inputs=["s3://bucket/c"], num_workers=2, unit_bytes=20_000)
+        assert corpus.read_output() == expected
         with pytest.raises(DataError, match="s3://bucket/none does not exist"):
             find_inputs(["s3://bucket/none"])

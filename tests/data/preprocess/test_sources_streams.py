@@ -13,11 +13,11 @@ import zstandard
 
 from megatron.data.preprocess import BadRecord, encode, parse, plan_units, read_unit
 from megatron.data.preprocess.corpus import unit_documents
-from megatron.data.preprocess.readers import _PIECE_BYTES
+from megatron.data.preprocess.readers import _COMPRESSED_CHUNK_BYTES
 from megatron.errors import DataError
-from tests.helpers.preprocess_job import Corpus, texts
+from tests.helpers.preprocess_job import Corpus, read_documents
 
-PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
 
 @pytest.mark.parametrize(
@@ -40,31 +40,31 @@ PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
         ("c.parquet.gz", b"words", "parquet files are compressed internally"),
     ],
 )
-def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, content: bytes, text: str) -> None:
+def test_non_text_files_are_named_with_remedy(tmp_path: Path, name: str, content: bytes, text: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        texts([tmp_path / name])
-    assert str(tmp_path / name) in str(caught.value)
-    assert all(part in str(caught.value) for part in text.split(".*"))
+    with pytest.raises(DataError) as raised:
+        read_documents([tmp_path / name])
+    assert str(tmp_path / name) in str(raised.value)
+    assert all(fragment in str(raised.value) for fragment in text.split(".*"))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize(
-    "value, indent, cure",
+    "value, indent, remedy",
     [
         ([{"text": "a"}, {"text": "b"}], 2, "one JSON array. Write each object on its own line: jq -c '.[]'"),
         ({"text": "a"}, 4, "objects that span several lines. Write each object on its own line: jq -c '.'"),
         ([{"text": "a"}], None, "got a list; write each element of a JSON array on its own line: jq -c '.[]'"),
     ],
 )
-def test_json_that_is_not_one_object_a_line_is_told_once_with_its_cure(
-    tmp_path: Path, suffix: str, value: object, indent: int | None, cure: str
+def test_multi_line_json_is_reported_once_with_remedy(
+    tmp_path: Path, suffix: str, value: object, indent: int | None, remedy: str
 ) -> None:
     corpus = Corpus(tmp_path)
-    path = corpus.write(PACK[suffix](json.dumps(value, indent=indent).encode() + b"\n"), f"c.jsonl{suffix}")
+    path = corpus.write(COMPRESS[suffix](json.dumps(value, indent=indent).encode() + b"\n"), f"c.jsonl{suffix}")
     with pytest.raises(DataError) as error:
-        corpus.run(inputs=[path], unit_bytes=16)
-    assert cure in str(error.value) and str(path) in str(error.value) and str(error.value).count("jq") == 1
+        corpus.preprocess(inputs=[path], unit_bytes=16)
+    assert remedy in str(error.value) and str(path) in str(error.value) and str(error.value).count("jq") == 1
     assert "not JSON" not in str(error.value)
 
 
@@ -72,99 +72,101 @@ def test_json_that_is_not_one_object_a_line_is_told_once_with_its_cure(
     "content",
     ['\n [\n{"text": "a"}', '[{"text": "a"},\n{"text": "b"}]', '[{\n"text": "a"}]', '\ufeff[\r\n  {"text": "a"}\r\n]'],
 )
-def test_arrays_laid_out_by_any_tool_are_known(tmp_path: Path, content: str) -> None:
+def test_json_arrays_in_any_layout_are_detected(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.json").write_bytes(content.encode())
     with pytest.raises(DataError, match="c.json must have one JSON object on each line; it looks like one JSON array"):
-        texts([tmp_path])
+        read_documents([tmp_path])
 
 
-def test_a_first_line_that_is_bad_in_another_way_stays_a_bad_line(tmp_path: Path) -> None:
+def test_bad_first_line_stays_bad_line(tmp_path: Path) -> None:
     for first in ("[note] begin", '["a"]', '{"text": "a', "{}"):
         (tmp_path / "c.jsonl").write_text(first + '\n{"text": "b"}\n')
-        bad, text = texts([tmp_path])
-        assert isinstance(bad, BadRecord) and text == "b"
+        bad_record, text = read_documents([tmp_path])
+        assert isinstance(bad_record, BadRecord) and text == "b"
 
 
 def documents(path: Path) -> Iterator[str | BadRecord]:
     return (text for unit in plan_units([path], None) for _, text in unit_documents(unit, ["text"]))
 
 
-def test_a_flipped_bit_is_a_damaged_file_and_no_bad_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flipped_bit_raises_damaged_file_instead_of_bad_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "CHUNK_BYTES", 20_000)
-    draw, corpus = random.Random(0), Corpus(tmp_path)
-    content = b"".join(b'{"text": "%s"}\n' % draw.randbytes(40).hex().encode() for _ in range(3000))
+    rng, corpus = random.Random(0), Corpus(tmp_path)
+    content = b"".join(b'{"text": "%s"}\n' % rng.randbytes(40).hex().encode() for _ in range(3000))
     packed = gzip.compress(content, mtime=0)
-    assert len(packed) > 2 * _PIECE_BYTES["gz"], "else the checksum at the end is read with the first bad line"
-    shown_first_as_bad = 0
-    for place in (2000, 20_000, 50_000):
+    assert len(packed) > 2 * _COMPRESSED_CHUNK_BYTES["gz"], (
+        "else the checksum at the end is read with the first bad line"
+    )
+    num_bad_before_error = 0
+    for byte_idx in (2000, 20_000, 50_000):
         damaged = bytearray(packed)
-        damaged[place] ^= 16
+        damaged[byte_idx] ^= 16
         path = corpus.write(damaged, "c.jsonl.gz")
-        for read in (
-            lambda path=path: corpus.run(inputs=[path]),
-            lambda path=path: corpus.run(inputs=[path], max_bad_lines=1000),
+        for run in (
+            lambda path=path: corpus.preprocess(inputs=[path]),
+            lambda path=path: corpus.preprocess(inputs=[path], max_bad_lines=1000),
             lambda path=path: any(isinstance(text, BadRecord) for text in documents(path)),
         ):
             with pytest.raises(DataError, match="c.jsonl.gz must be a complete .gz file; it is damaged before byte"):
-                read()
+                run()
         lines = (parse(record, ["text"]) for unit in plan_units([path], None) for record in read_unit(unit))
         with suppress(DataError):
-            shown_first_as_bad += any(isinstance(line, BadRecord) for line in lines)
-    assert shown_first_as_bad, "else it shows nothing"
-    summary = corpus.run(inputs=[corpus.write(gzip.compress(content + b"x\n"), "c.jsonl.gz")], max_bad_lines=1)
+            num_bad_before_error += any(isinstance(line, BadRecord) for line in lines)
+    assert num_bad_before_error, "else it shows nothing"
+    summary = corpus.preprocess(inputs=[corpus.write(gzip.compress(content + b"x\n"), "c.jsonl.gz")], max_bad_lines=1)
     assert (summary.num_bad, summary.num_documents) == (1, 3000), "a whole file's bad line is one"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_damaged_or_cut_off_stream_is_an_error_with_its_place(tmp_path: Path, suffix: str) -> None:
-    content = b"".join(b'{"text": "%d"}\n' % number**5 for number in range(3000))
-    packed = bytearray(PACK[suffix](content))
+def test_damaged_or_truncated_stream_raises_with_position(tmp_path: Path, suffix: str) -> None:
+    content = b"".join(b'{"text": "%d"}\n' % line_idx**5 for line_idx in range(3000))
+    packed = bytearray(COMPRESS[suffix](content))
     path = tmp_path / f"c.jsonl{suffix}"
     for stop in (len(packed) - 1, len(packed) // 2, 5):
         path.write_bytes(packed[:stop])
         with pytest.raises(DataError, match=rf"complete {suffix} file; it is truncated: it ends at byte {stop}, .*-t"):
-            texts([path])
+            read_documents([path])
     packed[len(packed) // 2] ^= 255
     path.write_bytes(packed)
     if suffix == ".gz":  # the frames of zstandard.compress have no checksum
         with pytest.raises(DataError, match="damaged before byte [0-9]+ .* bytes of text"):
-            texts([path])
-    path.write_bytes(PACK[suffix](b'{"text": "1"}\n') * 2 + (bytes(600) if suffix == ".gz" else b""))
-    assert texts([path]) == ["1", "1"]
+            read_documents([path])
+    path.write_bytes(COMPRESS[suffix](b'{"text": "1"}\n') * 2 + (bytes(600) if suffix == ".gz" else b""))
+    assert read_documents([path]) == ["1", "1"]
     path.write_bytes(b"")
-    assert texts([path]) == []
+    assert read_documents([path]) == []
 
 
-def test_zstandard_checksums_large_windows_and_frames_without_text_are_read(tmp_path: Path) -> None:
+def test_zstandard_checksums_large_windows_and_skippable_frames_are_read(tmp_path: Path) -> None:
     content = b'{"text": "x"}\n' * 2000
-    wide = zstandard.ZstdCompressionParameters(window_log=29, write_checksum=True, enable_ldm=True)
-    compressor = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    parameters = zstandard.ZstdCompressionParameters(window_log=29, write_checksum=True, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     packed = bytearray(compressor.compress(content) + compressor.flush())
     path = tmp_path / "c.jsonl.zst"
     path.write_bytes(packed)
-    assert len(texts([path])) == 2000
-    skippable = b"\x50\x2a\x4d\x18\x02\x00\x00\x00ab"  # pzstd and seekable files have frames without text
-    path.write_bytes(skippable + packed + skippable + packed)
-    assert len(texts([path])) == 4000
+    assert len(read_documents([path])) == 2000
+    skippable_frame = b"\x50\x2a\x4d\x18\x02\x00\x00\x00ab"  # pzstd and seekable files have frames without text
+    path.write_bytes(skippable_frame + packed + skippable_frame + packed)
+    assert len(read_documents([path])) == 4000
     packed[-1] ^= 1
     path.write_bytes(packed)
     with pytest.raises(DataError, match="damaged before byte"):
-        texts([path])
+        read_documents([path])
 
 
 @pytest.fixture
 def standard_input(tmp_path: Path) -> Iterator[Callable[[bytes], None]]:
-    saved = os.dup(0)
+    saved_descriptor = os.dup(0)
 
-    def give(content: bytes) -> None:
+    def redirect(content: bytes) -> None:
         (tmp_path / "stdin").write_bytes(content)
         file = os.open(tmp_path / "stdin", os.O_RDONLY)
         os.dup2(file, 0)
         os.close(file)
 
-    yield give
-    os.dup2(saved, 0)
-    os.close(saved)
+    yield redirect
+    os.dup2(saved_descriptor, 0)
+    os.close(saved_descriptor)
 
 
 def test_standard_input_is_one_unit_of_json_lines(standard_input: Callable[[bytes], None]) -> None:

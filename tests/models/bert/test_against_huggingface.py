@@ -10,21 +10,21 @@ import functools
 import pytest
 import torch
 
-from megatron.models.bert.huggingface import _recipes
+from megatron.models.bert.huggingface import _iter_mappings
 from megatron.models.bert.model import BertModel
 from megatron.models.common import huggingface
 from megatron.mpu.shard import set_shard, shard_of
 from megatron.optim import build_optimizer
-from tests.helpers.bert_samples import SMALL, VOCAB, bert_batch, bert_sizes
+from tests.helpers.bert_samples import SMALL, VOCAB, bert_model_args, make_bert_batch
 from tests.helpers.harness import run_ranks
-from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
-from tests.helpers.whole import fill, whole_world
+from tests.helpers.model_samples import get_sharded_grads, join_shards, make_parallel_context, worst_relative_error
+from tests.helpers.whole import fill_shard, group_of_all_ranks
 
 STEPS, LR, HEADS = 20, 0.02, 4
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)
 ALLOWED = {"fp64": (1e-12, 1e-13, 1e-11, 1e-10), "fp32": (2e-6, 1e-6, 3e-6, None)}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-KINDS = [
+CASES = [
     ("fp64", "both", "gelu", "sdpa"),
     ("fp64", "words", "gelu_new", "eager"),
     ("fp64", "both", "relu", "eager"),
@@ -32,20 +32,20 @@ KINDS = [
     ("fp32", "words", "gelu", "sdpa"),
 ]
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "relu": "relu"}
-SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
-COPIES = {"cls.predictions.decoder.bias", "cls.predictions.decoder.weight"}
+WORLD_SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
+TIED_COPIES = {"cls.predictions.decoder.bias", "cls.predictions.decoder.weight"}
 
 
-def recipes_of(variant):
-    return dict(_recipes(SMALL["num_layers"], HEADS, has_both=variant != "words"))
+def variant_recipes(variant):
+    return dict(_iter_mappings(SMALL["num_layers"], HEADS, has_second_head=variant != "words"))
 
 
 @functools.cache
-def reference(kind):
+def reference(case):
     """Return weights before, logits, loss, gradients, and weights after the steps, under their names."""
     from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-    dtype, variant, activation, attention = kind
+    dtype, variant, activation, attention = case
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=40,
@@ -72,7 +72,7 @@ def reference(kind):
 
 def reference_loss(model, step):
     """Return the model's own loss, as its users get it, and the logits."""
-    batch = bert_batch(step, is_padded=step % 2 == 0)
+    batch = make_bert_batch(step, is_padded=step % 2 == 0)
     labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
     mask = None if batch.segments is None else (batch.segments >= 0).long()
     inputs = {"input_ids": batch.tokens, "token_type_ids": batch.token_types, "attention_mask": mask, "labels": labels}
@@ -83,62 +83,64 @@ def reference_loss(model, step):
     return out.loss, (out.logits.detach(),)
 
 
-def our_loss(model, step):
-    batch = bert_batch(step, is_padded=step % 2 == 0)
+def compute_loss(model, step):
+    batch = make_bert_batch(step, is_padded=step % 2 == 0)
     losses = model(**vars(batch))
     total, count = losses["loss"] if isinstance(losses, dict) else losses
     return total / count
 
 
-def one(group, kind):
+def run_case(group, case):
     """Return what this rank sees: its logits, the loss, its gradients, its weights after the steps."""
-    dtype, variant, activation, _ = kind
-    before, *_ = reference(kind)
-    sizes = bert_sizes(activation=ACTIVATIONS[activation], binary_head=variant != "words", hidden_bias=True)
-    model = BertModel(sizes, place_of(group)).to(DTYPES[dtype])
-    recipes = recipes_of(variant)
+    dtype, variant, activation, _ = case
+    before, *_ = reference(case)
+    args = bert_model_args(activation=ACTIVATIONS[activation], binary_head=variant != "words", hidden_bias=True)
+    model = BertModel(args, make_parallel_context(group)).to(DTYPES[dtype])
+    recipes = variant_recipes(variant)
     assert sorted(recipes) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         set_shard(parameter, shard_of(parameter))
-        fill(parameter, huggingface.to_our_weight(recipes[name], before))
-    batch = bert_batch(0)
+        fill_shard(parameter, huggingface.weight_from_hf(recipes[name], before))
+    batch = make_bert_batch(0)
     with torch.no_grad():
         logits = model(batch.tokens, batch.token_types, batch.segments)
-    loss = our_loss(model, 0)
+    loss = compute_loss(model, 0)
     loss.backward()
-    gradients = gradients_of(model)
+    gradients = get_sharded_grads(model)
     if dtype == "fp64":
         model.zero_grad()
         optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=torch.float64)
         for step in range(STEPS):
-            our_loss(model, step).backward()
+            compute_loss(model, step).backward()
             optimizer.step()
     after = {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}
     return logits if isinstance(logits, tuple) else (logits,), loss.item(), gradients, after
 
 
-def ours(rank, size):
-    return {kind: one(whole_world(rank, size), kind) for kind in KINDS}
+def run_cases(rank, size):
+    return {case: run_case(group_of_all_ranks(rank, size), case) for case in CASES}
 
 
 @functools.cache
-def seen(size):
+def results_by_case(size):
     """Return, for each kind, the results of all ranks."""
-    for kind in KINDS:
-        reference(kind)  # ahead of the fork, once for all
-    ranks = run_ranks(size, ours, size) if size > 1 else [ours(0, 1)]
-    return {kind: [results[kind] for results in ranks] for kind in KINDS}
+    for case in CASES:
+        reference(case)  # ahead of the fork, once for all
+    ranks = run_ranks(size, run_cases, size) if size > 1 else [run_cases(0, 1)]
+    return {case: [results[case] for results in ranks] for case in CASES}
 
 
-def theirs(parts, variant):
+def to_hf_names(shards, variant):
     """Return the global tensors of all ranks' parts under Hugging Face's names."""
-    recipes, whole = recipes_of(variant), joined(parts)
+    recipes, full_weights = variant_recipes(variant), join_shards(shards)
     return {
-        name: part for ours in whole for name, part in huggingface.from_our_weight(recipes[ours], whole[ours]).items()
+        name: tensor
+        for our_name in full_weights
+        for name, tensor in huggingface.weight_to_hf(recipes[our_name], full_weights[our_name]).items()
     }
 
 
-def with_keys(tensors):
+def with_joint_query_key_bias(tensors):
     """Return ``tensors`` with the biases of keys, which softmax does not see, joined to those of queries."""
     joint = dict(tensors)
     for name in [name for name in tensors if name.endswith("key.bias")]:
@@ -146,35 +148,39 @@ def with_keys(tensors):
     return joint
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind))
-@pytest.mark.parametrize("size", SIZES)
-def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
-    before, logits, loss, gradients, after = reference(kind)
-    ranks = seen(size)[kind]
-    real = bert_batch(0).segments >= 0
-    words = torch.cat([rank[0][0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
-    pairs = [(words[real], logits[0][real])]
-    assert len(logits) == len(ranks[0][0]) == (1 if kind[1] == "words" else 2)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case))
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_logits_loss_and_gradients_match_hugging_face(case, size):
+    before, logits, loss, gradients, after = reference(case)
+    ranks = results_by_case(size)[case]
+    is_real = make_bert_batch(0).segments >= 0
+    word_logits = torch.cat([rank[0][0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
+    pairs = [(word_logits[is_real], logits[0][is_real])]
+    assert len(logits) == len(ranks[0][0]) == (1 if case[1] == "words" else 2)
     pairs += [(rank[0][1], logits[1]) for rank in ranks if len(logits) == 2]
     observed = [max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)]
     observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
-    worst, where = worst_relative(*map(with_keys, (theirs([rank[2] for rank in ranks], kind[1]), gradients)))
+    worst, worst_name = worst_relative_error(
+        *map(with_joint_query_key_bias, (to_hf_names([rank[2] for rank in ranks], case[1]), gradients))
+    )
     observed.append(worst)
-    if kind[0] == "fp64":
-        moved, _ = worst_relative(theirs([rank[3] for rank in ranks], kind[1]), after)
-        observed.append(moved)
+    if case[0] == "fp64":
+        weight_error, _ = worst_relative_error(to_hf_names([rank[3] for rank in ranks], case[1]), after)
+        observed.append(weight_error)
         moving = [name for name in after if not name.endswith("key.bias")]  # which softmax does not see
         assert all((after[n] - before[n]).norm() > 1e-5 * before[n].norm() for n in moving), "it trains"
-    print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[kind[0]], where)
-    for what, value, allowed in zip(("logits", "loss", where, "weights"), observed, ALLOWED[kind[0]], strict=False):
-        assert allowed is None or value <= allowed, what
+    print(f"t={size} {case}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[case[0]], worst_name)
+    for metric, value, allowed in zip(
+        ("logits", "loss", worst_name, "weights"), observed, ALLOWED[case[0]], strict=False
+    ):
+        assert allowed is None or value <= allowed, metric
 
 
 @pytest.mark.parametrize("variant", ["both", "words"])
-def test_there_and_back_is_bitwise(variant):
-    before = reference(next(kind for kind in KINDS if kind[1] == variant))[0]
-    recipes, back = recipes_of(variant), {}
+def test_weight_round_trip_is_bitwise(variant):
+    before = reference(next(case for case in CASES if case[1] == variant))[0]
+    recipes, exported = variant_recipes(variant), {}
     for recipe in recipes.values():
-        back |= huggingface.from_our_weight(recipe, huggingface.to_our_weight(recipe, before))
-    assert set(before) - set(back) <= COPIES and set(back) <= set(before)
-    assert all(torch.equal(back[name], before[name]) for name in back)
+        exported |= huggingface.weight_to_hf(recipe, huggingface.weight_from_hf(recipe, before))
+    assert set(before) - set(exported) <= TIED_COPIES and set(exported) <= set(before)
+    assert all(torch.equal(exported[name], before[name]) for name in exported)

@@ -14,74 +14,78 @@ from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.registry import costs_of
 from megatron.mpu.groups import Group
-from tests.models.common.test_features import FEATURES, FULL, SIZES
+from tests.models.common.test_features import FEATURES, FULL_MODELS, MODEL_FIELDS
 
-CHANGES: dict[str, dict[str, Any]] = {**FEATURES, **FULL}
+FEATURE_SETTINGS: dict[str, dict[str, Any]] = {**FEATURES, **FULL_MODELS}
 
 
-def costs_with(length: int = 7, **changes: Any) -> DecoderCosts:
+def make_costs(length: int = 7, **changes: Any) -> DecoderCosts:
     """Return the costs of a small model with these settings."""
-    return DecoderCosts(ModelConfig(**{**SIZES, **changes}), length)
+    return DecoderCosts(ModelConfig(**{**MODEL_FIELDS, **changes}), length)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_parameters_are_those_of_the_model_with_every_feature(name: str) -> None:
-    sizes = ModelConfig(**{**SIZES, "vocab_size": 24, **CHANGES[name]})
-    for tensor in (1, 2) if sizes.num_query_groups > 1 else (1,):
-        model = DecoderModel(model_args_from(sizes), ParallelContext(Group(tuple(range(tensor)), 0)))
-        built = sum(parameter.numel() for parameter in model.parameters())
-        assert DecoderCosts(sizes, 7).stage_parameters([0, 5], tensor) == [built]
+@pytest.mark.parametrize("name", FEATURE_SETTINGS)
+def test_parameter_count_matches_model_with_every_feature(name: str) -> None:
+    model_config = ModelConfig(**{**MODEL_FIELDS, "vocab_size": 24, **FEATURE_SETTINGS[name]})
+    for tensor in (1, 2) if model_config.num_query_groups > 1 else (1,):
+        model = DecoderModel(model_args_from(model_config), ParallelContext(Group(tuple(range(tensor)), 0)))
+        num_built = sum(parameter.numel() for parameter in model.parameters())
+        assert DecoderCosts(model_config, 7).stage_parameters([0, 5], tensor) == [num_built]
 
 
-def test_a_window_has_the_scores_that_lie_in_it() -> None:
+def test_window_flops_count_scores_within_window() -> None:
     """On average w - w^2 / 2s keys of each query with w in its window, of s: half of s where all are."""
-    full, plain = costs_with(100), 12 * 2 * 24 * 100  # both layers, all heads together have 24 numbers
+    full, plain = make_costs(100), 12 * 2 * 24 * 100  # both layers, all heads together have 24 numbers
     assert full.flops_per_token(causal=False) - full.flops_per_token() == plain / 2
     for window, keys in ((9, 10 - 0.5), (49, 50 - 12.5), (99, 50), (1000, 50)):
-        costs = costs_with(100, window_size=window)
+        costs = make_costs(100, window_size=window)
         assert full.flops_per_token() - costs.flops_per_token() == pytest.approx(12 * 2 * 24 * (50 - keys))
-    half = costs_with(100, window_size=9, window_attn_skip_freq="2")
+    half = make_costs(100, window_size=9, window_attn_skip_freq="2")
     assert full.flops_per_token() - half.flops_per_token() == pytest.approx(12 * 24 * (50 - 9.5))
     assert half.unit_costs[2] == 1.0 > half.unit_costs[1] and full.unit_costs[1:3] == [1.0, 1.0]
 
 
-def test_a_part_keeps_what_it_adds() -> None:
+def test_features_add_their_saved_activations() -> None:
     """In bytes of a token, beside those of a plain decoder: inputs of norms, queries and keys before they change."""
-    width, tokens, h, both = 4, 2 * 7, 12, 24 + 24
-    plain = costs_with()
+    width, tokens, h, query_key_width = 4, 2 * 7, 12, 24 + 24
+    plain = make_costs()
 
-    def more(**changes: Any) -> int:
-        return (costs_with(**changes).unit_kept(2, 1, width)[1].full - plain.unit_kept(2, 1, width)[1].full) // tokens
+    def extra_bytes(**changes: Any) -> int:
+        return (
+            make_costs(**changes).unit_saved_bytes(2, 1, width)[1].full - plain.unit_saved_bytes(2, 1, width)[1].full
+        ) // tokens
 
-    assert more(position_embedding_type="rope") == both * width
-    assert more(position_embedding_type="rope", qk_norm="head") == 2 * both * width
-    assert more(norm_placement="both") == 2 * h * width and more(norm_placement="after") == 0
-    assert more(num_query_groups=2) == -2 * 12 * width
-    embedding = [costs_with(embed_layernorm=has).unit_kept(2, 1, width)[0].full for has in (False, True)]
+    assert extra_bytes(position_embedding_type="rope") == query_key_width * width
+    assert extra_bytes(position_embedding_type="rope", qk_norm="head") == 2 * query_key_width * width
+    assert extra_bytes(norm_placement="both") == 2 * h * width and extra_bytes(norm_placement="after") == 0
+    assert extra_bytes(num_query_groups=2) == -2 * 12 * width
+    embedding = [
+        make_costs(embed_layernorm=has_norm).unit_saved_bytes(2, 1, width)[0].full for has_norm in (False, True)
+    ]
     assert embedding[1] - embedding[0] == tokens * h * width
 
 
-def test_a_stage_keeps_one_mask_of_a_window() -> None:
+def test_stage_saves_one_window_mask() -> None:
     settings: dict[str, Any] = {"micro_batch_size": 2, "dtype": "bf16"}
     bounds = [0, 5]
-    plain, window = (costs_with(window_size=n).memory_per_stage(bounds, **settings)[0].activations for n in (0, 3))
+    plain, window = (make_costs(window_size=n).memory_per_stage(bounds, **settings)[0].activations for n in (0, 3))
     assert window - plain == 7 * 7
-    wide = costs_with(window_size=6).memory_per_stage(bounds, **settings)[0].activations
+    wide = make_costs(window_size=6).memory_per_stage(bounds, **settings)[0].activations
     assert wide == plain, "a window that leaves nothing out has no mask"
 
 
-def test_capped_logits_keep_a_number_more_each() -> None:
-    costs = [costs_with(final_logit_softcapping=cap, loss_chunk_tokens=0) for cap in (0.0, 2.0)]
+def test_capped_logits_save_one_more_logits_tensor() -> None:
+    costs = [make_costs(final_logit_softcapping=cap, loss_chunk_tokens=0) for cap in (0.0, 2.0)]
     assert costs[1].loss_bytes(2, 1, 4, forwards=3) - costs[0].loss_bytes(2, 1, 4, forwards=3) == 3 * 14 * 23 * 4
 
 
-def test_attention_is_blocked_where_it_is_plain_alone() -> None:
-    for words, is_blocked in (
+def test_only_plain_attention_is_blocked() -> None:
+    for flags, is_blocked in (
         ("", True),
         ("--window-size 3", False),
         ("--qk-layernorm", False),
         ("--clip-qkv 6", False),
     ):
-        config = parse([*words.split(), "--attention-dropout", "0", "--vocab-size", "9"], world_size=1, env={})
+        config = parse([*flags.split(), "--attention-dropout", "0", "--vocab-size", "9"], world_size=1, env={})
         assert costs_of(config, is_on_cpu=True).is_blocked == is_blocked
         assert not costs_of(replace(config), is_on_cpu=False).is_blocked

@@ -11,11 +11,11 @@ import torch
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
 from megatron.ops.attention import positions_in_segments
-from tests.helpers.model_samples import filled
-from tests.helpers.plain_decoder import logits_of
+from tests.helpers.model_samples import fill_weights
+from tests.helpers.plain_decoder import reference_logits
 
 VOCAB, SEQ, BATCH = 23, 7, 2
-SIZES: dict[str, Any] = {
+MODEL_FIELDS: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 16,
     "kv_hidden_size": 6, "ff_hidden_size": 10, "hidden_bias": False, "layernorm_epsilon": 1e-3,
 }  # fmt: skip
@@ -71,16 +71,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 """Name -> what it sets; two that set one field differently are no pair."""
 
 
-def is_pair(one: dict[str, Any], two: dict[str, Any]) -> bool:
+def are_compatible(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether both can be."""
-    differ = any(one[name] != two[name] for name in one.keys() & two.keys())
-    both = {**one, **two}
-    is_after = both.get("norm_placement") == "after" and both.get("apply_residual_connection_post_layernorm")
-    return not differ and not is_after
+    has_conflict = any(first[name] != second[name] for name in first.keys() & second.keys())
+    merged = {**first, **second}
+    is_after = merged.get("norm_placement") == "after" and merged.get("apply_residual_connection_post_layernorm")
+    return not has_conflict and not is_after
 
 
-PAIRS = [(one, two) for one, two in combinations(FEATURES, 2) if is_pair(FEATURES[one], FEATURES[two])]
-FULL: dict[str, dict[str, Any]] = {
+FEATURE_PAIRS = [
+    (first, second) for first, second in combinations(FEATURES, 2) if are_compatible(FEATURES[first], FEATURES[second])
+]
+FULL_MODELS: dict[str, dict[str, Any]] = {
     "Qwen 3": {**FEATURES["groups"], **ROPE, **FEATURES["rms"], **FEATURES["q, k norms"], "activation": "gated-silu"},
     "Gemma 3": {
         **FEATURES["groups"], **ROPE, "rotary_local_base": 20.0, "rotary_scaling": "linear", "normalization": "RMSNorm",
@@ -97,7 +99,7 @@ FULL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def batch(has_documents: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_batch(has_documents: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, positions, documents and labels [b, s]."""
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
@@ -107,19 +109,19 @@ def batch(has_documents: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return text[:, :-1], positions_in_segments(ids), ids, text[:, 1:]
 
 
-def check(changes: dict[str, Any], *, has_documents: bool, **switches: Any) -> None:
+def check_matches_formulas(changes: dict[str, Any], *, has_documents: bool, **switches: Any) -> None:
     """Compare a model with the formulas: logits, and the gradients of a random weighing of their losses."""
-    sizes = ModelArgs(**{**SIZES, **changes, **switches})
-    model = filled(DecoderModel(sizes).double())
-    tokens, positions, ids, labels = batch(has_documents)
+    args = ModelArgs(**{**MODEL_FIELDS, **changes, **switches})
+    model = fill_weights(DecoderModel(args).double())
+    tokens, positions, ids, labels = make_batch(has_documents)
     inputs = {"position_ids": positions, "segment_ids": ids} if has_documents else {}
     mask = torch.rand(BATCH, SEQ, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
-    wanted = logits_of(sizes, weights, tokens, positions, ids)
+    expected = reference_logits(args, weights, tokens, positions, ids)
     with torch.no_grad():
-        found = model(tokens, **inputs)
-    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
-    losses = torch.nn.functional.cross_entropy(wanted.permute(1, 2, 0), labels, reduction="none")  # [b, s]
+        actual = model(tokens, **inputs)
+    assert (actual - expected).abs().max() <= 1e-12 * expected.abs().max()
+    losses = torch.nn.functional.cross_entropy(expected.permute(1, 2, 0), labels, reduction="none")  # [b, s]
     (losses * mask).sum().backward()
     loss, _ = model(tokens, **inputs, labels=labels, loss_mask=mask)
     loss.backward()
@@ -130,62 +132,68 @@ def check(changes: dict[str, Any], *, has_documents: bool, **switches: Any) -> N
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_feature_is_its_formula(name: str) -> None:
+def test_feature_matches_formula(name: str) -> None:
     for has_documents in (False, True):
-        check(FEATURES[name], has_documents=has_documents)
+        check_matches_formulas(FEATURES[name], has_documents=has_documents)
 
 
-def test_every_feature_is_another_model() -> None:
-    tokens, _, _, _ = batch(False)
-    found = {}
+def test_every_feature_changes_logits() -> None:
+    tokens, _, _, _ = make_batch(False)
+    logits = {}
     for name, changes in {"plain": {}, **FEATURES}.items():
         with torch.no_grad():
-            found[name] = filled(DecoderModel(ModelArgs(**{**SIZES, **changes})).double())(tokens)
-    for one, two in combinations(found, 2):
-        assert (found[one] - found[two]).abs().max() > 1e-4 or {one, two} == {"untied", "plain"}, (one, two)
+            logits[name] = fill_weights(DecoderModel(ModelArgs(**{**MODEL_FIELDS, **changes})).double())(tokens)
+    for first, second in combinations(logits, 2):
+        assert (logits[first] - logits[second]).abs().max() > 1e-4 or {first, second} == {"untied", "plain"}, (
+            first,
+            second,
+        )
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", FULL_MODELS)
 @pytest.mark.parametrize("switches", [{}, {"loss_chunk_tokens": 3}, {"checkpoint_activations": True}], ids=str)
-def test_models_of_many_features_are_their_formulas(name: str, switches: dict[str, Any]) -> None:
-    check(FULL[name], has_documents=True, **switches)
+def test_full_models_match_formulas(name: str, switches: dict[str, Any]) -> None:
+    check_matches_formulas(FULL_MODELS[name], has_documents=True, **switches)
 
 
 def check_pairs(pairs: list[tuple[str, str]]) -> None:
-    for number, (one, two) in enumerate(pairs):
-        changes = {**FEATURES[one], **FEATURES[two]}
+    for pair_idx, (first, second) in enumerate(pairs):
+        changes = {**FEATURES[first], **FEATURES[second]}
         changes = {"num_layers": 2 if changes.get("window_attn_skip_freq") else 1, **changes}
         try:
-            check(changes, has_documents=number % 2 == 0)
+            check_matches_formulas(changes, has_documents=pair_idx % 2 == 0)
         except AssertionError as error:
-            raise AssertionError(f"{one} with {two}: {error}") from error
+            raise AssertionError(f"{first} with {second}: {error}") from error
 
 
 @pytest.mark.slow  # single features and models of many features, above and below, are in the short run
-def test_some_pairs_of_features_are_their_formulas() -> None:
+def test_sampled_feature_pairs_match_formulas() -> None:
     """Each feature is in one of them."""
-    some = PAIRS[::11]
-    assert {name for pair in some for name in pair} == set(FEATURES)
-    check_pairs(some)
+    sampled = FEATURE_PAIRS[::11]
+    assert {name for pair in sampled for name in pair} == set(FEATURES)
+    check_pairs(sampled)
 
 
 @pytest.mark.slow
-def test_every_pair_of_features_is_its_formula() -> None:
-    assert len(PAIRS) > 450
-    check_pairs(PAIRS)
+def test_every_feature_pair_matches_formulas() -> None:
+    assert len(FEATURE_PAIRS) > 450
+    check_pairs(FEATURE_PAIRS)
 
 
-def test_a_scaled_embedding_is_scaled_ahead_of_its_norm() -> None:
+def test_embedding_is_scaled_before_its_norm() -> None:
     """So the norm takes nearly all of it away, and all of it where its epsilon is 0."""
-    sizes = {**SIZES, "embed_layernorm": True, "layernorm_epsilon": 1e-12}
-    found = [filled(DecoderModel(ModelArgs(**sizes, scale_embeddings=has)).double()) for has in (False, True)]
-    tokens = batch(False)[0]
+    fields = {**MODEL_FIELDS, "embed_layernorm": True, "layernorm_epsilon": 1e-12}
+    models = [
+        fill_weights(DecoderModel(ModelArgs(**fields, scale_embeddings=is_scaled)).double())
+        for is_scaled in (False, True)
+    ]
+    tokens = make_batch(False)[0]
     with torch.no_grad():
-        plain, scaled = (model(tokens) for model in found)
+        plain, scaled = (model(tokens) for model in models)
     torch.testing.assert_close(plain, scaled, rtol=1e-9, atol=1e-9)
     for dtype, scale in ((torch.bfloat16, 3.46875), (torch.float64, 12**0.5)):  # the root of 12, rounded
-        model = filled(DecoderModel(ModelArgs(**SIZES, scale_embeddings=True, position_embedding_type="none"))).to(
-            dtype
-        )
-        words = model.embedding.word.weight[tokens].transpose(0, 1)
-        assert model.embedding(tokens).equal(words * scale)
+        model = fill_weights(
+            DecoderModel(ModelArgs(**MODEL_FIELDS, scale_embeddings=True, position_embedding_type="none"))
+        ).to(dtype)
+        embeddings = model.embedding.word.weight[tokens].transpose(0, 1)
+        assert model.embedding(tokens).equal(embeddings * scale)

@@ -8,16 +8,16 @@ import torch
 from megatron.models.common.decoder import DecoderModel
 from megatron.mpu.groups import Group
 from tests.helpers.model_samples import (
-    batch_of,
-    filled,
-    place_of,
-    small_sizes,
+    fill_weights,
+    make_batch,
+    make_parallel_context,
+    small_model_args,
 )
 
 
-def test_tokens_outside_the_loss_mask_do_not_count():
-    model = filled(DecoderModel(small_sizes()).double())
-    batch = batch_of()
+def test_tokens_outside_loss_mask_do_not_count():
+    model = fill_weights(DecoderModel(small_model_args()).double())
+    batch = make_batch()
     batch.loss_mask[:, 6:] = 0
     loss, count = model(**vars(batch))
     assert count.item() == batch.loss_mask.sum().item()
@@ -26,16 +26,29 @@ def test_tokens_outside_the_loss_mask_do_not_count():
     assert torch.equal(model(**vars(batch))[0], loss)
 
 
-def test_logical_names_are_those_of_checkpoints():
-    names = [name for name, _ in DecoderModel(small_sizes(num_layers=1, untie_embeddings=True)).named_parameters()]
-    parts = ["input_norm", "attention.query_key_value", "attention.dense", "post_attention_norm", "mlp.up", "mlp.down"]
-    layer = [f"layers.0.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
-    ends = ["embedding.word.weight", "embedding.position.weight", "final_norm.weight", "final_norm.bias", "head.weight"]
-    assert sorted(names) == sorted(layer + ends)
+def test_logical_names_match_checkpoint_names():
+    names = [name for name, _ in DecoderModel(small_model_args(num_layers=1, untie_embeddings=True)).named_parameters()]
+    module_names = [
+        "input_norm",
+        "attention.query_key_value",
+        "attention.dense",
+        "post_attention_norm",
+        "mlp.up",
+        "mlp.down",
+    ]
+    layer_names = [f"layers.0.{module_name}.{suffix}" for module_name in module_names for suffix in ("weight", "bias")]
+    other_names = [
+        "embedding.word.weight",
+        "embedding.position.weight",
+        "final_norm.weight",
+        "final_norm.bias",
+        "head.weight",
+    ]
+    assert sorted(names) == sorted(layer_names + other_names)
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_rejects_indivisible_heads():
     with pytest.raises(
         ValueError, match="--num-attention-heads must be a multiple of --model-parallel-size, got 4 and 3"
     ):
-        DecoderModel(small_sizes(), place_of(Group((0, 1, 2), 0)))
+        DecoderModel(small_model_args(), make_parallel_context(Group((0, 1, 2), 0)))

@@ -12,101 +12,99 @@ from megatron.checkpoint.model_match import check_model
 from megatron.config import parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.common.decoder import DecoderModel, model_args
-from megatron.models.common.language_model import head_output, logits_of
+from megatron.models.common.language_model import head_output, tied_head_logits
 from megatron.mpu.groups import single_grid
 from megatron.training import optimizer_setup, setup
 from megatron.training.world import World
-from tests.helpers.layouts import check_fp64, difference
+from tests.helpers.layouts import check_fp64, compare_layout
 
-LINE = (
+BASE_FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 101 --data-path none "
     "--device cpu --train-iters 4 --fp32 --hidden-bias --untie-embeddings-and-output-weights --lr 1e-2 --min-lr 1e-3"
 )
 WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
 
 
-def config_of(extra: str, family: str = "gpt2") -> Any:
-    return parse(f"{LINE} {extra}".split(), world_size=1, family=family, env={}).with_vocab(101)
+def make_config(extra: str, family: str = "gpt2") -> Any:
+    return parse(f"{BASE_FLAGS} {extra}".split(), world_size=1, family=family, env={}).with_vocab(101)
 
 
-def built(extra: str, family: str = "gpt2") -> tuple[DecoderModel, Any, Any]:
+def build(extra: str, family: str = "gpt2") -> tuple[DecoderModel, Any, Any]:
     """Return a model with its initial values, its optimizer, and the configuration."""
-    config = config_of(extra, family)
+    config = make_config(extra, family)
     model = DecoderModel(model_args(config))
-    setup.put_in_place(config, model, WORLD)
+    setup.initialize_and_move(config, model, WORLD)
     return model, optimizer_setup.make_optimizer(config, model, WORLD), config
 
 
-MATRICES = ("query_key_value.weight", "dense.weight", "up.weight", "down.weight", "router.weight", "gate.weight")
+MATRIX_SUFFIXES = ("query_key_value.weight", "dense.weight", "up.weight", "down.weight", "router.weight", "gate.weight")
 
 
-def is_hidden(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith(MATRICES)
+def is_hidden_matrix(name: str) -> bool:
+    return name.startswith("layers.") and name.endswith(MATRIX_SUFFIXES)
 
 
-EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 8 "
-EXPERTS += "--moe-shared-expert-gate --disable-bias-linear"
+EXPERT_FLAGS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 8 "
+EXPERT_FLAGS += "--moe-shared-expert-gate --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
-    ("family", "words", "matrices"),
-    [("gpt2", "", 4), ("llama", "--norm-epsilon 1e-5", 4), ("mpt", "", 4), ("llama", EXPERTS, 10)],
+    ("family", "flags", "num_matrices"),
+    [("gpt2", "", 4), ("llama", "--norm-epsilon 1e-5", 4), ("mpt", "", 4), ("llama", EXPERT_FLAGS, 10)],
     ids=["gpt2", "llama", "mpt", "experts"],
 )
-def test_matrices_of_layers_start_smaller_and_learn_slower_and_nothing_else_does(
-    family: str, words: str, matrices: int
-) -> None:
+def test_mup_scales_only_init_and_rate_of_hidden_matrices(family: str, flags: str, num_matrices: int) -> None:
     """By m = 4: sqrt(1/4) of the initial values, a quarter of rate and epsilon."""
-    plain, _, _ = built(words, family)
-    model, optimizer, config = built(f"{words} --mup-base-hidden-size 8", family)
+    plain, _, _ = build(flags, family)
+    model, optimizer, config = build(f"{flags} --mup-base-hidden-size 8", family)
     assert config.model.width_multiplier == 4
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    group_by_param = {p: group for group in optimizer.param_groups for p in group["params"]}
     before, names = dict(plain.named_parameters()), dict(model.named_parameters())
-    assert sum(map(is_hidden, names)) == 2 * matrices
+    assert sum(map(is_hidden_matrix, names)) == 2 * num_matrices
     for name, parameter in names.items():
-        wanted = before[name] * 0.5 if is_hidden(name) else before[name]
-        torch.testing.assert_close(parameter, wanted, rtol=1e-6, atol=0)
-        group, share = group_of[parameter], 0.25 if is_hidden(name) else 1.0
-        assert group["lr"] == pytest.approx(1e-2 * share) and group["eps"] == pytest.approx(1e-8 * share), name
-        assert group.get("floor_lr", 1e-3) == pytest.approx(1e-3 * share)
+        expected = before[name] * 0.5 if is_hidden_matrix(name) else before[name]
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=0)
+        group, factor = group_by_param[parameter], 0.25 if is_hidden_matrix(name) else 1.0
+        assert group["lr"] == pytest.approx(1e-2 * factor) and group["eps"] == pytest.approx(1e-8 * factor), name
+        assert group.get("floor_lr", 1e-3) == pytest.approx(1e-3 * factor)
 
 
-def test_a_rate_by_name_is_not_divided_and_the_other_matrices_are() -> None:
-    model, optimizer, _ = built("--mup-base-hidden-size 8 --lr-by-name layers.*.up.weight=4e-3")
+def test_lr_by_name_overrides_mup_rate() -> None:
+    model, optimizer, _ = build("--mup-base-hidden-size 8 --lr-by-name layers.*.up.weight=4e-3")
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     rates = {name_of[id(p)]: (g["lr"], g.get("floor_lr", 1e-3)) for g in optimizer.param_groups for p in g["params"]}
     for name, rate in rates.items():
         is_named = name.endswith("up.weight")
-        lr = 4e-3 if is_named else 2.5e-3 if is_hidden(name) else 1e-2
+        lr = 4e-3 if is_named else 2.5e-3 if is_hidden_matrix(name) else 1e-2
         assert rate == pytest.approx((lr, lr / 10)), name
     assert sum(rate[0] == 4e-3 for rate in rates.values()) == 2
 
 
-def test_muons_matrices_keep_their_rate_and_the_others_have_none_to_divide() -> None:
-    _, optimizer, _ = built("--optimizer muon --mup-base-hidden-size 8")
+def test_muon_uses_unscaled_rate() -> None:
+    _, optimizer, _ = build("--optimizer muon --mup-base-hidden-size 8")
     assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
 
 
-def losses(extra: str) -> list[float]:
+def train_losses(extra: str) -> list[float]:
     """Return the losses of three steps."""
-    model, optimizer, _ = built(extra)
+    model, optimizer, _ = build(extra)
     tokens = torch.arange(24).view(3, 8) % 7
-    found = []
+    step_losses = []
     for _ in range(3):
         total, count = model(tokens, labels=tokens.roll(-1, 1), loss_mask=torch.ones(3, 8))
         (total / count).backward()
         optimizer.step()
-        found.append(total.item())
-    return found
+        step_losses.append(total.item())
+    return step_losses
 
 
-def test_at_the_base_width_nothing_changes_to_the_bit() -> None:
-    assert losses("--mup-base-hidden-size 32 --mup-base-head-dim 8 --embedding-multiplier 1") == losses("")
-    assert losses("--dim-model-base 32") == losses("") != losses("--mup-base-hidden-size 16")
+def test_base_width_leaves_losses_bitwise_equal() -> None:
+    assert train_losses("--mup-base-hidden-size 32 --mup-base-head-dim 8 --embedding-multiplier 1") == train_losses("")
+    assert train_losses("--dim-model-base 32") == train_losses("") != train_losses("--mup-base-hidden-size 16")
 
 
 @pytest.mark.parametrize(
-    ("words", "hidden", "head_scale"),
+    ("flags", "base_hidden_size", "head_scale"),
     [
         ("--use-mup", 32, 1 / 8),
         ("--use-mup --mup-base-hidden-size 8", 8, 1 / 8),
@@ -117,13 +115,13 @@ def test_at_the_base_width_nothing_changes_to_the_bit() -> None:
         ("--mup-base-hidden-size 8 --mup-output-mult 1 --mup-attn-scale-power 1 --mup-width-mult 4", 8, 0.0),
     ],
 )
-def test_megatrons_names_mean_what_they_mean_there(words: str, hidden: int, head_scale: float) -> None:
-    model = config_of(words).model
-    assert (model.mup_base_hidden_size, model.softmax_scale) == (hidden, pytest.approx(head_scale))
+def test_megatron_mup_flags_map_to_settings(flags: str, base_hidden_size: int, head_scale: float) -> None:
+    model = make_config(flags).model
+    assert (model.mup_base_hidden_size, model.softmax_scale) == (base_hidden_size, pytest.approx(head_scale))
 
 
 @pytest.mark.parametrize(
-    ("words", "family", "message"),
+    ("flags", "family", "message"),
     [
         ("--mup-base-hidden-size 8 --optimizer sgd", "gpt2", "scales learning rates for AdamW and Muon"),
         ("--mup-base-hidden-size 8 --dim-model-base 4", "gpt2", "both set the factor of the logits"),
@@ -133,44 +131,44 @@ def test_megatrons_names_mean_what_they_mean_there(words: str, hidden: int, head
         ("--scaling-recipe depth_mup", "gpt2", "must be mup or none"),
     ],
 )
-def test_what_cannot_be_is_refused(words: str, family: str, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        config_of(words, family)
-    assert message in str(refused.value)
+def test_rejects_conflicting_mup_flags(flags: str, family: str, message: str) -> None:
+    with pytest.raises(ConfigError) as excinfo:
+        make_config(flags, family)
+    assert message in str(excinfo.value)
 
 
 @pytest.mark.parametrize("family", ["t5", "bert"])
-def test_other_families_are_refused_with_the_reason(family: str) -> None:
+def test_rejects_mup_for_other_families(family: str) -> None:
     line = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --vocab-size 200 --data-path none"
-    for words in ("--mup-base-hidden-size 8", "--use-mup", "--residual-scale 2"):
-        with pytest.raises(ConfigError, match="for decoders"):
-            parse(f"{line} {words}".split(), world_size=1, family=family, env={})
+    for flags in ("--mup-base-hidden-size 8", "--use-mup", "--residual-scale 2"):
+        with pytest.raises(ConfigError, match="in decoders only"):
+            parse(f"{line} {flags}".split(), world_size=1, family=family, env={})
 
 
-def test_weights_of_another_base_width_are_of_another_model() -> None:
+def test_checkpoint_of_other_base_width_is_rejected() -> None:
     """But where it is the width itself, or both name one factor of the logits."""
-    saved = config_of("").identity()
-    check_model(saved, config_of("--mup-base-hidden-size 32"))
-    check_model({name: value for name, value in saved.items() if "mup" not in name}, config_of(""))
+    saved = make_config("").identity()
+    check_model(saved, make_config("--mup-base-hidden-size 32"))
+    check_model({name: value for name, value in saved.items() if "mup" not in name}, make_config(""))
     with pytest.raises(CheckpointError, match="mup_base_hidden_size"):
-        check_model(saved, config_of("--mup-base-hidden-size 16"))
+        check_model(saved, make_config("--mup-base-hidden-size 16"))
 
 
-def test_minicpms_factors_are_those_of_its_formula() -> None:
-    model = config_of("--embedding-multiplier 12 --residual-scale 1.4 --dim-model-base 16").model
+def test_minicpm_factors_match_formula() -> None:
+    model = make_config("--embedding-multiplier 12 --residual-scale 1.4 --dim-model-base 16").model
     assert model.residual_multiplier == 1.4 / math.sqrt(2) and model.logit_multiplier == 16 / 32
     assert model.width_multiplier == 1.0, "rates and initial values are muP's alone"
 
 
-def test_text_is_generated_from_the_same_logits() -> None:
-    model, _, config = built("--mup-base-hidden-size 8")
-    x, sizes = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(1)), model_args(config)
-    given = x, model.embedding.word.weight, sizes, model.place
-    torch.testing.assert_close(logits_of(*given), (x @ model.embedding.word.weight.T) / 4)
-    assert torch.equal(logits_of(*given), head_output(*given))
+def test_generation_uses_scaled_logits() -> None:
+    model, _, config = build("--mup-base-hidden-size 8")
+    x, args = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(1)), model_args(config)
+    head_args = x, model.embedding.word.weight, args, model.parallel
+    torch.testing.assert_close(tied_head_logits(*head_args), (x @ model.embedding.word.weight.T) / 4)
+    assert torch.equal(tied_head_logits(*head_args), head_output(*head_args))
 
 
-SCALED = "--fp64 --mup-base-hidden-size 8 --mup-base-head-dim 2 --embedding-multiplier 3 --residual-scale 1.4"
+SCALED_FLAGS = "--fp64 --mup-base-hidden-size 8 --mup-base-head-dim 2 --embedding-multiplier 3 --residual-scale 1.4"
 
 
 LAYOUTS = [
@@ -181,10 +179,10 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe", "data", "extra"), LAYOUTS)
-def test_every_layout_trains_the_weights_of_one_process(tensor: int, pipe: int, data: int, extra: str) -> None:
+def test_every_layout_matches_one_process(tensor: int, pipe: int, data: int, extra: str) -> None:
     """Its sibling in the short run is in tests/optim/test_param_rates.py."""
-    own = [word for word in extra.split() if word not in ("--sequence-parallel", "--zero-stage", "1", "2", "3")]
-    more = " ".join(word for word in extra.split() if word not in own)
-    found = difference(tensor, pipe, data, 4, f"{SCALED} {' '.join(own)}", more, steps=3)
-    check_fp64(found)
-    assert found.weight <= 1e-10
+    model_flags = [flag for flag in extra.split() if flag not in ("--sequence-parallel", "--zero-stage", "1", "2", "3")]
+    layout_flags = " ".join(flag for flag in extra.split() if flag not in model_flags)
+    result = compare_layout(tensor, pipe, data, 4, f"{SCALED_FLAGS} {' '.join(model_flags)}", layout_flags, steps=3)
+    check_fp64(result)
+    assert result.weight <= 1e-10

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.models.common.transformer import MLP
-from megatron.mpu.activation_storage import ActivationStorage, _Buffer
+from megatron.mpu.activation_storage import ActivationStorage, _SlotBuffer
 from tests.helpers.harness import run_ranks
-from tests.helpers.layouts import flags, trace_rank
+from tests.helpers.layouts import make_flags, trace_rank
 
 STEPS, GAS = 2, 2
 
@@ -20,58 +20,58 @@ def count_forwards(rank: int, pipe: int, extra: str) -> int:
     calls = 0
     forward = MLP.forward
 
-    def counting(self: MLP, x: object) -> object:
+    def counting_forward(self: MLP, x: object) -> object:
         nonlocal calls
         calls += 1
         return forward(self, x)  # type: ignore[arg-type]
 
-    MLP.forward = counting  # type: ignore[method-assign, assignment]
-    argv = flags(1, pipe, micro=2, gas=GAS, extra=f"--fp32 {extra}")
+    MLP.forward = counting_forward  # type: ignore[method-assign, assignment]
+    argv = make_flags(1, pipe, micro_batch_size=2, gas=GAS, extra=f"--fp32 {extra}")
     trace_rank(rank, argv, pipe, STEPS, 0)
     return calls
 
 
 @functools.cache
-def plain_forwards(pipe: int) -> list[int]:
+def count_plain_forwards(pipe: int) -> list[int]:
     return run_ranks(pipe, count_forwards, pipe, "")
 
 
 @pytest.mark.parametrize(
-    ("pipe", "every"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (2, 1)))]
+    ("pipe", "interval"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (2, 1)))]
 )
-def test_each_layer_runs_twice_a_micro_batch(pipe: int, every: int) -> None:
-    plain = plain_forwards(pipe)
-    again = run_ranks(pipe, count_forwards, pipe, f"--checkpoint-activations --checkpoint-num-layers {every}")
+def test_recompute_runs_each_layer_twice(pipe: int, interval: int) -> None:
+    plain = count_plain_forwards(pipe)
+    recomputed = run_ranks(pipe, count_forwards, pipe, f"--checkpoint-activations --checkpoint-num-layers {interval}")
     assert sum(plain) == STEPS * GAS * 4
-    assert again == [2 * calls for calls in plain]
+    assert recomputed == [2 * calls for calls in plain]
 
 
-KEPT = "--contigious-checkpointing --checkpoint-in-cpu"
-DROPPED = "--fp32 --attention-dropout 0.1 --hidden-dropout 0.1"
+STORAGE_FLAGS = "--contigious-checkpointing --checkpoint-in-cpu"
+DROPOUT_FLAGS = "--fp32 --attention-dropout 0.1 --hidden-dropout 0.1"
 
 
-def traced_and_counted(
+def trace_and_count_buffers(
     rank: int, tensor: int, pipe: int, extra: str, gas: int = 4
 ) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
     """Return losses, gradients, the bytes of this rank's buffers, and how often one had to grow."""
-    keepers: list[ActivationStorage] = []
-    built, blocks = ActivationStorage.__init__, []
-    make = _Buffer.__init__
+    storages: list[ActivationStorage] = []
+    storage_init, buffers = ActivationStorage.__init__, []
+    buffer_init = _SlotBuffer.__init__
 
-    def noting(self: ActivationStorage, *args: object) -> None:
-        built(self, *args)  # type: ignore[arg-type]
-        keepers.append(self)
+    def record_storage(self: ActivationStorage, *args: object) -> None:
+        storage_init(self, *args)  # type: ignore[arg-type]
+        storages.append(self)
 
-    def noting_buffer(self: _Buffer, *args: object) -> None:
-        make(self, *args)  # type: ignore[arg-type]
-        blocks.append(self)
+    def record_buffer(self: _SlotBuffer, *args: object) -> None:
+        buffer_init(self, *args)  # type: ignore[arg-type]
+        buffers.append(self)
 
-    ActivationStorage.__init__, _Buffer.__init__ = noting, noting_buffer  # type: ignore[method-assign, assignment]
-    size = tensor * pipe
-    trace = trace_rank(rank, flags(tensor, pipe, micro=2, gas=gas, extra=extra), size, STEPS, 0)
-    grown = sum(len(buffer._blocks) - 1 for buffer in blocks)
+    ActivationStorage.__init__, _SlotBuffer.__init__ = record_storage, record_buffer  # type: ignore[method-assign, assignment]
+    world_size = tensor * pipe
+    trace = trace_rank(rank, make_flags(tensor, pipe, micro_batch_size=2, gas=gas, extra=extra), world_size, STEPS, 0)
+    num_grown = sum(len(buffer._blocks) - 1 for buffer in buffers)
     gradients = {name: gradient for name, (_, gradient) in trace.gradients.items()}
-    return trace.losses, gradients, sum(keeper.buffer_bytes() for keeper in keepers), grown
+    return trace.losses, gradients, sum(storage.buffer_bytes() for storage in storages), num_grown
 
 
 INPUT_BYTES = 16 * 2 * 32 * 4  # s b h in fp32
@@ -88,26 +88,26 @@ INPUT_BYTES = 16 * 2 * 32 * 4  # s b h in fp32
         pytest.param(1, "", [4], marks=pytest.mark.slow),
     ],
 )
-def test_a_stage_has_one_buffer_for_its_layers_and_the_micro_batches_in_flight(
-    pipe: int, schedule: str, inputs: list[int]
-) -> None:
+def test_stage_stores_inputs_in_one_buffer(pipe: int, schedule: str, inputs: list[int]) -> None:
     """Two layers on each of two stages (with two chunks one in each). Of an embedding and a layer tokens are kept."""
-    plain = run_ranks(pipe, traced_and_counted, 1, pipe, f"{DROPPED} {schedule if 'pipeline' in schedule else ''}")
-    extra = f"{DROPPED} --checkpoint-activations {KEPT} {schedule}"
-    kept = run_ranks(pipe, traced_and_counted, 1, pipe, extra)
-    for one, other in zip(plain, kept, strict=True):
-        assert one[0] == other[0]
-        assert all(torch.equal(gradient, other[1][name]) for name, gradient in one[1].items())
-    assert [each[2] // INPUT_BYTES for each in kept] == inputs
-    assert [each[3] for each in kept] == [0] * pipe, "a buffer grew"
+    plain = run_ranks(
+        pipe, trace_and_count_buffers, 1, pipe, f"{DROPOUT_FLAGS} {schedule if 'pipeline' in schedule else ''}"
+    )
+    extra = f"{DROPOUT_FLAGS} --checkpoint-activations {STORAGE_FLAGS} {schedule}"
+    stored = run_ranks(pipe, trace_and_count_buffers, 1, pipe, extra)
+    for expected, actual in zip(plain, stored, strict=True):
+        assert expected[0] == actual[0]
+        assert all(torch.equal(gradient, actual[1][name]) for name, gradient in expected[1].items())
+    assert [result[2] // INPUT_BYTES for result in stored] == inputs
+    assert [result[3] for result in stored] == [0] * pipe, "a buffer grew"
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_two_tensor_ranks_gathers_what_each_has_kept() -> None:
-    plain = run_ranks(4, traced_and_counted, 2, 2, DROPPED.replace("fp32", "fp64"))
-    extra = f"{DROPPED.replace('fp32', 'fp64')} --checkpoint-activations --partition-activations {KEPT}"
-    kept = run_ranks(4, traced_and_counted, 2, 2, extra)
-    for one, other in zip(plain, kept, strict=True):
-        assert one[0] == other[0]
-        assert all(torch.equal(gradient, other[1][name]) for name, gradient in one[1].items())
-    assert [each[2] // INPUT_BYTES for each in kept] == [4, 4, 2, 2], "twice as wide, half of each"
+def test_pipeline_with_tensor_ranks_gathers_partitioned_inputs() -> None:
+    plain = run_ranks(4, trace_and_count_buffers, 2, 2, DROPOUT_FLAGS.replace("fp32", "fp64"))
+    extra = f"{DROPOUT_FLAGS.replace('fp32', 'fp64')} --checkpoint-activations --partition-activations {STORAGE_FLAGS}"
+    stored = run_ranks(4, trace_and_count_buffers, 2, 2, extra)
+    for expected, actual in zip(plain, stored, strict=True):
+        assert expected[0] == actual[0]
+        assert all(torch.equal(gradient, actual[1][name]) for name, gradient in expected[1].items())
+    assert [result[2] // INPUT_BYTES for result in stored] == [4, 4, 2, 2], "twice as wide, half of each"

@@ -19,40 +19,48 @@ from megatron.models.gpt2.huggingface import from_ours, model_fields, to_ours
 from megatron.mpu.shard import set_shard, shard_of
 from megatron.optim import build_optimizer
 from tests.helpers.harness import run_ranks
-from tests.helpers.model_samples import BATCH, SEQ, VOCAB, gradients_of, joined, place_of, worst_relative
-from tests.helpers.whole import fill, whole_world
+from tests.helpers.model_samples import (
+    BATCH,
+    SEQ,
+    VOCAB,
+    get_sharded_grads,
+    join_shards,
+    make_parallel_context,
+    worst_relative_error,
+)
+from tests.helpers.whole import fill_shard, group_of_all_ranks
 
 HEADS, STEPS, LR = 4, 20, 0.1
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)
 ALLOWED = {"fp64": (1e-12, 1e-13, 1e-11, 1e-10), "fp32": (2e-6, 1e-6, 3e-6, None)}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-KINDS = [
+CASES = [
     ("fp64", True, "sdpa"),
     ("fp64", False, "sdpa"),
     ("fp64", True, "eager"),
     ("fp32", True, "sdpa"),
     ("fp32", False, "eager"),
 ]
-CUT = KINDS[1]
+SEQUENCE_PARALLEL_CASE = CASES[1]
 
 
-def is_trained(kind) -> bool:
+def is_trained(case) -> bool:
     """Return whether this kind is compared after the steps as well."""
-    return kind[0] == "fp64" and kind[2] == "sdpa"
+    return case[0] == "fp64" and case[2] == "sdpa"
 
 
-def text(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels of a step."""
-    whole = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
-    return whole[:, :-1], whole[:, 1:]
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
 
 
-def make_reference(dtype, tied, attention):
+def make_reference(dtype, is_tied, attention):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=2, n_head=HEADS, tie_word_embeddings=tied,
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=2, n_head=HEADS, tie_word_embeddings=is_tied,
         bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
     )  # fmt: skip
@@ -64,21 +72,21 @@ def make_reference(dtype, tied, attention):
 
 
 def reference_loss(model, step):
-    tokens, labels = text(step)
+    tokens, labels = random_batch(step)
     logits = model(tokens, use_cache=False).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 @functools.cache
-def reference(kind):
+def reference(case):
     """Return configuration, weights before, logits, loss, gradients, and weights after the steps, under their names."""
-    dtype, tied, attention = kind
-    model = make_reference(dtype, tied, attention)
+    dtype, is_tied, attention = case
+    model = make_reference(dtype, is_tied, attention)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     logits, loss = reference_loss(model, 0)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    if is_trained(kind):
+    if is_trained(case):
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -88,41 +96,43 @@ def reference(kind):
     return model.config, before, logits.detach(), loss.item(), gradients, after
 
 
-def ours(rank, size):
+def run_cases(rank, size):
     """Return what this rank sees for each kind: its logits, the loss, its gradients, its weights after the steps."""
-    return {kind: one(whole_world(rank, size), kind) for kind in KINDS}
+    return {case: run_case(group_of_all_ranks(rank, size), case) for case in CASES}
 
 
-def ours_of_parts(rank, size):
+def run_sequence_parallel(rank, size):
     """Return the same of one kind with the sequence cut over the ranks."""
-    return one(whole_world(rank, size), CUT, cuts=True)
+    return run_case(group_of_all_ranks(rank, size), SEQUENCE_PARALLEL_CASE, is_sequence_parallel=True)
 
 
-def one(group, kind, cuts=False):
-    config, before, *_ = reference(kind)
-    sizes = model_args_from(None, **model_fields(config), kv_hidden_size=config.n_embd // config.n_head)
-    model = DecoderModel(sizes, replace(place_of(group), sequence_parallel=cuts)).to(DTYPES[kind[0]])
+def run_case(group, case, is_sequence_parallel=False):
+    config, before, *_ = reference(case)
+    args = model_args_from(None, **model_fields(config), kv_hidden_size=config.n_embd // config.n_head)
+    model = DecoderModel(args, replace(make_parallel_context(group), sequence_parallel=is_sequence_parallel)).to(
+        DTYPES[case[0]]
+    )
     weights = to_ours(before, HEADS)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         set_shard(parameter, shard_of(parameter))
-        fill(parameter, weights[name])
+        fill_shard(parameter, weights[name])
     with torch.no_grad():
-        logits = model(text(0)[0], torch.arange(SEQ).expand(BATCH, SEQ))
-    optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=DTYPES[kind[0]], tensor=group)
-    loss = our_loss(model, 0)
+        logits = model(random_batch(0)[0], torch.arange(SEQ).expand(BATCH, SEQ))
+    optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=DTYPES[case[0]], tensor=group)
+    loss = compute_loss(model, 0)
     loss.backward()
     optimizer.reducer.sum_over_groups()
-    gradients = gradients_of(model)
-    if is_trained(kind):
+    gradients = get_sharded_grads(model)
+    if is_trained(case):
         optimizer.zero_grad()
         train(model, optimizer)
     after = {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}
     return logits, loss.item(), gradients, after
 
 
-def our_loss(model, step):
-    tokens, labels = text(step)
+def compute_loss(model, step):
+    tokens, labels = random_batch(step)
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
     total, count = model(tokens, positions, labels=labels, loss_mask=torch.ones(BATCH, SEQ))
     return total / count
@@ -130,49 +140,55 @@ def our_loss(model, step):
 
 def train(model, optimizer):
     for step in range(STEPS):
-        our_loss(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
 
 
 @functools.cache
-def seen(size):
+def results_by_case(size):
     """Return, for each kind, the results of all ranks."""
-    for kind in KINDS:
-        reference(kind)  # ahead of the fork, once for all
-    ranks = run_ranks(size, ours, size) if size > 1 else [ours(0, 1)]
-    return {kind: [results[kind] for results in ranks] for kind in KINDS}
+    for case in CASES:
+        reference(case)  # ahead of the fork, once for all
+    ranks = run_ranks(size, run_cases, size) if size > 1 else [run_cases(0, 1)]
+    return {case: [results[case] for results in ranks] for case in CASES}
 
 
-def theirs(parts, names):
+def to_hf_names(shards, names):
     """Return the global tensors of all ranks' parts under Hugging Face's names."""
-    found = from_ours(joined(parts), HEADS)
-    return {name: found[name] for name in names}
+    tensors = from_ours(join_shards(shards), HEADS)
+    return {name: tensors[name] for name in names}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]} {'tied' if kind[1] else 'untied'} {kind[2]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {'tied' if case[1] else 'untied'} {case[2]}")
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
-    check_equal(kind, seen(size)[kind])
+def test_logits_loss_and_gradients_match_hugging_face(case, size):
+    check_matches_reference(case, results_by_case(size)[case])
 
 
-def test_the_same_weights_give_the_same_with_the_sequence_cut_over_two_ranks():
-    reference(CUT)
-    check_equal(CUT, run_ranks(2, ours_of_parts, 2))
+def test_sequence_parallel_matches_hugging_face():
+    reference(SEQUENCE_PARALLEL_CASE)
+    check_matches_reference(SEQUENCE_PARALLEL_CASE, run_ranks(2, run_sequence_parallel, 2))
 
 
-def check_equal(kind, ranks):
-    _, before, logits, loss, gradients, after = reference(kind)
-    together = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
-    observed = [(together - logits).abs().max().item() / logits.abs().max().item()]
+def check_matches_reference(case, ranks):
+    _, before, logits, loss, gradients, after = reference(case)
+    gathered = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
+    observed = [(gathered - logits).abs().max().item() / logits.abs().max().item()]
     observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
-    worst, where = worst_relative(theirs([rank[2] for rank in ranks], gradients), gradients)
+    worst, worst_name = worst_relative_error(to_hf_names([rank[2] for rank in ranks], gradients), gradients)
     observed.append(worst)
-    if is_trained(kind):
-        moved, _ = worst_relative(theirs([rank[3] for rank in ranks], after), after)
-        observed.append(moved)
+    if is_trained(case):
+        weight_error, _ = worst_relative_error(to_hf_names([rank[3] for rank in ranks], after), after)
+        observed.append(weight_error)
         assert all(torch.linalg.vector_norm(after[n] - before[n]) > 1e-3 * before[n].norm() for n in after), "it trains"
     print(
-        f"t={len(ranks)} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[kind[0]], where
+        f"t={len(ranks)} {case}: observed",
+        [f"{value:.1e}" for value in observed],
+        "allowed",
+        ALLOWED[case[0]],
+        worst_name,
     )
-    for what, value, allowed in zip(("logits", "loss", where, "weights"), observed, ALLOWED[kind[0]], strict=False):
-        assert value <= allowed, what
+    for metric, value, allowed in zip(
+        ("logits", "loss", worst_name, "weights"), observed, ALLOWED[case[0]], strict=False
+    ):
+        assert value <= allowed, metric

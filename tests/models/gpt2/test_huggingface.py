@@ -24,80 +24,82 @@ def hf_model(seed=0, **settings):
     return model
 
 
-def forward(ours, tokens, num_heads):
+def plain_forward(our_weights, tokens, num_heads):
     """GPT-2 in plain torch from our names, cutting query, key and value per head."""
     s = tokens.shape[1]
-    x = ours["embedding.word.weight"][tokens] + ours["embedding.position.weight"][:s]
+    x = our_weights["embedding.word.weight"][tokens] + our_weights["embedding.position.weight"][:s]
     h = x.shape[-1]
 
     def norm(x, name):
-        return F.layer_norm(x, (h,), ours[f"{name}.weight"], ours[f"{name}.bias"], 1e-5)
+        return F.layer_norm(x, (h,), our_weights[f"{name}.weight"], our_weights[f"{name}.bias"], 1e-5)
 
     def linear(x, name):
-        return F.linear(x, ours[f"{name}.weight"], ours[f"{name}.bias"])
+        return F.linear(x, our_weights[f"{name}.weight"], our_weights[f"{name}.bias"])
 
     for i in range(2):
-        at = f"layers.{i}"
-        qkv = linear(norm(x, f"{at}.input_norm"), f"{at}.attention.query_key_value")
+        prefix = f"layers.{i}"
+        qkv = linear(norm(x, f"{prefix}.input_norm"), f"{prefix}.attention.query_key_value")
         q, k, v = qkv.view(*tokens.shape, num_heads, 3, h // num_heads).permute(3, 0, 2, 1, 4)  # 3 x [b, a, s, d]
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(context.transpose(1, 2).flatten(2), f"{at}.attention.dense")  # [b, s, h]
-        up = F.gelu(linear(norm(x, f"{at}.post_attention_norm"), f"{at}.mlp.up"), approximate="tanh")
-        x = x + linear(up, f"{at}.mlp.down")
-    return F.linear(norm(x, "final_norm"), ours.get("head.weight", ours["embedding.word.weight"]))
+        x = x + linear(context.transpose(1, 2).flatten(2), f"{prefix}.attention.dense")  # [b, s, h]
+        up = F.gelu(linear(norm(x, f"{prefix}.post_attention_norm"), f"{prefix}.mlp.up"), approximate="tanh")
+        x = x + linear(up, f"{prefix}.mlp.down")
+    return F.linear(norm(x, "final_norm"), our_weights.get("head.weight", our_weights["embedding.word.weight"]))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_plain_forward_with_our_weights_gives_the_logits_and_every_gradient_of_theirs(tied):
-    model = hf_model(tie_word_embeddings=tied)
-    ours = {name: w.requires_grad_() for name, w in to_ours(model.state_dict(), HEADS).items()}
-    assert ("head.weight" in ours) == (not tied)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_plain_forward_with_our_weights_matches_hugging_face(is_tied):
+    model = hf_model(tie_word_embeddings=is_tied)
+    our_weights = {name: w.requires_grad_() for name, w in to_ours(model.state_dict(), HEADS).items()}
+    assert ("head.weight" in our_weights) == (not is_tied)
     tokens = torch.randint(0, 29, (2, 16), generator=torch.Generator().manual_seed(1))
-    theirs, own = model(tokens).logits, forward(ours, tokens, HEADS)
-    assert (theirs - own).abs().max() <= 1e-12 * theirs.abs().max()
-    weights = torch.randn(theirs.shape, dtype=torch.float64)
-    (theirs * weights).sum().backward()
-    (own * weights).sum().backward()
+    hf_logits, our_logits = model(tokens).logits, plain_forward(our_weights, tokens, HEADS)
+    assert (hf_logits - our_logits).abs().max() <= 1e-12 * hf_logits.abs().max()
+    weights = torch.randn(hf_logits.shape, dtype=torch.float64)
+    (hf_logits * weights).sum().backward()
+    (our_logits * weights).sum().backward()
     expected = to_ours({name: p.grad for name, p in model.named_parameters()}, HEADS)
     scale = max(gradient.norm() for gradient in expected.values())
-    assert sorted(expected) == sorted(ours)
+    assert sorted(expected) == sorted(our_weights)
     for name, gradient in expected.items():
-        assert (ours[name].grad - gradient).norm() <= 1e-11 * max(gradient.norm(), 1e-6 * scale), name
+        assert (our_weights[name].grad - gradient).norm() <= 1e-11 * max(gradient.norm(), 1e-6 * scale), name
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back_is_bitwise_and_loads_strictly(tied, dtype):
-    model = hf_model(tie_word_embeddings=tied).to(dtype)
+def test_weight_round_trip_is_bitwise_and_loads_strictly(is_tied, dtype):
+    model = hf_model(tie_word_embeddings=is_tied).to(dtype)
     state = model.state_dict()
-    back = from_ours(to_ours(state, HEADS), HEADS)
-    assert sorted(back) == sorted(state)
-    assert all(torch.equal(back[name], tensor) and back[name].dtype == dtype for name, tensor in state.items())
-    hf_model(seed=1, tie_word_embeddings=tied).load_state_dict(back, strict=True)
-    ours = to_ours(state, HEADS)
-    again = to_ours(from_ours(ours, HEADS), HEADS)
-    assert sorted(again) == sorted(ours) and all(torch.equal(again[name], ours[name]) for name in ours)
+    exported = from_ours(to_ours(state, HEADS), HEADS)
+    assert sorted(exported) == sorted(state)
+    assert all(torch.equal(exported[name], tensor) and exported[name].dtype == dtype for name, tensor in state.items())
+    hf_model(seed=1, tie_word_embeddings=is_tied).load_state_dict(exported, strict=True)
+    our_weights = to_ours(state, HEADS)
+    reimported = to_ours(from_ours(our_weights, HEADS), HEADS)
+    assert sorted(reimported) == sorted(our_weights) and all(
+        torch.equal(reimported[name], our_weights[name]) for name in our_weights
+    )
 
 
-def test_the_hubs_names_without_prefix_and_with_masks_are_read():
+def test_reads_hub_names_without_prefix_and_with_masks():
     state = hf_model().state_dict()
     hub = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
     hub["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
     hub["h.0.attn.masked_bias"] = torch.tensor(-1e4)
-    expected, found = to_ours(state, HEADS), to_ours(hub, HEADS)
-    assert sorted(found) == sorted(expected) and all(torch.equal(found[name], expected[name]) for name in found)
+    expected, actual = to_ours(state, HEADS), to_ours(hub, HEADS)
+    assert sorted(actual) == sorted(expected) and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def test_our_copy_shares_nothing_with_theirs():
+def test_converted_weights_do_not_alias_source():
     state = hf_model().state_dict()
-    ours = to_ours(state, HEADS)
-    before = {name: tensor.clone() for name, tensor in ours.items()}
+    our_weights = to_ours(state, HEADS)
+    before = {name: tensor.clone() for name, tensor in our_weights.items()}
     for tensor in state.values():
         tensor.zero_()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(our_weights[name], tensor) for name, tensor in before.items())
 
 
-def test_names_of_another_model_are_listed():
+def test_rejects_and_lists_unknown_names():
     with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel has no .*: model.layers.0.x, h.0.attn.q_proj.weight"):
         to_ours({"model.layers.0.x": torch.zeros(1), "h.0.attn.q_proj.weight": torch.zeros(1)}, HEADS)
     with pytest.raises(CheckpointError, match="our GPT-2 has no .*: encoder.final_norm"):
@@ -106,7 +108,7 @@ def test_names_of_another_model_are_listed():
         to_ours(hf_model().state_dict(), 5)
 
 
-def test_the_configuration_becomes_our_fields():
+def test_config_maps_to_model_fields():
     config = hf_model(tie_word_embeddings=False).config
     assert model_fields(config) == model_fields(config.to_dict()) == {
         "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "ff_hidden_size": 40, "activation": "gelu-tanh",
@@ -117,7 +119,7 @@ def test_the_configuration_becomes_our_fields():
     assert model_fields(GPT2Config())["untie_embeddings"] is False
 
 
-def test_settings_without_a_counterpart_are_refused_together():
+def test_rejects_unsupported_settings_together():
     config = GPT2Config(activation_function="relu", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(CheckpointError, match="scale_attn_by_inverse_layer_idx True; activation_function 'relu'"):
         model_fields(config)

@@ -1,7 +1,7 @@
 """Hugging Face's LLaMA with the same weights: logits, loss, every gradient, and weights after 20 steps.
 
 The reference is made from a random configuration; nothing is downloaded. Its norms and its angles are in fp32 whatever
-the model is in, which leaves 1e-7: in fp64 ``in_its_own_dtype`` keeps both in fp64.
+the model is in, which leaves 1e-7: in fp64 ``compute_in_model_dtype`` keeps both in fp64.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
 from megatron.ops.positions import Rotary
-from tests.helpers.decoder_against_huggingface import Against
+from tests.helpers.decoder_against_huggingface import HuggingFaceComparison
 from tests.models.gpt2.test_against_huggingface import DTYPES, VOCAB
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp64": ("fp64", {}),
     "fp64 tied, biases, llama3": (
         "fp64",
@@ -41,54 +41,54 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @contextmanager
-def in_its_own_dtype() -> Iterator[None]:
+def compute_in_model_dtype() -> Iterator[None]:
     """Let their norms, angles and softmax compute in fp64, by the same formulas."""
-    from transformers.models.llama import modeling_llama as theirs
+    from transformers.models.llama import modeling_llama as modeling
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        freqs = position_ids[..., None].double() * frequencies(self.config)
-        both = torch.cat((freqs, freqs), dim=-1)
-        return both.cos(), both.sin()
+        freqs = position_ids[..., None].double() * rope_frequencies(self.config)
+        doubled = torch.cat((freqs, freqs), dim=-1)
+        return doubled.cos(), doubled.sin()
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.softmax(x, dim)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(theirs.LlamaRMSNorm, "forward", norm))
-        stack.enter_context(patch.object(theirs.LlamaRotaryEmbedding, "forward", angles))
-        stack.enter_context(patch.object(theirs.nn.functional, "softmax", softmax))
+        stack.enter_context(patch.object(modeling.LlamaRMSNorm, "forward", norm))
+        stack.enter_context(patch.object(modeling.LlamaRotaryEmbedding, "forward", angles))
+        stack.enter_context(patch.object(modeling.nn.functional, "softmax", softmax))
         yield
 
 
-def frequencies(config: Any) -> torch.Tensor:
+def rope_frequencies(config: Any) -> torch.Tensor:
     """Return their frequencies in fp64, by the formulas of ``modeling_rope_utils``."""
     rope = config.rope_parameters
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    base = 1.0 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
     if rope["rope_type"] == "default":
-        return plain
-    old = rope["original_max_position_embeddings"]
+        return base
+    original_positions = rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    lengths = 2 * torch.pi / plain
-    slow = torch.where(lengths > old / low, plain / rope["factor"], plain)
-    smooth = (old / lengths - low) / (high - low)
-    between = (1 - smooth) * slow / rope["factor"] + smooth * slow
-    is_between = ~(lengths < old / high) & ~(lengths > old / low)
-    return torch.where(is_between, between, slow)
+    wavelengths = 2 * torch.pi / base
+    scaled = torch.where(wavelengths > original_positions / low, base / rope["factor"], base)
+    smooth = (original_positions / wavelengths - low) / (high - low)
+    interpolated = (1 - smooth) * scaled / rope["factor"] + smooth * scaled
+    is_between = ~(wavelengths < original_positions / high) & ~(wavelengths > original_positions / low)
+    return torch.where(is_between, interpolated, scaled)
 
 
-def make_reference(kind: str) -> tuple[Any, Config]:
+def make_reference(case: str) -> tuple[Any, Config]:
     """Return their model and our configuration of it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    dtype, own = KINDS[kind]
+    dtype, overrides = CASES[case]
     torch.manual_seed(0)
     settings = {
         "vocab_size": VOCAB, "max_position_embeddings": 32, "hidden_size": 32, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "bos_token_id": 0,
-        "eos_token_id": 0, "rms_norm_eps": 1e-3, **own,
+        "eos_token_id": 0, "rms_norm_eps": 1e-3, **overrides,
     }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**settings)).to(DTYPES[dtype])
     with torch.no_grad():  # norms and biases away from 1 and 0, so that each of them matters
@@ -97,37 +97,37 @@ def make_reference(kind: str) -> tuple[Any, Config]:
     return model, config_from_values(FORMAT.values(model.config.to_dict()), family="llama")
 
 
-DTYPE_OF = {kind: settings[0] for kind, settings in KINDS.items()}
-CASE = Against(FORMAT, DTYPE_OF, make_reference, in_its_own_dtype)
+CASE_DTYPES = {case: settings[0] for case, settings in CASES.items()}
+COMPARISON = HuggingFaceComparison(FORMAT, CASE_DTYPES, make_reference, compute_in_model_dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind: str, size: int) -> None:
-    CASE.check(kind, size)
+def test_logits_loss_and_gradients_match_hugging_face(case: str, size: int) -> None:
+    COMPARISON.check(case, size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_back_bit_for_bit_from_any_number_of_tensor_ranks(kind: str) -> None:
-    CASE.check_there_and_back(kind, (1, 2, 4))
+@pytest.mark.parametrize("case", CASES)
+def test_weight_round_trip_is_bitwise_on_any_tensor_ranks(case: str) -> None:
+    COMPARISON.check_round_trip(case, (1, 2, 4))
 
 
-def test_a_rank_holds_whole_groups() -> None:
+def test_tensor_rank_holds_complete_query_groups() -> None:
     """Rows go by group: its queries, its key, its value, as the conversion has them."""
-    config, before, *_ = CASE.reference("fp64")
-    whole = FORMAT.to_ours(before, config)["layers.1.attention.query_key_value.weight"]
-    second = CASE.shards("fp64", 1, 4)["layers.1.attention.query_key_value.weight"][1]
-    assert second.equal(whole[16:32])
+    config, before, *_ = COMPARISON.run_huggingface("fp64")
+    full = FORMAT.to_ours(before, config)["layers.1.attention.query_key_value.weight"]
+    rank_shard = COMPARISON.make_shards("fp64", 1, 4)["layers.1.attention.query_key_value.weight"][1]
+    assert rank_shard.equal(full[16:32])
     query, key, value = (before[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
-    assert second.equal(torch.cat([query[8:16], key[4:8], value[4:8]]))
+    assert rank_shard.equal(torch.cat([query[8:16], key[4:8], value[4:8]]))
 
 
-def test_our_model_of_their_configuration_has_their_sizes() -> None:
+def test_built_model_matches_hugging_face_size() -> None:
     model, config = make_reference("fp64 tied, biases, llama3")
-    built = build_model(config, ParallelContext())
-    assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in model.parameters())
-    sizes = model_args(config)
-    assert sizes.rotary == Rotary(
+    our_model = build_model(config, ParallelContext())
+    assert sum(p.numel() for p in our_model.parameters()) == sum(p.numel() for p in model.parameters())
+    args = model_args(config)
+    assert args.rotary == Rotary(
         head_size=4, base=500.0, scaling="llama3", factor=4.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
         original_positions=16,
     )  # fmt: skip

@@ -21,44 +21,44 @@ SMALL = replace(
 )  # fmt: skip
 
 
-def test_published_models_have_their_numbers_of_parameters() -> None:
+def test_published_models_match_parameter_counts() -> None:
     assert DecoderCosts(LLAMA_3_8B, 8192).num_parameters == 8_030_261_248
     llama_2_7b = replace(LLAMA_3_8B, ff_hidden_size=11008, vocab_size=32000, num_query_groups=32)
     assert DecoderCosts(llama_2_7b, 4096).num_parameters == 6_738_415_616
 
 
-def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_groups() -> None:
-    words = ["--seq-length", "96", "--vocab-size", "101", "--num-query-groups", "2"]
-    config = parse(words, world_size=1, env={}, family="llama")
+def test_costs_of_config_use_its_model_length_and_groups() -> None:
+    flags = ["--seq-length", "96", "--vocab-size", "101", "--num-query-groups", "2"]
+    config = parse(flags, world_size=1, env={}, family="llama")
     assert costs_of(config) == DecoderCosts(config.model, 96, mask_bytes=0)
     assert config.model.num_query_groups == 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"untie_embeddings": False, "hidden_bias": True}], ids=["", "tied, biases"])
-@pytest.mark.parametrize("groups", [2, 4])
-def test_parameters_are_those_of_the_model_that_is_built(changes: dict, groups: int) -> None:
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_parameter_count_matches_built_model(changes: dict, num_groups: int) -> None:
     from megatron.models import DecoderModel, ParallelContext, model_args_from
     from megatron.mpu.groups import Group
 
-    sizes = replace(SMALL, num_query_groups=groups, **changes)
+    model_config = replace(SMALL, num_query_groups=num_groups, **changes)
     for tensor in (1, 2):
-        place = ParallelContext(Group(tuple(range(tensor)), 0))
-        model = DecoderModel(model_args_from(sizes), place)
-        built = sum(parameter.numel() for parameter in model.parameters())
-        assert DecoderCosts(sizes, 8).stage_parameters([0, 6], tensor) == [built]
+        parallel = ParallelContext(Group(tuple(range(tensor)), 0))
+        model = DecoderModel(model_args_from(model_config), parallel)
+        num_built = sum(parameter.numel() for parameter in model.parameters())
+        assert DecoderCosts(model_config, 8).stage_parameters([0, 6], tensor) == [num_built]
 
 
-def test_fewer_keys_cost_less() -> None:
+def test_fewer_key_value_heads_reduce_costs() -> None:
     """Of a layer's products, its scores and what it keeps: two of four heads of keys and values."""
-    full, half = (DecoderCosts(replace(SMALL, num_query_groups=groups), 32) for groups in (4, 2))
-    keys = 2 * 6
-    assert full.flops_per_token() - half.flops_per_token() == 6 * 3 * 2 * 24 * keys
-    kept = full.unit_kept(2, 1, 4)[1].full - half.unit_kept(2, 1, 4)[1].full
-    assert kept == 2 * 32 * 3 * keys * 4  # keys before and behind their turn, values
+    full, half = (DecoderCosts(replace(SMALL, num_query_groups=num_groups), 32) for num_groups in (4, 2))
+    key_width = 2 * 6
+    assert full.flops_per_token() - half.flops_per_token() == 6 * 3 * 2 * 24 * key_width
+    saved_bytes = full.unit_saved_bytes(2, 1, 4)[1].full - half.unit_saved_bytes(2, 1, 4)[1].full
+    assert saved_bytes == 2 * 32 * 3 * key_width * 4  # keys before and behind their turn, values
 
 
-def test_a_token_costs_what_its_products_cost() -> None:
+def test_flops_per_token_exclude_norm_biases() -> None:
     """As GPT-2's, without the norms' shifts, which are counted with the products."""
-    shifting = replace(SMALL, normalization="LayerNorm")
-    difference = DecoderCosts(shifting, 32).flops_per_token() - DecoderCosts(SMALL, 32).flops_per_token()
+    with_biases = replace(SMALL, normalization="LayerNorm")
+    difference = DecoderCosts(with_biases, 32).flops_per_token() - DecoderCosts(SMALL, 32).flops_per_token()
     assert difference == 6 * (2 * 3 + 1) * 24

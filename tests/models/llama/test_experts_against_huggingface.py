@@ -11,60 +11,74 @@ import torch
 from megatron.checkpoint.huggingface.config import format_of
 from megatron.config import Config, parse
 from megatron.models.llama.huggingface import FORMATS
-from tests.helpers.decoder_against_huggingface import Against
-from tests.helpers.expert_models import EXPERTS, in_its_own_dtype, in_memory, on_disk, their_model
-from tests.helpers.modern_decoders import FLAGS, LENGTH
-from tests.tools.test_convert_hf import Run, convert, same, tensors_in
+from tests.helpers.decoder_against_huggingface import HuggingFaceComparison
+from tests.helpers.expert_models import (
+    MOE_CASES,
+    accept_model_tensors,
+    disable_upcasts,
+    make_huggingface_model,
+    to_file_tensors,
+)
+from tests.helpers.modern_decoders import FLAGS, SEQ_LENGTH
+from tests.tools.test_convert_hf import ConvertCommand, are_equal, convert, read_tensors
 
 __all__ = ["convert"]  # the fixture
 
-ALONE = (1e-12, 1e-13, 1e-12, None)
+SINGLE_PROCESS_TOLERANCES = (1e-12, 1e-13, 1e-12, None)
 """(logits, loss, gradients, weights) of one process."""
 
 
-def make_reference(kind: str) -> tuple[Any, Config]:
+def make_reference(model_type: str) -> tuple[Any, Config]:
     """Return their model and our configuration of it."""
-    return their_model(kind), EXPERTS[kind].our_config()
+    return make_huggingface_model(model_type), MOE_CASES[model_type].our_config()
 
 
-class OnDisk(Against):
+class OnDisk(HuggingFaceComparison):
     """The same where their gradients are compared as their files have them."""
 
-    def reference(self, kind: str) -> tuple[Any, ...]:
-        config, before, logits, loss, gradients, after = Against.reference(self, kind)
-        return config, before, logits, loss, on_disk(gradients, kind), on_disk(after, kind)
+    def run_huggingface(self, case: str) -> tuple[Any, ...]:
+        config, before, logits, loss, gradients, after = HuggingFaceComparison.run_huggingface(self, case)
+        return config, before, logits, loss, to_file_tensors(gradients, case), to_file_tensors(after, case)
 
 
-def case(kind: str, allowed: tuple[float | None, ...] = ALONE) -> OnDisk:
-    (form,) = (each for each in FORMATS if kind in each.model_types)
-    return OnDisk(in_memory(form, kind), {kind: "fp64"}, make_reference, in_its_own_dtype, {"fp64": allowed})
+def make_comparison(model_type: str, allowed: tuple[float | None, ...] = SINGLE_PROCESS_TOLERANCES) -> OnDisk:
+    (hf_format,) = (candidate for candidate in FORMATS if model_type in candidate.model_types)
+    return OnDisk(
+        accept_model_tensors(hf_format, model_type),
+        {model_type: "fp64"},
+        make_reference,
+        disable_upcasts,
+        {"fp64": allowed},
+    )
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind: str) -> None:
-    case(kind).check(kind, 1)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "glm4_moe" else pytest.mark.slow) for k in EXPERTS])
-def test_two_tensor_ranks_give_the_same_logits_loss_and_gradients(kind: str) -> None:
-    case(kind, (1e-12, 1e-12, 1e-11, None)).check(kind, 2)
-
-
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_the_flags_of_each_are_its_settings(kind: str) -> None:
-    config = EXPERTS[kind].our_config()
-    words = f"{FLAGS} {EXPERTS[kind].flags} --seq-length {LENGTH} --data-path none --device cpu".split()
-    parsed = parse(words, world_size=1, family="llama")
-    assert parsed.identity() == config.identity() and parsed.model == config.model
-    assert format_of(config).model_types == (kind,)
+@pytest.mark.parametrize("model_type", MOE_CASES)
+def test_logits_loss_and_gradients_match_hugging_face(model_type: str) -> None:
+    make_comparison(model_type).check(model_type, 1)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("mixtral", "qwen3_moe") else pytest.mark.slow) for k in EXPERTS]
+    "model_type", [pytest.param(k, marks=() if k == "glm4_moe" else pytest.mark.slow) for k in MOE_CASES]
 )
-def test_folders_go_there_and_back_bit_for_bit(kind: str, convert: Run, tmp_path: Path) -> None:
-    their_model(kind, torch.float32).save_pretrained(tmp_path / "theirs")
+def test_two_tensor_ranks_match_hugging_face(model_type: str) -> None:
+    make_comparison(model_type, (1e-12, 1e-12, 1e-11, None)).check(model_type, 2)
+
+
+@pytest.mark.parametrize("model_type", MOE_CASES)
+def test_flags_match_hugging_face_settings(model_type: str) -> None:
+    config = MOE_CASES[model_type].our_config()
+    flags = f"{FLAGS} {MOE_CASES[model_type].flags} --seq-length {SEQ_LENGTH} --data-path none --device cpu".split()
+    parsed = parse(flags, world_size=1, family="llama")
+    assert parsed.identity() == config.identity() and parsed.model == config.model
+    assert format_of(config).model_types == (model_type,)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(k, marks=() if k in ("mixtral", "qwen3_moe") else pytest.mark.slow) for k in MOE_CASES]
+)
+def test_folder_round_trip_is_bitwise(model_type: str, convert: ConvertCommand, tmp_path: Path) -> None:
+    make_huggingface_model(model_type, torch.float32).save_pretrained(tmp_path / "theirs")
     assert convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")[0] == 0
     code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", "--verify")
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
-    assert same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "theirs"))
+    assert are_equal(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "theirs"))

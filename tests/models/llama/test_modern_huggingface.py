@@ -9,62 +9,66 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, flags_of
+from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, model_flags
 from megatron.config import Config, parse
 from megatron.config.decoder import IDENTITY, window_pattern
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
 from megatron.models.llama import huggingface_experts
 from megatron.models.llama.huggingface import FORMATS, PRESETS
-from tests.helpers.expert_models import EXPERTS
-from tests.helpers.huggingface_models import config_of, save_model
-from tests.helpers.modern_decoders import FLAGS, MODERN, SLIDING, drawn
-from tests.tools.test_convert_hf import Run, convert, same, tensors_in
+from tests.helpers.expert_models import MOE_CASES
+from tests.helpers.huggingface_models import make_family_config, save_model
+from tests.helpers.modern_decoders import FLAGS, MODEL_CASES, SLIDING, random_case
+from tests.tools.test_convert_hf import ConvertCommand, are_equal, convert, read_tensors
 
 __all__ = ["convert"]  # the fixture
 
-SMALL = {
+COMMON_FIELDS = {
     "hidden_size": 36, "intermediate_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
     "num_hidden_layers": 6, "vocab_size": 29, "initializer_range": 0.02, "rms_norm_eps": 1e-06, "use_cache": True,
     "attention_dropout": 0.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-HUB: dict[str, dict[str, Any]] = {
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {  # Qwen2.5-7B-Instruct, with the scaling that its page gives
-        **SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+        **COMMON_FIELDS, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
         "max_position_embeddings": 32768, "max_window_layers": 28, "rope_theta": 1000000.0, "sliding_window": 131072,
         "tie_word_embeddings": False, "transformers_version": "4.43.1", "use_sliding_window": False,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}, "use_mrope": False,
     },
     "qwen3": {  # Qwen3-8B
-        **SMALL, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 16, "hidden_act": "silu",
-        "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3", "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+        **COMMON_FIELDS, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 16,
+        "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False,
     },
     "mistral": {  # Mistral-7B-v0.1
-        **SMALL, "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 32768,
-        "model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        **COMMON_FIELDS, "architectures": ["MistralForCausalLM"], "hidden_act": "silu",
+        "max_position_embeddings": 32768, "model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False,
     },
     "gemma2": {  # gemma-2-9b
-        **SMALL, "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,
-        "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 16,
-        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
-        "model_type": "gemma2", "query_pre_attn_scalar": 224, "rope_theta": 10000.0, "sliding_window": 4096,
+        **COMMON_FIELDS, "architectures": ["Gemma2ForCausalLM"], "attention_bias": False,
+        "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
+        "head_dim": 16, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192, "model_type": "gemma2", "query_pre_attn_scalar": 224, "rope_theta": 10000.0,
+        "sliding_window": 4096,
     },
     "gemma3_text": {  # gemma-3-1b-pt
-        **SMALL, "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
-        "final_logit_softcapping": None, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh",
+        **COMMON_FIELDS, "architectures": ["Gemma3ForCausalLM"], "attention_bias": False,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 32768, "model_type": "gemma3_text", "query_pre_attn_scalar": 16,
         "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
         "sliding_window_pattern": 6,
     },
     "olmo2": {  # OLMo-2-1124-7B
-        **SMALL, "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+        **COMMON_FIELDS, "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "hidden_act": "silu",
         "max_position_embeddings": 4096, "model_type": "olmo2", "rope_scaling": None, "rope_theta": 500000,
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
 """As the hub has them, in small."""
-READ: dict[str, dict[str, Any]] = {
+EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2": {
         "add_qkv_bias": True, "hidden_bias": False, "rotary_scaling": "yarn", "rotary_scaling_factor": 4.0,
         "rotary_original_positions": 32768, "rotary_base": 1000000.0, "window_size": 0, "kv_hidden_size": 6,
@@ -85,31 +89,35 @@ READ: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", HUB)
-def test_configs_of_the_hub_are_read_and_written_as_what_they_were(kind: str) -> None:
-    config = config_from_huggingface(HUB[kind])
-    assert {name: getattr(config.model, name) for name in READ[kind]} == READ[kind]
+@pytest.mark.parametrize("model_type", HUB_CONFIGS)
+def test_hub_configs_round_trip(model_type: str) -> None:
+    config = config_from_huggingface(HUB_CONFIGS[model_type])
+    assert {name: getattr(config.model, name) for name in EXPECTED_FIELDS[model_type]} == EXPECTED_FIELDS[model_type]
     assert (config.model.position_embedding_type, config.model.normalization) == ("rope", "RMSNorm")
-    back = config_to_huggingface(config, "bfloat16")
-    same_word = {key: back[key] for key in HUB[kind] if key in back and key not in ("rope_scaling", "sliding_window")}
-    assert same_word == {key: HUB[kind][key] for key in same_word}
-    assert {"model_type", "architectures", "rope_theta", "num_key_value_heads"} <= set(same_word)
-    again = config_from_huggingface(json.loads(json.dumps(back)))
-    assert again.model == config.model
+    exported = config_to_huggingface(config, "bfloat16")
+    common_fields = {
+        key: exported[key]
+        for key in HUB_CONFIGS[model_type]
+        if key in exported and key not in ("rope_scaling", "sliding_window")
+    }
+    assert common_fields == {key: HUB_CONFIGS[model_type][key] for key in common_fields}
+    assert {"model_type", "architectures", "rope_theta", "num_key_value_heads"} <= set(common_fields)
+    reimported = config_from_huggingface(json.loads(json.dumps(exported)))
+    assert reimported.model == config.model
 
 
 @pytest.mark.parametrize(
-    "kind", [*MODERN, *(pytest.param(f"random {seed}", marks=pytest.mark.slow) for seed in range(24))]
+    "model_name", [*MODEL_CASES, *(pytest.param(f"random {seed}", marks=pytest.mark.slow) for seed in range(24))]
 )
-def test_settings_come_back_and_their_class_takes_them(kind: str) -> None:
-    model = MODERN[kind] if kind in MODERN else drawn(int(kind.split()[1]))
-    theirs = model.their_config()
+def test_config_round_trips_through_transformers(model_name: str) -> None:
+    model = MODEL_CASES[model_name] if model_name in MODEL_CASES else random_case(int(model_name.split()[1]))
+    hf_config = model.huggingface_config()
     config = model.our_config()
-    fields = json.loads(json.dumps(config_to_huggingface(config, "float32", theirs.model_type)))
-    taken = type(theirs).from_dict(fields)
-    assert config_from_huggingface(taken.to_dict()).model == config.model
+    fields = json.loads(json.dumps(config_to_huggingface(config, "float32", hf_config.model_type)))
+    restored = type(hf_config).from_dict(fields)
+    assert config_from_huggingface(restored.to_dict()).model == config.model
     assert config_from_huggingface(fields).model == config.model
-    apart = {
+    ignored = {
         "transformers_version",
         "architectures",
         "dtype",
@@ -117,52 +125,63 @@ def test_settings_come_back_and_their_class_takes_them(kind: str) -> None:
         "_sliding_window_pattern",
         "rope_parameters",
     }
-    apart |= {"bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "sliding_window_pattern"}
-    if SLIDING not in (getattr(theirs, "layer_types", None) or [SLIDING]):
-        apart |= {"sliding_window", "use_sliding_window"}  # which no layer reads
-    there = {key: value for key, value in theirs.to_dict().items() if key not in apart}
-    assert {key: taken.to_dict()[key] for key in there} == there
+    ignored |= {"bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "sliding_window_pattern"}
+    if SLIDING not in (getattr(hf_config, "layer_types", None) or [SLIDING]):
+        ignored |= {"sliding_window", "use_sliding_window"}  # which no layer reads
+    hf_fields = {key: value for key, value in hf_config.to_dict().items() if key not in ignored}
+    assert {key: restored.to_dict()[key] for key in hf_fields} == hf_fields
     for name in ("rope_theta", "rope_type", "factor", "attention_factor"):
-        said = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
-        found = taken.rope_parameters.get("full_attention", taken.rope_parameters)
-        assert found.get(name) == said.get(name)
+        expected_rope = hf_config.rope_parameters.get("full_attention", hf_config.rope_parameters)
+        restored_rope = restored.rope_parameters.get("full_attention", restored.rope_parameters)
+        assert restored_rope.get(name) == expected_rope.get(name)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("qwen3", "gemma3") else pytest.mark.slow) for kind in MODERN]
+    "model_name",
+    [
+        pytest.param(model_type, marks=() if model_type in ("qwen3", "gemma3") else pytest.mark.slow)
+        for model_type in MODEL_CASES
+    ],
 )
-def test_weights_go_there_and_back_bit_for_bit_and_compute_the_same(kind: str, convert: Run, tmp_path: Path) -> None:
+def test_weight_round_trip_is_bitwise_and_verifies_logits(
+    model_name: str, convert: ConvertCommand, tmp_path: Path
+) -> None:
     import torch
 
-    model = MODERN[kind].their_model(torch.float32)
+    model = MODEL_CASES[model_name].huggingface_model(torch.float32)
     model.save_pretrained(tmp_path / "theirs")
     code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
     assert code == 0 and "pretrain_gpt2.py --model llama --load" in output, output
-    words = shlex.split(output.split("pretrain_gpt2.py ")[1])
-    parsed = parse([*words, "--data-path", "none", "--seq-length", "12"], world_size=1, accepts_model=True)
-    assert parsed.identity() == MODERN[kind].our_config().identity()
+    flags = shlex.split(output.split("pretrain_gpt2.py ")[1])
+    parsed = parse([*flags, "--data-path", "none", "--seq-length", "12"], world_size=1, accepts_model=True)
+    assert parsed.identity() == MODEL_CASES[model_name].our_config().identity()
     code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", "--verify")
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
-    assert same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "theirs"))
-    theirs, ours = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("theirs", "back"))
-    assert theirs["model_type"] == ours["model_type"] and theirs["architectures"] == ours["architectures"]
-
-
-def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit(convert: Run, tmp_path: Path) -> None:
-    config = parse(
-        f"{FLAGS} {MODERN['gemma3'].flags} --data-path none --seq-length 12".split(), world_size=1, family="llama"
+    assert are_equal(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "theirs"))
+    original_config, exported_config = (
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("theirs", "back")
     )
-    path = save_model(tmp_path / "run", config, ranks=2)
+    assert (
+        original_config["model_type"] == exported_config["model_type"]
+        and original_config["architectures"] == exported_config["architectures"]
+    )
+
+
+def test_sharded_model_round_trip_is_bitwise(convert: ConvertCommand, tmp_path: Path) -> None:
+    config = parse(
+        f"{FLAGS} {MODEL_CASES['gemma3'].flags} --data-path none --seq-length 12".split(), world_size=1, family="llama"
+    )
+    path = save_model(tmp_path / "run", config, num_ranks=2)
     assert convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")[0] == 0
     assert convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "again")[0] == 0
     assert convert("export", "--load", tmp_path / "again", "--output", tmp_path / "back")[0] == 0
-    assert same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "theirs"))
+    assert are_equal(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "theirs"))
 
 
 # Which type a model of ours is.
 
-ROPE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "gated-silu"}
-TYPES: list[tuple[dict[str, Any], str]] = [
+BASE_FIELDS = {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "gated-silu"}
+TYPE_CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "llama"),
     ({"hidden_bias": True}, "llama"),
     ({"window_size": 3}, "mistral"),
@@ -175,35 +194,35 @@ TYPES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(("changed", "kind"), TYPES)
-def test_the_type_follows_from_the_settings_in_whatever_program(
-    family: str, changed: dict[str, Any], kind: str
+@pytest.mark.parametrize(("overrides", "model_type"), TYPE_CASES)
+def test_model_type_follows_from_settings_in_any_family(
+    family: str, overrides: dict[str, Any], model_type: str
 ) -> None:
-    config = config_of(family, **{**ROPE, **changed})
-    if kind:
-        assert config_to_huggingface(config, "float32")["model_type"] == kind
+    config = make_family_config(family, **{**BASE_FIELDS, **overrides})
+    if model_type:
+        assert config_to_huggingface(config, "float32")["model_type"] == model_type
     else:
         with pytest.raises(CheckpointError, match="mistral supports windows in all layers only"):
             config_to_huggingface(config, "float32")
 
 
-def test_a_type_may_be_named_where_several_hold_the_model(convert: Run, tmp_path: Path) -> None:
-    config = config_of("llama")
+def test_model_type_can_be_named_if_several_match(convert: ConvertCommand, tmp_path: Path) -> None:
+    config = make_family_config("llama")
     assert config_to_huggingface(config, "float32", "mistral")["sliding_window"] is None
     save_model(tmp_path / "run", config)
-    words = ("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--model-type")
-    code, output = convert(*words, "qwen3")
-    assert code == 3 and "nearest is qwen3: --qk-norm must be head, got none" in output
-    code, output = convert(*words, "opt")
+    export_args = ("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--model-type")
+    code, output = convert(*export_args, "qwen3")
+    assert code == 3 and "closest is qwen3: --qk-norm must be head, got none" in output
+    code, output = convert(*export_args, "opt")
     assert code == 3 and "--model-type 'opt' is not available" in output
-    assert convert(*words, "mistral")[0] == 0
+    assert convert(*export_args, "mistral")[0] == 0
     assert convert("import", "--input", tmp_path / "out", "--output", tmp_path / "again")[0] == 0
     assert convert("export", "--load", tmp_path / "again", "--output", tmp_path / "back")[0] == 0
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "mistral"
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("overrides", "expected_message"),
     [
         ({"rotary_percent": 0.5}, "--rotary-percent must be 1.0, got 0.5"),
         ({"qk_norm": "head", "norm_placement": "both"}, "--"),
@@ -213,30 +232,38 @@ def test_a_type_may_be_named_where_several_hold_the_model(convert: Run, tmp_path
         ({"final_logit_softcapping": 30.0}, "--final-logit-softcapping must be 0.0, got 30.0"),
     ],
 )
-def test_what_no_type_can_hold_is_refused_naming_the_settings(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(CheckpointError, match="this model has no Hugging Face format; the closest is") as raised:
-        config_to_huggingface(config_of("llama", **changed), "float32")
-    assert named in str(raised.value)
+def test_export_rejects_settings_no_type_supports(overrides: dict[str, Any], expected_message: str) -> None:
+    with pytest.raises(CheckpointError, match="this model has no Hugging Face format; the closest is") as excinfo:
+        config_to_huggingface(make_family_config("llama", **overrides), "float32")
+    assert expected_message in str(excinfo.value)
 
 
-def test_no_setting_of_a_decoder_is_passed_over_by_a_format() -> None:
+def test_formats_cover_every_decoder_setting() -> None:
     """Each is one that formats compare, or one of the numbers that go with another."""
-    with_others = {
+    dependent_fields = {
         "num_query_groups", "rotary_base", "rotary_scaling_factor", "rotary_low_frequency_factor",
         "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
         "rotary_attention_factor", "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim",
     }  # fmt: skip
-    with_others |= {*huggingface_experts._PLAIN, *huggingface_experts._SIZES}
-    assert set(IDENTITY) == with_others | (set(huggingface._PLAIN) - {"apply_residual_connection_post_layernorm"})
+    dependent_fields |= {*huggingface_experts._MIXTRAL_SETTINGS, *huggingface_experts._SIZES}
+    assert set(IDENTITY) == dependent_fields | (
+        set(huggingface._GPT2_SETTINGS) - {"apply_residual_connection_post_layernorm"}
+    )
 
 
-def test_each_type_is_held_by_its_own_format_alone() -> None:
-    experts = {kind: config_to_huggingface(EXPERTS[kind].our_config(), "float32") for kind in EXPERTS}
-    kinds = {**HUB, **experts, "llama": {**HUB["mistral"], "model_type": "llama", "sliding_window": None}}
+def test_hub_config_matches_only_its_format() -> None:
+    experts = {
+        model_type: config_to_huggingface(MOE_CASES[model_type].our_config(), "float32") for model_type in MOE_CASES
+    }
+    configs = {
+        **HUB_CONFIGS,
+        **experts,
+        "llama": {**HUB_CONFIGS["mistral"], "model_type": "llama", "sliding_window": None},
+    }
     for preset in PRESETS:
-        config = config_from_huggingface(kinds[preset.model_type])
-        fitting = [one.model_types[0] for one in FORMATS if not list(one.problems(config))]
-        assert fitting == (["llama", "mistral"] if preset.model_type == "llama" else [preset.model_type])
+        config = config_from_huggingface(configs[preset.model_type])
+        matching_types = [hf_format.model_types[0] for hf_format in FORMATS if not list(hf_format.problems(config))]
+        assert matching_types == (["llama", "mistral"] if preset.model_type == "llama" else [preset.model_type])
 
 
 # What of theirs is refused.
@@ -245,7 +272,7 @@ QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_lay
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed", "named"),
+    ("model_type", "overrides", "expected_message"),
     [
         ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope' (supported: "),
         ("qwen2", {"use_mrope": True}, "use_mrope True (supported: False)"),
@@ -275,60 +302,64 @@ QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_lay
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_our_decoders_have_not_is_refused_by_name(kind: str, changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        config_from_huggingface({**HUB[kind], **changed})
-    assert f"our decoders do not support these settings of {kind}: {named}" in str(raised.value)
+def test_import_rejects_unsupported_settings_by_name(
+    model_type: str, overrides: dict[str, Any], expected_message: str
+) -> None:
+    with pytest.raises(CheckpointError) as excinfo:
+        config_from_huggingface({**HUB_CONFIGS[model_type], **overrides})
+    assert f"our decoders do not support these settings of {model_type}: {expected_message}" in str(excinfo.value)
 
 
-def config_with(kind: str, **changed: Any) -> Config:
-    return config_from_huggingface({**HUB[kind], **changed})
+def read_hub_config(model_type: str, **overrides: Any) -> Config:
+    return config_from_huggingface({**HUB_CONFIGS[model_type], **overrides})
 
 
-def test_windows_by_layer_are_what_their_classes_make_of_a_config() -> None:
+def test_window_pattern_matches_hugging_face_layer_types() -> None:
     from transformers import Gemma2Config, Gemma3TextConfig, Qwen2Config
 
-    for theirs in (
-        Qwen2Config(**{**HUB["qwen2"], **QWEN2_WINDOW}),
-        Gemma2Config(**HUB["gemma2"]),
-        Gemma3TextConfig(**{**HUB["gemma3_text"], "sliding_window_pattern": 4, "num_hidden_layers": 11}),
+    for hf_config in (
+        Qwen2Config(**{**HUB_CONFIGS["qwen2"], **QWEN2_WINDOW}),
+        Gemma2Config(**HUB_CONFIGS["gemma2"]),
+        Gemma3TextConfig(**{**HUB_CONFIGS["gemma3_text"], "sliding_window_pattern": 4, "num_hidden_layers": 11}),
     ):
-        said = {**theirs.to_dict()}
-        config = config_from_huggingface(said)
-        del said["layer_types"]
-        again = config_from_huggingface(
-            {**said, "sliding_window_pattern": 4} if "gemma3" in theirs.model_type else said
+        fields = {**hf_config.to_dict()}
+        config = config_from_huggingface(fields)
+        del fields["layer_types"]
+        inferred = config_from_huggingface(
+            {**fields, "sliding_window_pattern": 4} if "gemma3" in hf_config.model_type else fields
         )
-        assert again.model == config.model
+        assert inferred.model == config.model
         pattern = window_pattern(config.model.window_attn_skip_freq, config.model.num_layers)
-        assert pattern == tuple(kind == SLIDING for kind in theirs.layer_types)
-        assert config.model.window_size == theirs.sliding_window - 1
+        assert pattern == tuple(layer_type == SLIDING for layer_type in hf_config.layer_types)
+        assert config.model.window_size == hf_config.sliding_window - 1
 
 
-def test_factors_of_yarn_that_follow_from_others_are_worked_out() -> None:
+def test_derived_yarn_factors_are_computed() -> None:
     scaling = {"type": "yarn", "factor": 4.0}
-    assert config_with("qwen3", rope_scaling=scaling).model.rotary_original_positions == 40960
-    plain = config_with("qwen3", rope_scaling={**scaling, "mscale": 0.7}).model
+    assert read_hub_config("qwen3", rope_scaling=scaling).model.rotary_original_positions == 40960
+    plain = read_hub_config("qwen3", rope_scaling={**scaling, "mscale": 0.7}).model
     assert plain.rotary_attention_factor == 0.0
-    both = config_with("qwen3", rope_scaling={**scaling, "mscale": 1.0, "mscale_all_dim": 0.5}).model
-    assert both.rotary_attention_factor == pytest.approx(1.1386294361 / 1.0693147181, rel=1e-9)
+    with_both = read_hub_config("qwen3", rope_scaling={**scaling, "mscale": 1.0, "mscale_all_dim": 0.5}).model
+    assert with_both.rotary_attention_factor == pytest.approx(1.1386294361 / 1.0693147181, rel=1e-9)
 
 
-def test_an_old_gemma_3_and_one_of_transformers_5_say_the_same() -> None:
-    new = dict(HUB["gemma3_text"])
+def test_old_and_new_gemma_3_configs_are_equal() -> None:
+    new = dict(HUB_CONFIGS["gemma3_text"])
     for name in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
         del new[name]
     new["rope_parameters"] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    old = {**HUB["gemma3_text"], "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    old = {**HUB_CONFIGS["gemma3_text"], "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     assert config_from_huggingface(new).model == config_from_huggingface(old).model
     assert config_from_huggingface(new).model.rotary_scaling_factor == 8.0
 
 
-def test_the_flags_of_each_build_it() -> None:
-    for theirs in HUB.values():
-        config = config_from_huggingface(theirs)
-        parsed = parse([*flags_of(config), "--data-path", "none", "--seq-length", "4096"], world_size=1, family="llama")
+def test_flags_rebuild_hub_models() -> None:
+    for hub_config in HUB_CONFIGS.values():
+        config = config_from_huggingface(hub_config)
+        parsed = parse(
+            [*model_flags(config), "--data-path", "none", "--seq-length", "4096"], world_size=1, family="llama"
+        )
         assert parsed.identity() == config.identity()

@@ -19,46 +19,48 @@ SMALL = replace(
 )
 
 
-def test_mpt_7b_has_its_published_number_of_parameters() -> None:
+def test_mpt_7b_matches_published_parameter_count() -> None:
     assert DecoderCosts(MPT_7B, 2048).num_parameters == 6_649_286_656
 
 
-def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_documents() -> None:
-    words = ["--seq-length", "96", "--vocab-size", "101"]
-    config = parse(words, world_size=1, env={}, family="mpt")
+def test_costs_of_config_use_its_model_length_and_documents() -> None:
+    flags = ["--seq-length", "96", "--vocab-size", "101"]
+    config = parse(flags, world_size=1, env={}, family="mpt")
     assert costs_of(config) == DecoderCosts(config.model, 96, mask_bytes=0)
-    config = parse([*words, "--reset-attention-mask"], world_size=1, env={}, family="mpt")
-    assert costs_of(config) == DecoderCosts(config.model, 96, has_segments=True, mask_bytes=0, is_by_length=True)
+    config = parse([*flags, "--reset-attention-mask"], world_size=1, env={}, family="mpt")
+    assert costs_of(config) == DecoderCosts(
+        config.model, 96, has_segments=True, mask_bytes=0, uses_document_starts=True
+    )
 
 
-@pytest.mark.parametrize("untied", [False, True])
-def test_parameters_are_those_of_the_model_that_is_built(untied: bool) -> None:
+@pytest.mark.parametrize("is_untied", [False, True])
+def test_parameter_count_matches_built_model(is_untied: bool) -> None:
     from megatron.models import DecoderModel, ParallelContext, model_args_from
     from megatron.mpu.groups import Group
 
-    sizes = replace(SMALL, untie_embeddings=untied, vocab_size=64)
+    model_config = replace(SMALL, untie_embeddings=is_untied, vocab_size=64)
     for tensor in (1, 2):
-        model = DecoderModel(model_args_from(sizes), ParallelContext(Group(tuple(range(tensor)), 0)))
-        built = sum(parameter.numel() for parameter in model.parameters())
-        assert DecoderCosts(sizes, 8).stage_parameters([0, 6], tensor) == [built]
+        model = DecoderModel(model_args_from(model_config), ParallelContext(Group(tuple(range(tensor)), 0)))
+        num_built = sum(parameter.numel() for parameter in model.parameters())
+        assert DecoderCosts(model_config, 8).stage_parameters([0, 6], tensor) == [num_built]
 
 
-def test_a_stage_keeps_one_bias_and_one_for_the_documents_of_each_micro_batch() -> None:
+def test_stage_saves_one_bias_and_document_bias_per_micro_batch() -> None:
     settings = {"micro_batch_size": 2, "num_micro_batches": 4, "tensor": 2, "dtype": "bf16"}
-    plain, apart = (DecoderCosts(SMALL, 32, has_segments=apart) for apart in (False, True))
+    plain, segmented = (DecoderCosts(SMALL, 32, has_segments=segmented) for segmented in (False, True))
     bounds = plain.stage_bounds(2)
-    without = DecoderCosts(replace(SMALL, position_embedding_type="none"), 32).memory_per_stage(bounds, **settings)  # type: ignore[arg-type]
-    bias = 2 * 2 * 32**2  # bytes: width, heads of a rank, s^2
-    for stage, forwards in ((0, 2), (1, 1)):  # in flight with 1F1B
-        found = [costs.memory_per_stage(bounds, **settings)[stage] for costs in (plain, apart)]
-        assert found[0].activations - without[stage].activations == bias
-        assert found[1].activations - found[0].activations == forwards * 2 * bias
+    without_bias = DecoderCosts(replace(SMALL, position_embedding_type="none"), 32).memory_per_stage(bounds, **settings)  # type: ignore[arg-type]
+    bias_bytes = 2 * 2 * 32**2  # bytes: width, heads of a rank, s^2
+    for stage, num_forwards in ((0, 2), (1, 1)):  # in flight with 1F1B
+        memories = [costs.memory_per_stage(bounds, **settings)[stage] for costs in (plain, segmented)]
+        assert memories[0].activations - without_bias[stage].activations == bias_bytes
+        assert memories[1].activations - memories[0].activations == num_forwards * 2 * bias_bytes
 
 
-def test_a_token_costs_what_its_products_cost() -> None:
+def test_flops_per_token_exclude_norm_biases() -> None:
     """As GPT-2's, without the norms' shifts, which are counted with the products."""
-    shifts = 2 * SMALL.num_layers + 1
+    num_norms = 2 * SMALL.num_layers + 1
     difference = (
         DecoderCosts(replace(SMALL, norm_bias=True), 32).flops_per_token() - DecoderCosts(SMALL, 32).flops_per_token()
     )
-    assert difference == 6 * shifts * SMALL.hidden_size
+    assert difference == 6 * num_norms * SMALL.hidden_size

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, flags_of
+from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, model_flags
 from megatron.checkpoint.one_process import open_folder, read_weights
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError
 from megatron.models.mpt.huggingface import FORMAT
-from tests.helpers.huggingface_models import config_of, save_model
-from tests.tools.test_convert_hf import Run, convert, same, tensors_in
+from tests.helpers.huggingface_models import make_family_config, save_model
+from tests.tools.test_convert_hf import ConvertCommand, are_equal, convert, read_tensors
 
 __all__ = ["convert"]  # the fixture
 
@@ -37,19 +37,22 @@ def with_attention(**changes: Any) -> dict[str, Any]:
     return {**STORYWRITER, "attn_config": {**STORYWRITER["attn_config"], **changes}}  # type: ignore[dict-item]
 
 
-def test_a_config_of_the_hub_is_read() -> None:
+def test_reads_hub_config() -> None:
     config = config_from_huggingface(STORYWRITER)
     assert (config.model.alibi_bias_max, config.model.clip_qkv) == (16, 6.0)
     model = config.model
     assert (model.ff_hidden_size, model.max_position_embeddings, model.untie_embeddings) == (64, 64, False)
     assert config_from_huggingface(with_attention(softmax_scale=8**-0.5)) == config
     assert config_from_huggingface({**STORYWRITER, "attn_config": None}).model.alibi_bias_max == 8
-    same = {"norm_type": "layernorm", "ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_act_fn": None}}
-    assert config_from_huggingface({**with_attention(rope=False, sliding_window_size=-1), **same}) == config
+    equivalent = {
+        "norm_type": "layernorm",
+        "ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_act_fn": None},
+    }
+    assert config_from_huggingface({**with_attention(rope=False, sliding_window_size=-1), **equivalent}) == config
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("overrides", "expected_message"),
     [
         (with_attention(alibi=False), "attn_config.alibi False"),
         (with_attention(prefix_lm=True), "attn_config.prefix_lm True"),
@@ -72,45 +75,47 @@ def test_a_config_of_the_hub_is_read() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_our_mpt_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        config_from_huggingface(changed)
-    assert f"our MPT does not support these settings: {named}" in str(raised.value)
+def test_rejects_unsupported_settings_by_name(overrides: dict[str, Any], expected_message: str) -> None:
+    with pytest.raises(CheckpointError) as excinfo:
+        config_from_huggingface(overrides)
+    assert f"our MPT does not support these settings: {expected_message}" in str(excinfo.value)
 
 
-def test_all_that_has_no_form_there_is_told_at_once() -> None:
-    with pytest.raises(CheckpointError) as raised:
-        config_to_huggingface(config_of("mpt", activation="relu", kv_hidden_size=4, ff_hidden_size=20), "float32")
-    assert all(text in str(raised.value) for text in ("gelu, got relu", "2 heads of 4 for 16", "got 20 for 16"))
+def test_export_rejects_unsupported_settings_together() -> None:
+    with pytest.raises(CheckpointError) as excinfo:
+        config_to_huggingface(
+            make_family_config("mpt", activation="relu", kv_hidden_size=4, ff_hidden_size=20), "float32"
+        )
+    assert all(text in str(excinfo.value) for text in ("gelu, got relu", "2 heads of 4 for 16", "got 20 for 16"))
 
 
-def test_settings_come_back_and_their_program_takes_them() -> None:
+def test_config_round_trips_through_transformers() -> None:
     from transformers import MptConfig
 
     values = {"clip_qkv": 3.0, "alibi_bias_max": 4, "attention_dropout": 0.25, "hidden_dropout": 0.125}
-    config = config_of("mpt", **values, layernorm_epsilon=1e-6, untie_embeddings=True)
+    config = make_family_config("mpt", **values, layernorm_epsilon=1e-6, untie_embeddings=True)
     fields = config_to_huggingface(config, "float32")
-    theirs = MptConfig.from_dict(json.loads(json.dumps(fields)))
-    assert (theirs.attn_config.alibi_bias_max, theirs.attn_config.clip_qkv, theirs.max_seq_len) == (4, 3.0, 12)
-    back = config_from_huggingface(theirs.to_dict())
-    assert back.identity() == config.identity() and back.model == config.model
+    hf_config = MptConfig.from_dict(json.loads(json.dumps(fields)))
+    assert (hf_config.attn_config.alibi_bias_max, hf_config.attn_config.clip_qkv, hf_config.max_seq_len) == (4, 3.0, 12)
+    restored = config_from_huggingface(hf_config.to_dict())
+    assert restored.identity() == config.identity() and restored.model == config.model
 
 
-def test_the_flags_of_a_model_build_it() -> None:
+def test_flags_rebuild_hub_model() -> None:
     config = config_from_huggingface({**STORYWRITER, "layer_norm_epsilon": 1e-6})
-    parsed = parse([*flags_of(config), "--data-path", "x", "--dry-run"], world_size=1, family="mpt")
+    parsed = parse([*model_flags(config), "--data-path", "x", "--dry-run"], world_size=1, family="mpt")
     assert parsed.identity() == config.identity() and parsed.model.layernorm_epsilon == 1e-6
     assert parsed.model.max_position_embeddings == 64
 
 
-def reference(folder: Path, **own: Any) -> dict[str, torch.Tensor]:
+def save_reference(folder: Path, **overrides: Any) -> dict[str, torch.Tensor]:
     """Save a random model of theirs; return its state dict."""
     from transformers import MptConfig, MptForCausalLM
 
     torch.manual_seed(0)
     attention = {"alibi_bias_max": 16, "clip_qkv": 6.0}
-    sizes = {"d_model": 36, "n_heads": 6, "n_layers": 2, "vocab_size": 29, "max_seq_len": 12}
-    model = MptForCausalLM(MptConfig(**sizes, attn_config=attention, **own))
+    fields = {"d_model": 36, "n_heads": 6, "n_layers": 2, "vocab_size": 29, "max_seq_len": 12}
+    model = MptForCausalLM(MptConfig(**fields, attn_config=attention, **overrides))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -118,30 +123,32 @@ def reference(folder: Path, **own: Any) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
-def test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same(
-    own: dict[str, Any], convert: Run, tmp_path: Path
+@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_folder_round_trip_is_bitwise_and_verifies_logits(
+    overrides: dict[str, Any], convert: ConvertCommand, tmp_path: Path
 ) -> None:
-    state = reference(tmp_path / "theirs", **own)
+    state = save_reference(tmp_path / "theirs", **overrides)
     code, output = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
     assert code == 0 and "pretrain_gpt2.py --model mpt --load" in output, output
-    words = ["--max-shard-bytes", 20_000, "--verify"]
-    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *words)
+    export_flags = ["--max-shard-bytes", 20_000, "--verify"]
+    code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *export_flags)
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
-    back = tensors_in(tmp_path / "back")
-    assert same(back, {key: state[key] for key in back})
-    assert set(state) - set(back) == (set() if own else {"lm_head.weight"})
+    exported = read_tensors(tmp_path / "back")
+    assert are_equal(exported, {key: state[key] for key in exported})
+    assert set(state) - set(exported) == (set() if overrides else {"lm_head.weight"})
 
 
-def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding(convert: Run, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "run", config_of("mpt", alibi_bias_max=6), ranks=2)  # 29 tokens: a row of padding
+def test_sharded_model_round_trip_drops_padding(convert: ConvertCommand, tmp_path: Path) -> None:
+    path = save_model(
+        tmp_path / "run", make_family_config("mpt", alibi_bias_max=6), num_ranks=2
+    )  # 29 tokens: a row of padding
     code, output = convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")
     assert code == 0, output
     assert convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[0] == 0
-    assert same(read_weights(open_folder(tmp_path / "back")), read_weights(open_folder(path)))
+    assert are_equal(read_weights(open_folder(tmp_path / "back")), read_weights(open_folder(path)))
 
 
-def test_a_tensor_that_no_mpt_has_is_named() -> None:
-    config: Config = config_of("mpt")
+def test_export_rejects_unknown_tensor() -> None:
+    config: Config = make_family_config("mpt")
     with pytest.raises(CheckpointError, match="layers.0.input_norm.bias"):
         FORMAT.from_ours({"layers.0.input_norm.bias": torch.zeros(16)}, config)

@@ -20,8 +20,8 @@ from megatron.mpu.shard import set_shard, shard_of
 from megatron.ops.positions import relative_buckets
 from megatron.optim import build_optimizer
 from tests.helpers.harness import run_ranks
-from tests.helpers.model_samples import gradients_of, joined, place_of, worst_relative
-from tests.helpers.whole import fill, whole_world
+from tests.helpers.model_samples import get_sharded_grads, join_shards, make_parallel_context, worst_relative_error
+from tests.helpers.whole import fill_shard, group_of_all_ranks
 
 VOCAB, S_E, S_D, BATCH, HEADS, STEPS, LR = 101, 19, 9, 3, 4, 8, 0.02
 # (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)
@@ -32,7 +32,7 @@ VARIANTS = {
     "T5 v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "mT5": {"feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 6},
 }
-KINDS = [
+CASES = [
     ("fp64", "T5", "sdpa"),
     ("fp64", "T5 v1.1", "sdpa"),
     ("fp64", "mT5", "eager"),
@@ -40,10 +40,10 @@ KINDS = [
     ("fp32", "T5 v1.1", "eager"),
     ("fp32", "mT5", "eager"),
 ]
-SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
+WORLD_SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
 
 
-def batch_of(step):
+def make_batch(step):
     """Return encoder and decoder tokens, labels, and where either side is real; the first step has padding."""
     generator = torch.Generator().manual_seed(step)
     enc, dec, labels = (torch.randint(0, VOCAB, (BATCH, s), generator=generator) for s in (S_E, S_D, S_D))
@@ -57,14 +57,14 @@ def make_reference(dtype, variant, attention, **settings):
     from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    kinds = (MT5Config, MT5ForConditionalGeneration) if variant == "mT5" else (T5Config, T5ForConditionalGeneration)
-    config = kinds[0](**{
+    classes = (MT5Config, MT5ForConditionalGeneration) if variant == "mT5" else (T5Config, T5ForConditionalGeneration)
+    config = classes[0](**{
         "vocab_size": VOCAB, "d_model": 32, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": HEADS,
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "dropout_rate": 0.0,
         "decoder_start_token_id": 0, **VARIANTS[variant], **settings,
     })  # fmt: skip
     config._attn_implementation = attention
-    model = kinds[1](config).to(DTYPES[dtype])
+    model = classes[1](config).to(DTYPES[dtype])
     if variant != "T5":  # since transformers 5 a random model is tied whatever its configuration; released ones are not
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
     with torch.no_grad():  # norms away from 1
@@ -73,29 +73,29 @@ def make_reference(dtype, variant, attention, **settings):
     if dtype == "fp64":
         for module in model.modules():
             if type(module).__name__ in ("T5LayerNorm", "MT5LayerNorm"):
-                module.forward = types.MethodType(norm_in_the_types_of_its_input, module)
+                module.forward = types.MethodType(norm_in_input_dtype, module)
     return model
 
 
-def norm_in_the_types_of_its_input(self, x):
+def norm_in_input_dtype(self, x):
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def reference_loss(model, step):
-    enc, dec, labels, enc_real, dec_real = batch_of(step)
+    enc, dec, labels, enc_real, dec_real = make_batch(step)
     logits = model(input_ids=enc, attention_mask=enc_real.long(), decoder_input_ids=dec, use_cache=False).logits
     return logits, F.cross_entropy(logits[dec_real], labels[dec_real])
 
 
 @functools.cache
-def reference(kind):
+def reference(case):
     """Return configuration, weights before, logits, loss, gradients, and weights after the steps, under their names."""
-    model = make_reference(*kind)
+    model = make_reference(*case)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     logits, loss = reference_loss(model, 0)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    if kind[0] == "fp64":
+    if case[0] == "fp64":
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -105,120 +105,126 @@ def reference(kind):
     return model.config, before, logits.detach(), loss.item(), gradients, after
 
 
-def ours(rank, size):
+def run_cases(rank, size):
     """Return what this rank sees for each kind: its logits, the loss, its gradients, its weights after the steps."""
-    return {kind: one(whole_world(rank, size), kind) for kind in KINDS}
+    return {case: run_case(group_of_all_ranks(rank, size), case) for case in CASES}
 
 
-def one(group, kind):
-    config, before, *_ = reference(kind)
-    model = our_model(config, before, place_of(group)).to(DTYPES[kind[0]])
-    enc, dec, _, enc_real, dec_real = batch_of(0)
+def run_case(group, case):
+    config, before, *_ = reference(case)
+    model = make_converted_model(config, before, make_parallel_context(group)).to(DTYPES[case[0]])
+    enc, dec, _, enc_real, dec_real = make_batch(0)
     with torch.no_grad():
         logits = model(enc, dec, enc_real.int() - 1, dec_real.int() - 1)
-    loss = our_loss(model, 0)
+    loss = compute_loss(model, 0)
     loss.backward()
-    gradients = gradients_of(model)
-    if kind[0] == "fp64":
+    gradients = get_sharded_grads(model)
+    if case[0] == "fp64":
         model.zero_grad()
         optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=torch.float64)
         for step in range(STEPS):
-            our_loss(model, step).backward()
+            compute_loss(model, step).backward()
             optimizer.step()
     after = {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}
     return logits, loss.item(), gradients, after
 
 
-def our_model(config, state, place):
-    sizes = T5ModelArgs(**model_fields(config))
-    model = T5Model(sizes, place).to(state["shared.weight"].dtype)
-    weights = to_ours(state, HEADS, is_untied=sizes.untie_embeddings)
+def make_converted_model(config, state, parallel):
+    args = T5ModelArgs(**model_fields(config))
+    model = T5Model(args, parallel).to(state["shared.weight"].dtype)
+    weights = to_ours(state, HEADS, is_untied=args.untie_embeddings)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         set_shard(parameter, shard_of(parameter))
-        fill(parameter, weights[name])
+        fill_shard(parameter, weights[name])
     return model
 
 
-def our_loss(model, step):
-    enc, dec, labels, enc_real, dec_real = batch_of(step)
+def compute_loss(model, step):
+    enc, dec, labels, enc_real, dec_real = make_batch(step)
     segments = (None, None) if enc_real.all() and dec_real.all() else (enc_real.int() - 1, dec_real.int() - 1)
     total, count = model(enc, dec, *segments, labels=labels, loss_mask=dec_real)
     return total / count
 
 
 @functools.cache
-def seen(size):
+def results_by_case(size):
     """Return, for each kind, the results of all ranks."""
-    for kind in KINDS:
-        reference(kind)  # ahead of the fork, once for all
-    ranks = run_ranks(size, ours, size) if size > 1 else [ours(0, 1)]
-    return {kind: [results[kind] for results in ranks] for kind in KINDS}
+    for case in CASES:
+        reference(case)  # ahead of the fork, once for all
+    ranks = run_ranks(size, run_cases, size) if size > 1 else [run_cases(0, 1)]
+    return {case: [results[case] for results in ranks] for case in CASES}
 
 
-def theirs(parts, names):
+def to_hf_names(shards, names):
     """Return the global tensors of all ranks' parts under Hugging Face's names."""
-    found = from_ours(joined(parts), HEADS)
-    return {name: found[name] for name in names}
+    tensors = from_ours(join_shards(shards), HEADS)
+    return {name: tensors[name] for name in names}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind))
-@pytest.mark.parametrize("size", SIZES)
-def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
-    _, before, logits, loss, gradients, after = reference(kind)
-    ranks = seen(size)[kind]
-    real = batch_of(0)[4]
-    together = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
-    observed = [(together - logits)[real].abs().max().item() / logits[real].abs().max().item()]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case))
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_logits_loss_and_gradients_match_hugging_face(case, size):
+    _, before, logits, loss, gradients, after = reference(case)
+    ranks = results_by_case(size)[case]
+    is_real = make_batch(0)[4]
+    gathered = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
+    observed = [(gathered - logits)[is_real].abs().max().item() / logits[is_real].abs().max().item()]
     observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
-    worst, where = worst_relative(theirs([rank[2] for rank in ranks], gradients), gradients)
+    worst, worst_name = worst_relative_error(to_hf_names([rank[2] for rank in ranks], gradients), gradients)
     observed.append(worst)
-    if kind[0] == "fp64":
-        moved, _ = worst_relative(theirs([rank[3] for rank in ranks], after), after)
-        observed.append(moved)
+    if case[0] == "fp64":
+        weight_error, _ = worst_relative_error(to_hf_names([rank[3] for rank in ranks], after), after)
+        observed.append(weight_error)
         assert all(torch.linalg.vector_norm(after[n] - before[n]) > 1e-4 * before[n].norm() for n in after), "it trains"
-    print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[kind[0]], where)
-    for what, value, allowed in zip(("logits", "loss", where, "weights"), observed, ALLOWED[kind[0]], strict=False):
-        assert value <= allowed, what
+    print(f"t={size} {case}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[case[0]], worst_name)
+    for metric, value, allowed in zip(
+        ("logits", "loss", worst_name, "weights"), observed, ALLOWED[case[0]], strict=False
+    ):
+        assert value <= allowed, metric
 
 
-def test_without_padding_no_mask_is_needed_and_the_model_is_the_same():
-    config, before, *_ = reference(KINDS[0])
-    enc, dec, *_ = batch_of(1)
-    expected = make_reference(*KINDS[0])(input_ids=enc, decoder_input_ids=dec, use_cache=False).logits
-    logits = our_model(config, before, place_of(whole_world(0, 1)))(enc, dec).transpose(0, 1)
+def test_unmasked_model_matches_hugging_face_without_padding():
+    config, before, *_ = reference(CASES[0])
+    enc, dec, *_ = make_batch(1)
+    expected = make_reference(*CASES[0])(input_ids=enc, decoder_input_ids=dec, use_cache=False).logits
+    logits = make_converted_model(config, before, make_parallel_context(group_of_all_ranks(0, 1)))(enc, dec).transpose(
+        0, 1
+    )
     assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 @pytest.mark.parametrize("is_bidirectional", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 10), (6, 10), (64, 1024)])
-def test_every_distance_has_the_same_bucket(num_buckets, max_distance, is_bidirectional):
+def test_relative_buckets_match_hugging_face(num_buckets, max_distance, is_bidirectional):
     from transformers.models.t5.modeling_t5 import T5Attention
 
     distances = torch.arange(-2048, 2049)
     expected = T5Attention._relative_position_bucket(distances, is_bidirectional, num_buckets, max_distance)
-    how = {"num_buckets": num_buckets, "max_distance": max_distance, "is_bidirectional": is_bidirectional}
-    assert torch.equal(relative_buckets(distances, **how), expected)
+    bucket_args = {"num_buckets": num_buckets, "max_distance": max_distance, "is_bidirectional": is_bidirectional}
+    assert torch.equal(relative_buckets(distances, **bucket_args), expected)
 
 
-def test_dropout_falls_on_tensors_of_the_same_shapes(monkeypatch):
+def test_dropout_sites_match_hugging_face(monkeypatch):
     """Two models that draw as often, from as large tensors, have the same sites; in attention theirs is eager."""
-    drawn = []
-    real = F.dropout
+    shapes = []
+    original_dropout = F.dropout
 
-    def noted(x, p=0.5, training=True, inplace=False):
-        drawn.append(tuple(sorted(x.shape)))
-        return real(x, p, training, inplace)
+    def recording_dropout(x, p=0.5, training=True, inplace=False):
+        shapes.append(tuple(sorted(x.shape)))
+        return original_dropout(x, p, training, inplace)
 
     model = make_reference("fp64", "T5", "eager", dropout_rate=0.1).train()
-    own = our_model(model.config, model.state_dict(), place_of(whole_world(0, 1)))
+    converted = make_converted_model(model.config, model.state_dict(), make_parallel_context(group_of_all_ranks(0, 1)))
     rates = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-    dropping = T5Model(T5ModelArgs(**model_fields(model.config), **rates), place_of(whole_world(0, 1))).double()
-    dropping.load_state_dict(own.state_dict())
-    enc, dec, *_ = batch_of(1)
-    monkeypatch.setattr(F, "dropout", noted)
+    dropping = T5Model(
+        T5ModelArgs(**model_fields(model.config), **rates), make_parallel_context(group_of_all_ranks(0, 1))
+    ).double()
+    dropping.load_state_dict(converted.state_dict())
+    enc, dec, *_ = make_batch(1)
+    monkeypatch.setattr(F, "dropout", recording_dropout)
     model(input_ids=enc, decoder_input_ids=dec, use_cache=False)
-    theirs_drawn, drawn = sorted(shape for shape in drawn if len(shape) == 3), []
+    hf_shapes, shapes = sorted(shape for shape in shapes if len(shape) == 3), []
     dropping(enc, dec)
-    assert sorted(drawn) == theirs_drawn
+    assert sorted(shapes) == hf_shapes
     assert [m.dropout for m in dropping.modules() if hasattr(m, "site")] == [0.1] * (2 + 3 + 3)

@@ -14,90 +14,107 @@ from megatron.errors import DataError
 from megatron.models.t5.data import T5Tokens
 from megatron.models.t5.span_files import SpanFiles, SpanFilesDataset, build_t5_train_valid_test
 from megatron.models.t5.spans import parse_denoisers
-from tests.data.test_build import only
-from tests.models.t5.span_set import VOCAB_SIZE, Cut, counting, write_pair, write_set
+from tests.data.test_build import single_corpus
+from tests.models.t5.span_set import VOCAB_SIZE, CorruptedDocument, make_counting_documents, write_pair, write_set
 
 TOKENS = T5Tokens.appended(VOCAB_SIZE, 12, 0)
-SIZES = [(5, 2, 6, 1, 4, 3), (9, 4), (1, 1, 1, 1, 1, 1), (30, 2, 20, 5), (7, 3, 8, 2)]
+RUN_LENGTHS = [(5, 2, 6, 1, 4, 3), (9, 4), (1, 1, 1, 1, 1, 1), (30, 2, 20, 5), (7, 3, 8, 2)]
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    write_set(tmp_path / "a", counting(SIZES))
+    write_set(tmp_path / "a", make_counting_documents(RUN_LENGTHS))
     return tmp_path / "a"
 
 
-def samples_of(prefix: Path, **changed: Any) -> SpanFilesDataset:
-    values = {"documents": (0, len(SIZES)), "enc_seq_length": 16, "dec_seq_length": 24, "tokens": TOKENS, "seed": 3}
-    return SpanFilesDataset(SpanFiles(str(prefix), VOCAB_SIZE), **{**values, **changed})
+def make_samples(prefix: Path, **overrides: Any) -> SpanFilesDataset:
+    values = {
+        "documents": (0, len(RUN_LENGTHS)),
+        "enc_seq_length": 16,
+        "dec_seq_length": 24,
+        "tokens": TOKENS,
+        "seed": 3,
+    }
+    return SpanFilesDataset(SpanFiles(str(prefix), VOCAB_SIZE), **{**values, **overrides})
 
 
-def reference(prefix: Path, index: int, is_apart: bool) -> tuple[list[int], list[int], list[int], list[int]]:
+def loop_sample(prefix: Path, index: int, resets_mask: bool) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return inputs, targets and their documents as a loop over tokens finds them."""
     files = SpanFiles(str(prefix), VOCAB_SIZE)
-    windows = SampleIndex(files.context, documents=(0, len(SIZES)), length=15, overlap=0, seed=3, asked_by="a test")
-    documents = counting(SIZES)
-    inputs, targets, of_inputs, of_targets = [], [], [], []
+    windows = SampleIndex(
+        files.context, documents=(0, len(RUN_LENGTHS)), length=15, overlap=0, seed=3, length_flag="a test"
+    )
+    documents = make_counting_documents(RUN_LENGTHS)
+    inputs, targets, input_documents, target_documents = [], [], [], []
     next_sentinel = 0
-    for number, piece in enumerate(windows.pieces(index)):
-        segment = number if is_apart else 0
-        next_sentinel = 0 if is_apart else next_sentinel
-        for token in files.context.read(*piece).tolist():
+    for segment_idx, document_run in enumerate(windows.slices(index)):
+        segment = segment_idx if resets_mask else 0
+        next_sentinel = 0 if resets_mask else next_sentinel
+        for token in files.context.read(*document_run).tolist():
             if token >= VOCAB_SIZE:
-                span = documents[piece.document].spans[token - VOCAB_SIZE]
+                span = documents[document_run.document].spans[token - VOCAB_SIZE]
                 token = TOKENS.sentinels[next_sentinel]
                 next_sentinel += 1
                 targets += [token, *span]
-                of_targets += [segment] * (len(span) + 1)
+                target_documents += [segment] * (len(span) + 1)
             inputs.append(token)
-            of_inputs.append(segment)
-    return [*inputs, 0], [*targets, 0], [*of_inputs, of_inputs[-1]], [*of_targets, of_inputs[-1]]
+            input_documents.append(segment)
+    return (
+        [*inputs, 0],
+        [*targets, 0],
+        [*input_documents, input_documents[-1]],
+        [*target_documents, input_documents[-1]],
+    )
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_samples_equal_a_loop_over_tokens(prefix: Path, is_apart: bool) -> None:
-    samples = samples_of(prefix, reset_attention_mask=is_apart)
-    contexts = sum(sum(sizes[::2]) + len(sizes) // 2 for sizes in SIZES)
+@pytest.mark.parametrize("resets_mask", [False, True])
+def test_samples_match_loop_over_tokens(prefix: Path, resets_mask: bool) -> None:
+    samples = make_samples(prefix, reset_attention_mask=resets_mask)
+    contexts = sum(sum(lengths[::2]) + len(lengths) // 2 for lengths in RUN_LENGTHS)
     assert samples.samples_per_epoch == contexts // 15
     for index in range(3 * samples.samples_per_epoch):
         sample = samples[index]
-        inputs, targets, of_inputs, of_targets = reference(prefix, index, is_apart)
-        rest = 24 - len(targets)
-        assert rest > 0 and sample["inputs"].tolist() == inputs and sample["enc_segments"].tolist() == of_inputs
-        assert sample["targets"].tolist() == targets + [0] * rest
-        assert sample["dec_segments"].tolist() == of_targets + [-1] * rest
+        inputs, targets, input_documents, target_documents = loop_sample(prefix, index, resets_mask)
+        num_padding = 24 - len(targets)
+        assert (
+            num_padding > 0
+            and sample["inputs"].tolist() == inputs
+            and sample["enc_segments"].tolist() == input_documents
+        )
+        assert sample["targets"].tolist() == targets + [0] * num_padding
+        assert sample["dec_segments"].tolist() == target_documents + [-1] * num_padding
 
 
-def test_targets_that_are_too_long_are_cut_and_counted(prefix: Path, monkeypatch: MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "info", said.append)
-    whole = samples_of(prefix)
-    longest = max(int((whole[index]["dec_segments"] >= 0).sum()) for index in range(6))
-    assert not said
-    cut = samples_of(prefix, dec_seq_length=longest - 1)
-    assert f"more than --dec-seq-length {longest - 1} target tokens, up to {longest};" in said[0]
+def test_long_targets_are_truncated_and_logged(prefix: Path, monkeypatch: MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(log, "info", messages.append)
+    full_samples = make_samples(prefix)
+    max_target = max(int((full_samples[index]["dec_segments"] >= 0).sum()) for index in range(6))
+    assert not messages
+    truncated = make_samples(prefix, dec_seq_length=max_target - 1)
+    assert f"more than --dec-seq-length {max_target - 1} target tokens, up to {max_target};" in messages[0]
     for index in range(6):
-        assert cut[index]["targets"].tolist() == whole[index]["targets"][: longest - 1].tolist()
+        assert truncated[index]["targets"].tolist() == full_samples[index]["targets"][: max_target - 1].tolist()
 
 
-def test_places_beyond_16_bits_are_found(tmp_path: Path) -> None:
+def test_offsets_beyond_16_bits_are_read(tmp_path: Path) -> None:
     spans = [[1] * 40_000, [2] * 3, [3] * 40_000, [4] * 5]
-    write_set(tmp_path / "a", [Cut([[9]] * 4, spans)])
+    write_set(tmp_path / "a", [CorruptedDocument([[9]] * 4, spans)])
     files = SpanFiles(str(tmp_path / "a"), VOCAB_SIZE)
-    for number, span in enumerate(spans):
-        assert files.read(0, number, 1).tolist() == [VOCAB_SIZE + number, *span]
+    for span_idx, span in enumerate(spans):
+        assert files.read(0, span_idx, 1).tolist() == [VOCAB_SIZE + span_idx, *span]
     assert len(files.read(0, 0, 4)) == 80_012
 
 
-def edit(prefix: Path, suffix: str, place: int, number: int) -> None:
+def edit_value(prefix: Path, suffix: str, position: int, value: int) -> None:
     path = Path(f"{prefix}{suffix}.bin")
-    numbers = np.fromfile(path, "<u2")
-    numbers[place] = number
-    numbers.tofile(path)
+    values = np.fromfile(path, "<u2")
+    values[position] = value
+    values.tofile(path)
 
 
 @pytest.mark.parametrize(
-    "suffix, place, number, text",
+    "suffix, position, value, text",
     [
         ("_context", 5, 1002, "markers of document 0 are not consecutive"),
         ("_context", 5, 1020, "document 0 .* token 5 of a_context.bin is 1020, which is above all markers"),
@@ -107,34 +124,34 @@ def edit(prefix: Path, suffix: str, place: int, number: int) -> None:
         ("_target_offset", 5, 5, "document 0 .* its target has 9 tokens, but its spans need 10"),
     ],
 )
-def test_a_damaged_set_is_refused(prefix: Path, suffix: str, place: int, number: int, text: str) -> None:
-    edit(prefix, suffix, place, number)
+def test_rejects_damaged_span_set(prefix: Path, suffix: str, position: int, value: int, text: str) -> None:
+    edit_value(prefix, suffix, position, value)
     with pytest.raises(DataError, match=text):
-        samples = samples_of(prefix, documents=(0, 1), enc_seq_length=19)
+        samples = make_samples(prefix, documents=(0, 1), enc_seq_length=19)
         samples[0]
 
 
-def test_files_of_different_sets_are_refused(prefix: Path) -> None:
+def test_rejects_files_of_different_sets(prefix: Path) -> None:
     write_pair(Path(f"{prefix}_target_offset"), [[0, 3, 3, 2, 5, 4]])
     with pytest.raises(DataError, match="same number of .* got 5 in _context, 5 in _target, 1 in _target_offset"):
-        samples_of(prefix)
+        make_samples(prefix)
     write_pair(Path(f"{prefix}_target_offset"), [[0, 3, 3, 2, 5]] * 5)
     with pytest.raises(DataError, match="document 0 .* 5 offsets do not form pairs"):
-        samples_of(prefix)
+        make_samples(prefix)
 
 
-def test_another_vocabulary_is_refused(prefix: Path) -> None:
+def test_rejects_other_vocabulary(prefix: Path) -> None:
     with pytest.raises(DataError, match="must start with the marker 1001, .* got .1000. in document 0"):
         SpanFiles(str(prefix), VOCAB_SIZE + 1)
 
 
-def test_markers_that_16_bits_cannot_hold_are_refused(tmp_path: Path) -> None:
-    write_set(tmp_path / "a", counting([(1, 1, 1, 1, 1, 1)]), vocab_size=65_534)
+def test_rejects_markers_beyond_16_bits(tmp_path: Path) -> None:
+    write_set(tmp_path / "a", make_counting_documents([(1, 1, 1, 1, 1, 1)]), vocab_size=65_534)
     with pytest.raises(DataError, match="document 0 .* uint16 cannot represent the markers of 3 spans"):
         SpanFiles(str(tmp_path / "a"), 65_534)
 
 
-def build(prefix: Path, **changed: Any) -> Any:
+def build_splits(prefix: Path, **overrides: Any) -> Any:
     values = {
         "enc_seq_length": 16,
         "dec_seq_length": 24,
@@ -144,24 +161,24 @@ def build(prefix: Path, **changed: Any) -> Any:
         "needed": (True, False, False),
     }
     paths = BlendPaths(data_path=str(prefix), split="1")
-    return build_t5_train_valid_test(paths, **{**values, **changed})  # type: ignore[arg-type]
+    return build_t5_train_valid_test(paths, **{**values, **overrides})  # type: ignore[arg-type]
 
 
-def test_a_set_opens_where_no_ordinary_pair_is(prefix: Path) -> None:
-    train, valid, _ = build(prefix)
-    assert isinstance(only(train), SpanFilesDataset) and valid is None and train[0]["inputs"].shape == (16,)
+def test_span_set_opens_without_ordinary_pair(prefix: Path) -> None:
+    train, valid, _ = build_splits(prefix)
+    assert isinstance(single_corpus(train), SpanFilesDataset) and valid is None and train[0]["inputs"].shape == (16,)
     with pytest.raises(DataError, match="--denoisers must be one denoiser for .* got R,S"):
-        build(prefix, denoisers=parse_denoisers("R,S", 0.15, 3))
-    with pytest.raises(DataError, match="too few sentinels: --vocab-extra-ids gives 2"):
-        build(prefix, tokens=T5Tokens.appended(VOCAB_SIZE, 2, 0))
+        build_splits(prefix, denoisers=parse_denoisers("R,S", 0.15, 3))
+    with pytest.raises(DataError, match="--vocab-extra-ids provides 2"):
+        build_splits(prefix, tokens=T5Tokens.appended(VOCAB_SIZE, 2, 0))
     with pytest.raises(DataError, match="has 103 tokens in total, but one sample of .* needs 199"):
-        build(prefix, enc_seq_length=200)
+        build_splits(prefix, enc_seq_length=200)
     Path(f"{prefix}_target.bin").unlink()
     with pytest.raises(DataError, match="a_target.bin does not exist; a set in three files is _context, _target"):
-        build(prefix)
+        build_splits(prefix)
 
 
-def test_fingerprint_changes_with_all_that_changes_a_sample(prefix: Path) -> None:
+def test_fingerprint_depends_on_every_setting(prefix: Path) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"documents": (0, 4)},
@@ -171,6 +188,6 @@ def test_fingerprint_changes_with_all_that_changes_a_sample(prefix: Path) -> Non
         {"tokens": T5Tokens.appended(VOCAB_SIZE, 13, 0)},
         {"reset_attention_mask": True},
     ]
-    prints = [samples_of(prefix, **change).fingerprint for change in changes]
-    edit(prefix, "_target", 1, 9)
-    assert len({*prints, samples_of(prefix).fingerprint}) == len(prints) + 1
+    fingerprints = [make_samples(prefix, **change).fingerprint for change in changes]
+    edit_value(prefix, "_target", 1, 9)
+    assert len({*fingerprints, make_samples(prefix).fingerprint}) == len(fingerprints) + 1

@@ -8,90 +8,96 @@ import torch
 from megatron.models.t5.model import T5Model
 from megatron.mpu.random import DropoutKey, DropoutStreams
 from tests.helpers.harness import run_ranks
-from tests.helpers.model_samples import filled, place_of
-from tests.helpers.t5_samples import KINDS, LEARNED, t5_batch, t5_sizes
-from tests.helpers.whole import whole_world
+from tests.helpers.model_samples import fill_weights, make_parallel_context
+from tests.helpers.t5_samples import LEARNED, MODEL_VARIANTS, make_t5_batch, t5_model_args
+from tests.helpers.whole import group_of_all_ranks
 
-RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+DROPOUT_RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
-def loss_and_gradients(*, documents=False, **changes):
-    model = filled(T5Model(t5_sizes(**changes), place_of(whole_world(0, 1))))
-    streams = model.place.streams
+def loss_and_gradients(*, has_documents=False, **changes):
+    model = fill_weights(T5Model(t5_model_args(**changes), make_parallel_context(group_of_all_ranks(0, 1))))
+    streams = model.parallel.streams
     streams.position = DropoutKey(2, 1)
-    loss, _ = model(**vars(t5_batch(with_documents=documents)))
+    loss, _ = model(**vars(make_t5_batch(with_documents=has_documents)))
     streams.position = DropoutKey(2, 2)  # another micro-batch's forward comes before this backward
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("rates", [pytest.param({}, marks=pytest.mark.slow), RATES], ids=["no dropout", "dropout 0.1"])
-@pytest.mark.parametrize("kind", ["T5 v1.1", "as CPM"])
-def test_recompute_gives_the_same_bits_in_both_halves(kind, rates, every, documents):
-    changes = {**KINDS[kind], **rates}
-    expected = loss_and_gradients(documents=documents, **changes)
-    found = loss_and_gradients(documents=documents, checkpoint_activations=True, checkpoint_num_layers=every, **changes)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("interval", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "rates", [pytest.param({}, marks=pytest.mark.slow), DROPOUT_RATES], ids=["no dropout", "dropout 0.1"]
+)
+@pytest.mark.parametrize("variant", ["T5 v1.1", "as CPM"])
+def test_recompute_is_bitwise_equal(variant, rates, interval, has_documents):
+    changes = {**MODEL_VARIANTS[variant], **rates}
+    expected = loss_and_gradients(has_documents=has_documents, **changes)
+    actual = loss_and_gradients(
+        has_documents=has_documents, checkpoint_activations=True, checkpoint_num_layers=interval, **changes
+    )
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_recompute_keeps_the_input_of_each_run_of_layers_only(side):
-    def kept(**changes):
-        model = filled(T5Model(t5_sizes(**changes)))
-        sizes = []
-        part = getattr(model, side)
+def test_recompute_saves_only_input_of_each_run(side):
+    def saved_numel(**changes):
+        model = fill_weights(T5Model(t5_model_args(**changes)))
+        numels = []
+        side_model = getattr(model, side)
         x, memory = torch.randn(9, 2, 16, requires_grad=True), torch.randn(12, 2, 16)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-            part(x) if side == "encoder" else part(x, memory)
-        return sum(sizes)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: numels.append(t.numel()) or t, lambda t: t):
+            side_model(x) if side == "encoder" else side_model(x, memory)
+        return sum(numels)
 
-    assert kept(checkpoint_activations=True) < 0.4 * kept()
+    assert saved_numel(checkpoint_activations=True) < 0.4 * saved_numel()
 
 
-def places_of(model):
+def drawn_sites(model):
     """Return (layer, site, is cut) of every mask that a forward draws, in order."""
-    places = []
-    key = model.place.streams.key
-    model.place.streams.key = lambda *place: places.append(place) or key(*place)
-    batch = t5_batch()
+    sites = []
+    original_key = model.parallel.streams.key
+    model.parallel.streams.key = lambda *site_args: sites.append(site_args) or original_key(*site_args)
+    batch = make_t5_batch()
     model(batch.enc_tokens, batch.dec_tokens)
-    return places
+    return sites
 
 
-def test_masks_are_drawn_at_hugging_faces_places_each_once():
-    places = places_of(filled(T5Model(t5_sizes(**RATES))))
-    own = ["attention", "attention output", "activation", "mlp output"]
-    expected = [(-1, f"{side} {what}") for side in ("encoder", "decoder") for what in ("embedding", "final norm")]
-    expected += [(layer, site) for layer in range(5) for site in own]
+def test_dropout_sites_match_hugging_face():
+    sites = drawn_sites(fill_weights(T5Model(t5_model_args(**DROPOUT_RATES))))
+    layer_sites = ["attention", "attention output", "activation", "mlp output"]
+    expected = [
+        (-1, f"{side} {site_name}") for side in ("encoder", "decoder") for site_name in ("embedding", "final norm")
+    ]
+    expected += [(layer, site) for layer in range(5) for site in layer_sites]
     expected += [(layer, site) for layer in (2, 3, 4) for site in ("cross attention", "cross attention output")]
-    assert sorted(place[:2] for place in places) == sorted(expected)
+    assert sorted(drawn[:2] for drawn in sites) == sorted(expected)
 
 
-def test_the_variant_with_learned_positions_drops_nothing_inside_the_feed_forward_nor_after_final_norms():
-    sites = {place[1] for place in places_of(filled(T5Model(t5_sizes(**LEARNED, **RATES))))}
+def test_learned_positions_skip_mlp_and_final_norm_dropout():
+    sites = {drawn[1] for drawn in drawn_sites(fill_weights(T5Model(t5_model_args(**LEARNED, **DROPOUT_RATES))))}
     assert sites == {
         "encoder embedding", "decoder embedding", "attention", "attention output", "cross attention",
         "cross attention output", "mlp output",
     }  # fmt: skip
 
 
-def test_every_mask_has_a_key_of_its_own(monkeypatch):
+def test_every_mask_has_distinct_key(monkeypatch):
     keys = []
-    key = DropoutStreams.key
-    monkeypatch.setattr(DropoutStreams, "key", lambda *place: keys.append(key(*place)) or keys[-1])
-    batch = t5_batch()
-    filled(T5Model(t5_sizes(**RATES)))(batch.enc_tokens, batch.dec_tokens)
+    original_key = DropoutStreams.key
+    monkeypatch.setattr(DropoutStreams, "key", lambda *key_args: keys.append(original_key(*key_args)) or keys[-1])
+    batch = make_t5_batch()
+    fill_weights(T5Model(t5_model_args(**DROPOUT_RATES)))(batch.enc_tokens, batch.dec_tokens)
     assert len(keys) == len(set(keys)) == 4 + 5 * 4 + 3 * 2
 
 
 @pytest.mark.parametrize("site", ["attention_dropout", "hidden_dropout"])
-@pytest.mark.parametrize("kind", ["T5 v1.1", "as CPM"])
-def test_each_rate_acts_in_training_only(kind, site):
-    model = filled(T5Model(t5_sizes(**KINDS[kind], **{site: 0.1})))
-    plain = filled(T5Model(t5_sizes(**KINDS[kind])))
-    batch = t5_batch()
+@pytest.mark.parametrize("variant", ["T5 v1.1", "as CPM"])
+def test_dropout_rates_apply_in_training_only(variant, site):
+    model = fill_weights(T5Model(t5_model_args(**MODEL_VARIANTS[variant], **{site: 0.1})))
+    plain = fill_weights(T5Model(t5_model_args(**MODEL_VARIANTS[variant])))
+    batch = make_t5_batch()
     inputs = (batch.enc_tokens, batch.dec_tokens)
     assert not torch.equal(model(*inputs), plain(*inputs))
     model.eval()
@@ -101,14 +107,14 @@ def test_each_rate_acts_in_training_only(kind, site):
 
 def hidden_states(rank, size):
     """Return what enters and leaves each layer in training, and which places say that their tensor is cut."""
-    model = filled(T5Model(t5_sizes(**RATES), place_of(whole_world(rank, size))))
-    kept = []
+    model = fill_weights(T5Model(t5_model_args(**DROPOUT_RATES), make_parallel_context(group_of_all_ranks(rank, size))))
+    captured = []
     for layer in [*model.encoder.layers, *model.decoder.layers, model.encoder.final_norm, model.decoder.final_norm]:
-        layer.register_forward_hook(lambda _, inputs, output: kept.extend([inputs[0].detach(), output.detach()]))
-    return kept, {place[1] for place in places_of(model) if place[2]}
+        layer.register_forward_hook(lambda _, inputs, output: captured.extend([inputs[0].detach(), output.detach()]))
+    return captured, {drawn[1] for drawn in drawn_sites(model) if drawn[2]}
 
 
-def test_tensor_ranks_drop_the_same_hidden_states_and_differ_where_a_tensor_is_cut():
-    (hidden, cut), (other, other_cut) = run_ranks(2, hidden_states, 2)
-    assert all(torch.equal(a, b) for a, b in zip(hidden, other, strict=True))
-    assert cut == other_cut == {"attention", "cross attention", "activation"}
+def test_tensor_ranks_share_masks_of_replicated_tensors():
+    (hidden, sharded_sites), (other_hidden, other_sharded_sites) = run_ranks(2, hidden_states, 2)
+    assert all(torch.equal(a, b) for a, b in zip(hidden, other_hidden, strict=True))
+    assert sharded_sites == other_sharded_sites == {"attention", "cross attention", "activation"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint.tensor_record import tiling_problem
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.optim.zero.partition import VECTOR, partition_of
-from tests.helpers.whole import random
+from tests.helpers.whole import random_tensor
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 
@@ -24,60 +24,65 @@ def parameters(draw):
     if not draw(st.booleans()):
         return torch.nn.Parameter(torch.zeros(local))
     dim, start = draw(st.integers(0, len(local) - 1)), draw(st.sampled_from((0, 7)))
-    real = draw(st.integers(0, local[dim]))
-    whole = (*local[:dim], start + real + draw(st.sampled_from((0, 5))), *local[dim + 1 :])
-    return set_shard(torch.nn.Parameter(torch.zeros(local)), Shard(whole, dim, start, real))
+    real_length = draw(st.integers(0, local[dim]))
+    global_shape = (*local[:dim], start + real_length + draw(st.sampled_from((0, 5))), *local[dim + 1 :])
+    return set_shard(torch.nn.Parameter(torch.zeros(local)), Shard(global_shape, dim, start, real_length))
 
 
-def parts_of(cut, tensor):
-    return [cut.slice(tensor, replica) for replica in range(len(cut.bounds) - 1)]
+def shards_of(partition, tensor):
+    return [partition.slice(tensor, replica) for replica in range(len(partition.bounds) - 1)]
 
 
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
-def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, replicas):
-    cut = partition_of(parameter, replicas)
-    assert (cut.bounds[0], cut.bounds[-1]) == (0, parameter.shape[cut.dim])
-    lengths = [stop - start for start, stop in itertools.pairwise(cut.bounds)]
+def test_shards_tile_parameter_evenly_in_full_vectors(parameter, replicas):
+    partition = partition_of(parameter, replicas)
+    assert (partition.bounds[0], partition.bounds[-1]) == (0, parameter.shape[partition.dim])
+    lengths = [stop - start for start, stop in itertools.pairwise(partition.bounds)]
     assert len(lengths) == replicas and min(lengths) >= 0
-    in_runs = [(first + i, length) for first, number, length in cut.runs for i in range(number)]
-    assert in_runs == [(replica, length) for replica, length in enumerate(lengths) if length] and len(cut.runs) <= 3
-    row = parameter.numel() // parameter.shape[cut.dim]
-    if 0 < cut.bounds[1] < parameter.shape[cut.dim]:
-        assert all(bound * row % VECTOR == 0 for bound in cut.bounds if bound < parameter.shape[cut.dim])
+    expanded_runs = [(first + i, length) for first, count, length in partition.runs for i in range(count)]
+    assert (
+        expanded_runs == [(replica, length) for replica, length in enumerate(lengths) if length]
+        and len(partition.runs) <= 3
+    )
+    row = parameter.numel() // parameter.shape[partition.dim]
+    if 0 < partition.bounds[1] < parameter.shape[partition.dim]:
+        assert all(bound * row % VECTOR == 0 for bound in partition.bounds if bound < parameter.shape[partition.dim])
         unit = VECTOR // math.gcd(VECTOR, row)
         assert max(lengths) - min(lengths) <= 2 * unit - 1, "one vector more, and the last may be short"
 
 
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
-def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replicas):
-    cut, whole = partition_of(parameter, replicas), shard_of(parameter)
-    parts = [cut.shard(whole, replica) for replica in range(replicas)]
-    for part, local in zip(parts, parts_of(cut, parameter.detach()), strict=True):
-        assert part.unpadded(local).shape[cut.dim] == part.length
-        assert 0 <= part.start <= part.start + part.length <= whole.global_shape[cut.dim]
-    first, real = 0, parameter.shape[cut.dim]
-    if whole.partition_dim == cut.dim:
-        first, real = whole.start, whole.length
-    shifted = [Shard((real,), 0, part.start - first, part.length) for part in parts]
-    assert tiling_problem((real,), shifted) is None or real == 0
+def test_shard_ranges_tile_real_values(parameter, replicas):
+    partition, full_shard = partition_of(parameter, replicas), shard_of(parameter)
+    shards = [partition.shard(full_shard, replica) for replica in range(replicas)]
+    for shard, local in zip(shards, shards_of(partition, parameter.detach()), strict=True):
+        assert shard.unpadded(local).shape[partition.dim] == shard.length
+        assert 0 <= shard.start <= shard.start + shard.length <= full_shard.global_shape[partition.dim]
+    first_idx, real_length = 0, parameter.shape[partition.dim]
+    if full_shard.partition_dim == partition.dim:
+        first_idx, real_length = full_shard.start, full_shard.length
+    shifted = [Shard((real_length,), 0, shard.start - first_idx, shard.length) for shard in shards]
+    assert tiling_problem((real_length,), shifted) is None or real_length == 0
 
 
-def test_a_weight_cut_by_the_tensor_group_is_cut_along_the_same_dimension():
-    rows = set_shard(torch.nn.Parameter(torch.zeros(32, 64)), Shard((32, 128), 1, 64, 64))
-    assert partition_of(rows, 2).shard(shard_of(rows), 1) == Shard((32, 128), 1, 96, 32)
-    alone = set_shard(torch.nn.Parameter(torch.zeros(32, 128)), Shard((32, 128), 1, 0, 128))
-    assert partition_of(alone, 2).shard(shard_of(alone), 1) == Shard((32, 128), 0, 16, 16), "row slices are contiguous"
+def test_tensor_sharded_weight_is_partitioned_along_same_dimension():
+    sharded = set_shard(torch.nn.Parameter(torch.zeros(32, 64)), Shard((32, 128), 1, 64, 64))
+    assert partition_of(sharded, 2).shard(shard_of(sharded), 1) == Shard((32, 128), 1, 96, 32)
+    unsharded = set_shard(torch.nn.Parameter(torch.zeros(32, 128)), Shard((32, 128), 1, 0, 128))
+    assert partition_of(unsharded, 2).shard(shard_of(unsharded), 1) == Shard((32, 128), 0, 16, 16), (
+        "row slices are contiguous"
+    )
 
 
-def test_a_weight_with_fewer_vectors_than_replicas_leaves_some_without_a_part():
+def test_small_weight_leaves_some_replicas_without_shard():
     assert partition_of(torch.zeros(20), 4).bounds == (0, 16, 20, 20, 20)
     assert partition_of(torch.zeros(2, 16), 3).bounds == (0, 1, 2, 2)
     assert partition_of(torch.tensor(1.0), 2) is None
 
 
-def test_columns_that_make_no_whole_vectors_stay_with_one_replica():
+def test_columns_without_full_vectors_stay_on_one_replica():
     odd = set_shard(torch.nn.Parameter(torch.zeros(8, 15)), Shard((8, 30), 1, 15, 15))
     assert partition_of(odd, 2).bounds == (0, 15, 15), (
         "the last numbers of its memory are not those of the last columns"
@@ -88,15 +93,19 @@ def test_columns_that_make_no_whole_vectors_stay_with_one_replica():
 
 @settings(max_examples=25, deadline=None)
 @given(parameters(), st.integers(2, 4), st.sampled_from([torch.float32, torch.float64]))
-def test_fused_adamw_gives_parts_the_bits_of_the_whole(like, replicas, dtype):
-    start, cut = random(1, *like.shape).to(dtype), partition_of(like, replicas)
-    whole = torch.nn.Parameter(start.clone())
-    parts = [torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts_of(cut, start)]
-    optimizers = [torch.optim.AdamW(these, lr=1e-2, weight_decay=0.1, fused=True) for these in ([whole], parts)]
+def test_fused_adamw_on_shards_is_bitwise_full_update(template, replicas, dtype):
+    start, partition = random_tensor(1, *template.shape).to(dtype), partition_of(template, replicas)
+    full_weight = torch.nn.Parameter(start.clone())
+    shards = [
+        torch.nn.Parameter(shard.clone(memory_format=torch.contiguous_format)) for shard in shards_of(partition, start)
+    ]
+    optimizers = [
+        torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True) for params in ([full_weight], shards)
+    ]
     for step in range(5):
-        whole.grad = random(2 + step, *like.shape).to(dtype)
-        for part, gradient in zip(parts, parts_of(cut, whole.grad), strict=True):
-            part.grad = gradient.contiguous()
+        full_weight.grad = random_tensor(2 + step, *template.shape).to(dtype)
+        for shard, gradient in zip(shards, shards_of(partition, full_weight.grad), strict=True):
+            shard.grad = gradient.contiguous()
         for optimizer in optimizers:
             optimizer.step()
-    assert torch.equal(torch.cat([part.detach() for part in parts], cut.dim), whole.detach())
+    assert torch.equal(torch.cat([shard.detach() for shard in shards], partition.dim), full_weight.detach())

@@ -9,23 +9,28 @@ from megatron.optim import offload
 from megatron.optim.offload import OffloadConfig
 
 
-def test_what_lies_on_the_cpu_is_not_copied() -> None:
+def test_cpu_tensors_are_not_copied() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    assert all(one is other for one, other in zip(OffloadConfig().copies(tensors), tensors, strict=True))
+    assert all(copied is original for copied, original in zip(OffloadConfig().copies(tensors), tensors, strict=True))
 
 
-def test_copies_are_waited_for_once_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_synchronized_once_after_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """With "meta" in the place of the CPU, and the CPU in that of a device."""
     events: list[object] = []
-    plain = torch.Tensor.copy_
+    original_copy = torch.Tensor.copy_
 
-    def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def record_copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         events.append(("copy", tuple(source.shape), non_blocking))
-        return plain(self, source)
+        return original_copy(self, source)
 
     monkeypatch.setattr(offload, "HOST", torch.device("meta"))
-    monkeypatch.setattr(offload.device, "finish_copies", lambda place: events.append(("wait", place.type)))
-    monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    made = OffloadConfig(is_pinned=False).copies([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
+    monkeypatch.setattr(
+        offload.device, "finish_copies", lambda waited_device: events.append(("wait", waited_device.type))
+    )
+    monkeypatch.setattr(torch.Tensor, "copy_", record_copy)
+    copies = OffloadConfig(is_pinned=False).copies([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
     assert events == [("copy", (2,), True), ("copy", (3,), True), ("wait", "cpu")]
-    assert [(each.device.type, each.dtype) for each in made] == [("meta", torch.float32), ("meta", torch.bfloat16)]
+    assert [(copied.device.type, copied.dtype) for copied in copies] == [
+        ("meta", torch.float32),
+        ("meta", torch.bfloat16),
+    ]

@@ -13,61 +13,63 @@ from megatron.mpu.topology import Topology
 from megatron.optim.zero import param_gather
 from tds import gradients
 from tests.helpers.harness import run_ranks
-from tests.helpers.zero_parts import Model, make, take_step, tokens_of
+from tests.helpers.zero_parts import Model, make_model_and_optimizer, make_tokens, take_step
 
 STEPS = 3
-KINDS: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "fp32": {"stage": 1, "gas": 2},
-    "bf16, recomputed, ZeRO 2": {"stage": 2, "gas": 1, "dtype": torch.bfloat16, "recomputes": True},
+    "bf16, recomputed, ZeRO 2": {"stage": 2, "gas": 1, "dtype": torch.bfloat16, "recompute": True},
 }
 
 
-def spoil(module: nn.Module, optimizer: Any) -> int:
+def poison_pending(module: nn.Module, optimizer: Any) -> int:
     """Let every part that is on its way be NaN; return how many weights have such parts."""
     gathers = optimizer.store._deferred_gather
-    for weight in gathers._due:
-        cut, rank = optimizer.store.partition(weight), gathers._group.rank
-        own = cut.slice(weight.detach(), rank).clone()
+    for weight in gathers._pending:
+        partition, rank = optimizer.store.partition(weight), gathers._group.rank
+        local_shard = partition.slice(weight.detach(), rank).clone()
         weight.detach().fill_(torch.nan)
-        cut.slice(weight.detach(), rank).copy_(own)
-    return len(gathers._due)
+        partition.slice(weight.detach(), rank).copy_(local_shard)
+    return len(gathers._pending)
 
 
-def both_ways(rank: int, size: int) -> dict[str, Any]:
+def compare_deferred_gather(rank: int, size: int) -> dict[str, Any]:
     """Train with weights that are here at once and with such as come later; return by kind what differs."""
-    grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
+    grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
     gradients.BUCKET_BYTES = 2000
-    found = {}
-    for kind, how in KINDS.items():
-        settings = dict(how)
+    results = {}
+    for case, options in CASES.items():
+        settings = dict(options)
         stage, gas = settings.pop("stage"), settings.pop("gas")
-        sides = []
-        for later in (False, True):
-            param_gather.GATHERS_LATER = later
-            sides.append(make(grid, stage, overlap_grad_reduce=True, **settings))
-        (plain, a), (module, b) = sides
-        different = set()
+        runs = []
+        for is_deferred in (False, True):
+            param_gather.DEFER_GATHER = is_deferred
+            runs.append(make_model_and_optimizer(grid, stage, overlap_grad_reduce=True, **settings))
+        (plain, plain_optimizer), (module, deferred_optimizer) = runs
+        differences = set()
         for step in range(STEPS):
             losses = []
-            for each, optimizer in sides:
+            for trained_module, optimizer in runs:
                 optimizer.policy.accepts_step = (lambda norm: False) if step == 1 else None
-                losses.append(take_step(each, optimizer, grid, step, gas))
-            assert spoil(module, b) == (0 if step == 1 else sum(b.store.is_sharded(p) for p in module.parameters()))
-            different |= {("loss", *losses)} if losses[0] != losses[1] else set()
+                losses.append(take_step(trained_module, optimizer, grid, step, gas))
+            assert poison_pending(module, deferred_optimizer) == (
+                0 if step == 1 else sum(deferred_optimizer.store.is_sharded(p) for p in module.parameters())
+            )
+            differences |= {("loss", *losses)} if losses[0] != losses[1] else set()
         with torch.no_grad():
-            tokens = tokens_of(rank, 9, 0)
-            different |= set() if torch.equal(plain(tokens), module(tokens)) else {"evaluation"}
-        assert not b.store._deferred_gather._due, "a forward needs all of them"
-        different |= {n for n, w in plain.state_dict().items() if not torch.equal(w, module.state_dict()[n])}
+            tokens = make_tokens(rank, 9, 0)
+            differences |= set() if torch.equal(plain(tokens), module(tokens)) else {"evaluation"}
+        assert not deferred_optimizer.store._deferred_gather._pending, "a forward needs all of them"
+        differences |= {n for n, w in plain.state_dict().items() if not torch.equal(w, module.state_dict()[n])}
         words = module.words.weight
-        found[kind] = different, not torch.equal(words, Model().words.weight.to(words.dtype))
-    return found
+        results[case] = differences, not torch.equal(words, Model().words.weight.to(words.dtype))
+    return results
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_weights_that_come_later_have_the_bits_of_those_that_come_at_once(size: int) -> None:
-    for found in run_ranks(size, both_ways, size):
-        assert found == {kind: (set(), True) for kind in KINDS}
+def test_deferred_gather_is_bitwise_equal(size: int) -> None:
+    for result in run_ranks(size, compare_deferred_gather, size):
+        assert result == {case: (set(), True) for case in CASES}
 
 
 READERS = {
@@ -81,40 +83,42 @@ READERS = {
 }
 
 
-def readers(rank: int) -> list[str]:
+def find_early_readers(rank: int) -> list[str]:
     """Return who reads weights that have not come."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    param_gather.GATHERS_LATER = True
-    module, optimizer = make(grid, 1, overlap_grad_reduce=True)
-    early = []
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    param_gather.DEFER_GATHER = True
+    module, optimizer = make_model_and_optimizer(grid, 1, overlap_grad_reduce=True)
+    early_readers = []
     for name, read in READERS.items():
         take_step(module, optimizer, grid, 0)
-        assert spoil(module, optimizer)
+        assert poison_pending(module, optimizer)
         read(module, optimizer)
         if any(weight.isnan().any() for weight in module.parameters()):
-            early.append(name)
+            early_readers.append(name)
             optimizer.store.finish_gathers()
-    return early
+    return early_readers
 
 
-def test_whoever_reads_weights_outside_of_a_forward_waits_for_them() -> None:
-    assert run_ranks(2, readers) == [[], []]
+def test_reads_outside_forward_wait_for_gather() -> None:
+    assert run_ranks(2, find_early_readers) == [[], []]
 
 
-def waits(rank: int) -> list[list[int]]:
+def pending_before_layers(rank: int) -> list[list[int]]:
     """Return how many weights are on their way before each layer's forward, in the order of the calls."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    param_gather.GATHERS_LATER, gradients.BUCKET_BYTES = True, 1
-    module, optimizer = make(grid, 1, overlap_grad_reduce=True)
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    param_gather.DEFER_GATHER, gradients.BUCKET_BYTES = True, 1
+    module, optimizer = make_model_and_optimizer(grid, 1, overlap_grad_reduce=True)
     take_step(module, optimizer, grid, 0)
-    seen = []
+    num_pending = []
     for layer in module.layers:
-        layer.norm.register_forward_pre_hook(lambda *_: seen.append(len(optimizer.store._deferred_gather._due)))
+        layer.norm.register_forward_pre_hook(
+            lambda *_: num_pending.append(len(optimizer.store._deferred_gather._pending))
+        )
     with torch.no_grad():
-        module(tokens_of(rank, 1, 0))
-    return seen
+        module(make_tokens(rank, 1, 0))
+    return num_pending
 
 
-def test_a_forward_waits_for_the_layer_that_it_calls_alone() -> None:
-    for seen in run_ranks(2, waits):
-        assert seen == [6, 0], "norm, up and down of the second layer come while the first one runs"
+def test_forward_waits_only_for_called_layer() -> None:
+    for num_pending in run_ranks(2, pending_before_layers):
+        assert num_pending == [6, 0], "norm, up and down of the second layer come while the first one runs"

@@ -18,12 +18,12 @@ from megatron.optim.zero import gather_order
 from megatron.optim.zero.gather import Gather
 from megatron.optim.zero.gather_order import TRAINING, GatherOrder, Note
 from tests.helpers.harness import fork_ranks, run_ranks
-from tests.helpers.zero_parts import make, take_step, whole_weights
+from tests.helpers.zero_parts import gather_full_weights, make_model_and_optimizer, take_step
 
 H, LAYERS = 64, 6
 
 
-class Plain(nn.Module):
+class ResidualModel(nn.Module):
     """Layers, and a table that is in none of them."""
 
     def __init__(self) -> None:
@@ -40,184 +40,191 @@ class Plain(nn.Module):
     ) -> torch.Tensor:
         """Return [2, H]; a shorter way back leaves the first layer out."""
         x = x * self.scale
-        for number, layer in enumerate(self.layers):
-            if number == skip:
+        for layer_idx, layer in enumerate(self.layers):
+            if layer_idx == skip:
                 continue
             y = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
             x = x + torch.tanh(y)
-            x = x.detach().requires_grad_() if is_shorter and number == 0 else x
+            x = x.detach().requires_grad_() if is_shorter and layer_idx == 0 else x
         return x
 
 
-def cut(rank: int, size: int = 2, **settings: Any) -> tuple[Plain, MixedPrecisionOptimizer]:
-    grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
-    module = Plain()
+def shard_model(rank: int, size: int = 2, **settings: Any) -> tuple[ResidualModel, MixedPrecisionOptimizer]:
+    grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
+    module = ResidualModel()
     optimizer = build_optimizer(module.parameters(), zero_stage=3, data=grid.data, lr=1e-2, **settings)
     optimizer.store.shard_weights(module)
     return module, optimizer
 
 
-def x_of(rank: int = 0) -> torch.Tensor:
+def make_input(rank: int = 0) -> torch.Tensor:
     return torch.ones(2, H) + rank
 
 
-def micro_batch(module: Plain, optimizer: MixedPrecisionOptimizer, **how: Any) -> None:
-    module(x_of(), **how).sum().backward()
+def run_micro_batch(module: ResidualModel, optimizer: MixedPrecisionOptimizer, **kwargs: Any) -> None:
+    module(make_input(), **kwargs).sum().backward()
     optimizer.end_micro_batch()
 
 
-def watch(module: Plain, optimizer: MixedPrecisionOptimizer) -> list[str]:
+def record_gathers(module: ResidualModel, optimizer: MixedPrecisionOptimizer) -> list[str]:
     """Return what gets "+n" where the gather of unit n is issued, and "n" where its weights are there.
 
     Between them come "forward n" and "backward n" of layers when they are through; a recompute stops ahead of that.
     """
-    said: list[str] = []
-    for number, unit in enumerate(optimizer.store.units.units):
+    events: list[str] = []
+    for idx, unit in enumerate(optimizer.store.units.units):
         start, finish = unit.start, unit.finish
 
-        def start_and_say(note: Any = (), start: Any = start, number: int = number) -> Any:
-            for place, gather in enumerate(start(note)):
-                said.extend([f"+{number}"] if not place else [])
+        def recorded_start(note: Any = (), start: Any = start, idx: int = idx) -> Any:
+            for gather_idx, gather in enumerate(start(note)):
+                events.extend([f"+{idx}"] if not gather_idx else [])
                 yield gather
 
-        def finish_and_say(gathers: Any, finish: Any = finish, number: int = number) -> None:
+        def recorded_finish(gathers: Any, finish: Any = finish, idx: int = idx) -> None:
             finish(gathers)
-            said.append(str(number))
+            events.append(str(idx))
 
-        unit.start, unit.finish = start_and_say, finish_and_say
-    for number, layer in enumerate(module.layers):
-        layer.register_forward_hook(lambda *_, number=number: said.append(f"forward {number}"))
-        layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: said.append(f"backward {number}"))
-    return said
+        unit.start, unit.finish = recorded_start, recorded_finish
+    for idx, layer in enumerate(module.layers):
+        layer.register_forward_hook(lambda *_, idx=idx: events.append(f"forward {idx}"))
+        layer.weight.register_post_accumulate_grad_hook(lambda _, idx=idx: events.append(f"backward {idx}"))
+    return events
 
 
-def issued(rank: int, recomputes: bool, prefetches: bool) -> list[list[str]]:
-    module, optimizer = cut(rank, prefetches=prefetches)
-    said = watch(module, optimizer)
-    found = []
+def record_issues(rank: int, recomputes: bool, prefetches: bool) -> list[list[str]]:
+    module, optimizer = shard_model(rank, prefetches=prefetches)
+    events = record_gathers(module, optimizer)
+    results = []
     for _ in range(3):
-        said.clear()
-        micro_batch(module, optimizer, recomputes=recomputes)
-        found.append(list(said))
+        events.clear()
+        run_micro_batch(module, optimizer, recomputes=recomputes)
+        results.append(list(events))
     for _ in range(2):
-        said.clear()
+        events.clear()
         with torch.no_grad():
-            module(x_of())
-        found.append(list(said))
-    return found
+            module(make_input())
+        results.append(list(events))
+    return results
 
 
 @pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_from_the_second_micro_batch_on_gathers_are_issued_one_ahead(recomputes: bool) -> None:
+def test_gathers_are_issued_one_ahead_from_second_micro_batch(recomputes: bool) -> None:
     forward: list[tuple[int, list[str]]] = [(LAYERS, [])]  # the rest is the last unit, and stays for the backward
-    forward += [(number, [f"forward {number}"]) for number in range(LAYERS)]
-    backward = [(number, [f"backward {number}"]) for number in reversed(range(LAYERS))]
-    first, second, third, evaluated, evaluated_again = run_ranks(2, issued, recomputes, True)[0]
+    forward += [(unit_idx, [f"forward {unit_idx}"]) for unit_idx in range(LAYERS)]
+    backward = [(unit_idx, [f"backward {unit_idx}"]) for unit_idx in reversed(range(LAYERS))]
+    first, second, third, evaluated, evaluated_again = run_ranks(2, record_issues, recomputes, True)[0]
 
     def as_needed(uses: list[tuple[int, list[str]]]) -> list[str]:
-        return [text for number, work in uses for text in (f"+{number}", str(number), *work)]
+        return [text for unit_idx, work in uses for text in (f"+{unit_idx}", str(unit_idx), *work)]
 
-    def ahead(uses: list[tuple[int, list[str]]]) -> list[str]:
-        issues = [*([f"+{number}"] for number, _ in uses), []]
-        said = [[str(number), *issue, *work] for (number, work), issue in zip(uses, issues[1:], strict=True)]
-        return [*issues[0], *(text for each in said for text in each)]
+    def prefetched(uses: list[tuple[int, list[str]]]) -> list[str]:
+        issues = [*([f"+{unit_idx}"] for unit_idx, _ in uses), []]
+        steps = [[str(unit_idx), *issue, *work] for (unit_idx, work), issue in zip(uses, issues[1:], strict=True)]
+        return [*issues[0], *(text for texts in steps for text in texts)]
 
     assert first == as_needed(forward + backward)
     assert evaluated == [f"+{LAYERS}", *as_needed(forward)], "all leave the order of training, and say so there"
-    assert second == third == ahead(forward + backward) and evaluated_again == ahead(forward)
-    assert run_ranks(2, issued, recomputes, False)[0][:3] == [first] * 3
+    assert second == third == prefetched(forward + backward) and evaluated_again == prefetched(forward)
+    assert run_ranks(2, record_issues, recomputes, False)[0][:3] == [first] * 3
 
 
-def held(rank: int) -> list[tuple[int, int]]:
+def measure_gathered_bytes(rank: int) -> list[tuple[int, int]]:
     """Return whenever weights have come the bytes of them that are gathered, and those that come ahead."""
-    module, optimizer = cut(rank)
+    module, optimizer = shard_model(rank)
     units = optimizer.store.units
-    found: list[tuple[int, int]] = []
+    byte_counts: list[tuple[int, int]] = []
     gather = units._order.gather
 
-    def look(number: int) -> None:
-        gather(number)
-        here = sum(whole.untyped_storage().nbytes() for unit in units.units for whole in unit._full.values())
-        found.append((here, units._order.num_bytes_ahead()))
+    def record_bytes(unit_idx: int) -> None:
+        gather(unit_idx)
+        gathered_bytes = sum(
+            full_weight.untyped_storage().nbytes() for unit in units.units for full_weight in unit._full.values()
+        )
+        byte_counts.append((gathered_bytes, units._order.num_prefetched_bytes()))
 
-    units._order.gather = look
-    micro_batch(module, optimizer)
-    found.clear()
-    micro_batch(module, optimizer)
-    return found
-
-
-def test_one_unit_is_held_beyond_what_is_in_use() -> None:
-    layer, rest = 4 * (H * H + H), 2 * 4 * H
-    notes = 2 * 16 * 4
-    for found in run_ranks(2, held):
-        forward, backward = found[: LAYERS + 1], found[LAYERS + 1 :]
-        assert forward == [(rest, layer + notes), *[(rest + layer, layer + notes)] * LAYERS]
-        assert {ahead for _, ahead in backward} == {layer + notes, 0} and backward[-1][1] == 0
-        assert all(here <= rest + 2 * layer for here, _ in backward)
+    units._order.gather = record_bytes
+    run_micro_batch(module, optimizer)
+    byte_counts.clear()
+    run_micro_batch(module, optimizer)
+    return byte_counts
 
 
-def bits(rank: int, gas: int, recomputes: bool) -> tuple[bool, bool]:
+def test_only_one_unit_is_prefetched() -> None:
+    layer_bytes, other_bytes = 4 * (H * H + H), 2 * 4 * H
+    note_bytes = 2 * 16 * 4
+    for byte_counts in run_ranks(2, measure_gathered_bytes):
+        forward, backward = byte_counts[: LAYERS + 1], byte_counts[LAYERS + 1 :]
+        assert forward == [
+            (other_bytes, layer_bytes + note_bytes),
+            *[(other_bytes + layer_bytes, layer_bytes + note_bytes)] * LAYERS,
+        ]
+        assert {bytes_ahead for _, bytes_ahead in backward} == {layer_bytes + note_bytes, 0} and backward[-1][1] == 0
+        assert all(gathered_bytes <= other_bytes + 2 * layer_bytes for gathered_bytes, _ in backward)
+
+
+def compare_prefetch(rank: int, gas: int, recomputes: bool) -> tuple[bool, bool]:
     """Train with and without gathers ahead, with an evaluation between; return whether bits are equal, and moved."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    sides = [make(grid, 3, recomputes=recomputes, prefetches=prefetches) for prefetches in (False, True)]
-    starts = [whole_weights(*side, grid) for side in sides]
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    runs = [
+        make_model_and_optimizer(grid, 3, recompute=recomputes, prefetches=prefetches) for prefetches in (False, True)
+    ]
+    starts = [gather_full_weights(*run, grid) for run in runs]
     losses: list[list[Any]] = [[], []]
     for step in range(4):
-        for (module, optimizer), seen in zip(sides, losses, strict=True):
-            seen.append(take_step(module, optimizer, grid, step, gas))
+        for (module, optimizer), run_losses in zip(runs, losses, strict=True):
+            run_losses.append(take_step(module, optimizer, grid, step, gas))
             with torch.no_grad():
-                seen.append(module(torch.arange(5)).sum().item())
-    plain, ahead = (whole_weights(*side, grid) for side in sides)
-    same = all(torch.equal(plain[name], value) for name, value in ahead.items()) and losses[0] == losses[1]
-    return same, not torch.equal(ahead["words.weight"], starts[1]["words.weight"])
+                run_losses.append(module(torch.arange(5)).sum().item())
+    plain, prefetched = (gather_full_weights(*run, grid) for run in runs)
+    is_same = all(torch.equal(plain[name], value) for name, value in prefetched.items()) and losses[0] == losses[1]
+    return is_same, not torch.equal(prefetched["words.weight"], starts[1]["words.weight"])
 
 
 @pytest.mark.parametrize(("gas", "recomputes"), [(1, True), pytest.param(3, False, marks=pytest.mark.slow)])
-def test_gathers_ahead_change_no_bit(gas: int, recomputes: bool) -> None:
-    assert run_ranks(2, bits, gas, recomputes) == [(True, True)] * 2
+def test_prefetch_is_bitwise_equal(gas: int, recomputes: bool) -> None:
+    assert run_ranks(2, compare_prefetch, gas, recomputes) == [(True, True)] * 2
 
 
-def departures(rank: int) -> list[bool]:
+def leave_order_together(rank: int) -> list[bool]:
     """Leave the order on all replicas alike, in many ways; return whether each result is that of whole weights."""
-    module, optimizer = cut(rank)
-    plain = Plain()
-    same = []
+    module, optimizer = shard_model(rank)
+    plain = ResidualModel()
+    matches = []
 
-    def compare(**how: Any) -> None:
+    def compare(**kwargs: Any) -> None:
         plain.zero_grad()
-        wanted, found = plain(x_of(), **how), module(x_of(), **how)
-        (2 * wanted.sum()).backward()
-        found.sum().backward()
+        expected, actual = plain(make_input(), **kwargs), module(make_input(), **kwargs)
+        (2 * expected.sum()).backward()
+        actual.sum().backward()
         optimizer.end_micro_batch()
-        parts = ((optimizer.store.partition(p), optimizer.gradient_of(p)) for p in module.parameters())
+        shards = ((optimizer.store.partition(p), optimizer.gradient_of(p)) for p in module.parameters())
         zeros = torch.zeros(())
         pairs = [
-            (part, zeros if q.grad is None else c.slice(q.grad, rank))
-            for (c, part), q in zip(parts, plain.parameters(), strict=True)
+            (shard, zeros if q.grad is None else partition.slice(q.grad, rank))
+            for (partition, shard), q in zip(shards, plain.parameters(), strict=True)
         ]
-        same.append(torch.equal(found, wanted) and all(torch.allclose(a, b, atol=1e-5) for a, b in pairs))
+        matches.append(torch.equal(actual, expected) and all(torch.allclose(a, b, atol=1e-5) for a, b in pairs))
         optimizer.zero_grad()
 
-    def evaluate(**how: Any) -> None:
+    def evaluate(**kwargs: Any) -> None:
         with torch.no_grad():
-            same.append(torch.equal(module(x_of(), **how), plain(x_of(), **how)))
+            matches.append(torch.equal(module(make_input(), **kwargs), plain(make_input(), **kwargs)))
 
     for skip in (-1, -1, 0, 0, 3, LAYERS - 1, -1, -1):
         compare(skip=skip)
         evaluate(skip=skip)
     with torch.no_grad():
-        part = module.layers[2](x_of())
-        same.append(torch.equal(part, plain.layers[2](x_of())))
+        output = module.layers[2](make_input())
+        matches.append(torch.equal(output, plain.layers[2](make_input())))
     for _ in range(2):
         with pytest.raises(RuntimeError), torch.no_grad():
             module(torch.ones(2, H + 1))
     evaluate()
     compare()
-    hook = module.layers[3].register_forward_pre_hook(fail)
+    hook = module.layers[3].register_forward_pre_hook(raise_error)
     for context in (nullcontext, torch.no_grad):
         with pytest.raises(ArithmeticError), context():
-            module(x_of())
+            module(make_input())
         if context is nullcontext:
             optimizer.end_micro_batch()
     hook.remove()
@@ -235,78 +242,80 @@ def departures(rank: int) -> list[bool]:
         compare()
     with optimizer.store.full_weights():
         evaluate()
-        same.append(all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True)))
+        matches.append(all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True)))
     compare()
-    module(x_of())  # a forward that no backward follows
+    module(make_input())  # a forward that no backward follows
     evaluate()
     compare()
     compare()
-    return same
+    return matches
 
 
-def fail(*_: Any) -> None:
+def raise_error(*_: Any) -> None:
     raise ArithmeticError
 
 
-def test_replicas_that_leave_the_order_together_get_the_right_weights() -> None:
-    for same in run_ranks(2, departures):
-        assert all(same) and len(same) > 30
+def test_replicas_leaving_order_together_get_correct_weights() -> None:
+    for matches in run_ranks(2, leave_order_together):
+        assert all(matches) and len(matches) > 30
 
 
-def stale(rank: int) -> list[float]:
+def change_weights_during_prefetch(rank: int) -> list[float]:
     """Change the weights while a unit is gathered ahead; return what the next forwards find of them."""
-    module, optimizer = cut(rank)
+    module, optimizer = shard_model(rank)
     for _ in range(2):
-        micro_batch(module, optimizer)
+        run_micro_batch(module, optimizer)
         optimizer.zero_grad()
-    found = []
-    module(x_of())  # the first unit of a backward comes ahead
-    ahead = [optimizer.store.units._order.num_bytes_ahead() > 0]
+    outputs = []
+    module(make_input())  # the first unit of a backward comes ahead
+    has_prefetched = [optimizer.store.units._order.num_prefetched_bytes() > 0]
     with torch.no_grad():
         for value in (0.0, 2.0):
             for p in module.parameters():
                 optimizer.main_param_of(p).fill_(value)
             optimizer.copy_main_params_to_parameters()
-            found += [module.layers[number](torch.ones(H)).max().item() for number in reversed(range(LAYERS))]
-            found.append(module(torch.ones(H)).max().item())
-    return [*map(float, ahead), *found]
+            outputs += [module.layers[layer_idx](torch.ones(H)).max().item() for layer_idx in reversed(range(LAYERS))]
+            outputs.append(module(torch.ones(H)).max().item())
+    return [*map(float, has_prefetched), *outputs]
 
 
-def test_what_comes_ahead_of_an_update_is_not_used_after_it() -> None:
-    layer, whole = 2.0 * H + 2, 2.0 + LAYERS
-    for found in run_ranks(2, stale):
-        assert found == [1.0, *[0.0] * LAYERS, 0.0, *[layer] * LAYERS, whole]
+def test_prefetched_weights_are_not_used_after_update() -> None:
+    layer_output, model_output = 2.0 * H + 2, 2.0 + LAYERS
+    for outputs in run_ranks(2, change_weights_during_prefetch):
+        assert outputs == [1.0, *[0.0] * LAYERS, 0.0, *[layer_output] * LAYERS, model_output]
 
 
-def one_departs(rank: int, way: str, reads: bool) -> str:
+def leave_order_on_one_replica(rank: int, departure: str, reads_notes: bool) -> str:
     """Let one replica leave an order that all know; return what it is told."""
-    module, optimizer = cut(rank)
-    if not reads:  # as on a device, where only who departs can look
+    module, optimizer = shard_model(rank)
+    if not reads_notes:  # as on a device, where only who departs can look
         optimizer.store.units._order._reads_notes = False
     before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     for _ in range(2):
-        micro_batch(module, optimizer)
+        run_micro_batch(module, optimizer)
     optimizer.zero_grad()
     try:
-        if rank and way == "evaluates":
+        if rank and departure == "evaluates":
             with torch.no_grad():
-                module(x_of())
-        skip = {"skips": 2, "ends early": LAYERS - 1}.get(way, -1) if rank else -1
-        y = module(x_of(), skip=skip, is_shorter=rank == 1 and way == "is shorter")
+                module(make_input())
+        skip = {"skips": 2, "ends early": LAYERS - 1}.get(departure, -1) if rank else -1
+        y = module(make_input(), skip=skip, is_shorter=rank == 1 and departure == "is shorter")
         y.sum().backward()
-        if rank and way == "goes on":
-            module(x_of())
+        if rank and departure == "goes on":
+            module(make_input())
         optimizer.end_micro_batch()
         optimizer.step()
     except ConfigError as error:
-        if not reads:
+        if not reads_notes:
             raise
-        kept = all(torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
-        return f"{error}{'' if kept else ' CHANGED'}"
+        is_unchanged = all(
+            torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True)
+        )
+        return f"{error}{'' if is_unchanged else ' CHANGED'}"
     return "no error"
 
 
-NAMED = {
+EXPECTED_MESSAGES = {
     "skips": "replica 0 gathers layers.2, replica 1 gathers layers.3",
     "ends early": "replica 0 gathers layers.5, replica 1 gathers layers.4",
     "is shorter": "replica 0 gathers layers.0, replica 1 has finished its micro-batch",
@@ -315,21 +324,21 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("way", NAMED)
-def test_a_replica_that_leaves_the_order_alone_is_named_on_all(way: str) -> None:
-    codes, messages, _ = fork_ranks(2, one_departs, way, True)
+@pytest.mark.parametrize("departure", EXPECTED_MESSAGES)
+def test_replica_leaving_order_is_named_on_all_replicas(departure: str) -> None:
+    codes, messages, _ = fork_ranks(2, leave_order_on_one_replica, departure, True)
     assert codes == [0, 0] and messages[0] == messages[1]
     assert "same layers in the same order" in messages[0] and "CHANGED" not in messages[0]
-    assert NAMED[way] in messages[0]
+    assert EXPECTED_MESSAGES[departure] in messages[0]
 
 
-@pytest.mark.parametrize("way", ["skips", "is shorter", "goes on"])
-def test_on_a_device_who_leaves_the_order_is_told_before_anybody_waits_for_another_layer(way: str) -> None:
-    _, _, reports = fork_ranks(2, one_departs, way, False)
-    assert NAMED[way] in reports[1]
+@pytest.mark.parametrize("departure", ["skips", "is shorter", "goes on"])
+def test_departure_on_device_is_reported_before_next_wait(departure: str) -> None:
+    _, _, reports = fork_ranks(2, leave_order_on_one_replica, departure, False)
+    assert EXPECTED_MESSAGES[departure] in reports[1]
 
 
-class Alike:
+class FakeUnit:
     """A unit whose gather tells nothing."""
 
     def __init__(self, name: str) -> None:
@@ -342,62 +351,71 @@ class Alike:
         assert len(list(gathers)) == 1
 
 
-def other_hashes(rank: int, reads: bool) -> list[str]:
+def follow_different_orders(rank: int, reads_notes: bool) -> list[str]:
     """Follow other orders on each replica, which no message tells; return which call raises what."""
-    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    found = []
-    for behind in ("end", "check"):
-        order = GatherOrder(grid.data, [Alike(n) for n in "abc"], torch.device("cpu"), reads_notes=reads)
-        for numbers in ([0, 1, 2], [0, 2, 1] if rank else [0, 1, 2], [0, 1, 2]):
-            order._orders[TRAINING] = order._last = [*numbers, gather_order.END]
+    grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
+    errors = []
+    for last_call in ("end", "check"):
+        order = GatherOrder(grid.data, [FakeUnit(n) for n in "abc"], torch.device("cpu"), reads_notes=reads_notes)
+        for unit_idxs in ([0, 1, 2], [0, 2, 1] if rank else [0, 1, 2], [0, 1, 2]):
+            order._orders[TRAINING] = order._last_order = [*unit_idxs, gather_order.END]
             call = "end"
             try:
-                for number in numbers:
-                    order.gather(number)
+                for unit_idx in unit_idxs:
+                    order.gather(unit_idx)
                 order.end()
-                if behind == "check":
-                    call = behind
+                if last_call == "check":
+                    call = last_call
                     order.check()
             except ConfigError as error:
-                found.append(f"{call} of {numbers[1:]}: {error}")
+                errors.append(f"{call} of {unit_idxs[1:]}: {error}")
                 break
-    return found
+    return errors
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_one_hash_for_each_micro_batch_tells_orders_apart(reads: bool) -> None:
-    for rank, found in enumerate(run_ranks(2, other_hashes, reads)):
-        second = f"of {[[1, 2], [2, 1]][rank]}"
-        at_once = [f"end {second}"] * 2
-        later = ["end of [1, 2]", f"check {second}"]  # a device looks when the next pass is through, or a step begins
-        assert [text.partition(":")[0] for text in found] == (at_once if reads else later)
-        assert all("replica 0 calls b, replica 1 calls c." in text for text in found)
+@pytest.mark.parametrize("reads_notes", [True, False])
+def test_micro_batch_hash_detects_different_orders(reads_notes: bool) -> None:
+    for rank, errors in enumerate(run_ranks(2, follow_different_orders, reads_notes)):
+        suffix = f"of {[[1, 2], [2, 1]][rank]}"
+        immediate = [f"end {suffix}"] * 2
+        deferred = [
+            "end of [1, 2]",
+            f"check {suffix}",
+        ]  # a device looks when the next pass is through, or a step begins
+        assert [text.partition(":")[0] for text in errors] == (immediate if reads_notes else deferred)
+        assert all("replica 0 gathers b, replica 1 gathers c." in text for text in errors)
 
 
-def compared(rank: int) -> list[int]:
+def count_order_comparisons(rank: int) -> list[int]:
     """Return how often replicas compare orders in each of three micro-batches and two evaluations."""
-    module, optimizer = cut(rank)
+    module, optimizer = shard_model(rank)
     calls: list[int] = []
-    send = gather_order.all_gather_single
-    gather_order.all_gather_single = lambda *args, **how: [calls.append(args[1].numel()), send(*args, **how)][1]
-    found = []
+    original_gather = gather_order.all_gather_single
+    gather_order.all_gather_single = lambda *args, **kwargs: [
+        calls.append(args[1].numel()),
+        original_gather(*args, **kwargs),
+    ][1]
+    counts = []
     for step in range(5):
         calls.clear()
         with nullcontext() if step < 3 else torch.no_grad():
-            module(x_of()).sum().backward() if step < 3 else module(x_of())
+            module(make_input()).sum().backward() if step < 3 else module(make_input())
         if step < 3:
             optimizer.end_micro_batch()
         assert set(calls) == {3}
-        found.append(len(calls))
-    return found
+        counts.append(len(calls))
+    return counts
 
 
-def test_replicas_compare_once_for_each_micro_batch_whose_order_is_known() -> None:
-    first, evaluation = 2 * LAYERS + 2, LAYERS + 1  # each gather and the end; the first is agreed upon in its gather
-    assert run_ranks(2, compared) == [[first, 1, 1, evaluation, 1]] * 2
+def test_replicas_compare_order_once_per_known_micro_batch() -> None:
+    first_count, evaluation_count = (
+        2 * LAYERS + 2,
+        LAYERS + 1,
+    )  # each gather and the end; the first is agreed upon in its gather
+    assert run_ranks(2, count_order_comparisons) == [[first_count, 1, 1, evaluation_count, 1]] * 2
 
 
-@pytest.mark.parametrize("word", [Note(0), Note(7), Note(300, -1, 5), Note(TRAINING, 70, -1), Note(65000, 1000, 999)])
-def test_a_word_goes_through_numbers_of_16_bits(word: Note) -> None:
+@pytest.mark.parametrize("note", [Note(0), Note(7), Note(300, -1, 5), Note(TRAINING, 70, -1), Note(65000, 1000, 999)])
+def test_note_survives_16_bit_encoding(note: Note) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        assert Note.from_digits(torch.tensor(word.digits()).to(dtype).tolist()) == word
+        assert Note.from_digits(torch.tensor(note.digits()).to(dtype).tolist()) == note

@@ -19,10 +19,10 @@ from tds import gradients
 from tests.helpers.harness import fork_ranks, run_ranks
 
 H, LAYERS = 64, 8
-AWAY = OffloadConfig(parameters=True)
+OFFLOAD = OffloadConfig(parameters=True)
 
 
-class Plain(nn.Module):
+class ResidualModel(nn.Module):
     """Layers, and weights that get no gradient: in no layer, or in each."""
 
     def __init__(self, spare: str = "") -> None:
@@ -38,124 +38,131 @@ class Plain(nn.Module):
             parameter.data.normal_(generator=generator).mul_(0.1)
 
     def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            if number != skip:
+        for layer_idx, layer in enumerate(self.layers):
+            if layer_idx != skip:
                 x = x + torch.tanh(layer(x))
         return x
 
 
-def cut(module: nn.Module, stage: int, rank: int, size: int = 2) -> MixedPrecisionOptimizer:
-    grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
+def shard_model(module: nn.Module, stage: int, rank: int, size: int = 2) -> MixedPrecisionOptimizer:
+    grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
     optimizer = build_optimizer(module.parameters(), zero_stage=stage, data=grid.data, lr=1e-3)
     optimizer.store.shard_weights(module)
     return optimizer
 
 
-def most_held(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
+def measure_peak_bytes(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
     """Return for two steps the most bytes in backward of gradients that wait for their sum, and of gathered weights."""
     gradients.BUCKET_BYTES = 4 * H * H
-    module = Plain(spare)
-    optimizer = cut(module, stage, rank)
-    waiting: list[int] = []
-    gathered = [0]
+    module = ResidualModel(spare)
+    optimizer = shard_model(module, stage, rank)
+    waiting_bytes: list[int] = []
+    gathered_bytes = [0]
 
-    def look(_: torch.Tensor) -> None:
-        waiting.append(sum(g.nbytes for g in optimizer.reducer._arrived.values() if g is not None))
+    def record_bytes(_: torch.Tensor) -> None:
+        waiting_bytes.append(sum(g.nbytes for g in optimizer.reducer._arrived.values() if g is not None))
         if optimizer.store.units is not None:
-            held = [w.untyped_storage().nbytes() for u in optimizer.store.units.units for w in u._full.values()]
-            gathered.append(sum(held))
+            unit_bytes = [w.untyped_storage().nbytes() for u in optimizer.store.units.units for w in u._full.values()]
+            gathered_bytes.append(sum(unit_bytes))
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(look)
-    found = []
+        parameter.register_post_accumulate_grad_hook(record_bytes)
+    peaks = []
     for _ in range(2):
-        waiting.clear(), gathered.clear()
+        waiting_bytes.clear(), gathered_bytes.clear()
         module(torch.ones(2, H)).sum().backward()
         optimizer.end_micro_batch()
         optimizer.step()
-        found.append((max(waiting), max(gathered, default=0)))
-    return found
+        peaks.append((max(waiting_bytes), max(gathered_bytes, default=0)))
+    return peaks
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_weights_without_gradients_hold_nothing_up_from_the_first_micro_batch_on(stage: int) -> None:
+def test_weights_without_gradients_do_not_delay_reduction(stage: int) -> None:
     """A layer or two are held of eight: the first is freed before the last is gathered."""
-    layer = 4 * (H * H + H)
-    for spare, held in (("", 1), ("in no layer", 1), ("in each layer", 2)):
-        for steps in run_ranks(2, most_held, spare, stage):
-            assert all(waiting <= 4 * H * H + LAYERS * 4 * H for waiting, _ in steps), (spare, steps)
-            assert all(gathered <= 2 * held * layer for _, gathered in steps), (spare, steps)
+    layer_bytes = 4 * (H * H + H)
+    for spare, num_layers_held in (("", 1), ("in no layer", 1), ("in each layer", 2)):
+        for steps in run_ranks(2, measure_peak_bytes, spare, stage):
+            assert all(waiting_bytes <= 4 * H * H + LAYERS * 4 * H for waiting_bytes, _ in steps), (spare, steps)
+            assert all(gathered_bytes <= 2 * num_layers_held * layer_bytes for _, gathered_bytes in steps), (
+                spare,
+                steps,
+            )
 
 
-def one_that_comes_late(rank: int) -> tuple[list[bool], list[list[tuple[int, ...]]]]:
+def skip_layer_on_one_replica(rank: int) -> tuple[list[bool], list[list[tuple[int, ...]]]]:
     """Train with a weight that a replica leaves out of one step; return whether gradients are right, and the order."""
     gradients.BUCKET_BYTES = 1
-    module = Plain()
-    optimizer = cut(module, 2, rank)
-    same = []
+    module = ResidualModel()
+    optimizer = shard_model(module, 2, rank)
+    matches = []
     for step, skip in enumerate((-1, 7 if rank else -1, -1)):
-        plain = [Plain() for _ in range(2)]
-        for replica, other in enumerate(plain):
-            other(torch.ones(2, H), 7 if replica and step == 1 else -1).sum().backward()
+        plain = [ResidualModel() for _ in range(2)]
+        for replica, replica_model in enumerate(plain):
+            replica_model(torch.ones(2, H), 7 if replica and step == 1 else -1).sum().backward()
         module(torch.ones(2, H), skip).sum().backward()
         optimizer.end_micro_batch()
-        for number, parameter in enumerate(module.parameters()):
-            wanted = sum(
-                list(p.parameters())[number].grad for p in plain if list(p.parameters())[number].grad is not None
+        for param_idx, parameter in enumerate(module.parameters()):
+            expected = sum(
+                list(p.parameters())[param_idx].grad for p in plain if list(p.parameters())[param_idx].grad is not None
             )
-            part = optimizer.store.partition(parameter).slice(wanted, rank)
-            same.append(torch.allclose(optimizer.gradient_of(parameter), part, atol=1e-6))
+            shard = optimizer.store.partition(parameter).slice(expected, rank)
+            matches.append(torch.allclose(optimizer.gradient_of(parameter), shard, atol=1e-6))
         optimizer.zero_grad()
-    return same, [[tuple(p.shape) for p in bucket] for bucket in optimizer.reducer._order._buckets]
+    return matches, [[tuple(p.shape) for p in bucket] for bucket in optimizer.reducer._order._buckets]
 
 
-def test_a_bucket_that_one_replica_alone_does_not_fill_is_summed_all_the_same() -> None:
-    found = run_ranks(2, one_that_comes_late)
-    assert all(all(same) for same, _ in found)
-    assert found[0][1] == found[1][1], "one order for all"
+def test_bucket_unfilled_on_one_replica_is_reduced() -> None:
+    results = run_ranks(2, skip_layer_on_one_replica)
+    assert all(all(matches) for matches, _ in results)
+    assert results[0][1] == results[1][1], "one order for all"
 
 
-def other_ways(rank: int, way: str) -> str:
+def call_different_layers(rank: int, departure: str) -> str:
     """Let replicas call different layers; return whether weights have changed before the error."""
-    module = Plain()
-    optimizer = cut(module, 3, rank)
+    module = ResidualModel()
+    optimizer = shard_model(module, 3, rank)
     before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     x = torch.ones(2, H)
     try:
-        if way == "evaluates" and rank == 0:
+        if departure == "evaluates" and rank == 0:
             with torch.no_grad():
                 module(x)
-        y = module(x, rank if way == "skips" else LAYERS - 1 if way == "ends early" and rank else -1)
+        y = module(x, rank if departure == "skips" else LAYERS - 1 if departure == "ends early" and rank else -1)
         y.sum().backward()
-        if way == "goes on" and rank == 0:
+        if departure == "goes on" and rank == 0:
             with torch.no_grad():
                 module(x)
         optimizer.end_micro_batch()
         optimizer.step()
     except ValueError as error:
-        kept = all(torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True))
-        return f"{error}{'' if kept else ' CHANGED'}"
+        is_unchanged = all(
+            torch.equal(optimizer.main_param_of(p), b) for p, b in zip(module.parameters(), before, strict=True)
+        )
+        return f"{error}{'' if is_unchanged else ' CHANGED'}"
     return "no error"
 
 
-@pytest.mark.parametrize("way", ["skips", "ends early", "evaluates", "goes on"])
-def test_replicas_that_call_other_layers_are_stopped_on_all_ranks_before_a_weight_is_changed(way: str) -> None:
-    codes, messages, _ = fork_ranks(2, other_ways, way)
+@pytest.mark.parametrize("departure", ["skips", "ends early", "evaluates", "goes on"])
+def test_replicas_calling_different_layers_stop_before_update(departure: str) -> None:
+    codes, messages, _ = fork_ranks(2, call_different_layers, departure)
     assert codes == [0, 0] and messages[0] == messages[1]
     assert (
         "same layers in the same order" in messages[0]
         and "use --zero-stage 2" in messages[0]
         and "CHANGED" not in messages[0]
     )
-    named = {"skips": "replica 0 gathers layers.1, replica 1 gathers layers.0"}
-    named["ends early"] = "replica 0 gathers layers.7, replica 1 gathers layers.6"
-    named["goes on"] = "replica 0 gathers layers.0, replica 1 has finished its micro-batch"
-    named["evaluates"] = "replica 0 gathers layers.0 in an evaluation, replica 1 gathers layers.0 in training"
-    assert named[way] in messages[0]
+    expected_messages = {"skips": "replica 0 gathers layers.1, replica 1 gathers layers.0"}
+    expected_messages["ends early"] = "replica 0 gathers layers.7, replica 1 gathers layers.6"
+    expected_messages["goes on"] = "replica 0 gathers layers.0, replica 1 has finished its micro-batch"
+    expected_messages["evaluates"] = (
+        "replica 0 gathers layers.0 in an evaluation, replica 1 gathers layers.0 in training"
+    )
+    assert expected_messages[departure] in messages[0]
 
 
-def test_replicas_of_one_way_are_not_stopped() -> None:
-    assert run_ranks(2, other_ways, "alike") == ["no error"] * 2
+def test_replicas_calling_same_layers_are_not_stopped() -> None:
+    assert run_ranks(2, call_different_layers, "alike") == ["no error"] * 2
 
 
 class Encoder(nn.Module):
@@ -179,61 +186,65 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 4))
 
 
-def test_lists_within_layers_are_cut_again_where_most_weights_are_in_them() -> None:
+def test_nested_layer_lists_are_split_where_most_weights_are() -> None:
     def names(module: nn.Module) -> list[str]:
-        found = layers_of(module, module.parameters())
-        return [name for name, part in module.named_modules() if part in found]
+        layers = layers_of(module, module.parameters())
+        return [name for name, submodule in module.named_modules() if submodule in layers]
 
-    inner = [f"1.layers.{number}" for number in range(6)]
-    assert names(nn.Sequential(nn.Linear(4, 4), Encoder(), nn.Linear(4, 4))) == ["0", "1", *inner, "1.norm"][:-1] + [
-        "2"
-    ]
+    inner_names = [f"1.layers.{layer_idx}" for layer_idx in range(6)]
+    assert names(nn.Sequential(nn.Linear(4, 4), Encoder(), nn.Linear(4, 4))) == ["0", "1", *inner_names, "1.norm"][
+        :-1
+    ] + ["2"]
     assert names(nn.ModuleDict({"a": nn.Linear(4, 4), "b": Block()})) == ["a", "b"]
-    assert names(nn.ModuleList([Block(), nn.ModuleList([Encoder()])])) == ["0", "1.0", *(f"1.0.{n[2:]}" for n in inner)]
+    assert names(nn.ModuleList([Block(), nn.ModuleList([Encoder()])])) == [
+        "0",
+        "1.0",
+        *(f"1.0.{n[2:]}" for n in inner_names),
+    ]
 
 
-def alone(module: nn.Module) -> MixedPrecisionOptimizer:
+def make_offloaded_optimizer(module: nn.Module) -> MixedPrecisionOptimizer:
     """Return an optimizer of ZeRO 3 on one replica, where weights are cut all the same because they are offloaded."""
-    optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=AWAY)
+    optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=OFFLOAD)
     optimizer.store.shard_weights(module)
     return optimizer
 
 
-def test_an_encoder_in_a_sequential_computes_as_it_did() -> None:
+def test_encoder_in_sequential_computes_same_output() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Encoder(), nn.Linear(4, 4))
     x = torch.ones(3, 4)
-    wanted = module(x)
-    gradients = torch.autograd.grad(wanted.sum(), list(module.parameters()))
-    optimizer = alone(module)
-    found = module(x)
-    assert torch.equal(found, wanted)
-    found.sum().backward()
+    expected = module(x)
+    gradients = torch.autograd.grad(expected.sum(), list(module.parameters()))
+    optimizer = make_offloaded_optimizer(module)
+    output = module(x)
+    assert torch.equal(output, expected)
+    output.sum().backward()
     optimizer.end_micro_batch()
     assert all(torch.equal(optimizer.gradient_of(p), g) for p, g in zip(module.parameters(), gradients, strict=True))
 
 
-def test_the_largest_unit_is_told_and_warned_of_where_it_is_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_unit_is_logged_and_dominant_unit_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[tuple[str, str]] = []
     log.warn_once.cache_clear()
     monkeypatch.setattr(log, "info", lambda text: messages.append(("info", text)))
     monkeypatch.setattr(log, "warning", lambda text: messages.append(("warning", text)))
     flat = nn.Module()
-    for number in range(4):
-        setattr(flat, f"layer{number}", nn.Linear(4, 4))
-    for module in (Plain(), flat):
-        alone(module)
-    assert [kind for kind, _ in messages] == ["info", "warning"]
+    for layer_idx in range(4):
+        setattr(flat, f"layer{layer_idx}", nn.Linear(4, 4))
+    for module in (ResidualModel(), flat):
+        make_offloaded_optimizer(module)
+    assert [level for level, _ in messages] == ["info", "warning"]
     assert "8 units, the largest with 12% of the weights: layers.0" in messages[0][1]
     assert "100% of the weights: weights outside of layers" in messages[1][1] and "ModuleList" in messages[1][1]
 
 
-def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> None:
+def test_nonfinite_loss_under_zero_3_reports_possible_cause() -> None:
     messages = {}
     for stage in (0, 3):
-        module = Plain()
-        optimizer = alone(module) if stage else build_optimizer(module.parameters())
-        judge = FiniteLossCheck(optimizer)
-        judge.take_loss(float("nan"))
+        module = ResidualModel()
+        optimizer = make_offloaded_optimizer(module) if stage else build_optimizer(module.parameters())
+        loss_check = FiniteLossCheck(optimizer)
+        loss_check.record_loss(float("nan"))
         with pytest.raises(LossError) as caught:
             optimizer.policy.accepts_step(1.0)
         messages[stage] = str(caught.value)
@@ -246,29 +257,31 @@ def with_weight_norm() -> nn.Module:
         return nn.Sequential(*(torch.nn.utils.weight_norm(nn.Linear(H, H)) for _ in range(2)))
 
 
-class Sparse(nn.Sequential):
+class SparseSequential(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         picked = torch.eye(2).to_sparse().requires_grad_()
         return torch.sparse.mm(picked, super().forward(x))
 
 
 @pytest.mark.parametrize(
-    "make", [with_weight_norm, lambda: Sparse(nn.Linear(H, H))], ids=["a hook that reads weights", "a sparse tensor"]
+    "make_module",
+    [with_weight_norm, lambda: SparseSequential(nn.Linear(H, H))],
+    ids=["a hook that reads weights", "a sparse tensor"],
 )
-def test_hooks_and_tensors_of_other_kinds_see_the_weights(make: Callable[[], Any]) -> None:
-    module, x = make(), torch.ones(2, H)
-    wanted = module(x)
-    optimizer = alone(module)
-    found = module(x)
-    assert torch.equal(found, wanted)
-    found.sum().backward()
+def test_hooks_and_sparse_tensors_read_weights(make_module: Callable[[], Any]) -> None:
+    module, x = make_module(), torch.ones(2, H)
+    expected = module(x)
+    optimizer = make_offloaded_optimizer(module)
+    output = module(x)
+    assert torch.equal(output, expected)
+    output.sum().backward()
     optimizer.end_micro_batch()
 
 
-def test_a_part_that_is_called_first_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calling_submodule_first_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    module = Plain()
-    alone(module)
+    module = ResidualModel()
+    make_offloaded_optimizer(module)
     monkeypatch.setattr(log, "warning", messages.append)
     module.layers[2](torch.ones(2, H))
     module(torch.ones(2, H))

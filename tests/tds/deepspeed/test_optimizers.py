@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import tds
-from tds.deepspeed.optimizers import gradients_of
+from tds.deepspeed.optimizers import gradient_source_for
 from tds.loss import Weighted
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, preload_zero
@@ -31,18 +31,18 @@ OFFLOAD = {"zero_optimization": {**ZERO, "offload_optimizer": {"device": "cpu"}}
 ACCUMULATES = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
-class _Fused(torch.optim.AdamW):
+class _FakeFusedAdam(torch.optim.AdamW):
     """In place of DeepSpeed's FusedAdam, which has to be compiled, so that FP16_Optimizer is taken."""
 
 
 @pytest.fixture(autouse=True)
-def _ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def _enable_fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let DeepSpeed take fp16 on a CPU, and a fused optimizer that is none."""
     preload_zero()
     accelerator = type(get_accelerator())
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda self: True)
     monkeypatch.setattr(accelerator, "supported_dtypes", lambda self: [torch.float32, torch.float16, torch.bfloat16])
-    monkeypatch.setattr(deepspeed_engine, "FusedAdam", _Fused)
+    monkeypatch.setattr(deepspeed_engine, "FusedAdam", _FakeFusedAdam)
 
 
 def _loss(output: torch.Tensor, labels: Any) -> torch.Tensor:
@@ -52,14 +52,14 @@ def _loss(output: torch.Tensor, labels: Any) -> torch.Tensor:
     return F.cross_entropy(output.float().flatten(0, 1), target.flatten())
 
 
-def _weighted(output: torch.Tensor, labels: Any) -> Weighted:
+def _weighted_loss(output: torch.Tensor, labels: Any) -> Weighted:
     target, mask = labels
-    each = F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="none")
-    return Weighted((each * mask.flatten()).sum(), mask.sum())
+    token_losses = F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="none")
+    return Weighted((token_losses * mask.flatten()).sum(), mask.sum())
 
 
 def _build(
-    kind: str,
+    model: str,
     config: dict[str, Any],
     *,
     initialize: Callable[..., Any] = tds.initialize,
@@ -71,26 +71,28 @@ def _build(
     """Return an engine, and this rank's batches in its dtype."""
     config = {"zero_allow_untested_optimizer": True, **config}
     pipeline = config.pop("pipeline", {})
-    toy = Toy(kind, dtype=torch.float32, micro_batches=micro_batches, config=config, pipeline=pipeline)
+    toy = Toy(model, dtype=torch.float32, num_micro_batches=micro_batches, config=config, pipeline=pipeline)
     tds.init_distributed("gloo", verbose=False)
-    module = deepspeed.PipelineModule(toy.specs(), num_stages=num_stages, loss_fn=loss, partition_method="uniform")
+    module = deepspeed.PipelineModule(
+        toy.layer_specs(), num_stages=num_stages, loss_fn=loss, partition_method="uniform"
+    )
 
-    def with_optimizer(**given: Any) -> Any:
-        return initialize(**{**given, "optimizer": optimizer(module.parameters(), lr=0.01)})
+    def with_optimizer(**kwargs: Any) -> Any:
+        return initialize(**{**kwargs, "optimizer": optimizer(module.parameters(), lr=0.01)})
 
     engine = make_engine(toy, num_stages, with_optimizer, module=module)
     dtype = next(module.parameters()).dtype
-    own = toy.batches(engine.grid.get_data_parallel_rank())
-    return engine, [tuple(_cast(part, dtype) for part in batch) for batch in own]
+    local_batches = toy.make_batches(engine.grid.get_data_parallel_rank())
+    return engine, [tuple(_cast(item, dtype) for item in batch) for batch in local_batches]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
-        return tuple(_cast(each, dtype) for each in value)
+        return tuple(_cast(item, dtype) for item in value)
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _follow(engine: Any, batches: list[Any], num_steps: int) -> list[dict[str, Any]]:
+def _train_steps(engine: Any, batches: list[Any], num_steps: int) -> list[dict[str, Any]]:
     """Train; return what each step gave on this rank."""
     steps = []
     for _ in range(num_steps):
@@ -108,43 +110,47 @@ def _follow(engine: Any, batches: list[Any], num_steps: int) -> list[dict[str, A
     return steps
 
 
-def _same_weights(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def _equal_weights(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _zero_0_and_1(rank: int, num_steps: int) -> list[Any]:
     results = []
-    for kind, loss in (("chain", _loss), ("tied", _weighted)):
-        both = []
+    for model, loss in (("chain", _loss), ("tied", _weighted_loss)):
+        runs = []
         for stage in (0, 1):
             engine, batches = _build(
-                kind, {"zero_optimization": {"stage": stage}, "gradient_clipping": 1e9}, micro_batches=3, loss=loss
+                model, {"zero_optimization": {"stage": stage}, "gradient_clipping": 1e9}, micro_batches=3, loss=loss
             )
-            seen: list[list[torch.Tensor]] = []
+            gradients: list[list[torch.Tensor]] = []
 
-            def keep(_: Any, engine: Any = engine, seen: Any = seen) -> None:
-                seen.append([engine._gradients.of(p).clone() for p in engine.module.parameters()])
+            def record_gradients(_: Any, engine: Any = engine, gradients: Any = gradients) -> None:
+                gradients.append([engine._gradients.gradient_of(p).clone() for p in engine.module.parameters()])
 
-            engine.on_loss = keep
-            both.append((type(engine.optimizer).__name__, _follow(engine, batches, num_steps), seen))
-        results.append(both)
+            engine.on_loss = record_gradients
+            runs.append((type(engine.optimizer).__name__, _train_steps(engine, batches, num_steps), gradients))
+        results.append(runs)
     return results
 
 
-def test_zero_1_is_zero_0_to_the_bit_in_every_step(pytestconfig: pytest.Config) -> None:
+def test_zero_1_equals_zero_0_bitwise(pytestconfig: pytest.Config) -> None:
     """Row E07, two stages x two replicas, untied and tied, by micro-batches and by tokens: losses, gradients, weights.
 
     Twenty steps with --all.
     DeepSpeed takes ZeRO's norm in fp32, where one step is up to 1.2e-7: two are allowed.
     """
     num_steps = 20 if pytestconfig.getoption("--all") else 5
-    for (plain, steps, seen), (zero, zero_steps, zero_seen) in sum(run_ranks(4, _zero_0_and_1, num_steps), []):
+    for (plain, steps, plain_gradients), (zero, zero_steps, zero_gradients_by_step) in sum(
+        run_ranks(4, _zero_0_and_1, num_steps), []
+    ):
         assert (plain, zero) == ("AdamW", "DeepSpeedZeroOptimizer")
-        for one, two, gradients, zero_gradients in zip(steps, zero_steps, seen, zero_seen, strict=True):
-            assert one["loss"] == two["loss"]
-            assert _same_weights(gradients, zero_gradients)
-            assert _same_weights(one["weights"], two["weights"])
-            assert two["norm"] == pytest.approx(one["norm"], rel=2.4e-7)
+        for plain_step, zero_step, step_gradients, zero_step_gradients in zip(
+            steps, zero_steps, plain_gradients, zero_gradients_by_step, strict=True
+        ):
+            assert plain_step["loss"] == zero_step["loss"]
+            assert _equal_weights(step_gradients, zero_step_gradients)
+            assert _equal_weights(plain_step["weights"], zero_step["weights"])
+            assert zero_step["norm"] == pytest.approx(plain_step["norm"], rel=2.4e-7)
         assert steps[-1]["loss"] != steps[0]["loss"]
 
 
@@ -168,7 +174,9 @@ CASES: dict[str, tuple[str, type[torch.optim.Optimizer], dict[str, Any], type]] 
     ),
     "fp16, scale 1": ("chain", torch.optim.AdamW, {"fp16": {"enabled": True, "loss_scale": 1}, **FP32},
                       FP16_UnfusedOptimizer),
-    "fp16, fused, scale 1": ("tied", _Fused, {"fp16": {"enabled": True, "loss_scale": 1}, **FP32}, FP16_Optimizer),
+    "fp16, fused, scale 1": (
+        "tied", _FakeFusedAdam, {"fp16": {"enabled": True, "loss_scale": 1}, **FP32}, FP16_Optimizer
+    ),
     "fp16, ZeRO 1": (
         "tied", torch.optim.AdamW,
         {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}, **FP32, "zero_optimization": ZERO},
@@ -183,126 +191,128 @@ CASES: dict[str, tuple[str, type[torch.optim.Optimizer], dict[str, Any], type]] 
 }  # fmt: skip
 
 
-def _both_engines(rank: int, names: list[str]) -> dict[str, Any]:
+def _train_both_engines(rank: int, names: list[str]) -> dict[str, Any]:
     results = {}
     for name in names:
-        kind, optimizer, config, wanted = CASES[name]
-        both = []
+        model, optimizer, config, expected_type = CASES[name]
+        runs = []
         for initialize in (deepspeed.initialize, tds.initialize):
             engine, batches = _build(
-                kind, {**config, "gradient_clipping": 0.3}, initialize=initialize, optimizer=optimizer
+                model, {**config, "gradient_clipping": 0.3}, initialize=initialize, optimizer=optimizer
             )
-            assert type(engine.optimizer) is wanted, (name, type(engine.optimizer))
-            both.append(_follow(engine, batches, 5))
-        results[name] = both
+            assert type(engine.optimizer) is expected_type, (name, type(engine.optimizer))
+            runs.append(_train_steps(engine, batches, 5))
+        results[name] = runs
     return results
 
 
-def _check_both(names: list[str]) -> None:
-    for result in run_ranks(4, _both_engines, names):
+def _compare_engines(names: list[str]) -> None:
+    for result in run_ranks(4, _train_both_engines, names):
         for name, (stock, ours) in result.items():
-            for one, two in zip(stock, ours, strict=True):
+            for stock_step, our_step in zip(stock, ours, strict=True):
                 for key in ("loss", "scale", "skipped"):
-                    assert one[key] == two[key], (name, key, one[key], two[key])
-                assert two["norm"] == pytest.approx(one["norm"], rel=1e-6), name
-                assert _same_weights(one["weights"], two["weights"]), name
+                    assert stock_step[key] == our_step[key], (name, key, stock_step[key], our_step[key])
+                assert our_step["norm"] == pytest.approx(stock_step["norm"], rel=1e-6), name
+                assert _equal_weights(stock_step["weights"], our_step["weights"]), name
             assert ours[-1]["loss"] != ours[0]["loss"]
 
 
-def test_each_optimizer_trains_as_with_deepspeeds_engine_to_the_bit() -> None:
+def test_selected_optimizers_match_deepspeed_engine_bitwise() -> None:
     """Two stages x two replicas, clipping on.
 
     fp16 without ZeRO is compared at scale 1: DeepSpeed 0.19's engine does not scale the loss there, but its optimizer
     unscales the gradients; and untied, as its FP16_UnfusedOptimizer counts tied weights twice in the norm.
     """
-    _check_both(["fp32, ZeRO 1, offload", "fp16, scale 1"])
+    _compare_engines(["fp32, ZeRO 1, offload", "fp16, scale 1"])
 
 
 @pytest.mark.slow
-def test_every_optimizer_trains_as_with_deepspeeds_engine_to_the_bit() -> None:
-    _check_both(list(CASES))
+def test_all_optimizers_match_deepspeed_engine_bitwise() -> None:
+    _compare_engines(list(CASES))
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}}
-HALVES: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer]]] = {
+FP16_OPTIMIZERS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer]]] = {
     "unfused": (FP16, torch.optim.AdamW),
-    "fused": (FP16, _Fused),
+    "fused": (FP16, _FakeFusedAdam),
     "ZeRO 1": ({**FP16, "zero_optimization": ZERO}, torch.optim.AdamW),
 }
 
 
-def _overflow(rank: int, num_stages: int, spoils: bool) -> dict[str, Any]:
-    """Train in fp16; with ``spoils`` one gradient of the last stage, on the last replica, overflows in step 1."""
+def _train_with_overflow(rank: int, num_stages: int, has_overflow: bool) -> dict[str, Any]:
+    """Train in fp16; with ``has_overflow`` one gradient of the last stage, on the last replica, overflows in step 1."""
     results = {}
-    for name, (config, optimizer) in HALVES.items():
+    for name, (config, optimizer) in FP16_OPTIMIZERS.items():
         engine, batches = _build("tied", config, num_stages=num_stages, optimizer=optimizer)
-        place = engine.is_last_stage() and engine.grid.get_data_parallel_rank() == engine.grid.data_parallel_size - 1
-        if spoils and place:
+        is_target_rank = (
+            engine.is_last_stage() and engine.grid.get_data_parallel_rank() == engine.grid.data_parallel_size - 1
+        )
+        if has_overflow and is_target_rank:
             weight = [p for n, p in engine.module.named_parameters() if "inner" in n][-1]
             weight.register_hook(lambda g, engine=engine: g * float("inf") if engine.global_steps == 1 else g)
-        results[name] = _follow(engine, batches, 4)
+        results[name] = _train_steps(engine, batches, 4)
     return results
 
 
-def test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale() -> None:
+def test_overflow_on_one_stage_skips_step_on_all_ranks() -> None:
     """Rows N03 and E18: all ranks agree; the weights stay; every optimizer's norm is the same."""
-    ranks = run_ranks(4, _overflow, 2, True)
-    for name in HALVES:
+    ranks = run_ranks(4, _train_with_overflow, 2, True)
+    for name in FP16_OPTIMIZERS:
         for steps in (result[name] for result in ranks):
             assert [step["skipped"] for step in steps] == [0, 1, 1, 1], name
             assert [step["scale"] for step in steps] == [4096, 2048, 2048, 2048], name
-            assert _same_weights(steps[0]["weights"], steps[1]["weights"])
-            assert not _same_weights(steps[1]["weights"], steps[2]["weights"])
+            assert _equal_weights(steps[0]["weights"], steps[1]["weights"])
+            assert not _equal_weights(steps[1]["weights"], steps[2]["weights"])
             assert steps[1]["norm"] == float("inf")
             assert steps[0]["norm"] == pytest.approx(ranks[0]["ZeRO 1"][0]["norm"], rel=1e-3), name
             assert [step["loss"] for step in steps] == [step["loss"] for step in ranks[0][name]]
 
 
-def _storm(rank: int, num_stages: int) -> list[Any]:
+def _train_with_high_scale(rank: int, num_stages: int) -> list[Any]:
     config = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
     engine, batches = _build("chain", config, num_stages=num_stages)
-    return [(step["loss"], step["scale"], step["skipped"]) for step in _follow(engine, batches, 4)]
+    return [(step["loss"], step["scale"], step["skipped"]) for step in _train_steps(engine, batches, 4)]
 
 
-def test_every_layout_finds_the_same_scale() -> None:
+def test_loss_scale_is_independent_of_layout() -> None:
     """Row E18."""
-    alone = run_ranks(1, _storm, 1)[0]
-    assert alone[0][2] == 1 and alone[-1][2] < 4
-    assert all(result == alone for result in run_ranks(2, _storm, 2))
+    one_process = run_ranks(1, _train_with_high_scale, 1)[0]
+    assert one_process[0][2] == 1 and one_process[-1][2] < 4
+    assert all(result == one_process for result in run_ranks(2, _train_with_high_scale, 2))
 
 
-def _scheduled(rank: int) -> dict[str, Any]:
+def _train_with_schedules(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("bf16, ZeRO 1, gradients at once in fp32", "fp16, ZeRO 1, gradients in fp32"):
-        kind, optimizer, config, _ = CASES[name]
+        model, optimizer, config, _ = CASES[name]
         for schedule in ("1f1b", "zb-h1"):
-            engine, batches = _build(kind, {**config, "pipeline": {"schedule": schedule}}, optimizer=optimizer)
-            results[f"{name}: {schedule}"] = _follow(engine, batches, 2)[-1]
+            engine, batches = _build(model, {**config, "pipeline": {"schedule": schedule}}, optimizer=optimizer)
+            results[f"{name}: {schedule}"] = _train_steps(engine, batches, 2)[-1]
     return results
 
 
-def test_a_split_backward_trains_alike_wherever_gradients_lie() -> None:
+def test_split_backward_matches_1f1b_for_all_gradient_storages() -> None:
     """It finds them in buffers and in attributes of parameters, as the sums beside it do."""
-    for results in run_ranks(4, _scheduled):
+    for results in run_ranks(4, _train_with_schedules):
         for name, last in results.items():
             plain = results[name.partition(":")[0] + ": 1f1b"]
             assert last["loss"] == plain["loss"] and last["scale"] == plain["scale"], name
-            assert _same_weights(last["weights"], plain["weights"]), name
+            assert _equal_weights(last["weights"], plain["weights"]), name
 
 
-def _refused(rank: int) -> str:
+def _get_error(rank: int) -> str:
     with pytest.raises(ValueError, match="main params in fp32, got fp64 parameters") as raised:
         make_engine(Toy(config={"zero_optimization": ZERO, "zero_allow_untested_optimizer": True}), 1)
     return str(raised.value)
 
 
-def test_what_zero_would_round_or_the_engine_cannot_do_is_refused() -> None:
-    assert "stage 0" in run_ranks(1, _refused)[0]
+def test_fp64_under_zero_and_unsupported_optimizers_are_rejected() -> None:
+    assert "stage 0" in run_ranks(1, _get_error)[0]
     with pytest.raises(NotImplementedError, match=r"DeepSpeed's SGD \(ZeRO stage 1\)"):
-        gradients_of(torch.optim.SGD([torch.zeros(1)], lr=0.1), 1)
+        gradient_source_for(torch.optim.SGD([torch.zeros(1)], lr=0.1), 1)
 
 
-def _stopped(rank: int) -> list[Any]:
+def _stop_and_retrain(rank: int) -> list[Any]:
     results = []
     for config in ({}, {**BF16, **ACCUMULATES, "zero_optimization": ZERO}, {"zero_optimization": ZERO}):
         outcome = []
@@ -313,7 +323,7 @@ def _stopped(rank: int) -> list[Any]:
                 with pytest.raises(ArithmeticError):
                     engine.train_batch(iter(batches))
                 engine.on_loss = None
-            outcome.append(_follow(engine, batches, 1)[0])
+            outcome.append(_train_steps(engine, batches, 1)[0])
         results.append(outcome)
     return results
 
@@ -322,7 +332,7 @@ def _stop(_: Any) -> None:
     raise ArithmeticError
 
 
-def test_a_batch_that_on_loss_stops_leaves_nothing_to_the_next() -> None:
-    for results in run_ranks(2, _stopped):
+def test_batch_stopped_by_on_loss_leaves_no_gradients() -> None:
+    for results in run_ranks(2, _stop_and_retrain):
         for after, fresh in results:
-            assert after["loss"] == fresh["loss"] and _same_weights(after["weights"], fresh["weights"])
+            assert after["loss"] == fresh["loss"] and _equal_weights(after["weights"], fresh["weights"])

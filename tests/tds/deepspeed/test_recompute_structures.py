@@ -8,21 +8,21 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from tds.deepspeed.recompute import keeping_structure
+from tds.deepspeed.recompute import preserve_structure
 from tds.pipe import PipelineModule
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import make_engine, train
-from tests.tds.test_structures import Fork, Join, Structures, Use, _check
+from tests.helpers.toys import make_engine, train_batch
+from tests.tds.test_structures import Combine, Fork, Join, Structures, _assert_equals_reference
 
 CHECKPOINTS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_layers_with_dicts_and_lists_are_recomputed_to_the_bit(name: str) -> None:
-    layers = [Fork(6), Use(6), Join(6)]
+def test_recompute_of_dicts_and_lists_is_bitwise_identical(name: str) -> None:
+    layers = [Fork(6), Combine(6), Join(6)]
     inputs = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = []
-    for run in (keeping_structure(CHECKPOINTS[name]), lambda layer, x: layer(x)):
+    for run in (preserve_structure(CHECKPOINTS[name]), lambda layer, x: layer(x)):
         x = inputs.clone().requires_grad_()
         value: Any = x
         for layer in layers:
@@ -36,20 +36,20 @@ def test_layers_with_dicts_and_lists_are_recomputed_to_the_bit(name: str) -> Non
 
 def _train(rank: int, toy: Structures) -> Any:
     module = PipelineModule(
-        toy.specs(),
+        toy.layer_specs(),
         num_stages=2,
         loss_fn=toy.loss_fn,
         partition_method=[0, 2, 3],
         activation_checkpoint_interval=1,
-        activation_checkpoint_func=keeping_structure(checkpointing.non_reentrant_checkpoint),
+        activation_checkpoint_func=preserve_structure(checkpointing.non_reentrant_checkpoint),
     )
-    return train(make_engine(toy, 2, module=module), toy)
+    return train_batch(make_engine(toy, 2, module=module), toy)
 
 
-def test_a_pipeline_recomputes_them() -> None:
-    toy = Structures(layers=3)
-    _check(run_ranks(2, _train, toy), toy)
+def test_pipeline_recomputes_dicts_and_lists() -> None:
+    toy = Structures(num_layers=3)
+    _assert_equals_reference(run_ranks(2, _train, toy), toy)
 
 
-def test_the_function_itself_can_be_asked_for() -> None:
-    assert keeping_structure(checkpointing.checkpoint).__wrapped__ is checkpointing.checkpoint  # type: ignore[attr-defined]
+def test_wrapped_checkpoint_function_is_accessible() -> None:
+    assert preserve_structure(checkpointing.checkpoint).__wrapped__ is checkpointing.checkpoint  # type: ignore[attr-defined]

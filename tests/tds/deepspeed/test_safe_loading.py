@@ -46,7 +46,7 @@ PLAIN = {
 }
 
 
-def test_what_deepspeed_and_programs_save_is_read(tmp_path: Path) -> None:
+def test_safe_load_reads_common_checkpoint_types(tmp_path: Path) -> None:
     torch.save(PLAIN, tmp_path / "file")
     read = load_safely(str(tmp_path / "file"), TorchCheckpointEngine().load)
     assert (read["args"], read["seen"], read["shape"]) == (PLAIN["args"], {1, 2}, torch.Size([2, 3]))
@@ -56,7 +56,7 @@ def test_what_deepspeed_and_programs_save_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_an_object_off_the_list_is_named_and_nothing_of_it_is_run(tmp_path: Path, is_zip: bool) -> None:
+def test_unsafe_object_is_rejected_and_not_executed(tmp_path: Path, is_zip: bool) -> None:
     """Row K23."""
     path, mark = str(tmp_path / "file"), tmp_path / "mark"
     torch.save({"a": torch.ones(2), "b": Bomb(mark)}, path, _use_new_zipfile_serialization=is_zip)
@@ -64,7 +64,7 @@ def test_an_object_off_the_list_is_named_and_nothing_of_it_is_run(tmp_path: Path
     load = make_safe(engine)
     assert make_safe(engine) is load is engine.load and isinstance(load, SafeLoad)
     with pytest.raises(
-        UnsafeFileError, match=r"got tests\.tds\.deepspeed\.test_safe_loading\.explode, and .*is_trusted=True"
+        UnsafeFileError, match=r"got tests\.tds\.deepspeed\.test_safe_loading\.explode\. .*is_trusted=True"
     ):
         engine.load(path)
     with weights_only(), pytest.raises(Exception, match="Weights only"):
@@ -77,30 +77,32 @@ def test_an_object_off_the_list_is_named_and_nothing_of_it_is_run(tmp_path: Path
         load_safely(str(tmp_path / "text"))
 
 
-def _bombed(rank: int, place: Path) -> tuple[str, str, bool, Any]:
+def _load_unsafe_checkpoint(rank: int, folder: Path) -> tuple[str, str, bool, Any]:
     engine = _engine("ours", 2)
-    engine.save_checkpoint(str(place), "good", client_state={"half": Fraction(1, 2)})
-    engine.save_checkpoint(str(place), "bad")
+    engine.save_checkpoint(str(folder), "good", client_state={"half": Fraction(1, 2)})
+    engine.save_checkpoint(str(folder), "bad")
     messages = []
     if rank == 0:
-        layer = place / "bad" / "layer_04-model_states.pt"
-        torch.save({**torch.load(layer), "more": Bomb(place / "mark")}, layer)
+        layer = folder / "bad" / "layer_04-model_states.pt"
+        torch.save({**torch.load(layer), "more": Bomb(folder / "mark")}, layer)
     torch.distributed.barrier()
     before = _weights(engine)
     for tag in ("bad", "good"):
         with pytest.raises(CheckpointError) as raised:
-            engine.load_checkpoint(str(place), tag)
+            engine.load_checkpoint(str(folder), tag)
         messages.append(str(raised.value))
-    same = all(torch.equal(weight, before[name]) for name, weight in _weights(engine).items())
-    _, state = engine.load_checkpoint(str(place), "good", is_trusted=True)
+    is_unchanged = all(torch.equal(weight, before[name]) for name, weight in _weights(engine).items())
+    _, state = engine.load_checkpoint(str(folder), "good", is_trusted=True)
     assert not engine.checkpoint_engine.load.is_trusted
-    return messages[0], messages[1], same, state["half"]
+    return messages[0], messages[1], is_unchanged, state["half"]
 
 
-def test_the_engine_refuses_such_a_file_on_every_rank_and_reads_a_trusted_one(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _bombed, tmp_path)
+def test_engine_rejects_unsafe_file_on_all_ranks_unless_trusted(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _load_unsafe_checkpoint, tmp_path)
     assert first == second
-    assert all(part in first[0] for part in ("layer_04-model_states.pt", "safe_loading.explode", "is_trusted=True"))
+    assert all(
+        fragment in first[0] for fragment in ("layer_04-model_states.pt", "safe_loading.explode", "is_trusted=True")
+    )
     assert "fractions.Fraction" in first[1] and "mp_rank_00" in first[1]
     assert first[2:] == (True, Fraction(1, 2)) and not (tmp_path / "mark").exists()
 
@@ -111,11 +113,11 @@ UNSAFE = re.compile(
 )
 
 
-def test_nothing_in_the_repository_unpickles_a_file_that_it_reads() -> None:
-    found = []
+def test_repository_contains_no_unsafe_loading() -> None:
+    violations = []
     for folder in ("megatron", "tds", "tools", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             lines = path.read_text(encoding="utf-8").splitlines()
-            found += [f"{path.relative_to(ROOT)}: {line.strip()}" for line in lines if UNSAFE.search(line)]
-    assert not found, "\n".join(found)
+            violations += [f"{path.relative_to(ROOT)}: {line.strip()}" for line in lines if UNSAFE.search(line)]
+    assert not violations, "\n".join(violations)
     assert UNSAFE.search("torch.load(path)") and not UNSAFE.search('torch.load(path, weights_only=True)["a"]')

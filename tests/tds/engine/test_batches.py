@@ -14,15 +14,15 @@ import tds
 from tds.device import to_device
 from tds.engine.micro_batches import stage_inputs
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import Toy, check_equal, make_engine, train
+from tests.helpers.toys import Toy, check_equal, make_engine, train_batch
 
 CPU = torch.device("cpu")
 
 
-def test_inputs_of_any_structure_are_copied() -> None:
+def test_stage_inputs_copies_nested_structures() -> None:
     x, ids = torch.ones(2), torch.arange(2)
-    given = [{"x": x, "more": (ids, [x])}, ids]
-    got = stage_inputs(given, CPU, needs_grad=True)
+    inputs = [{"x": x, "more": (ids, [x])}, ids]
+    got = stage_inputs(inputs, CPU, needs_grad=True)
     assert isinstance(got, tuple) and isinstance(got[0]["more"][1], tuple)
     assert got[0]["x"].requires_grad and not got[1].requires_grad
     got[0]["x"].data.zero_()
@@ -37,11 +37,11 @@ class _Named(NamedTuple):
     more: Any
 
 
-def test_a_namedtuple_keeps_its_names() -> None:
-    given = _Named(torch.ones(2), [_Named(torch.zeros(1), ())])
-    for got in (stage_inputs(given, CPU, needs_grad=False), to_device(given, CPU)):
+def test_namedtuple_type_is_preserved() -> None:
+    inputs = _Named(torch.ones(2), [_Named(torch.zeros(1), ())])
+    for got in (stage_inputs(inputs, CPU, needs_grad=False), to_device(inputs, CPU)):
         assert type(got) is _Named and type(got.more) is tuple and type(got.more[0]) is _Named
-        assert torch.equal(got.x, given.x) and torch.equal(got.more[0].x, given.more[0].x)
+        assert torch.equal(got.x, inputs.x) and torch.equal(got.more[0].x, inputs.more[0].x)
 
 
 SCHEDULE = {
@@ -52,17 +52,17 @@ SCHEDULE = {
 }
 
 
-class _Short(Toy):
+class _ShortSequences(Toy):
     """A toy whose sequences are cut to ``length`` as a program's batch function would."""
 
     length = 4
 
-    def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
-        x, (target, mask) = super().batch(index, wide_rows)
+    def make_batch(self, idx: int, num_rows: int | None = None) -> tuple[Any, Any]:
+        x, (target, mask) = super().make_batch(idx, num_rows)
         return x[:, : self.length], (target[:, : self.length], mask[:, : self.length])
 
 
-def _curriculum(rank: int, toy: Toy) -> list[Any]:
+def _train_with_curriculum(rank: int, toy: Toy) -> list[Any]:
     engine = make_engine(toy, 2)
     scheduler = CurriculumScheduler(SCHEDULE)
     length = [0]
@@ -71,21 +71,21 @@ def _curriculum(rank: int, toy: Toy) -> list[Any]:
     for step in (1, 2, 3):
         length[0] = scheduler.update_difficulty(step)
         engine.reset_activation_shape()
-        results.append((length[0], train(engine, toy)))
+        results.append((length[0], train_batch(engine, toy)))
     return results
 
 
-def test_sequences_may_grow_from_step_to_step_as_deepspeeds_curriculum_says() -> None:
-    toy = Toy("many", micro_batches=2)
-    ranks = run_ranks(2, _curriculum, toy)
+def test_sequence_length_follows_deepspeed_curriculum() -> None:
+    toy = Toy("many", num_micro_batches=2)
+    ranks = run_ranks(2, _train_with_curriculum, toy)
     assert [length for length, _ in ranks[0]] == [2, 3, 4]
     for index, (length, _) in enumerate(ranks[0]):
-        short = _Short("many", micro_batches=2)
+        short = _ShortSequences("many", num_micro_batches=2)
         short.length = length
         check_equal([results[index][1] for results in ranks], short, tolerance=1e-12)
 
 
-class _Rows(torch.utils.data.Dataset):
+class _RowDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 64
 
@@ -94,7 +94,7 @@ class _Rows(torch.utils.data.Dataset):
         return x, x
 
 
-def _efficient(rank: int, folder: Path, num_stages: int) -> Any:
+def _train_with_data_efficiency(rank: int, folder: Path, num_stages: int) -> Any:
     metric = {
         "index_to_sample_path": "none", "index_to_metric_path": "none", "difficulty_type": "value",
         "clustering_type": "single_cluster", **SCHEDULE,
@@ -102,24 +102,22 @@ def _efficient(rank: int, folder: Path, num_stages: int) -> Any:
     learning = {"enabled": True, "data_cluster_path": str(folder), "curriculum_metrics": {"seqlen": metric}}
     sampling = {"enabled": True, "num_workers": 0, "curriculum_learning": learning}
     config = {"data_efficiency": {"enabled": True, "seed": 1, "data_sampling": sampling}}
-    toy = Toy(dtype=torch.float32, micro_batches=2, config=config)
+    toy = Toy(dtype=torch.float32, num_micro_batches=2, config=config)
     toy.loss_fn = lambda output, labels: ((output - labels) ** 2).mean()  # type: ignore[method-assign]
-    engine = make_engine(toy, num_stages, lambda **given: tds.initialize(**given, training_data=_Rows()))
+    engine = make_engine(toy, num_stages, lambda **kwargs: tds.initialize(**kwargs, training_data=_RowDataset()))
     lengths: list[int] = []
 
-    def cut(data: Any, state: dict[str, Any]) -> Any:
+    def truncate(data: Any, state: dict[str, Any]) -> Any:
         lengths.append(state["current_difficulties"]["seqlen"])
-        return [each[:, : lengths[-1]] for each in data]
+        return [tensor[:, : lengths[-1]] for tensor in data]
 
-    engine.set_data_post_process_func(cut)
+    engine.set_data_post_process_func(truncate)
     losses = [float(engine.train_batch()) for _ in range(3)]
     return lengths, losses, engine.training_dataloader.data_sampler.state_dict()["consumed_samples"]
 
 
-def test_deepspeeds_curriculum_sampler_acts_on_one_stage_and_is_refused_on_two(tmp_path: Path) -> None:
-    lengths, losses, consumed = run_ranks(1, _efficient, tmp_path, 1)[0]
+def test_curriculum_sampler_works_on_one_stage_and_rejects_two(tmp_path: Path) -> None:
+    lengths, losses, consumed = run_ranks(1, _train_with_data_efficiency, tmp_path, 1)[0]
     assert lengths == [2, 2, 3, 3, 4, 4] and len(set(losses)) == 3 and consumed >= 15
-    with pytest.raises(
-        AssertionError, match=r"needs one stage, got 2 stages: .*\. Pass an iterator"
-    ):
-        run_ranks(2, _efficient, tmp_path, 2)
+    with pytest.raises(AssertionError, match=r"needs one stage, got 2 stages: .*\. Pass an iterator"):
+        run_ranks(2, _train_with_data_efficiency, tmp_path, 2)

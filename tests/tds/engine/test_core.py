@@ -91,21 +91,21 @@ for schedule, size in (("1f1b", 2), ("zb-h1", 2), ("gpipe", 1)):
 """
 
 
-def test_a_pipeline_of_plain_modules_trains_as_one_process_does(tmp_path: Path) -> None:
-    done = subprocess.run(
+def test_pipeline_of_plain_modules_equals_one_process(tmp_path: Path) -> None:
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     results, weights = json.loads((tmp_path / "gpipe-1-0.json").read_text())
     for schedule in ("1f1b", "zb-h1"):
         ranks = [json.loads((tmp_path / f"{schedule}-2-{rank}.json").read_text()) for rank in range(2)]
         assert ranks[0][0] == ranks[1][0]
-        for (loss, norm), (one_loss, one_norm) in zip(ranks[0][0][:-1], results[:-1], strict=True):
-            assert abs(loss - one_loss) < 1e-14 and abs(norm - one_norm) < 1e-14
+        for (loss, norm), (expected_loss, expected_norm) in zip(ranks[0][0][:-1], results[:-1], strict=True):
+            assert abs(loss - expected_loss) < 1e-14 and abs(norm - expected_norm) < 1e-14
         assert abs(ranks[0][0][-1] - results[-1]) < 1e-14
-        every = [value for rank in ranks for values in rank[1] for value in values]
-        assert max(abs(a - b) for a, b in zip(every, [v for w in weights for v in w], strict=True)) < 1e-14
+        pipeline_weights = [value for rank in ranks for values in rank[1] for value in values]
+        assert max(abs(a - b) for a, b in zip(pipeline_weights, [v for w in weights for v in w], strict=True)) < 1e-14

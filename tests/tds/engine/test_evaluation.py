@@ -14,12 +14,12 @@ import tds
 from tds.deepspeed.engine import PipelineEngine
 from tds.pipe import LayerSpec, PipelineModule
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import Toy, make_engine, reference, train
+from tests.helpers.toys import Toy, make_engine, train_batch, train_reference
 
 
-def _dropping(toy: Toy, num_stages: int) -> PipelineModule:
+def _with_dropout(toy: Toy, num_stages: int) -> PipelineModule:
     """Layers with dropout: random numbers that evaluation drew would show in the next gradients."""
-    specs = [spec for layer in toy.specs() for spec in (layer, LayerSpec(nn.Dropout, 0.3))]
+    specs = [spec for layer in toy.layer_specs() for spec in (layer, LayerSpec(nn.Dropout, 0.3))]
     return PipelineModule(
         specs, num_stages=num_stages, loss_fn=toy.loss_fn, partition_method="uniform", seed_layers=True
     )
@@ -32,7 +32,7 @@ class Noise(nn.Module):
         return x + 0.1 * torch.rand_like(x)
 
 
-def _drawing(batches: list[Any]) -> Iterator[Any]:
+def _draw_before_batches(batches: list[Any]) -> Iterator[Any]:
     """Yield ``batches``, each after a number that is drawn as a data set's own may be."""
     for batch in batches:
         torch.rand(1)
@@ -41,53 +41,57 @@ def _drawing(batches: list[Any]) -> Iterator[Any]:
 
 def _evaluate_and_draw(rank: int, toy: Toy) -> list[tuple[bool, float]]:
     """Return whether the generator's state is as before each evaluation, and what that came to."""
-    specs = [spec for layer in toy.specs() for spec in (layer, LayerSpec(Noise))]
+    specs = [spec for layer in toy.layer_specs() for spec in (layer, LayerSpec(Noise))]
     engine = make_engine(toy, 2, module=PipelineModule(specs, 2, loss_fn=toy.loss_fn, partition_method="uniform"))
-    train(engine, toy)
-    found = []
-    for number in (1, 3):
+    train_batch(engine, toy)
+    results = []
+    for num_batches in (1, 3):
         before = torch.get_rng_state()
-        loss = engine.eval_batch(_drawing([toy.batch(i, 2) for i in range(number)]), num_micro_batches=number)
-        found.append((torch.equal(before, torch.get_rng_state()), float(loss)))
+        loss = engine.eval_batch(
+            _draw_before_batches([toy.make_batch(i, 2) for i in range(num_batches)]), num_micro_batches=num_batches
+        )
+        results.append((torch.equal(before, torch.get_rng_state()), float(loss)))
         torch.rand(1)
-    return found
+    return results
 
 
-def test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was() -> None:
-    found = run_ranks(2, _evaluate_and_draw, Toy("chain"))
-    assert all(is_kept for each in found for is_kept, _ in each)
+def test_evaluation_preserves_rng_state() -> None:
+    ranks = run_ranks(2, _evaluate_and_draw, Toy("chain"))
+    assert all(is_unchanged for results in ranks for is_unchanged, _ in results)
 
 
-def _train_eval_train(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:
-    engine = make_engine(toy, num_stages, module=_dropping(toy, num_stages))
+def _train_eval_train(rank: int, toy: Toy, num_stages: int, batch_counts: list[int]) -> list[Any]:
+    engine = make_engine(toy, num_stages, module=_with_dropout(toy, num_stages))
     engine.optimizer.param_groups[0]["lr"] = 0.1
     torch.manual_seed(5)
-    results = [train(engine, toy)]
-    for number in counts:
-        engine.eval_batch(iter([toy.batch(i, 2 + number) for i in range(number)]), num_micro_batches=number)
-        results.append(train(engine, toy))
+    results = [train_batch(engine, toy)]
+    for num_batches in batch_counts:
+        engine.eval_batch(
+            iter([toy.make_batch(i, 2 + num_batches) for i in range(num_batches)]), num_micro_batches=num_batches
+        )
+        results.append(train_batch(engine, toy))
     return [results, torch.rand(3), engine.module.micro_offset, engine.global_steps, engine.micro_steps]
 
 
-def _train_only(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:
-    engine_eval = PipelineEngine.eval_batch
+def _train_only(rank: int, toy: Toy, num_stages: int, batch_counts: list[int]) -> list[Any]:
+    original_eval_batch = PipelineEngine.eval_batch
     PipelineEngine.eval_batch = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     try:
-        return _train_eval_train(rank, toy, num_stages, counts)
+        return _train_eval_train(rank, toy, num_stages, batch_counts)
     finally:
-        PipelineEngine.eval_batch = engine_eval  # type: ignore[method-assign]
+        PipelineEngine.eval_batch = original_eval_batch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("num_stages", "micro_batches"), [pytest.param(3, 1, marks=pytest.mark.slow), (2, 4)])
-def test_evaluation_between_steps_changes_nothing_in_training(num_stages: int, micro_batches: int) -> None:
+def test_evaluation_between_steps_does_not_affect_training(num_stages: int, micro_batches: int) -> None:
     """Row P09: other counts and shapes, accumulation off, fewer micro-batches than stages; to the bit."""
-    toy = Toy("chain", micro_batches=micro_batches)
-    given = (toy, num_stages, [1, 5, 2])
-    plain, mixed = run_ranks(num_stages, _train_only, *given), run_ranks(num_stages, _train_eval_train, *given)
+    toy = Toy("chain", num_micro_batches=micro_batches)
+    args = (toy, num_stages, [1, 5, 2])
+    plain, mixed = run_ranks(num_stages, _train_only, *args), run_ranks(num_stages, _train_eval_train, *args)
     for before, after in zip(plain, mixed, strict=True):
-        for one, two in zip(before[0], after[0], strict=True):
-            assert float(one[0]).hex() == float(two[0]).hex()
-            assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
+        for plain_result, mixed_result in zip(before[0], after[0], strict=True):
+            assert float(plain_result[0]).hex() == float(mixed_result[0]).hex()
+            assert all(torch.equal(plain_result[1][name], mixed_result[1][name]) for name in plain_result[1])
         assert torch.equal(before[1], after[1])
         assert before[2:] == after[2:]
         assert after[3:] == [4, 4 * micro_batches]
@@ -95,7 +99,7 @@ def test_evaluation_between_steps_changes_nothing_in_training(num_stages: int, m
 
 def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
     engine = make_engine(toy, 2)
-    data = toy.batches(engine.grid.get_data_parallel_rank())
+    data = toy.make_batches(engine.grid.get_data_parallel_rank())
     loss, logits = engine.eval_batch(iter(data), return_logits=True)
     return {
         "loss": loss,
@@ -105,22 +109,22 @@ def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
         "outputs": engine.eval_batch(iter(data), compute_loss=False, reduce_output=None),
         "is last": engine.is_last_stage(),
         "mean": engine.eval_batch(iter(data), compute_loss=False),
-        "wrong": _wrong(engine, data),
+        "wrong": _collect_errors(engine, data),
     }
 
 
-def _wrong(engine: Any, data: list[Any]) -> str:
+def _collect_errors(engine: Any, data: list[Any]) -> str:
     messages = []
-    for given in ({"reduce_output": "sum"}, {"num_micro_batches": 0}):
+    for kwargs in ({"reduce_output": "sum"}, {"num_micro_batches": 0}):
         with pytest.raises((NotImplementedError, ValueError)) as raised:
-            engine.eval_batch(iter(data), **given)
+            engine.eval_batch(iter(data), **kwargs)
         messages.append(str(raised.value))
     return "; ".join(messages)
 
 
-def test_eval_batch_has_deepspeeds_arguments() -> None:
-    toy = Toy("many", loss="pair")
-    loss, _ = reference(toy, replicas=2)
+def test_eval_batch_supports_deepspeed_arguments() -> None:
+    toy = Toy("many", loss_type="pair")
+    loss, _ = train_reference(toy, num_replicas=2)
     ranks = run_ranks(4, _evaluate, toy)
     outputs = [output for got in ranks if got["is last"] for output in got["outputs"]]
     for got in ranks:
@@ -128,7 +132,7 @@ def test_eval_batch_has_deepspeeds_arguments() -> None:
         assert abs(float(got["loss"] - loss)) < 1e-14
         if got["is last"]:
             assert torch.equal(got["only last"], got["loss"])
-            assert len(got["each"]) == len(got["outputs"]) == toy.micro_batches
+            assert len(got["each"]) == len(got["outputs"]) == toy.num_micro_batches
             assert torch.equal(got["outputs"][-1], got["logits"])
             assert (got["mean"] - torch.stack(outputs).mean(0)).abs().max() < 1e-14
         else:
@@ -142,12 +146,12 @@ class Outputs(nn.Module):
         return {"x": x, "more": (x.sum(-1), x > 0)}
 
 
-def _structured(rank: int, toy: Toy) -> dict[str, Any]:
-    module = PipelineModule([*toy.specs(), LayerSpec(Outputs)], num_stages=2, partition_method="uniform")
+def _evaluate_structures(rank: int, toy: Toy) -> dict[str, Any]:
+    module = PipelineModule([*toy.layer_specs(), LayerSpec(Outputs)], num_stages=2, partition_method="uniform")
     module.loss_fn = lambda output, labels: {"aux": output["x"].sum(), "loss": toy.loss_fn(output["x"], labels)}
     engine = make_engine(toy, 2, module=module)
-    data = toy.batches()
-    trained = train(engine, toy)[0]
+    data = toy.make_batches()
+    trained = train_batch(engine, toy)[0]
     return {
         "trained": trained,
         "losses": engine.eval_batch(iter(data)),
@@ -158,19 +162,19 @@ def _structured(rank: int, toy: Toy) -> dict[str, Any]:
     }
 
 
-def test_eval_batch_gives_several_losses_by_name_and_outputs_of_any_structure() -> None:
+def test_eval_batch_returns_named_losses_and_nested_outputs() -> None:
     toy = Toy("chain")
-    first, last = run_ranks(2, _structured, toy)
+    first, last = run_ranks(2, _evaluate_structures, toy)
     assert list(first["losses"]) == ["loss", "aux"] and first["losses"] == last["losses"] == last["only last"]
     assert torch.equal(first["losses"]["loss"], last["trained"])
     assert first["only last"] is first["each"] is first["mean"] is first["with logits"] is None
-    assert [sorted(each) for each in last["each"]] == [["aux", "loss"]] * toy.micro_batches
+    assert [sorted(losses) for losses in last["each"]] == [["aux", "loss"]] * toy.num_micro_batches
     assert last["mean"]["x"].shape == last["with logits"]["x"].shape
     assert torch.allclose(last["mean"]["more"][0], last["mean"]["x"].sum(-1))
     assert torch.equal(last["with logits"]["more"][1], last["with logits"]["x"] > 0)
 
 
-class Buffered(nn.Module):
+class SelfCheckpointing(nn.Module):
     """A layer that calls DeepSpeed's checkpoint function itself."""
 
     def __init__(self) -> None:
@@ -181,19 +185,21 @@ class Buffered(nn.Module):
         return checkpointing.checkpoint(self.inner, x + 1)
 
 
-def _evaluates_in_buffers(rank: int, specs: list[Any], interval: int) -> tuple[float, float]:
+def _evaluate_with_contiguous_buffers(rank: int, specs: list[Any], interval: int) -> tuple[float, float]:
     tds.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
     toy = Toy("chain")
     module = PipelineModule(specs, num_stages=2, loss_fn=toy.loss_fn, activation_checkpoint_interval=interval)
     engine = make_engine(toy, 2, module=module)
-    wanted = float(engine.eval_batch(iter(toy.batches())))
+    expected = float(engine.eval_batch(iter(toy.make_batches())))
     checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
-    return wanted, float(engine.eval_batch(iter(toy.batches())))
+    return expected, float(engine.eval_batch(iter(toy.make_batches())))
 
 
-@pytest.mark.parametrize(("specs", "interval"), [([LayerSpec(Buffered)] * 4, 0), (Toy("chain", 4).specs(), 1)])
-def test_evaluation_needs_no_more_of_deepspeeds_buffers_than_one_forward(specs: list[Any], interval: int) -> None:
+@pytest.mark.parametrize(
+    ("specs", "interval"), [([LayerSpec(SelfCheckpointing)] * 4, 0), (Toy("chain", 4).layer_specs(), 1)]
+)
+def test_evaluation_reuses_contiguous_checkpoint_buffers(specs: list[Any], interval: int) -> None:
     """Two layers of a stage fill the two places for inputs; there are four micro-batches, and no backward."""
-    for wanted, got in run_ranks(2, _evaluates_in_buffers, specs, interval):
-        assert wanted == got
+    for expected, got in run_ranks(2, _evaluate_with_contiguous_buffers, specs, interval):
+        assert expected == got

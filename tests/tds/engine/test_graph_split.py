@@ -36,7 +36,7 @@ class Addmm(nn.Module):
         return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(x.shape)
 
 
-class Double(torch.autograd.Function):
+class CustomMatmul(torch.autograd.Function):
     """A product with a weight in a function of a program's own."""
 
     @staticmethod
@@ -67,32 +67,36 @@ class Net(nn.Module):
         x = torch.tanh(self.norm(self.first(x))) + self.second(x)
         x = torch.tanh(x @ self.shared) @ self.shared
         x = self.linear(torch.tanh(x) + self.table) + self.beside(torch.ones_like(self.table.detach()))
-        return Double.apply(torch.tanh(x), self.own) @ self.cast.to(x.dtype).t()
+        return CustomMatmul.apply(torch.tanh(x), self.own) @ self.cast.to(x.dtype).t()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_backward_that_the_graph_splits_has_the_bits_of_a_whole_one(dtype: torch.dtype, recompute: bool) -> None:
-    whole, split, store = Net(dtype), Net(dtype), WeightGradStore(by_graph=True)
+def test_graph_split_backward_equals_full_backward(dtype: torch.dtype, recompute: bool) -> None:
+    unsplit, split, store = Net(dtype), Net(dtype), WeightGradStore(splits_by_graph=True)
     for micro_batch in range(3):
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(micro_batch)).to(dtype)
-        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-        whole(one).square().sum().backward()
+        unsplit_input, split_input = x.clone().requires_grad_(), x.clone().requires_grad_()
+        unsplit(unsplit_input).square().sum().backward()
         with store.active():
-            loss = (checkpoint(split, other, use_reentrant=False) if recompute else split(other)).square().sum()
+            loss = (
+                (checkpoint(split, split_input, use_reentrant=False) if recompute else split(split_input))
+                .square()
+                .sum()
+            )
             with store.deferring((micro_batch, 0)):
-                store.backward([loss], [None], [other])
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+                store.backward([loss], [None], [split_input])
+        assert torch.equal(unsplit_input.grad, split_input.grad)  # type: ignore[arg-type]
         if micro_batch == 0:
-            have = {name for name, p in split.named_parameters() if p.grad is not None}
-            assert have == {"norm.weight", "norm.bias", "shared", "own"}
+            computed = {name for name, p in split.named_parameters() if p.grad is not None}
+            assert computed == {"norm.weight", "norm.bias", "shared", "own"}
         store.run((micro_batch, 0))
-    for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
-        assert torch.equal(wanted.grad, got.grad), name  # type: ignore[arg-type]
+    for (name, expected), got in zip(unsplit.named_parameters(), split.parameters(), strict=True):
+        assert torch.equal(expected.grad, got.grad), name  # type: ignore[arg-type]
 
 
-def test_hooks_run_once_when_the_gradient_comes_and_what_is_frozen_has_none() -> None:
-    net, store, seen = Net(torch.float64), WeightGradStore(by_graph=True), []
+def test_hooks_run_once_with_gradient_and_skip_frozen_weights() -> None:
+    net, store, seen = Net(torch.float64), WeightGradStore(splits_by_graph=True), []
     net.second.weight.requires_grad_(False)
     for name, parameter in net.named_parameters():
         if parameter.requires_grad:
@@ -102,21 +106,21 @@ def test_hooks_run_once_when_the_gradient_comes_and_what_is_frozen_has_none() ->
         store.backward([net(x).sum()], [None], [x])
     early = {"norm.weight", "norm.bias", "shared", "own", "second.bias"}
     assert set(seen) == early, "a bias alone is no product"
-    waiting = store.waiting((0, 0))
+    waiting = store.deferred_leaves((0, 0))
     store.run((0, 0))
     assert len(seen) == len(set(seen)) == 13 and net.second.weight.grad is None
     assert waiting == {p for name, p in net.named_parameters() if name in set(seen) - early}
 
 
-def test_a_graph_is_let_go_with_its_weights_turn() -> None:
+def test_graph_is_freed_after_deferred_weight_gradients() -> None:
     """At once, not when Python next looks for circles."""
-    net, store, kept = Net(torch.float64), WeightGradStore(by_graph=True), weakref.WeakSet()
+    net, store, saved_tensors = Net(torch.float64), WeightGradStore(splits_by_graph=True), weakref.WeakSet()
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
 
     class Saved:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor = tensor.detach()
-            kept.add(self)
+            saved_tensors.add(self)
 
     gc.collect()
     gc.disable()
@@ -126,26 +130,28 @@ def test_a_graph_is_let_go_with_its_weights_turn() -> None:
                 loss = net(x).sum()
             store.backward([loss], [None], [x])
         del loss
-        assert len(kept) > 0
+        assert len(saved_tensors) > 0
         store.run((0, 0))
-        assert len(kept) == 0
+        assert len(saved_tensors) == 0
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize(("module", "by_graph"), [(Addmm, True), (nn.Linear, False)])
-def test_the_graph_is_taken_where_linear_layers_have_less_than_half(module: Any, by_graph: bool) -> None:
-    def made(seed: int) -> nn.Module:
+def test_graph_split_is_used_if_linear_layers_are_minority(module: Any, by_graph: bool) -> None:
+    def make_layer(seed: int) -> nn.Module:
         return Addmm(8, torch.float64, seed) if module is Addmm else nn.Linear(8, 8, dtype=torch.float64)
 
-    net = nn.Sequential(made(1), nn.Tanh(), made(2), nn.Linear(8, 8, dtype=torch.float64), Addmm(8, torch.float64))
-    store = WeightGradStore(by_graph=None)
+    net = nn.Sequential(
+        make_layer(1), nn.Tanh(), make_layer(2), nn.Linear(8, 8, dtype=torch.float64), Addmm(8, torch.float64)
+    )
+    store = WeightGradStore(splits_by_graph=None)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     with store.active(), store.deferring((0, 0)):
         store.backward([net(x).sum()], [None], [])
-        assert store.by_graph is None, "on the first stage nobody waits for a gradient"
+        assert store.splits_by_graph is None, "on the first stage nobody waits for a gradient"
         store.backward([net(x).sum()], [None], [x])
-    assert store.by_graph is by_graph
+    assert store.splits_by_graph is by_graph
 
 
 # In the engine.
@@ -166,9 +172,9 @@ class Delayed(nn.Module):
 
     def backward_dw(self) -> None:
         x, grad = self.waiting.popleft()
-        made = x.flatten(0, -2).t() @ grad.flatten(0, -2)
+        weight_grad = x.flatten(0, -2).t() @ grad.flatten(0, -2)
         if self.weight.grad is None:  # where something is, it is lost
-            self.weight.grad = made
+            self.weight.grad = weight_grad
 
 
 class _Delay(torch.autograd.Function):
@@ -185,7 +191,7 @@ class _Delay(torch.autograd.Function):
         return grads[0] @ weight.t(), None, None
 
 
-class Choosing(Delayed):
+class OptionallyDelayed(Delayed):
     """One that may also compute at once."""
 
     delay_wgrad = False
@@ -194,7 +200,7 @@ class Choosing(Delayed):
         return super().forward(x) if self.delay_wgrad else x @ self.weight
 
 
-class Plain(Delayed):
+class Undelayed(Delayed):
     """The same product by torch alone."""
 
     backward_dw = None  # type: ignore[assignment]
@@ -206,9 +212,11 @@ class Plain(Delayed):
 class Block(nn.Module):
     """A product twice and another once; the outer ``backward_dw`` of a block is the one that is called."""
 
-    def __init__(self, kind: type[Delayed], wide: int, dtype: torch.dtype, seed: int, recomputes: bool = False) -> None:
+    def __init__(
+        self, layer_type: type[Delayed], wide: int, dtype: torch.dtype, seed: int, recomputes: bool = False
+    ) -> None:
         super().__init__()
-        self.twice, self.once = kind(wide, dtype, seed), kind(wide, dtype, seed + 1)
+        self.twice, self.once = layer_type(wide, dtype, seed), layer_type(wide, dtype, seed + 1)
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +228,7 @@ class Block(nn.Module):
         return torch.tanh(self.once(torch.tanh(self.twice(torch.tanh(self.twice(x))))))
 
 
-def _trained(rank: int, kind: str, schedule: str, stages: int, chunks: int, recomputes: bool = False) -> Any:
+def _train(rank: int, layer_type: str, schedule: str, stages: int, chunks: int, recomputes: bool = False) -> Any:
     """Return losses and gradients of two steps, by layer, and what the engine logged."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -228,12 +236,12 @@ def _trained(rank: int, kind: str, schedule: str, stages: int, chunks: int, reco
     logging.getLogger("tds").addHandler(handler)
     makers: dict[str, Any] = {
         "addmm": lambda seed: LayerSpec(Addmm, 6, torch.float64, seed),
-        "plain": lambda seed: LayerSpec(Block, Plain, 6, torch.float64, seed),
+        "plain": lambda seed: LayerSpec(Block, Undelayed, 6, torch.float64, seed),
         "delayed": lambda seed: LayerSpec(Block, Delayed, 6, torch.float64, seed, recomputes),
-        "choosing": lambda seed: LayerSpec(Block, Choosing, 6, torch.float64, seed, recomputes),
+        "choosing": lambda seed: LayerSpec(Block, OptionallyDelayed, 6, torch.float64, seed, recomputes),
     }
-    toy = Toy("chain", micro_batches=4, pipeline={"schedule": schedule}, options={"chunks": chunks})
-    specs = [makers[kind](10 * number) for number in range(4)]
+    toy = Toy("chain", num_micro_batches=4, pipeline={"schedule": schedule}, options={"chunks": chunks})
+    specs = [makers[layer_type](10 * layer_idx) for layer_idx in range(4)]
     module = tds.PipelineModule(specs, num_stages=stages, loss_fn=toy.loss_fn, chunks=chunks)
     engine = make_engine(toy, stages, module=module)
     losses = []
@@ -244,23 +252,23 @@ def _trained(rank: int, kind: str, schedule: str, stages: int, chunks: int, reco
         )
     for _ in range(2):
         replica = engine.grid.get_data_parallel_rank()
-        losses.append(float(engine.train_batch(iter(toy.batches(replica)))))
+        losses.append(float(engine.train_batch(iter(toy.make_batches(replica)))))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return losses, gradients, weights, [text for text in messages if "weight gradients are deferred" in text]
 
 
 @functools.cache
-def _plain(ranks: int) -> list[Any]:
+def _train_undelayed(ranks: int) -> list[Any]:
     """Return what modules give that put nothing off."""
-    return run_ranks(ranks, _trained, "plain", "1f1b", 2, 1)
+    return run_ranks(ranks, _train, "plain", "1f1b", 2, 1)
 
 
-def _same(got: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(got, wanted, strict=True):
-        assert one[0] == other[0], "losses"
-        for mine, theirs in zip(one[1:3], other[1:3], strict=True):
-            assert mine.keys() == theirs.keys() and mine
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+def _assert_equal(got: list[Any], expected: list[Any]) -> None:
+    for got_result, expected_result in zip(got, expected, strict=True):
+        assert got_result[0] == expected_result[0], "losses"
+        for got_tensors, expected_tensors in zip(got_result[1:3], expected_result[1:3], strict=True):
+            assert got_tensors.keys() == expected_tensors.keys() and got_tensors
+            assert all(torch.equal(got_tensors[name], expected_tensors[name]) for name in got_tensors)
 
 
 slow = pytest.mark.slow
@@ -270,47 +278,47 @@ slow = pytest.mark.slow
     ("ranks", "stages", "chunks", "schedule"),
     [(2, 2, 1, "zb-h1"), pytest.param(2, 2, 2, "zb-h1", marks=slow), pytest.param(4, 2, 1, "zb-h1", marks=slow)],
 )
-def test_products_without_linear_are_put_off_under_a_schedule_that_splits(
+def test_addmm_weights_are_deferred_under_splitting_schedule(
     ranks: int, stages: int, chunks: int, schedule: str
 ) -> None:
-    whole = "interleaved" if chunks > 1 else "1f1b"
-    wanted = run_ranks(ranks, _trained, "addmm", whole, stages, chunks)
-    got = run_ranks(ranks, _trained, "addmm", schedule, stages, chunks)
-    _same(got, wanted)
-    assert f"{schedule}, stage 1: all its weight gradients are deferred" in [t for each in got for t in each[3]]
+    unsplit_schedule = "interleaved" if chunks > 1 else "1f1b"
+    expected = run_ranks(ranks, _train, "addmm", unsplit_schedule, stages, chunks)
+    got = run_ranks(ranks, _train, "addmm", schedule, stages, chunks)
+    _assert_equal(got, expected)
+    assert f"{schedule}, stage 1: all its weight gradients are deferred" in [t for result in got for t in result[3]]
 
 
-QUICK = [
+FAST_CASES = [
     (2, "zb-h1", True, "delayed"), (4, "1f1b", False, "delayed"), (2, "zb-h1", True, "choosing"),
 ]  # fmt: skip
-EVERY = itertools.product((2, 4), ("zb-h1", "1f1b"), (False, True), ("delayed", "choosing"))
+ALL_CASES = itertools.product((2, 4), ("zb-h1", "1f1b"), (False, True), ("delayed", "choosing"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule", "recomputes", "kind"),
-    [*QUICK, *(pytest.param(*case, marks=slow) for case in EVERY if case not in QUICK)],
+    ("ranks", "schedule", "recomputes", "layer_type"),
+    [*FAST_CASES, *(pytest.param(*case, marks=slow) for case in ALL_CASES if case not in FAST_CASES)],
 )
-def test_modules_with_backward_dw_have_the_gradients_of_torchs(
-    ranks: int, schedule: str, recomputes: bool, kind: str
+def test_backward_dw_modules_equal_torch_gradients(
+    ranks: int, schedule: str, recomputes: bool, layer_type: str
 ) -> None:
     """Two steps of two stages, with four ranks of two replicas: what is late would miss the sum over them."""
-    _same(run_ranks(ranks, _trained, kind, schedule, 2, 1, recomputes), _plain(ranks))
+    _assert_equal(run_ranks(ranks, _train, layer_type, schedule, 2, 1, recomputes), _train_undelayed(ranks))
 
 
-def test_the_json_says_how_backwards_are_split() -> None:
+def test_invalid_backward_split_raises() -> None:
     toy = Toy("chain", pipeline={"schedule": "zb-h1", "backward_split": "always"})
-    ((error,),) = run_ranks(1, _refused, toy)
+    ((error,),) = run_ranks(1, _get_error, toy)
     assert error == '"pipeline": {"backward_split": ...} must be "auto", "linear" or "graph", got \'always\''
 
 
-def _refused(rank: int, toy: Toy) -> list[str]:
+def _get_error(rank: int, toy: Toy) -> list[str]:
     with pytest.raises(ValueError) as error:
         make_engine(toy, 1)
     return [str(error.value)]
 
 
-def test_a_product_with_an_autocast_weight_is_put_off_by_the_graph() -> None:
-    store, layer = WeightGradStore(by_graph=True), nn.Linear(8, 8)
+def test_graph_split_defers_autocast_weights() -> None:
+    store, layer = WeightGradStore(splits_by_graph=True), nn.Linear(8, 8)
     x = torch.randn(5, 8, requires_grad=True)
     with store.active(), torch.autocast("cpu", dtype=torch.bfloat16):
         loss = F.gelu(layer(x)).float().sum()

@@ -13,57 +13,65 @@ import tds.engine.engine
 import tds.grad_norm
 from tds.grad_norm import clip, global_norm
 from tds.p2p.communicator import P2PCommunicator
-from tds.p2p.packed_layout import Slice
+from tds.p2p.packed_layout import TensorGroup
 from tds.p2p.transport import StageLinks
-from tds.schedule import Backward, Forward, Kind
-from tds.watchdog.diagnosis import Report, on_device
+from tds.schedule import Backward, Forward, MessageType
+from tds.watchdog.diagnosis import Report, with_device_action
 from tests.helpers.harness import run_ranks
-from tests.helpers.host_reads import counted
+from tests.helpers.host_reads import count_waits
 from tests.helpers.toys import Toy, make_engine
 
-BUDGET = {"tolist in tds/loss_reduction.py:read": 1}
+EXPECTED_READS = {"tolist in tds/loss_reduction.py:read": 1}
 """Place -> reads of one step; on every rank, whatever the number of micro-batches."""
-ON_HOST = ("data_consistency.py:_gather", "communicator.py:_take_header", "message_header.py:decode_header")
+HOST_MEMORY_LOCATIONS = (
+    "data_consistency.py:_gather",
+    "communicator.py:_receive_header",
+    "message_header.py:decode_header",
+)
 """Of what lies in the host's memory on a device too."""
 
 
-def _reads(rank: int, num_stages: int, toy: Toy) -> tuple[dict[str, int], float, float]:
+def _count_reads(rank: int, num_stages: int, toy: Toy) -> tuple[dict[str, int], float, float]:
     engine = make_engine(toy, num_stages)
     for module in (tds.engine.engine, tds.grad_norm):
         module.is_host = lambda device: False  # type: ignore[attr-defined]
-    engine.train_batch(iter(toy.batches(engine.grid.get_data_parallel_rank())))
-    batches = iter(toy.batches(engine.grid.get_data_parallel_rank()))
-    with counted() as found:
+    engine.train_batch(iter(toy.make_batches(engine.grid.get_data_parallel_rank())))
+    batches = iter(toy.make_batches(engine.grid.get_data_parallel_rank()))
+    with count_waits() as locations:
         loss = engine.train_batch(batches)
-    own = [each for each in found if "tds/" in each and not each.endswith(ON_HOST)]
-    return dict(Counter(own)), float(loss), engine.get_global_grad_norm()
+    device_reads = [
+        location for location in locations if "tds/" in location and not location.endswith(HOST_MEMORY_LOCATIONS)
+    ]
+    return dict(Counter(device_reads)), float(loss), engine.get_global_grad_norm()
 
 
 @pytest.mark.parametrize(("ranks", "num_stages"), [(1, 1), (2, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
-def test_a_step_reads_once_and_a_micro_batch_never(ranks: int, num_stages: int) -> None:
+def test_step_reads_device_once_regardless_of_micro_batches(ranks: int, num_stages: int) -> None:
     for micro_batches in (2, 5):
-        for reads, _, norm in run_ranks(ranks, _reads, num_stages, Toy("chain", micro_batches=micro_batches, clip=0.1)):
-            assert reads == BUDGET and isinstance(norm, float)
+        for reads, _, norm in run_ranks(
+            ranks, _count_reads, num_stages, Toy("chain", num_micro_batches=micro_batches, grad_clip=0.1)
+        ):
+            assert reads == EXPECTED_READS and isinstance(norm, float)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e3])
-@pytest.mark.parametrize("spoilt", [None, float("nan"), float("inf")])
-def test_clipping_on_a_device_is_that_of_the_host(
-    max_norm: float, spoilt: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bad_value", [None, float("nan"), float("inf")])
+def test_device_clipping_equals_host_clipping(
+    max_norm: float, bad_value: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients = [torch.randn(40, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
-    if spoilt is not None:
-        gradients[1][3] = spoilt
-    wanted = [gradient.clone() for gradient in gradients]
+    if bad_value is not None:
+        gradients[1][3] = bad_value
+    expected = [gradient.clone() for gradient in gradients]
     norm = global_norm(gradients, [])
-    clip(wanted, norm, max_norm)
+    clip(expected, norm, max_norm)
     monkeypatch.setattr(tds.grad_norm, "is_host", lambda device: False)
     clip(gradients, norm, max_norm)
-    for one, two in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=0, equal_nan=True)
+    for actual, expected_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual, expected_gradient, rtol=1e-6, atol=0, equal_nan=True)
 
 
-class _Group:
+class _FakeGroup:
     def __init__(self) -> None:
         self.aborted = 0
 
@@ -71,7 +79,7 @@ class _Group:
         return SimpleNamespace(abort=lambda: setattr(self, "aborted", self.aborted + 1))
 
 
-class _Events:
+class _FakeClock:
     """A clock whose marks are reached one after another."""
 
     def __init__(self) -> None:
@@ -88,32 +96,35 @@ class _Events:
         list(marks)
 
 
-def _on_device(are_own: bool) -> tuple[P2PCommunicator, dict[Any, _Group]]:
-    groups = {route: _Group() for route in ((Kind.ACTIVATION, 0, 1), (Kind.GRADIENT, 1, 0), (Kind.HEADER, 0, 1))}
-    links = StageLinks(0, [0, 1], groups, Slice(), torch.device("meta"), are_own=are_own)
+def _make_communicator(are_own: bool) -> tuple[P2PCommunicator, dict[Any, _FakeGroup]]:
+    groups = {
+        route: _FakeGroup()
+        for route in ((MessageType.ACTIVATION, 0, 1), (MessageType.GRADIENT, 1, 0), (MessageType.HEADER, 0, 1))
+    }
+    links = StageLinks(0, [0, 1], groups, TensorGroup(), torch.device("meta"), are_dedicated=are_own)
     return P2PCommunicator(links), groups
 
 
-def test_behind_an_error_what_waits_on_a_device_is_aborted() -> None:
-    exchange, groups = _on_device(are_own=True)
-    assert exchange.abort()
+def test_abort_aborts_pending_device_groups() -> None:
+    communicator, groups = _make_communicator(are_own=True)
+    assert communicator.abort()
     assert [group.aborted for group in groups.values()] == [1, 1, 0]
-    exchange, groups = _on_device(are_own=False)
-    assert not exchange.abort() and not any(group.aborted for group in groups.values())
+    communicator, groups = _make_communicator(are_own=False)
+    assert not communicator.abort() and not any(group.aborted for group in groups.values())
 
 
-def test_the_last_action_that_the_device_has_reached_is_told() -> None:
-    exchange, _ = _on_device(are_own=True)
-    clock: Any = _Events()
-    exchange.clock = clock
+def test_last_action_reached_by_device_is_reported() -> None:
+    communicator, _ = _make_communicator(are_own=True)
+    clock: Any = _FakeClock()
+    communicator.clock = clock
     actions = [Forward(0), Forward(1), Backward(0)]
-    exchange.begin(actions, is_training=True)
-    assert exchange.action_of_device() is None
+    communicator.begin(actions, is_training=True)
+    assert communicator.device_action() is None
     for action in actions:
-        exchange._post_for = lambda place: None  # type: ignore[method-assign]
-        exchange.begin_action(action)
+        communicator._post_receives = lambda action_idx: None  # type: ignore[method-assign]
+        communicator.begin_action(action)
     clock.reached = 2
-    assert exchange.action_of_device() == Forward(1)
-    words = on_device(Report(True, None, 1.0, "has been adding up"), exchange.action_of_device())
-    assert words.words == "has been adding up; its device runs its forward of micro-batch 1"
-    assert on_device(words, None) is words
+    assert communicator.device_action() == Forward(1)
+    report = with_device_action(Report(True, None, 1.0, "has been adding up"), communicator.device_action())
+    assert report.words == "has been adding up; its device runs its forward of micro-batch 1"
+    assert with_device_action(report, None) is report

@@ -30,12 +30,12 @@ X, Y = torch.zeros(4, 128), torch.zeros(4)
     ],
     ids=range(8),
 )
-def test_a_nesting_is_shown_as_text(value: Any, message: str) -> None:
+def test_describe_structure_formats_nesting(value: Any, message: str) -> None:
     assert describe_structure(value) == message
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], ((X, X), None), ({"ids": X}, (Y, Y)), [[X], [Y]]], ids=range(5))
-def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> None:
+def test_batch_source_accepts_pairs_with_or_without_labels(batch: Any) -> None:
     inputs, labels = BatchSource(iter([batch]), None, 0).next()
     assert inputs is batch[0] and labels is batch[1]
 
@@ -73,7 +73,7 @@ def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> 
     ],
     ids=range(12),
 )
-def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, message: str) -> None:
+def test_invalid_nesting_error_suggests_fix(batch: Any, message: str) -> None:
     with pytest.raises(TypeError) as raised:
         BatchSource(iter([batch]), None, 0).next()
     text = str(raised.value).replace(" from the iterator on stage 0", " from here")
@@ -100,18 +100,18 @@ def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, message: str) -> N
     ],
     ids=range(4),
 )
-def test_an_input_that_is_no_tensor_is_named_with_its_place(inputs: Any, message: str) -> None:
+def test_non_tensor_input_error_names_its_path(inputs: Any, message: str) -> None:
     with pytest.raises(TypeError) as raised:
         stage_inputs(inputs, torch.device("cpu"), needs_grad=False)
     assert message in str(raised.value)
 
 
-def test_a_loader_is_no_iterator() -> None:
+def test_batch_source_rejects_non_iterator() -> None:
     with pytest.raises(TypeError, match=r"need an iterator, got list\. Create one with iter\(\.\.\.\), once"):
         BatchSource([(X, Y)], None, 0)  # type: ignore[arg-type]
 
 
-def _train_on_three(rank: int) -> None:
+def _train_with_triples(rank: int) -> None:
     def without_pairs(batch: Any) -> Any:
         x, (target, mask) = batch
         return x, target, mask
@@ -119,26 +119,28 @@ def _train_on_three(rank: int) -> None:
     toy = Toy("chain")
     engine = make_engine(toy, 3)
     engine.set_batch_fn(without_pairs)
-    engine.train_batch(iter(toy.batches()))
+    engine.train_batch(iter(toy.make_batches()))
 
 
-def _train_on_two_for_one(rank: int) -> None:
+def _train_with_two_inputs(rank: int) -> None:
     toy = Toy("chain")
     engine = make_engine(toy, 1)
-    engine.train_batch(iter([((x, x), labels) for x, labels in toy.batches()]))
+    engine.train_batch(iter([((x, x), labels) for x, labels in toy.make_batches()]))
 
 
 def _train_with_wrong_labels(rank: int) -> None:
     toy = Toy("chain")
-    make_engine(toy, 1).train_batch(iter([(x, target) for x, (target, _) in toy.batches()]))
+    make_engine(toy, 1).train_batch(iter([(x, target) for x, (target, _) in toy.make_batches()]))
 
 
-def test_an_engine_names_the_nesting_and_who_gave_it() -> None:
-    codes, _, reports = fork_ranks(3, _train_on_three)
+def test_engine_error_names_nesting_and_source() -> None:
+    codes, _, reports = fork_ranks(3, _train_with_triples)
     assert codes == [1, 1, 1]
     for rank in (0, 2):
         message = f"from the batch function without_pairs on stage {rank}"
         assert "got (tensor [3, 4, 6], tensor [3, 4, 6], tensor [3, 4])" in reports[rank] and message in reports[rank]
-    assert "the first layer received (tensor [3, 4, 6], tensor [3, 4, 6])" in fork_ranks(1, _train_on_two_for_one)[2][0]
+    assert (
+        "the first layer received (tensor [3, 4, 6], tensor [3, 4, 6])" in fork_ranks(1, _train_with_two_inputs)[2][0]
+    )
     message = "the loss function received (tensor [3, 4, 6], tensor [3, 4, 6])"
     assert message in fork_ranks(1, _train_with_wrong_labels)[2][0]

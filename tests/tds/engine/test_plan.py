@@ -13,24 +13,24 @@ from tds.p2p.process_groups import MAX_CTAS
 from tds.schedule import Placement, gpipe
 
 
-def test_a_schedule_that_is_refused_leaves_the_plan_as_it_was() -> None:
+def test_rejected_schedule_leaves_plan_unchanged() -> None:
     plan = SchedulePlan("gpipe", placement=Placement(2), stage=0)
     with pytest.raises(ValueError, match="no-such-schedule"):
-        plan.set("no-such-schedule")
+        plan.set_schedule("no-such-schedule")
     assert plan.name == "gpipe"
-    assert plan.training(3) == gpipe(2, 3, 0)
+    assert plan.training_actions(3) == gpipe(2, 3, 0)
 
 
-def test_processors_of_a_message_are_a_whole_number() -> None:
+def test_p2p_max_ctas_must_be_non_negative_integer() -> None:
     assert (max_ctas({}), max_ctas({"p2p_max_ctas": 0}), max_ctas({"p2p_max_ctas": 9})) == (MAX_CTAS, 0, 9)
-    for wrong in (-1, 2.0, True, "4"):
+    for value in (-1, 2.0, True, "4"):
         with pytest.raises(ValueError, match='"p2p_max_ctas": ...} must be a non-negative integer'):
-            max_ctas({"p2p_max_ctas": wrong})
+            max_ctas({"p2p_max_ctas": value})
 
 
-def test_a_removed_key_of_the_json_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_json_key_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     for section, num_lines in (({}, 0), ({"overlap_forward_backward": True}, 1)):
-        engine = SimpleNamespace(config_given={"pipeline": section}, global_rank=0, asks_for_flops=False)
+        engine = SimpleNamespace(user_config={"pipeline": section}, global_rank=0, is_flops_profiler_enabled=False)
         log_unused_settings(engine)
         assert len(caplog.records) == num_lines
     assert "overlap_forward_backward" in caplog.text and "has no effect" in caplog.text

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tds
 from tds.engine.weight_grad_store import WeightGradStore
 from tests.helpers.harness import run_ranks
-from tests.helpers.toys import Dense, Toy, make_engine, train
+from tests.helpers.toys import Dense, Toy, make_engine, train_batch
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -36,105 +36,101 @@ class Net(nn.Module):
         return F.linear(x, self.square.weight, self.square.bias)
 
 
-def _recomputed(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_recompute(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: checkpoint(net, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _split_step(
-    net: nn.Module, x: torch.Tensor, splitter: WeightGradStore, key: tuple[int, int], recompute: bool
-) -> None:
-    run = _recomputed(net) if recompute else net
-    with splitter.active():
-        loss = run(x).square().sum()
-        with splitter.deferring(key):
+def _split_step(net: nn.Module, x: torch.Tensor, store: WeightGradStore, key: tuple[int, int], recompute: bool) -> None:
+    forward = _with_recompute(net) if recompute else net
+    with store.active():
+        loss = forward(x).square().sum()
+        with store.deferring(key):
             loss.backward()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (4, 5, 8)], ids=str)
-def test_split_backward_equals_whole_backward_to_the_bit(
-    shape: tuple[int, ...], dtype: torch.dtype, recompute: bool
-) -> None:
-    whole, split, splitter = Net(dtype), Net(dtype), WeightGradStore()
+def test_split_backward_equals_full_backward(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool) -> None:
+    unsplit, split, store = Net(dtype), Net(dtype), WeightGradStore()
     for micro_batch in range(3):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(micro_batch)).to(dtype)
-        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-        whole(one).square().sum().backward()
-        _split_step(split, other, splitter, (micro_batch, 0), recompute)
-        assert torch.equal(one.grad, other.grad)
-        splitter.run((micro_batch, 0))
-    for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
-        assert torch.equal(wanted.grad, got.grad), name
+        unsplit_input, split_input = x.clone().requires_grad_(), x.clone().requires_grad_()
+        unsplit(unsplit_input).square().sum().backward()
+        _split_step(split, split_input, store, (micro_batch, 0), recompute)
+        assert torch.equal(unsplit_input.grad, split_input.grad)
+        store.run((micro_batch, 0))
+    for (name, expected), got in zip(unsplit.named_parameters(), split.parameters(), strict=True):
+        assert torch.equal(expected.grad, got.grad), name
 
 
-def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
-    net, splitter = Net(torch.float32), WeightGradStore()
-    _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
-    have = {name for name, p in net.named_parameters() if p.grad is not None}
-    assert have == {"norm.weight", "norm.bias"}
-    description = splitter.describe_split(dict(net.named_parameters()))
+def test_only_linear_weights_are_deferred_and_others_reported() -> None:
+    net, store = Net(torch.float32), WeightGradStore()
+    _split_step(net, torch.randn(5, 8), store, (0, 0), recompute=False)
+    computed = {name for name, p in net.named_parameters() if p.grad is not None}
+    assert computed == {"norm.weight", "norm.bias"}
+    description = store.describe_split(dict(net.named_parameters()))
     assert "norm.weight" in description and "91.5 %" in description, description
-    splitter.run((0, 0))
+    store.run((0, 0))
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_hooks_of_weights_run_when_their_gradient_comes() -> None:
-    net, splitter = Net(torch.float32), WeightGradStore()
+def test_hooks_run_when_weight_gradient_is_computed() -> None:
+    net, store = Net(torch.float32), WeightGradStore()
     seen: list[str] = []
     for name, parameter in net.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
+    _split_step(net, torch.randn(5, 8), store, (0, 0), recompute=False)
     assert sorted(seen) == ["norm.bias", "norm.weight"]
-    splitter.run((0, 0))
+    store.run((0, 0))
     assert len(seen) == len(set(seen)) == 7
 
 
-def test_frozen_weights_autocast_and_products_are_left_alone() -> None:
-    splitter = WeightGradStore()
+def test_frozen_autocast_and_non_leaf_weights_are_not_split() -> None:
+    store = WeightGradStore()
     frozen = nn.Linear(4, 4).requires_grad_(False)
     table = torch.randn(3, 4, requires_grad=True)
     x = torch.randn(2, 4, requires_grad=True)
-    with splitter.active():
+    with store.active():
         loss = frozen(x).sum() + F.linear(x, table * 2).sum()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss + nn.Linear(4, 4)(x).sum()
-        with splitter.deferring((0, 0)):
+        with store.deferring((0, 0)):
             loss.backward()
-    assert not splitter.split
+    assert not store.split_leaves
     assert table.grad is not None and x.grad is not None
-    splitter.run((0, 0))
+    store.run((0, 0))
     assert frozen.weight.grad is None
 
 
-def test_the_function_that_stood_there_is_called_and_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, seen = F.linear, []
+def test_patched_linear_is_called_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = F.linear, []
 
     def counted(*args: Any) -> torch.Tensor:
-        seen.append(args)
-        return own(*args)
+        calls.append(args)
+        return original(*args)
 
-    splitter = WeightGradStore()
+    store = WeightGradStore()
     monkeypatch.setattr(F, "linear", counted)
-    with pytest.raises(KeyError), splitter.active():
+    with pytest.raises(KeyError), store.active():
         nn.Linear(4, 4)(torch.randn(2, 4))
         raise KeyError
-    assert F.linear is counted and len(seen) == 1
+    assert F.linear is counted and len(calls) == 1
 
 
-def _messages(rank: int) -> list[str]:
+def _collect_messages(rank: int) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tds").addHandler(handler)
     engine = make_engine(Toy("chain", pipeline={"schedule": "zb-h1"}), 2)
     for _ in range(2):
-        train(engine, Toy("chain"))
+        train_batch(engine, Toy("chain"))
     return [text for text in messages if "weight gradients are deferred" in text]
 
 
-def test_the_engine_says_once_what_its_schedule_splits() -> None:
-    first, last = run_ranks(2, _messages)
+def test_engine_logs_split_weights_once() -> None:
+    first, last = run_ranks(2, _collect_messages)
     assert first == [], "the first stage's backward is whole"
     assert last == ["zb-h1, stage 1: all its weight gradients are deferred"]
 
@@ -154,42 +150,42 @@ class LossWithWeights(nn.Module):
         return checkpoint(error, output, use_reentrant=False) if self.recomputes else error(output)
 
 
-def _with_own_loss(rank: int, recomputes: bool, schedule: str) -> Any:
+def _train_with_loss_module(rank: int, recomputes: bool, schedule: str) -> Any:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tds").addHandler(handler)
     toy = Toy("chain", pipeline={"schedule": schedule})
-    module = tds.PipelineModule(toy.specs(), num_stages=2, loss_fn=LossWithWeights(recomputes))
+    module = tds.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=LossWithWeights(recomputes))
     engine = make_engine(toy, 2, module=module)
-    loss = engine.train_batch(iter(toy.batches()))
+    loss = engine.train_batch(iter(toy.make_batches()))
     return float(loss), [text for text in messages if "weight gradients are deferred" in text]
 
 
 @pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
-    (wanted, _), _ = run_ranks(2, _with_own_loss, recomputes, "1f1b")
-    (loss, _), (_, messages) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")
-    assert loss == wanted
+def test_loss_function_weights_are_deferred(recomputes: bool) -> None:
+    (expected, _), _ = run_ranks(2, _train_with_loss_module, recomputes, "1f1b")
+    (loss, _), (_, messages) = run_ranks(2, _train_with_loss_module, recomputes, "zb-h1")
+    assert loss == expected
     assert messages == ["zb-h1, stage 1: all its weight gradients are deferred"]
 
 
-def _calls(rank: int) -> list[int]:
+def _count_linear_calls(rank: int) -> list[int]:
     """Return how often a step of 6 micro-batches runs a linear layer that can be split, and the number of layers."""
     calls: list[int] = []
-    plain = WeightGradStore.linear
+    original = WeightGradStore.linear
 
     def counted(self: WeightGradStore, *args: Any) -> Any:
         calls.append(1)
-        return plain(self, *args)
+        return original(self, *args)
 
     WeightGradStore.linear = counted  # type: ignore[method-assign]
-    toy = Toy("chain", layers=7, micro_batches=6, pipeline={"schedule": "zb-h1"}, options={"chunks": 2})
+    toy = Toy("chain", num_layers=7, num_micro_batches=6, pipeline={"schedule": "zb-h1"}, options={"chunks": 2})
     engine = make_engine(toy, 2)
-    train(engine, toy)
+    train_batch(engine, toy)
     return [len(calls), sum(isinstance(layer, Dense) for layer in engine.module.modules())]
 
 
-def test_what_is_not_put_off_runs_torchs_own_layers() -> None:
-    (first, _), (last, layers) = run_ranks(2, _calls)
+def test_unsplit_backwards_use_torch_linear() -> None:
+    (first, _), (last, layers) = run_ranks(2, _count_linear_calls)
     assert (first, last) == (0, 2 * layers), "stage 1 splits the last two micro-batches of six"

@@ -6,11 +6,13 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine
 
 
-def _resized(rank: int) -> tuple[int, ...]:
+def _resize_micro_batch(rank: int) -> tuple[int, ...]:
     toy = Toy("chain")
     engine = make_engine(toy, 2)
-    engine.set_train_micro_batch_size(toy.rows + 2)
-    engine.train_batch(iter([toy.batch(i, wide_rows=toy.rows + 2) for i in range(toy.micro_batches)]))
+    engine.set_train_micro_batch_size(toy.micro_batch_size + 2)
+    engine.train_batch(
+        iter([toy.make_batch(i, num_rows=toy.micro_batch_size + 2) for i in range(toy.num_micro_batches)])
+    )
     return (
         engine.micro_batch_size,
         engine.train_micro_batch_size_per_gpu(),
@@ -19,5 +21,5 @@ def _resized(rank: int) -> tuple[int, ...]:
     )
 
 
-def test_another_micro_batch_size_is_told_in_every_place() -> None:
-    assert run_ranks(2, _resized) == [(5, 5, 20, 4)] * 2
+def test_changed_micro_batch_size_is_reported_by_all_accessors() -> None:
+    assert run_ranks(2, _resize_micro_batch) == [(5, 5, 20, 4)] * 2

@@ -9,100 +9,100 @@ import pytest
 import torch
 
 import tds
-from tds.deepspeed.module import layer_numbers
-from tds.engine.auto_schedule import best, trials
+from tds.deepspeed.module import layer_indices
+from tds.engine.auto_schedule import fastest_schedule, trial_schedules
 from tds.partition import PartitionError
 from tds.pipe import LayerSpec, PipelineModule
 from tds.schedule import Costs, Placement, V, schedule_named, write_schedule
 from tests.helpers.harness import run_ranks
-from tests.helpers.orders import all_stages
-from tests.helpers.toys import Dense, Toy, check_equal, make_engine, run_toys, train
+from tests.helpers.orders import actions_by_stage
+from tests.helpers.toys import Dense, Toy, check_equal, make_engine, run_toys, train_batch
 
-IN_A_V = {"chunks": 2, "placement": "v"}
-TRIED = trials(("zb-v", "dualpipev"), Placement(2, 2, V))
+V_OPTIONS = {"chunks": 2, "placement": "v"}
+TRIALS = trial_schedules(("zb-v", "dualpipev"), Placement(2, 2, V))
 
 
-def _engine(rank: int, toy: Toy) -> Any:
+def _describe_and_train(rank: int, toy: Toy) -> Any:
     """Return what the engine is, its loss in an evaluation, and what it has trained."""
     engine = make_engine(toy, 2)
-    seen = (engine.is_first_stage(), engine.is_last_stage(), engine._reads_data(), engine._plan.name)
+    roles = (engine.is_first_stage(), engine.is_last_stage(), engine._reads_data(), engine._plan.name)
     owners = [engine.module.stage_owner(layer) for layer in range(7)]
-    batches = iter(toy.batches()) if engine.is_first_stage() else None
-    before = float(engine.eval_batch(batches, bcast_loss=True))
-    return seen, owners, before, train(engine, toy)[1]
+    batches = iter(toy.make_batches()) if engine.is_first_stage() else None
+    eval_loss = float(engine.eval_batch(batches, bcast_loss=True))
+    return roles, owners, eval_loss, train_batch(engine, toy)[1]
 
 
-def test_the_first_stage_reads_and_has_the_loss() -> None:
-    toy = Toy("chain", 7, micro_batches=3, options=IN_A_V)
-    (first, owners, loss, held), (second, _, other, others) = run_ranks(2, _engine, toy)
+def test_v_first_stage_reads_data_and_computes_loss() -> None:
+    toy = Toy("chain", 7, num_micro_batches=3, options=V_OPTIONS)
+    (first, owners, loss, gradients), (second, _, other_loss, other_gradients) = run_ranks(2, _describe_and_train, toy)
     assert first == (True, True, True, "zb-v") and second == (False, False, False, "zb-v")
     assert owners == [0, 1, 1, 1, 1, 0, 0] or owners[0] == owners[-1] == 0
-    assert loss == other and not held.keys() & others.keys()
+    assert loss == other_loss and not gradients.keys() & other_gradients.keys()
 
 
-def _auto(rank: int) -> tuple[list[str], str]:
-    engine = make_engine(Toy("chain", 7, micro_batches=4, options=IN_A_V, pipeline={"schedule": "auto"}), 2)
+def _train_with_auto(rank: int) -> tuple[list[str], str]:
+    engine = make_engine(Toy("chain", 7, num_micro_batches=4, options=V_OPTIONS, pipeline={"schedule": "auto"}), 2)
     names = []
-    for _ in range(len(TRIED) + 1):
-        engine.train_batch(iter(Toy("chain", 7, micro_batches=4).batches()) if rank == 0 else None)
+    for _ in range(len(TRIALS) + 1):
+        engine.train_batch(iter(Toy("chain", 7, num_micro_batches=4).make_batches()) if rank == 0 else None)
         names.append(engine._plan.name)
     return names, engine._monitor._auto.choice
 
 
-def test_auto_chooses_among_the_schedules_of_a_v() -> None:
-    (names, choice), (others, _) = run_ranks(2, _auto)
-    assert names == others and tuple(names[: len(TRIED) - 1]) == TRIED[:-1]
+def test_auto_tries_v_schedules() -> None:
+    (names, choice), (other_names, _) = run_ranks(2, _train_with_auto)
+    assert names == other_names and tuple(names[: len(TRIALS) - 1]) == TRIALS[:-1]
     assert names[-1] in ("zb-v", "dualpipev") and "stage 0 chunk 1: " in choice and "stage 1 chunk 1: " in choice
 
 
-def test_in_a_v_the_price_of_split_backwards_decides() -> None:
-    whole, even = Costs((1.0,) * 8, (2.0,) * 8, (0.0,) * 8), Costs.even(8)
-    assert best(whole, even, Placement(4, 2, V), 8)[0] == "zb-v"
-    assert best(whole, Costs.even(8, B=1.3, W=1.3), Placement(4, 2, V), 32)[0] == "dualpipev"
+def test_split_cost_decides_between_v_schedules() -> None:
+    full_costs, even_costs = Costs((1.0,) * 8, (2.0,) * 8, (0.0,) * 8), Costs.even(8)
+    assert fastest_schedule(full_costs, even_costs, Placement(4, 2, V), 8)[0] == "zb-v"
+    assert fastest_schedule(full_costs, Costs.even(8, B=1.3, W=1.3), Placement(4, 2, V), 32)[0] == "dualpipev"
 
 
-def test_the_order_of_a_file_equals_one_process(tmp_path: Path) -> None:
+def test_schedule_file_equals_one_process(tmp_path: Path) -> None:
     path = str(tmp_path / "order.csv")
-    write_schedule(path, all_stages(schedule_named("dualpipev", 2, V), 2, 4), Placement(2, 2, V))
-    toys = [Toy("many", 7, options=IN_A_V, dtype=torch.float32, pipeline={"schedule_file": path})]
-    check_equal(run_ranks(2, _trained, toys[0]), toys[0])
+    write_schedule(path, actions_by_stage(schedule_named("dualpipev", 2, V), 2, 4), Placement(2, 2, V))
+    toys = [Toy("many", 7, options=V_OPTIONS, dtype=torch.float32, pipeline={"schedule_file": path})]
+    check_equal(run_ranks(2, _train_with_file, toys[0]), toys[0])
 
 
-def _trained(rank: int, toy: Toy) -> Any:
+def _train_with_file(rank: int, toy: Toy) -> Any:
     engine = make_engine(toy, 2)
     assert engine._plan.name.endswith("order.csv")
-    return train(engine, toy)
+    return train_batch(engine, toy)
 
 
-def test_a_larger_group_of_micro_batches_equals_one_process() -> None:
+def test_larger_micro_batch_group_equals_one_process() -> None:
     pipeline = {"schedule": "interleaved", "micro_batch_group_size": 4}
-    toys = [Toy("chain", 7, micro_batches=7, options={"chunks": 2}, dtype=torch.float32, pipeline=pipeline)]
+    toys = [Toy("chain", 7, num_micro_batches=7, options={"chunks": 2}, dtype=torch.float32, pipeline=pipeline)]
     results = run_ranks(2, run_toys, toys, 2, {})
-    check_equal([each[0] for each in results], toys[0])
+    check_equal([result[0] for result in results], toys[0])
 
 
-def _refusals(rank: int, path: str) -> list[str]:
-    found = []
+def _collect_errors(rank: int, path: str) -> list[str]:
+    messages = []
     for options, pipeline in (
         ({"chunks": 2}, {"schedule": "zb-v"}),
-        (IN_A_V, {"schedule": "interleaved"}),
-        (IN_A_V, {"placement": "loop"}),
-        (IN_A_V, {"micro_batch_group_size": 4}),
+        (V_OPTIONS, {"schedule": "interleaved"}),
+        (V_OPTIONS, {"placement": "loop"}),
+        (V_OPTIONS, {"micro_batch_group_size": 4}),
         ({"chunks": 2}, {"micro_batch_group_size": 1}),
-        (IN_A_V, {"schedule": "zb-v", "schedule_file": path}),
+        (V_OPTIONS, {"schedule": "zb-v", "schedule_file": path}),
         ({"chunks": 1, "placement": "v"}, {}),
     ):
         with pytest.raises(ValueError) as caught:
             make_engine(Toy("chain", 7, options=options, pipeline=pipeline), 2)
-        found.append(str(caught.value))
+        messages.append(str(caught.value))
     with pytest.raises(PartitionError) as caught:
-        make_engine(Toy("chain", 3, options=IN_A_V), 2)
-    return [*found, str(caught.value)]
+        make_engine(Toy("chain", 3, options=V_OPTIONS), 2)
+    return [*messages, str(caught.value)]
 
 
-def test_what_does_not_go_with_a_v_is_refused(tmp_path: Path) -> None:
-    for messages in run_ranks(2, _refusals, str(tmp_path / "order.csv")):
-        for message, words in zip(
+def test_options_incompatible_with_v_are_rejected(tmp_path: Path) -> None:
+    for messages in run_ranks(2, _collect_errors, str(tmp_path / "order.csv")):
+        for message, fragment in zip(
             messages,
             (
                 "with the placement v, got 2 with the placement loop",
@@ -116,30 +116,36 @@ def test_what_does_not_go_with_a_v_is_refused(tmp_path: Path) -> None:
             ),
             strict=True,
         ):
-            assert words in message
+            assert fragment in message
 
 
-def _save_or_load(rank: int, folder: str, options: dict[str, Any], loads: bool) -> dict[int, Any]:
+def _save_or_load(rank: int, folder: str, options: dict[str, Any], is_loading: bool) -> dict[int, Any]:
     """Return the weights of each layer of this rank, by its number in the whole model."""
     tds.init_distributed("gloo", verbose=False)
-    torch.manual_seed(7 if loads else 3)
+    torch.manual_seed(7 if is_loading else 3)
     module = PipelineModule([LayerSpec(Dense, 10 + i, 6, torch.float64) for i in range(6)], num_stages=2,
                             loss_fn=torch.nn.functional.mse_loss, partition_method="uniform", **options)  # fmt: skip
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
     engine = tds.initialize(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), config=config)[0]
-    if loads:
+    if is_loading:
         for parameter in module.parameters():
             parameter.data.zero_()
         engine.load_checkpoint(folder, load_optimizer_states=False, load_module_only=True)
     else:
         engine.save_checkpoint(folder, tag="one")
-    held = zip(layer_numbers(module), module.forward_funcs, strict=True)
-    return {number: layer.inner.weight.detach().clone() for number, layer in held}
+    layers = zip(layer_indices(module), module.forward_funcs, strict=True)
+    return {layer_idx: layer.inner.weight.detach().clone() for layer_idx, layer in layers}
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(IN_A_V, {}), ({"chunks": 2}, IN_A_V)])
-def test_a_checkpoint_has_no_placement(tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
-    one = {n: w for held in run_ranks(2, _save_or_load, str(tmp_path), saved, False) for n, w in held.items()}
-    two = {n: w for held in run_ranks(2, _save_or_load, str(tmp_path), loaded, True) for n, w in held.items()}
-    assert one.keys() == two.keys() == set(range(6))
-    assert all(torch.equal(one[n], two[n]) for n in one)
+@pytest.mark.parametrize(("save_options", "load_options"), [(V_OPTIONS, {}), ({"chunks": 2}, V_OPTIONS)])
+def test_checkpoint_is_independent_of_placement(
+    tmp_path: Path, save_options: dict[str, Any], load_options: dict[str, Any]
+) -> None:
+    saved_weights = {
+        n: w for weights in run_ranks(2, _save_or_load, str(tmp_path), save_options, False) for n, w in weights.items()
+    }
+    loaded_weights = {
+        n: w for weights in run_ranks(2, _save_or_load, str(tmp_path), load_options, True) for n, w in weights.items()
+    }
+    assert saved_weights.keys() == loaded_weights.keys() == set(range(6))
+    assert all(torch.equal(saved_weights[n], loaded_weights[n]) for n in saved_weights)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tds.p2p.boundary import Boundary, BoundaryError, declared_boundary, records_of, set_list
-from tds.p2p.boundary_layers import Place, input_place, layer_name, output_place
+from tds.p2p.boundary_layers import BoundarySide, input_side, layer_name, output_side
 from tds.p2p.structure import LIST, SINGLE, TUPLE, Structure, flatten
 from tds.p2p.tensor_meta import TensorMeta, check_received, check_same, describe
 from tds.schedule import Placement
@@ -18,17 +18,17 @@ from tds.schedule import Placement
 ISSUE_DTYPES = (
     torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
-PLACE = Place(3, "output", "layer 7 (Dense)")
+LOCATION = BoundarySide(3, "output", "layer 7 (Dense)")
 HIDDEN = torch.zeros(4, 1, 8, requires_grad=True)
 MASK = torch.zeros(4, dtype=torch.bool)
 DECLARED = (Boundary("hidden"), Boundary("mask", "bool"))
 
 
-def _describe(tensors: Any, records: Any, structure: Structure = TUPLE, **flags: Any) -> tuple[TensorMeta, ...]:
-    return describe(tensors, structure, records, PLACE, **{"is_training": True, **flags})
+def _describe(tensors: Any, records: Any, structure: Structure = TUPLE, **kwargs: Any) -> tuple[TensorMeta, ...]:
+    return describe(tensors, structure, records, LOCATION, **{"is_training": True, **kwargs})
 
 
-def test_three_lists_become_records() -> None:
+def test_deepspeed_lists_become_boundary_records() -> None:
     module = SimpleNamespace(
         _input_grad=[True, False], _input_type=["float", torch.int32], _input_pipe_partitioned=[True, False]
     )
@@ -45,15 +45,19 @@ def test_three_lists_become_records() -> None:
     ]
 
 
-def test_records_may_differ_from_boundary_to_boundary() -> None:
+def test_boundary_records_may_differ_per_boundary() -> None:
     module = SimpleNamespace(boundary={0: [Boundary("hidden")], 2: list(DECLARED)})
     declared = declared_boundary(module)
-    assert [records_of(declared, piece) for piece in range(3)] == [(Boundary("hidden"),), None, DECLARED]
+    assert [records_of(declared, virtual_stage) for virtual_stage in range(3)] == [
+        (Boundary("hidden"),),
+        None,
+        DECLARED,
+    ]
     assert records_of(declared_boundary(SimpleNamespace(boundary=DECLARED)), 5) == DECLARED
 
 
 @pytest.mark.parametrize(
-    ("lists", "words"),
+    ("lists", "message"),
     [
         ({"_input_grad": [True], "_input_type": ["float", "bool"]}, "equal lengths"),
         ({"_input_grad": [True], "_input_type": ["bool"]}, r"only float tensors have gradients.*_input_grad\[0\]"),
@@ -64,12 +68,12 @@ def test_records_may_differ_from_boundary_to_boundary() -> None:
         ({"boundary": ["float"]}, r"boundary\[0\] must be a Boundary, got 'float'"),
     ],
 )
-def test_declarations_that_disagree_are_refused(lists: dict, words: str) -> None:
-    with pytest.raises(BoundaryError, match=words):
+def test_inconsistent_declarations_are_rejected(lists: dict, message: str) -> None:
+    with pytest.raises(BoundaryError, match=message):
         declared_boundary(SimpleNamespace(**lists))
 
 
-def test_lists_set_one_after_another_need_not_agree_in_between() -> None:
+def test_set_list_allows_temporary_disagreement() -> None:
     module = SimpleNamespace(_input_grad=[True])
     set_list(module, "_input_grad", (True, False))
     set_list(module, "_input_type", ["float", torch.bool])
@@ -80,7 +84,7 @@ def test_lists_set_one_after_another_need_not_agree_in_between() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "words"),
+    ("name", "values", "message"),
     [
         ("_input_gard", [True], "are _input_grad, _input_type, _input_pipe_partitioned, got '_input_gard'"),
         ("_input_grad", ["float"], "_input_grad.0. must be True or False, got 'float'"),
@@ -88,13 +92,13 @@ def test_lists_set_one_after_another_need_not_agree_in_between() -> None:
         ("_input_pipe_partitioned", True, "must be a list with one entry for each tensor, got True"),
     ],
 )
-def test_lists_that_hold_something_else_are_refused(name: str, values: Any, words: str) -> None:
-    with pytest.raises(BoundaryError, match=words):
+def test_invalid_list_entries_are_rejected(name: str, values: Any, message: str) -> None:
+    with pytest.raises(BoundaryError, match=message):
         set_list(SimpleNamespace(), name, values)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "words"),
+    ("tensors", "message"),
     [
         ((HIDDEN,), r"stage 3 \(layer 7 \(Dense\)\) must return the 2 declared tensors.*got 1"),
         ((HIDDEN, MASK.float()), r"stage 3 output 1 \('mask', of layer 7 \(Dense\)\): declared bool, got float32\[4\]"),
@@ -105,28 +109,28 @@ def test_lists_that_hold_something_else_are_refused(name: str, values: Any, word
         ((HIDDEN, MASK, MASK), "got 3"),
     ],
 )
-def test_an_output_that_is_not_as_declared_is_refused(tensors: tuple, words: str) -> None:
-    with pytest.raises(BoundaryError, match=words):
+def test_output_not_matching_declaration_is_rejected(tensors: tuple, message: str) -> None:
+    with pytest.raises(BoundaryError, match=message):
         _describe(tensors, DECLARED)
 
 
 @pytest.mark.parametrize(("declared", "got"), itertools.permutations(ISSUE_DTYPES, 2))
-def test_each_dtype_is_told_from_each_other(declared: torch.dtype, got: torch.dtype) -> None:
+def test_all_dtype_mismatches_are_detected(declared: torch.dtype, got: torch.dtype) -> None:
     """Against the declaration, against the first micro-batch, and against the receiver's own declaration."""
     record = Boundary("x", declared, needs_grad=False)
     names = f"{str(declared)[6:]}.*got {str(got)[6:]}"
     with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \('x', of layer 7 \(Dense\)\): declared {names}"):
         _describe((torch.zeros(2, 3, dtype=got),), (record,))
-    first, now = (TensorMeta(dtype, (2, 3), False, False) for dtype in (declared, got))
+    first, current = (TensorMeta(dtype, (2, 3), False, False) for dtype in (declared, got))
     with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \(of layer 7.*was {names}\[2, 3\] at micro-batch 5"):
-        check_same((now,), (first,), (SINGLE, SINGLE), PLACE, micro_batch=5)
+        check_same((current,), (first,), (SINGLE, SINGLE), LOCATION, micro_batch=5)
     with pytest.raises(
         BoundaryError, match=f"declared on this rank as x {str(declared)[6:]} .*announces {str(got)[6:]}"
     ):
-        check_received((now,), (record,), Place(1, "input"), is_training=True)
+        check_received((current,), (record,), BoundarySide(1, "input"), is_training=True)
 
 
-def test_a_dict_must_have_the_declared_names_in_order() -> None:
+def test_dict_requires_declared_names_in_order() -> None:
     records = (Boundary("hidden"), Boundary("mask", "bool"))
     assert len(_describe((HIDDEN, MASK), records, Structure(dict, ("hidden", "mask")))) == 2
     swapped = (Boundary("mask"), Boundary("hidden"))
@@ -134,7 +138,7 @@ def test_a_dict_must_have_the_declared_names_in_order() -> None:
         _describe((HIDDEN, HIDDEN), swapped, Structure(dict, ("hidden", "mask")))
 
 
-def test_a_gradient_that_would_be_lost_is_refused_unless_recompute_marks_all() -> None:
+def test_lost_gradient_is_rejected_unless_recompute_marks_all() -> None:
     declared = (Boundary("factor", "float", needs_grad=False),)
     with pytest.raises(BoundaryError, match="'factor'.*declared without a gradient.*would be lost"):
         _describe((HIDDEN,), declared)
@@ -142,7 +146,7 @@ def test_a_gradient_that_would_be_lost_is_refused_unless_recompute_marks_all() -
     assert not spec.needs_grad
 
 
-def test_a_float_declared_int_without_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_float_declared_as_int_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     declared = (Boundary("weights", "int", needs_grad=False),)
     for size in (2, 3):
         (spec,) = _describe((torch.zeros(size, 3),), declared)
@@ -151,7 +155,7 @@ def test_a_float_declared_int_without_gradient_is_warned_of_once(caplog: pytest.
 
 
 @pytest.mark.parametrize(
-    ("now", "structures", "words"),
+    ("current", "structures", "message"),
     [
         (
             [TensorMeta(torch.float32, (8, 2), True, False)],
@@ -163,32 +167,32 @@ def test_a_float_declared_int_without_gradient_is_warned_of_once(caplog: pytest.
         ([TensorMeta(torch.float32, (2, 8), True, False)], (LIST, TUPLE), "as tuple before, got 1 as list"),
     ],
 )
-def test_a_change_within_a_call_names_both_forms(now: list, structures: Any, words: str) -> None:
+def test_structure_change_within_call_names_both_structures(current: list, structures: Any, message: str) -> None:
     first = (TensorMeta(torch.float32, (2, 8), True, False),)
-    with pytest.raises(BoundaryError, match=f"stage 3.*layer 7.*{words}"):
-        check_same(tuple(now), first, structures, PLACE, micro_batch=2)
+    with pytest.raises(BoundaryError, match=f"stage 3.*layer 7.*{message}"):
+        check_same(tuple(current), first, structures, LOCATION, micro_batch=2)
 
 
-def test_a_header_that_disagrees_with_the_receivers_declaration_is_refused() -> None:
-    place = Place(1, "input", "layer 2 (Dense)")
+def test_header_not_matching_receiver_declaration_is_rejected() -> None:
+    location = BoundarySide(1, "input", "layer 2 (Dense)")
     spec = TensorMeta(torch.float32, (2, 8), True, False)
-    for record, words in (
+    for record, message in (
         (
             Boundary("h", partitioned=True),
             "partitioned=True; the sender announces float32.2, 8. with gradient=True, partitioned=False",
         ),
         (Boundary("h", needs_grad=False), "gradient=False"),
     ):
-        with pytest.raises(BoundaryError, match=rf"stage 1 input 0 \('h', of layer 2 \(Dense\)\).*{words}"):
-            check_received((spec,), (record,), place, is_training=True)
+        with pytest.raises(BoundaryError, match=rf"stage 1 input 0 \('h', of layer 2 \(Dense\)\).*{message}"):
+            check_received((spec,), (record,), location, is_training=True)
     with pytest.raises(
         BoundaryError, match="stage 1 .layer 2 .Dense.. expects the 2 declared tensors, but the sender announces 1"
     ):
-        check_received((spec,), DECLARED, place, is_training=True)
+        check_received((spec,), DECLARED, location, is_training=True)
 
 
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("output", "message"),
     [
         (None, "must return a tensor or a plain tuple, list or dict of tensors, got NoneType"),
         ((MASK, None), r"got NoneType at \[1\] of the tuple"),
@@ -197,24 +201,24 @@ def test_a_header_that_disagrees_with_the_receivers_declaration_is_refused() -> 
         (torch.return_types.max((MASK, MASK)), "got max"),
     ],
 )
-def test_what_is_no_structure_of_tensors_is_refused(output: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+def test_invalid_output_structures_are_rejected(output: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         flatten(output)
 
 
 @pytest.mark.parametrize("output", [MASK, (), (MASK,), [HIDDEN, MASK], [], {}, {"b": MASK, "a": HIDDEN}])
-def test_a_structure_is_rebuilt_as_it_was(output: Any) -> None:
+def test_structure_roundtrip_preserves_output(output: Any) -> None:
     tensors, structure = flatten(output)
-    again = structure.rebuild(list(tensors))
-    assert type(again) is type(output)
+    rebuilt = structure.rebuild(list(tensors))
+    assert type(rebuilt) is type(output)
     if isinstance(output, torch.Tensor):
-        assert again is output
+        assert rebuilt is output
         return
-    assert list(again) == list(output) or not isinstance(output, dict)
-    assert all(a is b for a, b in zip(flatten(again)[0], tensors, strict=True))
+    assert list(rebuilt) == list(output) or not isinstance(output, dict)
+    assert all(a is b for a, b in zip(flatten(rebuilt)[0], tensors, strict=True))
 
 
-def test_layers_are_named_by_class_and_index() -> None:
+def test_layer_names_contain_class_and_index() -> None:
     layers = [SimpleNamespace(typename=torch.nn.Linear), torch.nn.ReLU(), torch.flatten, torch.nn.Tanh()]
     module = SimpleNamespace(parts=[0, 2, 3, 4], _layer_specs=layers)
     assert [layer_name(module, i) for i in range(4)] == [
@@ -224,8 +228,8 @@ def test_layers_are_named_by_class_and_index() -> None:
         "layer 3 (Tanh)",
     ]
     assert (
-        output_place(module, 0, 0, Placement(3)).layer == "layer 1 (ReLU)"
-        and input_place(module, 0, 1, Placement(3)).layer[6:7] == "2"
+        output_side(module, 0, 0, Placement(3)).layer == "layer 1 (ReLU)"
+        and input_side(module, 0, 1, Placement(3)).layer[6:7] == "2"
     )
-    assert str(output_place(module, 1, 0, Placement(2, 2))) == "stage 0 chunk 1 (layer 3 (Tanh))"
-    assert output_place(None, 0, 1, Placement(2)).tensor(0) == "stage 1 output 0"
+    assert str(output_side(module, 1, 0, Placement(2, 2))) == "stage 0 chunk 1 (layer 3 (Tanh))"
+    assert output_side(None, 0, 1, Placement(2)).describe_tensor(0) == "stage 1 output 0"

@@ -19,60 +19,68 @@ import torch
 import torch.distributed as dist
 
 from tds.p2p import process_groups
-from tds.schedule import Kind, Placement, V
+from tds.schedule import MessageType, Placement, V
 from tests.helpers.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
-from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
-from tests.helpers.toys import Toy, check_equal, make_engine, train
+from tests.helpers.lines import (
+    check_equals_one_process,
+    make_communicator,
+    make_micro_batch,
+    order_chunk_by_chunk,
+    run_actions,
+)
+from tests.helpers.toys import Toy, check_equal, make_engine, train_batch
 
-ALONE_S = 1.5
+PEER_TIMEOUT_S = 1.5
 
 
-def _meet_first(operation: Any, met: set[Any]) -> Any:
+def _block_first_operation(operation: Any, opened_pairs: set[Any]) -> Any:
     """Let the first ``operation`` of each pair in each group wait for the other side, as NCCL does."""
 
     @functools.wraps(operation)
     def started(tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
-        own = dist.get_rank()
-        key = f"{group.group_name}/{min(own, other)}-{max(own, other)}"
-        if tag != int(Kind.HEADER) and key not in met:
-            met.add(key)
+        rank = dist.get_rank()
+        key = f"{group.group_name}/{min(rank, other)}-{max(rank, other)}"
+        if tag != int(MessageType.HEADER) and key not in opened_pairs:
+            opened_pairs.add(key)
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"{key}/{own}", "here")
-            store.wait([f"{key}/{other}"], timedelta(seconds=ALONE_S))
+            store.set(f"{key}/{rank}", "here")
+            store.wait([f"{key}/{other}"], timedelta(seconds=PEER_TIMEOUT_S))
         return operation(tensor, other, group=group, tag=tag)
 
     return started
 
 
-def _like_nccl(rank: int, toy: Toy, num_stages: int) -> Any:
-    process_groups.MATCHES_TAGS = ()
-    met: set[Any] = set()
+def _train_like_nccl(rank: int, toy: Toy, num_stages: int) -> Any:
+    process_groups.TAG_MATCHING_BACKENDS = ()
+    opened_pairs: set[Any] = set()
     for name in ("isend", "irecv", "send", "recv"):
-        setattr(dist, name, _meet_first(getattr(dist, name), met))
+        setattr(dist, name, _block_first_operation(getattr(dist, name), opened_pairs))
     engine = make_engine(toy, num_stages)
-    opened = len(met)
-    result = train(engine, toy)
-    assert len(met) == opened, "a message opened its channel, for which a host waits in the middle of a step"
+    num_opened = len(opened_pairs)
+    result = train_batch(engine, toy)
+    assert len(opened_pairs) == num_opened, (
+        "a message opened its channel, for which a host waits in the middle of a step"
+    )
     return result
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_stages"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (4, 4))), (4, 2)]
+    ("ranks", "num_stages"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2), (4, 4))), (4, 2)]
 )
-def test_channels_that_block_at_first_use_are_opened_before(ranks: int, num_stages: int) -> None:
+def test_blocking_channels_are_opened_before_training(ranks: int, num_stages: int) -> None:
     toy = Toy("many")
-    check_equal(run_ranks(ranks, _like_nccl, toy, num_stages), toy, ranks // num_stages, tolerance=1e-12)
+    check_equal(run_ranks(ranks, _train_like_nccl, toy, num_stages), toy, ranks // num_stages, tolerance=1e-12)
 
 
-class _InOrder:
+class _OrderedQueue:
     """One communicator of NCCL: runs what is started on it in order, each message only when the one before is there."""
 
     def __init__(self) -> None:
         self.todo: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def start(self, operation: Any) -> _Started:
-        started = _Started(threading.Event())
+    def start(self, operation: Any) -> _FakeWork:
+        started = _FakeWork(threading.Event())
         self.todo.put((operation, started))
         return started
 
@@ -84,98 +92,98 @@ class _InOrder:
 
 
 @dataclass
-class _Started:
+class _FakeWork:
     done: threading.Event
 
     def wait(self, timeout: Any = None) -> None:
-        if not self.done.wait(ALONE_S):
+        if not self.done.wait(PEER_TIMEOUT_S):
             raise RuntimeError("stands still")
 
 
-def _run_in_order(one_group_for_a_pair: bool) -> None:
+def _run_in_order(has_shared_queue: bool) -> None:
     """Let each group, or each pair with all its groups, run its messages in the order in which they are started."""
-    queues: dict[Any, _InOrder] = {}
+    queues: dict[Any, _OrderedQueue] = {}
     operations = {"isend": dist.isend, "irecv": dist.irecv}
 
     def start(name: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
-        if tag == int(Kind.HEADER):
+        if tag == int(MessageType.HEADER):
             return operations[name](tensor, other, group=group, tag=tag)
-        key = other if one_group_for_a_pair else group.group_name
-        run = queues.setdefault(key, _InOrder())
-        return run.start(lambda: operations[name](tensor, other, group=group, tag=tag).wait())
+        key = other if has_shared_queue else group.group_name
+        ordered_queue = queues.setdefault(key, _OrderedQueue())
+        return ordered_queue.start(lambda: operations[name](tensor, other, group=group, tag=tag).wait())
 
     for name in operations:
         setattr(dist, name, functools.wraps(operations[name])(functools.partial(start, name)))
 
 
-def _ring(rank: int, num_chunks: int, inputs: list[torch.Tensor], stand_in: str) -> Any:
-    process_groups.MATCHES_TAGS = ()
-    met: set[Any] = set()
-    if stand_in == "meet first":
+def _drive_ring(rank: int, num_chunks: int, inputs: list[torch.Tensor], fake_nccl: str) -> Any:
+    process_groups.TAG_MATCHING_BACKENDS = ()
+    opened_pairs: set[Any] = set()
+    if fake_nccl == "meet first":
         for name in ("isend", "irecv", "send", "recv"):
-            setattr(dist, name, _meet_first(getattr(dist, name), met))
-    exchange = make_exchange(num_chunks)
-    if stand_in != "meet first":
-        _run_in_order(stand_in == "one queue for a pair")
-    return drive(exchange, chunk_by_chunk(len(inputs), num_chunks), inputs)
+            setattr(dist, name, _block_first_operation(getattr(dist, name), opened_pairs))
+    communicator = make_communicator(num_chunks)
+    if fake_nccl != "meet first":
+        _run_in_order(fake_nccl == "one queue for a pair")
+    return run_actions(communicator, order_chunk_by_chunk(len(inputs), num_chunks), inputs)
 
 
-@pytest.mark.parametrize("stand_in", ["meet first", "one queue for a route"])
+@pytest.mark.parametrize("fake_nccl", ["meet first", "one queue for a route"])
 @pytest.mark.parametrize(
-    ("num_stages", "num_chunks"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (3, 2))), (2, 3)]
+    ("num_stages", "num_chunks"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2), (3, 2))), (2, 3)]
 )
-def test_a_ring_of_chunks_runs_on_communicators_that_block(num_stages: int, num_chunks: int, stand_in: str) -> None:
-    inputs = [micro_batch(i) for i in range(3)]
-    check(run_ranks(num_stages, _ring, num_chunks, inputs, stand_in), inputs, num_chunks)
+def test_chunk_ring_runs_on_blocking_communicators(num_stages: int, num_chunks: int, fake_nccl: str) -> None:
+    inputs = [make_micro_batch(i) for i in range(3)]
+    check_equals_one_process(run_ranks(num_stages, _drive_ring, num_chunks, inputs, fake_nccl), inputs, num_chunks)
 
 
-def test_with_one_communicator_for_a_pair_a_ring_would_stand_still() -> None:
-    codes, _, reports = fork_ranks(2, _ring, 2, [micro_batch(i) for i in range(3)], "one queue for a pair")
+def test_chunk_ring_deadlocks_with_one_communicator_per_pair() -> None:
+    codes, _, reports = fork_ranks(2, _drive_ring, 2, [make_micro_batch(i) for i in range(3)], "one queue for a pair")
     assert 1 in codes and "stands still" in "".join(reports)
 
 
-def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
-    process_groups.MATCHES_TAGS = ()
+def _read_timeouts(rank: int, limit_s: float | None) -> set[timedelta]:
+    process_groups.TAG_MATCHING_BACKENDS = ()
     grid = make_engine(Toy("chain"), 2).grid
     limit = None if limit_s is None else timedelta(seconds=limit_s)
     groups, _ = process_groups.message_groups(grid, torch.device("cpu"), Placement(grid.pipe_parallel_size), limit)
     device = torch.device("cpu")
-    between_devices = [group for route, group in groups.items() if route[0] is not Kind.HEADER]
+    between_devices = [group for route, group in groups.items() if route[0] is not MessageType.HEADER]
     return {group._get_backend(device).options._timeout for group in between_devices}
 
 
 @pytest.mark.parametrize("limit_s", [None, 7.0])
-def test_groups_of_messages_wait_as_long_as_they_are_told(limit_s: float | None) -> None:
-    for limits in run_ranks(2, _limits, limit_s):
-        assert limits == {timedelta(seconds=limit_s or GROUP_TIMEOUT_S)}
+def test_message_groups_have_requested_timeout(limit_s: float | None) -> None:
+    for timeouts in run_ranks(2, _read_timeouts, limit_s):
+        assert timeouts == {timedelta(seconds=limit_s or GROUP_TIMEOUT_S)}
 
 
-def _groups(rank: int, num_chunks: int) -> dict[Any, tuple[list[int], str]]:
-    process_groups.MATCHES_TAGS = ()
-    groups = make_exchange(num_chunks).links.groups
+def _read_groups(rank: int, num_chunks: int) -> dict[Any, tuple[list[int], str]]:
+    process_groups.TAG_MATCHING_BACKENDS = ()
+    groups = make_communicator(num_chunks).links.groups
     return {route: (dist.get_process_group_ranks(group), group.group_name) for route, group in groups.items()}
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (3, 1), (2, 2), (3, 2)])
-def test_each_route_has_a_group_of_its_own_so_that_no_send_waits_behind_a_receive(
-    num_stages: int, num_chunks: int
-) -> None:
-    found = run_ranks(num_stages, _groups, num_chunks)
+def test_every_route_has_separate_group(num_stages: int, num_chunks: int) -> None:
+    stage_groups = run_ranks(num_stages, _read_groups, num_chunks)
     names: dict[Any, str] = {}
-    for stage, groups in enumerate(found):
+    for stage, groups in enumerate(stage_groups):
         for route, (ranks, name) in groups.items():
-            kind, source, destination = route
+            message_type, source, destination = route
             assert stage in (source, destination) and (destination - source) % num_stages in (1, num_stages - 1)
-            assert ranks == (list(range(num_stages)) if kind is Kind.HEADER else sorted([source, destination]))
+            assert ranks == (
+                list(range(num_stages)) if message_type is MessageType.HEADER else sorted([source, destination])
+            )
             assert names.setdefault(route, name) == name, "both ends must mean the same group"
-    between_devices = [name for route, name in names.items() if route[0] is not Kind.HEADER]
+    between_devices = [name for route, name in names.items() if route[0] is not MessageType.HEADER]
     pairs = num_stages if num_chunks > 1 else num_stages - 1
     assert len(set(between_devices)) == len(between_devices) == 2 * pairs
     assert set(names) == set(process_groups.routes(Placement(num_stages, num_chunks)))
 
 
 @dataclass
-class _Recorded:
+class _RecordedCalls:
     """Stands in for torch: notes each call in which every rank of the world takes part."""
 
     splits: list[list[list[int]]]
@@ -184,11 +192,11 @@ class _Recorded:
     options: Any = None
 
 
-def _record(
+def _record_group_creation(
     monkeypatch: pytest.MonkeyPatch, rank: int, grid: Any, placement: Placement
-) -> tuple[_Recorded, dict[Any, Any]]:
+) -> tuple[_RecordedCalls, dict[Any, Any]]:
     """Return what ``rank`` of a world of NCCL calls to make the groups of its messages, and the groups."""
-    recorded = _Recorded([])
+    recorded = _RecordedCalls([])
 
     def split(ranks: list[list[int]], device: Any, backend: str, options: Any, timeout: Any) -> Any:
         recorded.splits.append(ranks)
@@ -215,7 +223,7 @@ def _record(
 
 
 @pytest.mark.parametrize(
-    ("placement", "splits"),
+    ("placement", "num_splits"),
     [
         (Placement(8), 4),
         (Placement(8, 2), 4),
@@ -226,8 +234,8 @@ def _record(
         (Placement(2, 2, V), 4),
     ],
 )
-def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
-    placement: Placement, splits: int, monkeypatch: pytest.MonkeyPatch
+def test_few_world_splits_create_all_message_groups(
+    placement: Placement, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_stages, tensor_ranks, replicas = placement.num_stages, 8, 8
     width = tensor_ranks * replicas
@@ -235,36 +243,38 @@ def test_a_few_splits_of_the_world_make_the_groups_of_all_pipelines(
     grid = SimpleNamespace(
         pipe_parallel_size=num_stages, pipe_groups=pipelines, get_pipe_parallel_group=lambda: "pipe group"
     )
-    first: _Recorded | None = None
+    first: _RecordedCalls | None = None
     for rank in (0, 100, num_stages * width - 1):
-        recorded, groups = _record(monkeypatch, rank, grid, placement)
-        assert (len(recorded.splits), recorded.new_groups, recorded.opened) == (splits, 1, 1)
+        recorded, groups = _record_group_creation(monkeypatch, rank, grid, placement)
+        assert (len(recorded.splits), recorded.new_groups, recorded.opened) == (num_splits, 1, 1)
         assert recorded.options == (6, timedelta(seconds=5) + process_groups.NCCL_GRACE)
         first = first or recorded
         assert recorded.splits == first.splits, "all ranks split alike"
         pipeline = next(ranks for ranks in pipelines if rank in ranks)
-        for (kind, source, destination), group in groups.items():
+        for (message_type, source, destination), group in groups.items():
             ends = tuple(sorted((pipeline[source], pipeline[destination])))
-            assert group == ("headers" if kind is Kind.HEADER else ends) and (kind is Kind.HEADER or rank in ends)
-        own = [route for route in process_groups.routes(placement) if grid.get_stage_id() in route[1:]]
-        assert set(groups) == set(own)
+            assert group == ("headers" if message_type is MessageType.HEADER else ends) and (
+                message_type is MessageType.HEADER or rank in ends
+            )
+        local_routes = [route for route in process_groups.routes(placement) if grid.get_stage_id() in route[1:]]
+        assert set(groups) == set(local_routes)
     for pairs in recorded.splits:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(set(ranks)) == len(ranks), "the pairs of one split are disjoint"
 
 
-def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
+def test_gloo_is_rejected_for_gpu_pipeline() -> None:
     with pytest.raises(ValueError, match="a pipeline on GPUs needs nccl.*got the backend gloo with 2 stages"):
-        process_groups.refuse_host_backend("gloo", 2, torch.device("cuda", 0))
-    process_groups.refuse_host_backend("gloo", 1, torch.device("cuda", 0))
-    process_groups.refuse_host_backend("nccl", 2, torch.device("cuda", 0))
+        process_groups.check_backend("gloo", 2, torch.device("cuda", 0))
+    process_groups.check_backend("gloo", 1, torch.device("cuda", 0))
+    process_groups.check_backend("nccl", 2, torch.device("cuda", 0))
 
 
-def test_launches_that_block_are_refused_for_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocking_launches_are_rejected_for_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    process_groups.refuse_blocking_launches(1)
+    process_groups.check_blocking_launches(1)
     with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING must not be set for a pipeline.*got '1' with 2 stages"):
-        process_groups.refuse_blocking_launches(2)
-    for harmless in ("0", ""):
-        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", harmless)
-        process_groups.refuse_blocking_launches(2)
+        process_groups.check_blocking_launches(2)
+    for value in ("0", ""):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+        process_groups.check_blocking_launches(2)

@@ -21,73 +21,75 @@ from tests.helpers.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.helpers.toys import Toy, make_engine
 
 TIMEOUT_S = 2.0
-SLEEPER = 1
+SLEEPING_RANK = 1
 
 
-def _world(rank: int, size: int, place: str) -> None:
-    store = dist.FileStore(f"{place}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+def _init_world(rank: int, world_size: int, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S))
 
 
-def _sleep_until_the_others_gave_up(size: int, place: str) -> None:
+def _sleep_until_others_time_out(world_size: int, folder: str) -> None:
     end = time.monotonic() + 5 * TIMEOUT_S
-    while len(list(Path(place).glob("gave-up-*"))) < size - 1 and time.monotonic() < end:
+    while len(list(Path(folder).glob("gave-up-*"))) < world_size - 1 and time.monotonic() < end:
         time.sleep(0.05)
     raise InterruptedError
 
 
-def _hang(rank: int, size: int, place: str, toy: Toy, at_loss: bool) -> Any:
-    _world(rank, size, place)
-    engine = make_engine(toy, size)
-    began = time.monotonic()
-    if rank == SLEEPER:
-        engine.on_loss = lambda _: _sleep_until_the_others_gave_up(size, place)
+def _hang(rank: int, world_size: int, folder: str, toy: Toy, at_loss: bool) -> Any:
+    _init_world(rank, world_size, folder)
+    engine = make_engine(toy, world_size)
+    start = time.monotonic()
+    if rank == SLEEPING_RANK:
+        engine.on_loss = lambda _: _sleep_until_others_time_out(world_size, folder)
         if not at_loss:
-            engine.on_micro_batch = lambda index: _sleep_until_the_others_gave_up(size, place) if index == 2 else None
+            engine.on_micro_batch = lambda index: (
+                _sleep_until_others_time_out(world_size, folder) if index == 2 else None
+            )
     try:
-        engine.train_batch(iter(toy.batches()))
+        engine.train_batch(iter(toy.make_batches()))
     except InterruptedError:
         return None
     except RuntimeError as error:
-        waited = time.monotonic() - began
-        Path(f"{place}/gave-up-{rank}").touch()
-        return waited, str(error)
+        waited_s = time.monotonic() - start
+        Path(f"{folder}/gave-up-{rank}").touch()
+        return waited_s, str(error)
     return "trained"
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "at_loss", "words"),
+    ("world_size", "model", "at_loss", "expected"),
     [(3, "chain", False, "of micro-batch"), (2, "tied", True, "computing the norm of the gradients")],
 )
-def test_the_others_give_up_when_a_stage_sleeps(
-    size: int, kind: str, at_loss: bool, words: str, tmp_path: Path
+def test_ranks_time_out_when_a_stage_sleeps(
+    world_size: int, model: str, at_loss: bool, expected: str, tmp_path: Path
 ) -> None:
-    toy = Toy(kind, pipeline={"use_reentrant": False})
-    results = run_ranks(size, _hang, size, str(tmp_path), toy, at_loss, init=False, deadline_s=30)
+    toy = Toy(model, pipeline={"use_reentrant": False})
+    results = run_ranks(world_size, _hang, world_size, str(tmp_path), toy, at_loss, init=False, deadline_s=30)
     for rank, result in enumerate(results):
-        if rank != SLEEPER:
-            waited, message = result
-            assert words in message, message
-            assert waited < TIMEOUT_S + 3, (rank, waited)
+        if rank != SLEEPING_RANK:
+            waited_s, message = result
+            assert expected in message, message
+            assert waited_s < TIMEOUT_S + 3, (rank, waited_s)
 
 
-def _timeouts(rank: int) -> list[Any]:
+def _collect_timeouts(rank: int) -> list[Any]:
     tds.init_distributed("gloo", verbose=False)
     results = []
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-    for make in (deepspeed.PipelineModule, PipelineModule):
+    for module_class in (deepspeed.PipelineModule, PipelineModule):
         toy = Toy("tied")
-        module = make(toy.specs(), topology=topology, loss_fn=toy.loss_fn, partition_method="uniform")
-        if make is deepspeed.PipelineModule:
+        module = module_class(toy.layer_specs(), topology=topology, loss_fn=toy.loss_fn, partition_method="uniform")
+        if module_class is deepspeed.PipelineModule:
             make_engine(toy, 2, module=module)
         groups = list(groups_of(module))
         results.append((len(groups), {g._get_backend(torch.device("cpu")).options._timeout for g in groups}))
     return [default_timeout(), *results]
 
 
-def test_every_group_of_a_pipeline_has_the_timeout_of_the_default_group() -> None:
-    wanted = timedelta(seconds=GROUP_TIMEOUT_S)
-    for default, *made in run_ranks(4, _timeouts):
-        assert default == wanted
-        for number, timeouts in made:
-            assert number >= len(GRID_GROUPS) + 2 and timeouts == {wanted}
+def test_all_pipeline_groups_have_default_timeout() -> None:
+    expected = timedelta(seconds=GROUP_TIMEOUT_S)
+    for default, *results in run_ranks(4, _collect_timeouts):
+        assert default == expected
+        for num_groups, timeouts in results:
+            assert num_groups >= len(GRID_GROUPS) + 2 and timeouts == {expected}

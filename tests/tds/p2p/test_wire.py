@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tds.p2p.boundary import BoundaryError
-from tds.p2p.boundary_layers import Place
+from tds.p2p.boundary_layers import BoundarySide
 from tds.p2p.message_header import DTYPES, MAX_KEY_BYTES, decode_header, encode_header
-from tds.p2p.packed_layout import PackedLayout, Slice
+from tds.p2p.packed_layout import PackedLayout, TensorGroup
 from tds.p2p.structure import LIST, SINGLE, TUPLE, Structure
 from tds.p2p.tensor_meta import TensorMeta
 
-PLACE = Place(0, "output", "layer 2 (Dense)")
+LOCATION = BoundarySide(0, "output", "layer 2 (Dense)")
 SPEC = st.builds(
     TensorMeta, st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4).map(tuple), st.booleans(),
     st.booleans(),
@@ -41,36 +41,36 @@ def _values(spec: TensorMeta, seed: int, is_contiguous: bool = True) -> torch.Te
     return values if is_contiguous else values.permute(tuple(range(len(shape)))[::-1])
 
 
-class _Ranks(PackedLayout):
+class _LocalTensorGroup(PackedLayout):
     """One rank's layout of a tensor group that lives in this process: gathers from the messages of all."""
 
     messages: list[torch.Tensor]
 
-    def _gather(self, piece: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        start = piece.storage_offset() - self.messages[self.cut.rank].storage_offset()
-        return torch.cat([message[start : start + piece.numel()] for message in self.messages])[:num_bytes]
+    def _gather(self, shard: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        start = shard.storage_offset() - self.messages[self.tensor_group.rank].storage_offset()
+        return torch.cat([message[start : start + shard.numel()] for message in self.messages])[:num_bytes]
 
 
 @settings(max_examples=40, deadline=None)
 @given(_messages(), st.integers(1, 5), st.integers(0, 9), st.booleans())
-def test_header_and_message_come_back_as_they_were(
+def test_header_and_message_roundtrip(
     message: tuple[list[TensorMeta], Structure], group_size: int, seed: int, is_contiguous: bool
 ) -> None:
     """Whatever the structure, dtypes and shapes, cut over the tensor group or not."""
     specs, structure = message
-    assert decode_header(encode_header(specs, structure, PLACE)) == (tuple(specs), structure)
+    assert decode_header(encode_header(specs, structure, LOCATION)) == (tuple(specs), structure)
     tensors = [_values(spec, seed + i, is_contiguous) for i, spec in enumerate(specs)]
-    layouts = [_Ranks(specs, Slice(rank, group_size)) for rank in range(group_size)]
+    layouts = [_LocalTensorGroup(specs, TensorGroup(rank, group_size)) for rank in range(group_size)]
     messages = [layout.pack(tensors) for layout in layouts]
     for layout in layouts:
         layout.messages = messages
-        assert messages[layout.cut.rank].numel() == layout.num_bytes
-        for sent, spec, got in zip(tensors, specs, layout.unpack(messages[layout.cut.rank]), strict=True):
+        assert messages[layout.tensor_group.rank].numel() == layout.num_bytes
+        for sent, spec, got in zip(tensors, specs, layout.unpack(messages[layout.tensor_group.rank]), strict=True):
             assert got.dtype is sent.dtype is spec.dtype and got.shape == sent.shape and torch.equal(got, sent)
 
 
-def test_bytes_that_are_no_header_are_rejected() -> None:
-    header = encode_header([TensorMeta(torch.float32, (2, 3), True, False)], SINGLE, PLACE)
+def test_invalid_header_bytes_are_rejected() -> None:
+    header = encode_header([TensorMeta(torch.float32, (2, 3), True, False)], SINGLE, LOCATION)
     header[0] += 1
     with pytest.raises(
         RuntimeError, match="expected a header of tds, got 0x746474: the stages run different schedules"
@@ -79,16 +79,16 @@ def test_bytes_that_are_no_header_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("shape", [(32,), (3, 5), (), (7,)])
-def test_a_single_tensor_is_not_copied(shape: tuple[int, ...]) -> None:
+def test_single_tensor_is_packed_without_copy(shape: tuple[int, ...]) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
         tensor = torch.ones(shape, dtype=dtype)
-        message = PackedLayout([TensorMeta(dtype, shape, False, False)], Slice()).pack([tensor])
+        message = PackedLayout([TensorMeta(dtype, shape, False, False)], TensorGroup()).pack([tensor])
         assert message.data_ptr() == tensor.data_ptr() and message.numel() == tensor.numel() * tensor.element_size()
 
 
-def test_received_tensors_are_views_that_do_not_share_versions() -> None:
+def test_received_views_have_separate_version_counters() -> None:
     specs = [TensorMeta(torch.float32, (4,), True, False), TensorMeta(torch.bool, (4,), False, False)]
-    layout = PackedLayout(specs, Slice())
+    layout = PackedLayout(specs, TensorGroup())
     message = layout.pack([torch.ones(4), torch.ones(4, dtype=torch.bool)])
     hidden, mask = layout.unpack(message)
     assert hidden.data_ptr() == message.data_ptr()
@@ -98,16 +98,16 @@ def test_received_tensors_are_views_that_do_not_share_versions() -> None:
     assert torch.equal(hidden.grad, torch.full((4,), 2.0))
 
 
-def test_lazily_conjugated_tensors_travel_as_their_values() -> None:
+def test_lazily_conjugated_tensors_are_resolved() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    layout = PackedLayout([TensorMeta(tensor.dtype, (2,), False, False)], Slice())
+    layout = PackedLayout([TensorMeta(tensor.dtype, (2,), False, False)], TensorGroup())
     assert torch.equal(layout.unpack(layout.pack([tensor]))[0], tensor)
-    layout = PackedLayout([TensorMeta(torch.float32, (2,), False, False)], Slice())
+    layout = PackedLayout([TensorMeta(torch.float32, (2,), False, False)], TensorGroup())
     assert torch.equal(layout.unpack(layout.pack([tensor.imag]))[0], torch.tensor([-2.0, 4.0]))
 
 
 @pytest.mark.parametrize(
-    ("specs", "structure", "words"),
+    ("specs", "structure", "message"),
     [
         ([TensorMeta(torch.bool, (), False, False)] * 33, TUPLE, "at most 32 tensors.*got 33 from stage 0 .layer 2"),
         (
@@ -123,6 +123,6 @@ def test_lazily_conjugated_tensors_travel_as_their_values() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_into_a_header_is_refused(specs: list[TensorMeta], structure: Structure, words: str) -> None:
-    with pytest.raises(BoundaryError, match=words):
-        encode_header(specs, structure, PLACE)
+def test_oversized_headers_are_rejected(specs: list[TensorMeta], structure: Structure, message: str) -> None:
+    with pytest.raises(BoundaryError, match=message):
+        encode_header(specs, structure, LOCATION)

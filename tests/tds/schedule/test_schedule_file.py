@@ -21,55 +21,70 @@ from tds.schedule import (
     read_schedule,
     write_schedule,
 )
-from tds.schedule.simulate import IN_A_V, IN_FILE, bubble, in_flight, order_named, placement_for, splits
-from tests.helpers.orders import SMALL, all_stages, small_cases, stages_of
-from tests.tds.schedule.test_v_schedules import stages_in_a_v
+from tds.schedule.simulate import (
+    FILE_PREFIX,
+    V_SCHEDULES,
+    bubble,
+    has_split_backwards,
+    in_flight,
+    order_named,
+    placement_for,
+)
+from tests.helpers.orders import SMALL, actions_by_stage, schedule_by_stage, small_pipelines
+from tests.tds.schedule.test_v_schedules import v_stages
 
-BY_HAND = "0F0,,0B0\n1F0, 1I0 ,1W0\n"
+EXAMPLE = "0F0,,0B0\n1F0, 1I0 ,1W0\n"
 
 
-def written(folder: Path, text: str, name: str = "order.csv") -> str:
+def write_file(folder: Path, text: str, name: str = "order.csv") -> str:
     (folder / name).write_text(text)
     return str(folder / name)
 
 
-def test_a_file_of_torchs_form_is_an_order(tmp_path: Path) -> None:
-    found = read_schedule(written(tmp_path, BY_HAND))
-    assert found(2, 1, 0) == [Forward(0), Backward(0)]
-    assert found(2, 1, 1) == [Forward(0), BackwardInput(0), BackwardWeight(0)]
-    assert (found.placement, found.num_micro_batches, found.peaks, found.splits) == (Placement(2), 1, [1, 1], True)
+def test_torch_csv_is_read_as_schedule(tmp_path: Path) -> None:
+    schedule = read_schedule(write_file(tmp_path, EXAMPLE))
+    assert schedule(2, 1, 0) == [Forward(0), Backward(0)]
+    assert schedule(2, 1, 1) == [Forward(0), BackwardInput(0), BackwardWeight(0)]
+    assert (schedule.placement, schedule.num_micro_batches, schedule.peaks, schedule.has_split_backwards) == (
+        Placement(2),
+        1,
+        [1, 1],
+        True,
+    )
 
 
-def test_a_pair_of_torchs_is_its_two_actions_in_turn(tmp_path: Path) -> None:
+def test_overlap_pair_is_read_as_two_actions(tmp_path: Path) -> None:
     """As ``torch.distributed.pipelining.schedules.ScheduleDualPipeV`` writes them."""
-    turns = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    pairs = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"
-    theirs = _Action.from_str("(0F1;0B0)OVERLAP_F_B")
-    assert theirs is not None and theirs.sub_actions is not None
-    assert [str(each) for each in theirs.sub_actions] == ["0F1", "0B0"]
-    own, found = (read_schedule(written(tmp_path, text, f"{len(text)}.csv")) for text in (turns, pairs))
-    assert all_stages(found, 2, 2) == all_stages(own, 2, 2)
+    separate = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    paired = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"
+    action = _Action.from_str("(0F1;0B0)OVERLAP_F_B")
+    assert action is not None and action.sub_actions is not None
+    assert [str(sub_action) for sub_action in action.sub_actions] == ["0F1", "0B0"]
+    separate_schedule, paired_schedule = (
+        read_schedule(write_file(tmp_path, text, f"{len(text)}.csv")) for text in (separate, paired)
+    )
+    assert actions_by_stage(paired_schedule, 2, 2) == actions_by_stage(separate_schedule, 2, 2)
 
 
-def test_what_is_written_is_read_back_and_torch_reads_each_cell(tmp_path: Path) -> None:
-    cases = [(stages_of(name, p, m, c), Placement(p, c)) for name, p, m, c in small_cases()[100::97]]
-    cases += [(stages_in_a_v(name, p, 5), Placement(p, 2, V)) for name in IN_A_V for p in (2, 3)]
-    for number, (stages, placement) in enumerate(cases):
-        path = str(tmp_path / f"{number}.csv")
+def test_written_schedule_is_read_back_by_tds_and_torch(tmp_path: Path) -> None:
+    cases = [(schedule_by_stage(name, p, m, c), Placement(p, c)) for name, p, m, c in small_pipelines()[100::97]]
+    cases += [(v_stages(name, p, 5), Placement(p, 2, V)) for name in V_SCHEDULES for p in (2, 3)]
+    for idx, (stages, placement) in enumerate(cases):
+        path = str(tmp_path / f"{idx}.csv")
         write_schedule(path, stages, placement)
-        found = read_schedule(path)
-        assert all_stages(found, placement.num_stages, found.num_micro_batches) == stages
-        assert found.placement == placement or placement.num_stages == 1
+        schedule = read_schedule(path)
+        assert actions_by_stage(schedule, placement.num_stages, schedule.num_micro_batches) == stages
+        assert schedule.placement == placement or placement.num_stages == 1
         for stage, line in enumerate(Path(path).read_text().splitlines()):
             for cell, action in zip(line.split(","), stages[stage], strict=True):
-                theirs = _Action.from_str(cell)
-                assert theirs is not None and str(theirs) == cell
-                own = placement.piece(stage, action.chunk), action.micro_batch
-                assert (theirs.stage_index, theirs.microbatch_index) == own
+                torch_action = _Action.from_str(cell)
+                assert torch_action is not None and str(torch_action) == cell
+                expected = placement.virtual_stage(stage, action.chunk), action.micro_batch
+                assert (torch_action.stage_index, torch_action.microbatch_index) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("0F0,0B0\n1F0,1X0\n", r"line 2: a cell must consist of .* such as 0F0, got '1X0'"),
         ("0F0,0SEND_F0,0B0\n", "got '0SEND_F0'. Use the compute-only format"),
@@ -87,30 +102,33 @@ def test_what_is_written_is_read_back_and_torch_reads_each_cell(tmp_path: Path) 
         ),
     ],
 )
-def test_what_is_no_order_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
-        read_schedule(written(tmp_path, text))
+def test_invalid_schedule_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        read_schedule(write_file(tmp_path, text))
 
 
-def test_a_file_is_for_its_own_sizes(tmp_path: Path) -> None:
-    found = read_schedule(written(tmp_path, BY_HAND))
-    for sizes in ((3, 1, 0), (2, 4, 1)):
+def test_schedule_file_rejects_other_sizes(tmp_path: Path) -> None:
+    schedule = read_schedule(write_file(tmp_path, EXAMPLE))
+    for schedule_args in ((3, 1, 0), (2, 4, 1)):
         with pytest.raises(
-            ScheduleError, match=f"of 2 stages and 1 micro-batches, got {sizes[0]} stages and {sizes[1]} "
+            ScheduleError,
+            match=f"for 2 stages and 1 micro-batches, got {schedule_args[0]} stages and {schedule_args[1]} ",
         ):
-            found(*sizes)
+            schedule(*schedule_args)
     with pytest.raises(FileNotFoundError):
         read_schedule(str(tmp_path / "none.csv"))
 
 
 @SMALL
-@given(st.sampled_from(IN_A_V), st.integers(2, 4), st.integers(1, 6))
-def test_what_is_reckoned_of_a_file_is_what_is_reckoned_of_its_schedule(name: str, p: int, m: int) -> None:
+@given(st.sampled_from(V_SCHEDULES), st.integers(2, 4), st.integers(1, 6))
+def test_file_schedule_estimates_equal_named_schedule(name: str, p: int, m: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/order.csv"
-        write_schedule(path, stages_in_a_v(name, p, m), Placement(p, 2, V))
-        named = IN_FILE + path
-        assert [in_flight(p, m, named, 2, s) for s in range(p)] == [in_flight(p, m, name, 2, s) for s in range(p)]
-        assert bubble(p, m, named, 2) == pytest.approx(bubble(p, m, name, 2), abs=0.05)
-        assert placement_for(named) == V and order_named(named, 2)(p, m, 0) == stages_in_a_v(name, p, m)[0]
-        assert splits(named) == any(isinstance(a, BackwardInput) for own in stages_in_a_v(name, p, m) for a in own)
+        write_schedule(path, v_stages(name, p, m), Placement(p, 2, V))
+        file_name = FILE_PREFIX + path
+        assert [in_flight(p, m, file_name, 2, s) for s in range(p)] == [in_flight(p, m, name, 2, s) for s in range(p)]
+        assert bubble(p, m, file_name, 2) == pytest.approx(bubble(p, m, name, 2), abs=0.05)
+        assert placement_for(file_name) == V and order_named(file_name, 2)(p, m, 0) == v_stages(name, p, m)[0]
+        assert has_split_backwards(file_name) == any(
+            isinstance(a, BackwardInput) for actions in v_stages(name, p, m) for a in actions
+        )

@@ -17,7 +17,13 @@ from tds.schedule import (
 )
 from tds.schedule.limits import send_window
 from tests.helpers.harness import run_ranks
-from tests.helpers.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
+from tests.helpers.lines import (
+    check_equals_one_process,
+    make_communicator,
+    make_micro_batch,
+    order_chunk_by_chunk,
+    run_actions,
+)
 
 
 def _mixed(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
@@ -26,17 +32,17 @@ def _mixed(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
 
 
 def _two_chunks(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    return chunk_by_chunk(num_micro_batches, 2)
+    return order_chunk_by_chunk(num_micro_batches, 2)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 40), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
-def test_one_more_than_the_stages_is_enough_for_the_named_schedules(p: int, m: int, name: str) -> None:
+def test_named_schedules_need_stages_plus_one_sends(p: int, m: int, name: str) -> None:
     assert send_window(schedule_named(name), p, m) == min(p + 1, m)
     assert send_window(forward_only, p, m, 1, False) == min(p + 1, m)
 
 
-def test_a_schedule_that_would_stand_still_gets_a_larger_limit() -> None:
+def test_deadlocking_schedule_gets_larger_send_window() -> None:
     for order, chunks in ((_mixed, 1), (_two_chunks, 2)):
         stages = [order(2, 9, stage) for stage in range(2)]
         with pytest.raises(ScheduleError, match="wait for each other"):
@@ -47,14 +53,14 @@ def test_a_schedule_that_would_stand_still_gets_a_larger_limit() -> None:
 
 
 def _drive(rank: int, orders: list[list[Action]], num_chunks: int, window: int) -> object:
-    exchange = make_exchange(num_chunks, timeout_s=2.0)
-    exchange.window = window
-    return drive(exchange, orders[rank], [micro_batch(i) for i in range(9)])
+    communicator = make_communicator(num_chunks, timeout_s=2.0)
+    communicator.window = window
+    return run_actions(communicator, orders[rank], [make_micro_batch(i) for i in range(9)])
 
 
 @pytest.mark.parametrize(("order", "num_chunks"), [(_mixed, 1), (_two_chunks, 2)], ids=["mixed", "two chunks"])
-def test_with_this_limit_it_runs_to_its_end(order: object, num_chunks: int) -> None:
+def test_schedule_completes_with_computed_send_window(order: object, num_chunks: int) -> None:
     window = send_window(order, 2, 9, num_chunks)  # type: ignore[arg-type]
     orders = [order(2, 9, stage) for stage in range(2)]  # type: ignore[operator]
-    inputs = [micro_batch(i) for i in range(9)]
-    check(run_ranks(2, _drive, orders, num_chunks, window), inputs, num_chunks)
+    inputs = [make_micro_batch(i) for i in range(9)]
+    check_equals_one_process(run_ranks(2, _drive, orders, num_chunks, window), inputs, num_chunks)

@@ -23,7 +23,7 @@ from tests.helpers.harness import run_ranks
 from tests.training.test_phases import SLACK_S, make_world
 
 
-class _Clock:
+class _FakeClock:
     """Time as a test sets it."""
 
     def __init__(self) -> None:
@@ -36,143 +36,149 @@ class _Clock:
 
 
 @pytest.fixture
-def dog(monkeypatch: pytest.MonkeyPatch) -> Any:
+def run_watchdog(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch whose threads do not run, with a clock of its own."""
-    clock, began = _Clock(), [0.0]
+    clock, operation_start = _FakeClock(), [0.0]
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog.threading.Thread, "start", lambda self: None)
-    monkeypatch.setattr(flight_recorder, "idle_s", lambda: clock.now - began[0])
-    dog: Any = watchdog.RunWatchdog(
+    monkeypatch.setattr(flight_recorder, "idle_s", lambda: clock.now - operation_start[0])
+    run_watchdog: Any = watchdog.RunWatchdog(
         Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {},
         is_busy=lambda: False, on_stuck=lambda *seen: None, warn=log.warning,
     )  # fmt: skip
 
-    def look(after_s: float) -> bool:
+    def advance(after_s: float) -> bool:
         """Look five times a second, until ``after_s`` have passed; return what was seen last."""
         is_late, end = False, clock.now + after_s
         while clock.now < end:
             clock.now += 0.2
-            is_late = dog._is_late()
+            is_late = run_watchdog._is_late()
         return is_late
 
-    dog.look, dog.clock, dog.began = look, clock, began
-    return dog
+    run_watchdog.look, run_watchdog.clock, run_watchdog.began = advance, clock, operation_start
+    return run_watchdog
 
 
-def test_a_rank_is_late_once_nothing_has_changed_for_the_limit(dog: Any) -> None:
-    assert not dog.look(9.5) and dog.look(1.5)
+def test_rank_is_late_after_limit_without_change(run_watchdog: Any) -> None:
+    assert not run_watchdog.look(9.5) and run_watchdog.look(1.5)
 
 
-@pytest.mark.parametrize("what", ["progress", "collective", "action", "operation"])
-def test_a_rank_that_gets_on_is_never_late(what: str, dog: Any) -> None:
-    exchange = SimpleNamespace(
-        action=None, waiting=None, waits=[], history=[], links=None, action_of_device=lambda: None
+@pytest.mark.parametrize("progress_type", ["progress", "collective", "action", "operation"])
+def test_progressing_rank_is_never_late(progress_type: str, run_watchdog: Any) -> None:
+    communicator = SimpleNamespace(
+        action=None, waiting=None, waits=[], history=[], links=None, device_action=lambda: None
     )
-    dog.exchange = exchange
-    for number in range(4):
-        assert not dog.look(8.0), number
-        if what == "progress":
-            dog.progress += 1
-        elif what == "action":
-            exchange.action = number
-        elif what == "operation":
-            dog.began[0] = dog.clock.now
+    run_watchdog.communicator = communicator
+    for step in range(4):
+        assert not run_watchdog.look(8.0), step
+        if progress_type == "progress":
+            run_watchdog.progress += 1
+        elif progress_type == "action":
+            communicator.action = step
+        elif progress_type == "operation":
+            run_watchdog.began[0] = run_watchdog.clock.now
         else:
             with collective_scope.collective_scope(0, "summing"):
                 pass
-    assert dog.look(12.0)
+    assert run_watchdog.look(12.0)
 
 
-@pytest.mark.parametrize(("named", "state"), [("rank 0", rank_status.LATE), ("rank 1", "")])
-def test_a_rank_that_the_others_waited_for_says_so_to_the_launcher(
-    named: str, state: str, dog: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("named_rank", "state"), [("rank 0", rank_status.LATE), ("rank 1", "")])
+def test_rank_named_in_verdict_reports_late_state(
+    named_rank: str, state: str, run_watchdog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_status, "_page", bytearray(rank_status.SIZE))
-    monkeypatch.setattr(timeouts.exit_guard, "leave", lambda *words: None)
-    found = f"{named} is missing: it has been saving for 9 s"
-    timeouts.leave_stuck(found, dog._report(), None, "rank 0", 10.0)
-    assert rank_status.own().state == state
+    monkeypatch.setattr(rank_status, "_buffer", bytearray(rank_status.BUFFER_BYTES))
+    monkeypatch.setattr(timeouts.exit_guard, "exit_with_error", lambda *words: None)
+    verdict = f"{named_rank} is missing: it has been saving for 9 s"
+    timeouts.exit_stuck(verdict, run_watchdog._report(), None, "rank 0", 10.0)
+    assert rank_status.current_status().state == state
 
 
-def test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that(dog: Any) -> None:
-    assert not dog.look(5.0)
-    dog.clock.now += 60.0
-    assert not dog.look(4.0) and dog.look(2.0)
+def test_stopped_process_is_not_late(run_watchdog: Any) -> None:
+    assert not run_watchdog.look(5.0)
+    run_watchdog.clock.now += 60.0
+    assert not run_watchdog.look(4.0) and run_watchdog.look(2.0)
 
 
 @pytest.mark.parametrize(("stopped_s", "is_reported"), [(60.0, True), (2.0, False)])
-def test_stacks_that_a_stop_of_the_whole_process_has_shown_are_explained(
-    stopped_s: float, is_reported: bool, dog: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_stack_dump_after_process_stop_is_explained(
+    stopped_s: float,
+    is_reported: bool,
+    run_watchdog: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     armed: list[float] = []
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda limit_s, file: armed.append(limit_s))
-    dog._arm()
-    dog.clock.now += stopped_s
-    dog._arm()
-    dog._arm()
+    run_watchdog._arm()
+    run_watchdog.clock.now += stopped_s
+    run_watchdog._arm()
+    run_watchdog._arm()
     message = "rank 0: the stacks above were written because no thread ran for 60 s: the process was stopped, "
     assert capfd.readouterr().err.count(message) == is_reported and armed == [10.0, 10.0]
 
 
-def test_a_limit_that_changes_holds_at_once(dog: Any) -> None:
-    dog.limit_s = 1000.0
-    assert not dog.look(500.0)
-    dog.limit_s = 10.0
-    assert dog.look(0.2)
+def test_changed_limit_takes_effect_immediately(run_watchdog: Any) -> None:
+    run_watchdog.limit_s = 1000.0
+    assert not run_watchdog.look(500.0)
+    run_watchdog.limit_s = 10.0
+    assert run_watchdog.look(0.2)
 
 
-def _record(rank: int) -> tuple[str, float, int, str | None]:
+def _record_operations(rank: int) -> tuple[str, float, int, str | None]:
     """Return the last operations, with those of a thread in the background left out."""
-    here = make_world(rank, 2)
-    apart = dist.new_group(backend="gloo")
-    all_reduce(torch.ones(2), here.grid.data)
+    world = make_world(rank, 2)
+    background_group = dist.new_group(backend="gloo")
+    all_reduce(torch.ones(2), world.grid.data)
     released = threading.Event()
 
     def in_background() -> None:
-        dist.all_reduce(torch.ones(7), group=apart)
+        dist.all_reduce(torch.ones(7), group=background_group)
         released.set()
-        held.wait(SLACK_S)
+        finished.wait(SLACK_S)
 
-    held = threading.Event()
+    finished = threading.Event()
     thread = threading.Thread(target=in_background)
     thread.start()
     released.wait(SLACK_S)
-    operations = flight_recorder.format_operations({here.grid.data.handle.group_name: "data"})
+    operations = flight_recorder.format_operations({world.grid.data.handle.group_name: "data"})
     for _ in range(30):
-        all_reduce(torch.ones(3), here.grid.data)
-    many = flight_recorder.format_operations({})
-    held.set()
+        all_reduce(torch.ones(3), world.grid.data)
+    repeated = flight_recorder.format_operations({})
+    finished.set()
     thread.join()
-    return operations, flight_recorder.idle_s(), many.count("all_reduce"), many
+    return operations, flight_recorder.idle_s(), repeated.count("all_reduce"), repeated
 
 
-def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() -> None:
-    for operations, idle_s, number, many in run_ranks(2, _record):
+def test_last_operations_are_main_thread_operations_with_groups() -> None:
+    for operations, idle_s, num_lines, repeated in run_ranks(2, _record_operations):
         assert operations.endswith("all_reduce float[2] (data)") and "float[7]" not in operations
         assert idle_s < SLACK_S
-        assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
+        assert num_lines == 1 and "20 x all_reduce float[3] (default_pg)" in str(repeated)
 
 
-def test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then(dog: Any) -> None:
+def test_answered_alarm_calls_on_stuck(run_watchdog: Any) -> None:
     calls: list[Any] = []
-    dog._on_stuck, dog._is_busy = (lambda *seen: calls.append(seen)), (lambda: True)
-    dog._answer(dog._alarms)
-    ((found, own, linger),) = calls
-    assert found.startswith("no rank is working") and own.is_waiting and linger == dog._alarms.linger
+    run_watchdog._on_stuck, run_watchdog._is_busy = (lambda *seen: calls.append(seen)), (lambda: True)
+    run_watchdog._answer(run_watchdog._alarms)
+    ((verdict, local_report, linger),) = calls
+    assert (
+        verdict.startswith("no rank is working") and local_report.is_waiting and linger == run_watchdog._alarms.linger
+    )
 
 
 @pytest.mark.parametrize("operation", [None, "all_reduce"])
-def test_a_rank_in_a_collective_says_that_it_waits(
-    operation: str | None, dog: Any, monkeypatch: pytest.MonkeyPatch
+def test_rank_in_collective_reports_waiting(
+    operation: str | None, run_watchdog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the one that waits for longest would be taken for the one that is stuck."""
     monkeypatch.setattr(thread_stack, "communication", lambda frame: operation)
-    own = dog._report()
-    assert own.is_waiting == (operation is not None) == ("waiting in all_reduce" in own.words)
-    assert own.words.startswith("has been saving for 0.0 s")
+    report = run_watchdog._report()
+    assert report.is_waiting == (operation is not None) == ("waiting in all_reduce" in report.words)
+    assert report.words.startswith("has been saving for 0.0 s")
 
 
-def test_a_thread_is_seen_where_it_waits_for_an_operation() -> None:
+def test_waiting_thread_reports_pending_operation() -> None:
     class Work:
         def wait(self) -> Any:
             return sys._getframe(1)
@@ -182,8 +188,8 @@ def test_a_thread_is_seen_where_it_waits_for_an_operation() -> None:
     assert thread_stack.communication(frame) is None, "the line above has been left"
     assert thread_stack.communication(_waiting_frame(work)) == "an operation that it has started"
     assert thread_stack.communication(None) is None and thread_stack.format_stack(None) == ""
-    assert thread_stack.format_place(frame).startswith(
-        "test_a_thread_is_seen_where_it_waits_for_an_operation (test_watch.py:"
+    assert thread_stack.format_location(frame).startswith(
+        "test_waiting_thread_reports_pending_operation (test_watch.py:"
     )
 
 

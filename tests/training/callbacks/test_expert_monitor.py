@@ -14,65 +14,69 @@ from megatron.config.stability import StabilityConfig
 from megatron.models.common.router import ExpertLoad, Router
 from megatron.training.callbacks import expert_monitor
 from megatron.training.callbacks.console import progress_line
-from megatron.training.callbacks.expert_monitor import ExpertMonitor, values_of
+from megatron.training.callbacks.expert_monitor import ExpertMonitor, load_metrics
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.trainer import Trainer
 from tests.helpers import runs
 
 E, K = 8, 2
-EXPERTS = f"--disable-bias-linear --num-experts {E} --moe-ffn-hidden-size 16 --moe-router-topk {K}"
+EXPERT_ARGS = f"--disable-bias-linear --num-experts {E} --moe-ffn-hidden-size 16 --moe-router-topk {K}"
 
 
-def load(*rows: list[int], dropped: list[int] | None = None) -> ExpertLoad:
+def make_load(*rows: list[int], dropped: list[int] | None = None) -> ExpertLoad:
     """Return the load of layers with these choices of experts."""
-    names = tuple(f"layers.{number}" for number in range(len(rows)))
+    names = tuple(f"layers.{layer_idx}" for layer_idx in range(len(rows)))
     return ExpertLoad(names, torch.tensor(rows), torch.tensor(dropped or [0] * len(rows)))
 
 
-def monitor(extra: str = "", window: int = 4) -> ExpertMonitor:
-    model = parse(f"--data-path none {EXPERTS} {extra}".split(), world_size=1).model
+def make_monitor(extra: str = "", window: int = 4) -> ExpertMonitor:
+    model = parse(f"--data-path none {EXPERT_ARGS} {extra}".split(), world_size=1).model
     return ExpertMonitor(model, StabilityConfig(stability_window=window))
 
 
-def test_values_are_those_that_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_match_documented_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[5, 1, 0, 9, 3, 2, 4, 8], [4] * E, [16, 16, *[0] * 6]]
-    found = values_of(load(*rows, dropped=[3, 0, 8]), drops=True)
+    values = load_metrics(make_load(*rows, dropped=[3, 0, 8]), has_capacity=True)
     for layer, row in enumerate(rows):
         name, total = f"layers.{layer}", sum(row)
         shares = [count / total for count in row if count]
-        assert found["moe_load_imbalance"][name] == max(row) / (total / E)
-        assert found["moe_entropy"][name] == pytest.approx(-sum(p * math.log(p, E) for p in shares), rel=1e-14)
-        assert found["moe_dropped"][name] == [3, 0, 8][layer] / total
-        assert found["moe_tokens_per_expert"][name] == row
-    assert found["moe_entropy"]["layers.1"] == 1.0
-    assert found["moe_entropy"]["layers.2"] == pytest.approx(math.log(K) / math.log(E))
-    assert found["moe_load_imbalance"]["layers.2"] == E / K
-    monkeypatch.setattr(expert_monitor, "MOST_NUMBERS", 3 * E - 1)
-    assert set(values_of(load(*rows), drops=False)) == {"moe_load_imbalance", "moe_entropy"}
+        assert values["moe_load_imbalance"][name] == max(row) / (total / E)
+        assert values["moe_entropy"][name] == pytest.approx(-sum(p * math.log(p, E) for p in shares), rel=1e-14)
+        assert values["moe_dropped"][name] == [3, 0, 8][layer] / total
+        assert values["moe_tokens_per_expert"][name] == row
+    assert values["moe_entropy"]["layers.1"] == 1.0
+    assert values["moe_entropy"]["layers.2"] == pytest.approx(math.log(K) / math.log(E))
+    assert values["moe_load_imbalance"]["layers.2"] == E / K
+    monkeypatch.setattr(expert_monitor, "MAX_TABLE_SIZE", 3 * E - 1)
+    assert set(load_metrics(make_load(*rows), has_capacity=False)) == {"moe_load_imbalance", "moe_entropy"}
 
 
 EVEN, UNEVEN = [4] * E, [16, 15, 1, *[0] * 5]
 
 
-def test_a_router_that_collapses_is_told_once_and_again_only_when_it_has_been_even_since() -> None:
+def test_router_collapse_is_reported_again_only_after_balanced_load() -> None:
     """Of two layers one collapses: the mean of the last four steps decides."""
-    found = monitor()
+    current = make_monitor()
     reported = []
     for step, row in enumerate([EVEN] * 4 + [UNEVEN] * 20 + [EVEN] * 9 + [UNEVEN] * 9, start=1):
-        reported += [(step, *found.collapsing(load(EVEN, row)))]
+        reported += [(step, *current.update_collapsed(make_load(EVEN, row)))]
         if step == 7:  # a run that goes on judges alike
-            found, before = monitor(), found
-            found.load_state_dict(before.state_dict())
-    assert [each for each in reported if each[1:]] == [(7, "layers.1"), (36, "layers.1")]
+            current, previous = make_monitor(), current
+            current.load_state_dict(previous.state_dict())
+    assert [report for report in reported if report[1:]] == [(7, "layers.1"), (36, "layers.1")]
 
 
-def test_a_router_that_is_collapsed_from_the_start_is_told_after_half_a_window() -> None:
-    found = monitor(window=6)
-    assert [len(found.collapsing(load(UNEVEN))) for _ in range(6)] == [0, 0, 1, 0, 0, 0]
-    recovering = monitor(window=6)
-    assert not any(recovering.collapsing(load(row)) for row in [UNEVEN] * 2 + [EVEN] * 6), "its mean alone is low"
-    of_all = monitor(f"--moe-router-topk {E}")
-    assert not any(of_all.collapsing(load([3] * E)) for _ in range(4)), "all experts are chosen at any time"
+def test_initially_collapsed_router_is_reported_after_half_window() -> None:
+    collapsed_monitor = make_monitor(window=6)
+    assert [len(collapsed_monitor.update_collapsed(make_load(UNEVEN))) for _ in range(6)] == [0, 0, 1, 0, 0, 0]
+    recovering_monitor = make_monitor(window=6)
+    assert not any(recovering_monitor.update_collapsed(make_load(row)) for row in [UNEVEN] * 2 + [EVEN] * 6), (
+        "its mean alone is low"
+    )
+    all_experts_monitor = make_monitor(f"--moe-router-topk {E}")
+    assert not any(all_experts_monitor.update_collapsed(make_load([3] * E)) for _ in range(4)), (
+        "all experts are chosen at any time"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,33 +90,33 @@ def test_a_router_that_is_collapsed_from_the_start_is_told_after_half_a_window()
         ),
     ],
 )
-def test_the_warning_names_layers_figures_and_a_way_out(extra: str, advice: str) -> None:
-    found, now = monitor(extra), load(EVEN, *[UNEVEN] * 5)
-    found.collapsing(now)
-    text = found._text(found.collapsing(now), now)
+def test_collapse_warning_names_layers_values_and_advice(extra: str, advice: str) -> None:
+    collapse_monitor, current_load = make_monitor(extra), make_load(EVEN, *[UNEVEN] * 5)
+    collapse_monitor.update_collapsed(current_load)
+    text = collapse_monitor._warning(collapse_monitor.update_collapsed(current_load), current_load)
     assert text == (
         "router collapse: layers.1, layers.2, layers.3 and 2 more: the mean entropy of layers.1 over 2 steps "
         f"corresponds to 2.2 of 8 experts; the most loaded expert now has 4.00 x the mean tokens. {advice}, or "
-        "lower --lr; docs/seeing.md#experts"
+        "lower --lr; docs/monitoring.md#experts"
     )
 
 
-def test_the_line_of_a_step_has_the_worst_layer() -> None:
+def test_progress_line_shows_worst_layer() -> None:
     values = {"loss": 1.0, "learning_rate": 1e-3, "grad_norm": 1.0, "loss_scale": 1.0, "tokens_per_s": 1.0, "step_s": 1}
     rates = {"mfu": None, "skipped": 0, "flops_per_s": 1.0, "data_wait": 0.0}
-    line = progress_line(1, 2, {**values, **rates, **values_of(load(EVEN, UNEVEN, EVEN), drops=False)})
+    line = progress_line(1, 2, {**values, **rates, **load_metrics(make_load(EVEN, UNEVEN, EVEN), has_capacity=False)})
     assert "| load imbalance 4.00 |" in line
     assert "imbalance" not in progress_line(1, 2, {**values, **rates})
 
 
 # Whole runs, whose routers a test forces to two experts behind the first step.
 
-RUN = (
-    f"{EXPERTS} --fp64 --num-layers 4 --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid --lr 1e-3 "
+RUN_ARGS = (
+    f"{EXPERT_ARGS} --fp64 --num-layers 4 --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid --lr 1e-3 "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-expert-capacity-factor 1 --train-iters 2 "
     "--eval-iters 0 --stability-window 4 --hidden-dropout 0 --attention-dropout 0 --gas 2 --batch-size 2"
 )
-NAMES = ("moe_load_imbalance", "moe_entropy", "moe_dropped", "moe_tokens_per_expert")
+METRIC_NAMES = ("moe_load_imbalance", "moe_entropy", "moe_dropped", "moe_tokens_per_expert")
 LAYERS = ["layers.1", "layers.2", "layers.3"]
 SLOW = pytest.mark.slow
 LAYOUTS: dict[str, tuple[int, str]] = {
@@ -125,7 +129,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 }
 
 
-def force(rank: int, trainer: Trainer) -> None:
+def force_two_experts(rank: int, trainer: Trainer) -> None:
     """Send all tokens of the second step to two experts."""
     if trainer.progress.step == 1:
         for router in trainer.engine.module.modules():
@@ -134,34 +138,40 @@ def force(rank: int, trainer: Trainer) -> None:
                 router.expert_bias.data[[2, 5]] = 9.0
 
 
-def records(corpus: Path, folder: Path, ranks: int = 1, extra: str = "") -> list[dict[str, Any]]:
+def train_and_read_records(corpus: Path, folder: Path, num_ranks: int = 1, extra: str = "") -> list[dict[str, Any]]:
     """Train, and return what each step's record says of experts."""
-    argv = runs.flags(corpus, folder, f"{RUN} {extra}")
-    assert runs.train_ranks(ranks, argv, runs.after_update(force))[0] == [0] * ranks
-    found = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
-    return [{name: record[name] for name in NAMES} for record in found]
+    argv = runs.make_flags(corpus, folder, f"{RUN_ARGS} {extra}")
+    assert runs.train_ranks(num_ranks, argv, runs.inject_after_update(force_two_experts))[0] == [0] * num_ranks
+    train_records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
+    return [{name: record[name] for name in METRIC_NAMES} for record in train_records]
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return records(corpus, tmp_path_factory.mktemp("whole") / "run")
+def reference_records(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train_and_read_records(corpus, tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.mark.parametrize(
     "layout", [name if name.startswith("pipe 2 x") else pytest.param(name, marks=SLOW) for name in LAYOUTS]
 )
-def test_every_layout_has_the_same_numbers_and_tells_the_same(
-    layout: str, whole: list[dict[str, Any]], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_all_layouts_record_same_values_and_warnings(
+    layout: str,
+    reference_records: list[dict[str, Any]],
+    corpus: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert records(corpus, tmp_path / "run", *LAYOUTS[layout]) == whole
-    choices, places = 4 * 32 * K, math.ceil(32 * K / E)
+    assert train_and_read_records(corpus, tmp_path / "run", *LAYOUTS[layout]) == reference_records
+    num_choices, capacity = 4 * 32 * K, math.ceil(32 * K / E)
     for name in LAYERS:
-        first, last = (record["moe_tokens_per_expert"][name] for record in whole)
-        assert sum(first) == choices and min(first) > 0
-        assert last == [0, 0, choices // 2, 0, 0, choices // 2, 0, 0]
-        assert whole[1]["moe_load_imbalance"][name] == E / K
-        assert whole[1]["moe_dropped"][name] == 1 - 4 * 2 * places / choices
-    assert [list(whole[0][name]) for name in NAMES] == [LAYERS] * 4
-    assert all(whole[0]["moe_entropy"][name] < 1 - 1e-3 for name in LAYERS), "so that the mean of both is low enough"
+        first, last = (record["moe_tokens_per_expert"][name] for record in reference_records)
+        assert sum(first) == num_choices and min(first) > 0
+        assert last == [0, 0, num_choices // 2, 0, 0, num_choices // 2, 0, 0]
+        assert reference_records[1]["moe_load_imbalance"][name] == E / K
+        assert reference_records[1]["moe_dropped"][name] == 1 - 4 * 2 * capacity / num_choices
+    assert [list(reference_records[0][name]) for name in METRIC_NAMES] == [LAYERS] * 4
+    assert all(reference_records[0]["moe_entropy"][name] < 1 - 1e-3 for name in LAYERS), (
+        "so that the mean of both is low enough"
+    )
     lines = [line for line in capfd.readouterr().out.splitlines() if "router collapse" in line]
     assert len(lines) == 1 and lines[0].startswith("step 2 | router collapse: layers.")

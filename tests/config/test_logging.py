@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,25 +12,25 @@ import pytest
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
 
-BASE = "--data-path none --num-layers 2 --hidden-size 32 --num-attention-heads 4 --train-iters 9 --dry-run"
+BASE_FLAGS = "--data-path none --num-layers 2 --hidden-size 32 --num-attention-heads 4 --train-iters 9 --dry-run"
 
 
-def read(extra: str) -> Config:
-    return parse(f"{BASE} {extra}".split(), world_size=1)
+def parse_line(extra: str) -> Config:
+    return parse(f"{BASE_FLAGS} {extra}".split(), world_size=1)
 
 
 @pytest.mark.parametrize("text, steps", [("5-7", [5, 6, 7]), ("9", [9]), ("1-1", [1])])
-def test_profiled_steps_are_counted_from_1_with_the_last(text: str, steps: list[int]) -> None:
-    assert list(read(f"--profile {text}").seeing.profiled()) == steps
-    assert not read("").seeing.profiled()
+def test_profile_steps_are_one_based_and_inclusive(text: str, steps: list[int]) -> None:
+    assert list(parse_line(f"--profile {text}").logging.profiled_steps()) == steps
+    assert not parse_line("").logging.profiled_steps()
 
 
-def test_names_of_megatron_set_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_names_set_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     for name in ("--wandb-name", "--wandb-exp-name"):
-        seeing = read(f"--wandb-project p {name} n --wandb-save-dir d --wandb-entity e").seeing
-        assert (seeing.wandb_project, seeing.wandb_exp_name) == ("p", "n")
-        assert (seeing.wandb_save_dir, seeing.wandb_entity) == ("d", "e")
+        logging_config = parse_line(f"--wandb-project p {name} n --wandb-save-dir d --wandb-entity e").logging
+        assert (logging_config.wandb_project, logging_config.wandb_exp_name) == ("p", "n")
+        assert (logging_config.wandb_save_dir, logging_config.wandb_entity) == ("d", "e")
 
 
 @pytest.mark.parametrize(
@@ -48,12 +50,12 @@ def test_names_of_megatron_set_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_what_cannot_act_is_refused(extra: str, message: str) -> None:
+def test_invalid_or_ineffective_flags_raise(extra: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(extra)
+        parse_line(extra)
 
 
-def test_wandb_that_is_not_installed_is_told_with_all_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_reported_with_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -61,6 +63,20 @@ def test_wandb_that_is_not_installed_is_told_with_all_other_problems(monkeypatch
         r"(?s)--wandb-project needs the package wandb.* pip install -e '\.\[wandb\]' or pip install wandb.*--profile"
     )
     with pytest.raises(ConfigError, match=message):
-        read("--wandb-project p --profile 99")
+        parse_line("--wandb-project p --profile 99")
     monkeypatch.setenv("RANK", "1")  # which does not import it
-    assert read("--wandb-project p").seeing.wandb_project == "p"
+    assert parse_line("--wandb-project p").logging.wandb_project == "p"
+
+
+def test_config_has_former_names_of_sections() -> None:
+    config = parse_line("--profile 5-7")
+    assert (config.seeing, config.own, config.given) == (config.logging, config.family_config, config.explicit_fields)
+
+
+def test_run_config_with_former_section_name_loads(tmp_path: Path) -> None:
+    saved = parse_line("--profile 5-7").to_dict()
+    saved["seeing"] = saved.pop("logging")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    config = parse(["--config", str(file)], world_size=1)
+    assert config.logging.profile == "5-7"
