@@ -6,7 +6,7 @@
 | all | ours-compiled | the same with ``--compile`` |
 | GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` with SDPA, no cache, dropout 0, in the plain loop |
 | GPT-2 | plain | ``PlainGPT``: a small script of ``torch.nn`` layers |
-| GPT-2 | plain-compiled | the same after ``torch.compile`` of the whole model and its loss |
+| GPT-2 | plain-compiled | the same after ``torch.compile`` of the full model and its loss |
 | T5 | hf | ``T5ForConditionalGeneration`` with its default SDPA, no cache, dropout 0, in the plain loop |
 | LLaMA | hf | ``LlamaForCausalLM`` with SDPA, no cache, in the plain loop |
 

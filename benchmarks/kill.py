@@ -7,7 +7,7 @@ Each run is ``pretrain_gpt2.py`` under the real launcher, forked from this proce
 a tiny GPT-2 with dropout and saves every one or two steps, synchronously or in the background. SIGKILL hits one rank,
 all ranks or the launcher while the run starts, loads, steps or saves; some kills are followed by a corrupted
 ``latest``. The launcher, or the next launcher with the same command, must then continue automatically. Otherwise the
-run is called bricked.
+run counts as bricked.
 
 Checks:
 
@@ -296,7 +296,7 @@ def read_losses(folder: Path) -> list[tuple[int, str, str]]:
 
 
 def find_problems(case: Case, starts: dict[StartKey, Start], undisturbed: Start) -> Iterator[str]:
-    """Yield the differences of the starts from the undisturbed run ``undisturbed``."""
+    """Yield the differences of the starts from the undisturbed run."""
     yield from _differing_steps(starts, undisturbed)
     yield from _wrong_resumes(case, starts)
     yield from _lost_samples(case, starts, undisturbed)

@@ -289,7 +289,7 @@ class Job:
         """Return True if the launcher has ended, and set ``code`` to its exit code.
 
         Raises:
-            Stuck: the deadline has passed; the launcher was killed.
+            JobTimeoutError: the deadline has passed; the launcher was killed.
         """
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

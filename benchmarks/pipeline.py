@@ -232,7 +232,7 @@ class Record:
 
 
 def fastest(case: Case, records: Mapping[str, Record], engine_type: str) -> Record | None:
-    """Return the record of this kind with the highest median speed."""
+    """Return the record with the highest median speed among the contenders of ``engine_type``."""
     candidates = [record for record in records.values() if record.contender.kind == engine_type]
     return max(candidates, key=lambda record: record.speed(case), default=None)
 

@@ -13,7 +13,7 @@ before and after each step, and each step time is scaled to the machine's speed 
 Memory is counted in a separate step: the bytes of live tensors before the step plus the peak that the step adds in
 torch's allocator (``benchmarks.step_profile``).
 
-Writes table.txt, plan.json and machine-N.json to DIR. ``recompute_rows`` recomputes the estimates from plan.json.
+table.txt, plan.json and machine-N.json are written to DIR. ``recompute_rows`` recomputes the estimates from plan.json.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare this checkout with another one: losses, checkpoints, files, texts, tests and speed must be the same.
 
-    git worktree add ../before before-house
+    git worktree add ../before COMMIT
     python benchmarks/same_program.py ../before
     python benchmarks/same_program.py ../before --only losses resume
     python benchmarks/same_program.py ../before --only words tests --reasons changed.txt
@@ -330,7 +330,7 @@ def resume(job: Job) -> None:
 
 
 def same_resumed(current: Path, uninterrupted: Path) -> ComparisonResult:
-    """Compare a run that was resumed after step STOP with one that was not interrupted."""
+    """Compare a run that was resumed after step RESUME_STEP with one that was not interrupted."""
     differences, summary = same_runs(current, uninterrupted, 0.0)
     if (first := min(read_metric(current, "loss"))) != RESUME_STEP + 1:
         differences.append(f"the resumed run must start at step {RESUME_STEP + 1}, got {first}")

@@ -210,7 +210,7 @@ def rates_in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[flo
 
 
 def ratio_quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """Return lower quartile, median and upper quartile of the ratio ours / theirs by round."""
+    """Return lower quartile, median and upper quartile of the ratio ours / other by round."""
     return quartiles([a / b for a, b in zip(ours, other, strict=True)])
 
 

@@ -51,7 +51,7 @@ class Adaptor:
 
     def __post_init__(self) -> None:
         if self.part not in PARTS:
-            raise ValueError(f"the part of adaptor {self.name} must be one of {', '.join(PARTS)}, got {self.part!r}")
+            raise ValueError(f"the package of adaptor {self.name} must be one of {', '.join(PARTS)}, got {self.part!r}")
 
     @property
     def switch(self) -> str:
@@ -94,7 +94,7 @@ class Applied:
         if overwritten:
             raise RuntimeError(
                 f"an adaptor can only restore attributes that it replaced last, got {', '.join(overwritten)} "
-                "replaced by other code. Revert that first"
+                "replaced by other code. Revert the other code's patch first"
             )
 
 
@@ -248,7 +248,9 @@ class Accelerator:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in (*BUILT_IN, "auto", "meta"):
-            raise ValueError(f"the name of a plug-in's device must be a new identifier, got {self.name!r}. Rename it")
+            raise ValueError(
+                f"the name of a plug-in's device must be an unused identifier, got {self.name!r}. Rename it"
+            )
         if unknown := sorted(set(self.hooks) - HOOKS):
             raise ValueError(
                 f"the hooks of device {self.name} must be functions of megatron.device, got {', '.join(unknown)}. "

@@ -1,8 +1,8 @@
 """All device calls of the project, so that one plug-in can add another accelerator.
 
 Devices are identified by their device type, as in ``--device`` and ``torch.device``. For every type but the CPU, calls
-are forwarded to ``torch.accelerator``, or to ``torch.get_device_module(kind)`` if ``torch.accelerator`` has no such
-call. A plug-in may override every function marked ``_by_plugin`` (``Accelerator.hooks``).
+are forwarded to ``torch.accelerator``, or to ``torch.get_device_module(device_type)`` if ``torch.accelerator`` has no
+such call. A plug-in may override every function marked ``_by_plugin`` (``Accelerator.hooks``).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class FileLock:
 
     The file and its folder are created if they are missing.
 
-    | kind | owner |
+    | lock_type | owner |
     |---|---|
     | lockf | this process only. The lock is lost if this process opens the file again and closes it |
     | flock | this process and the processes that it forks, until the last of them ends |
@@ -78,9 +78,9 @@ class FileLock:
             self._descriptor = None
 
     def _try_acquire(self) -> bytes | None:
-        """Acquire the lock, or return the holder's text.
+        """Try once to acquire the lock; return None, or the holder's text if another process holds it.
 
-        Returns None without the lock if the file has just been removed.
+        If the file has just been removed, the result is also None, but the lock is not acquired.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:

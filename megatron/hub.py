@@ -36,4 +36,4 @@ def load_problem(path: Path | str) -> str | None:
     """Return the error message for a --load that names a model instead of a local folder; None for other values."""
     if not is_name(path):
         return None
-    return f"--load must name a folder, got {path}, which is not one.{advice(path)}"
+    return f"--load must name a folder, got {path}, which is not a folder.{advice(path)}"

@@ -130,7 +130,7 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first
     """Add ``a @ b`` to ``out`` in place, or overwrite ``out`` with ``a @ b`` if ``is_first``.
 
     Shapes:
-        place [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]
+        out [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]
     """
     multiply_add: Any = torch.addmm if out.dim() == 2 else torch.baddbmm
     dtype_args = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}

@@ -47,7 +47,7 @@ def _cheapest_partition(
         ]
         for start in range(num_items)
     ]
-    suffix_prices = [[inf] * num_items + [0.0]]  # rests[k][i]: lowest total price of items i ... in k runs
+    suffix_prices = [[inf] * num_items + [0.0]]  # suffix_prices[k][i]: lowest total price of items i ... in k runs
     for _ in range(num_parts):
         suffix_prices.append([*[min(map(join, prices[i], suffix_prices[-1][i + 1 :])) for i in range(num_items)], inf])
     bounds = [0]

@@ -107,8 +107,8 @@ def test_deepspeed_variable_is_set_before_adaptors_run(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "cuda"}, "must be a new identifier, got 'cuda'"),
-        ({"name": "my device"}, "must be a new identifier, got 'my device'"),
+        ({"name": "cuda"}, "must be an unused identifier, got 'cuda'"),
+        ({"name": "my device"}, "must be an unused identifier, got 'my device'"),
         (
             {"hooks": {"synchronise": print}},
             "functions of megatron.device, got synchronise. Use backend,",

@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_load_problem_shows_download_command(name: str) -> None:
     text = hub.load_problem(name) or ""
     target = f"models/{name.partition('/')[2]}"
-    assert text.startswith(f"--load must name a folder, got {name}, which is not one")
+    assert text.startswith(f"--load must name a folder, got {name}, which is not a folder")
     assert f"`hf download {name} --local-dir {target}`" in text and text.endswith(f"use {target}")
     assert hub.advice(Path(name)) in text
 

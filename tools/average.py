@@ -3,7 +3,7 @@
     python tools/average.py runs/my-run --last 4 --output runs/mean
     python tools/average.py runs/my-run --steps 800 900 1000 --output runs/mean
     python tools/average.py runs/my-run --last 8 --ema 0.9 --output runs/ema
-    python tools/average.py runs/one runs/another --output runs/soup        the newest checkpoint of each run
+    python tools/average.py runs/one runs/another --output runs/soup        # the newest checkpoint of each run
 
 The checkpoints may have any layouts, and the result can be loaded in any layout: --load FOLDER --finetune,
 tools/generate.py, tools/convert_hf.py export. Sums are computed in fp64 and rounded once to the saved type of the

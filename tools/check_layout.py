@@ -55,7 +55,7 @@ FAMILY_FLAGS = {"gpt2": " --hidden-bias", "llama": " --num-query-groups 2"}
 """Family -> additional default flags."""
 DROPOUT_FLAG = "--layout-independent-dropout"
 NO_DROPOUT_FLAGS = "--attention-dropout 0 --hidden-dropout 0".split()
-"""Flags that are appended unless DROPPED is given."""
+"""Flags that are appended unless ``DROPOUT_FLAG`` is set."""
 LAYOUT_FLAGS = (
     "--pipeline-schedule",
     "--pipeline-chunks",

@@ -2,7 +2,7 @@
 
     python tools/convert_hf.py export --load runs/my-run --output my-model --dtype bf16 --verify
     python tools/convert_hf.py import --input gpt2 --output runs/from-gpt2 --verify
-    python pretrain_gpt2.py --load runs/from-gpt2 --finetune ...      with the flags that import prints
+    python pretrain_gpt2.py --load runs/from-gpt2 --finetune ...      # with the flags that import prints
 
 A leading `--to hf` or `--to checkpoint` means export or import. A run can also load a Hugging Face folder directly with
 --load: each rank then reads its own shards, and nothing is written.

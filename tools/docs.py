@@ -12,6 +12,7 @@
 | 1f1b.png, zb-h1.png, interleaved.png, zb-v.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
 
 This tool draws neither coord_check.png (see tools/coord_check.py) nor report.png.
+
 report.png (docs/monitoring.md) shows the output of tools/report.py for two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
 --train-iters 60 --log-interval 2 --eval-interval 20 --log-layer-norms``, called gpt2-cosine (pp_size=2 mp_size=1,
 --save-interval 20 --async-save --profile 5-6 --pipeline-trace) and gpt2-linear (pp_size=1 mp_size=2, --save-interval 30

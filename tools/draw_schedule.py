@@ -2,9 +2,9 @@
 
     python tools/draw_schedule.py --schedule zb-h1 --stages 8 --micro-batches 16
     python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micro-batches 8 --costs 1,1.1,0.9
-    python tools/draw_schedule.py --schedule zb-v --stages 4 --micro-batches 8 --csv order.csv    # and write it
-    python tools/draw_schedule.py --schedule-file order.csv                                       # or read it
-    python tools/draw_schedule.py --trace DIR          # what a run with "pipeline": {"trace": "DIR"} has left
+    python tools/draw_schedule.py --schedule zb-v --stages 4 --micro-batches 8 --csv order.csv    # write the order
+    python tools/draw_schedule.py --schedule-file order.csv                                       # read an order
+    python tools/draw_schedule.py --trace DIR          # the trace of a run with "pipeline": {"trace": "DIR"}
 
 All commands except the last simulate the schedule; they start no process and train nothing. The last one draws the
 measured step above a simulation with the measured times.

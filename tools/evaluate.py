@@ -3,9 +3,9 @@
     python tools/evaluate.py --load runs/my-run --texts data/story.txt news=news.jsonl wiki=data/wiki
     python tools/evaluate.py --load runs/my-run --tasks hellaswag,ceval-valid,cmmlu --num-fewshot 5
     python tools/evaluate.py --load runs/my-run --tasks my_task --include-path my_tasks --output results.json
-    python tools/evaluate.py --load runs/my-run --tasks hellaswag --model-parallel-size 2    starts 2 ranks
+    python tools/evaluate.py --load runs/my-run --tasks hellaswag --model-parallel-size 2    # starts 2 ranks
     python -m megatron.launch --nproc-per-node 4 tools/evaluate.py --model-parallel-size 2 --load runs/my-run \\
-        --tasks hellaswag                                                                    2 replicas
+        --tasks hellaswag                                                                    # 2 replicas
 
 --tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may have any layout, or be a Hugging
 Face folder, and the results are the same in every layout. Ranks beyond tensor x pipe form replicas that share the work.

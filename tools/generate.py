@@ -3,8 +3,8 @@
     python tools/generate.py --load runs/my-run --prompt "The tide" --prompt "At noon"
     python tools/generate.py --load runs/my-run --input prompts.txt --output answers.jsonl --json --top-p 0.9
     python tools/generate.py --load runs/my-t5 --prompt "The <extra_id_0> comes in twice a day."
-    python tools/generate.py --load runs/my-run                        asks for a line at a time
-    python tools/generate.py --load runs/my-sft --chat                 a conversation: each line is your turn
+    python tools/generate.py --load runs/my-run                        # reads prompts line by line
+    python tools/generate.py --load runs/my-sft --chat                 # a conversation: each line is your turn
     python tools/generate.py --load runs/my-sft --chat --system "Be brief." --prompt "What is a tide?"
     python -m megatron.launch --nproc-per-node 4 tools/generate.py --model-parallel-size 2 --pipe-parallel-size 2 \\
         --load runs/my-run --input prompts.txt

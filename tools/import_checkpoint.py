@@ -2,7 +2,7 @@
 
     python tools/import_checkpoint.py --input CPM-large --output runs/cpm1 --num-attention-heads 32
     python tools/import_checkpoint.py --input megatron/checkpoints --output runs/from-megatron
-    python pretrain_gpt2.py --load runs/cpm1 --finetune ...      with the flags that it prints
+    python pretrain_gpt2.py --load runs/cpm1 --finetune ...      # with the flags that it prints
 
 Supported files are iter_N/mp_rank_XX/model_optim_rng.pt (with a pipeline, too), mp_rank_XX_model_states.pt and
 DeepSpeed's layer_XX-model_YY-model_states.pt, saved by any number of tensor ranks and stages. Supported models are

@@ -190,7 +190,7 @@ def iterate_blocks(lengths: np.ndarray) -> Iterator[np.ndarray]:
 def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str:
     """Join token files, or a folder of parts, and return the counts as text.
 
-    The output is uploaded if ``output_prefix`` is in an object store; ``work_dir`` then holds the local files.
+    The output is uploaded if ``output_prefix`` is in an object store; ``work_dir`` then contains the local files.
     """
     if remote_input := next(filter(object_store.is_remote, inputs), None):
         raise DataError(

@@ -9,8 +9,7 @@
 
 The flags of the model and of the layout are the training flags (docs/flags.md). Layout flags on the command line are
 fixed, and the planner searches over the others. --fits evaluates the given layout and suggests changes if it does not
-fit. docs/planner.md
-describes the estimates and their errors.
+fit. docs/planner.md describes the estimates and their errors.
 """
 
 from __future__ import annotations

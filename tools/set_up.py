@@ -216,7 +216,7 @@ def torch_index() -> str:
     """Return the URL of the index from which TORCH_INDEX installs torch; "" for pip's own index.
 
     Raises:
-        SetUpError: TORCH_INDEX is neither the name of a PyTorch index nor a URL.
+        SetupError: TORCH_INDEX is neither the name of a PyTorch index nor a URL.
     """
     choice = os.environ.get("TORCH_INDEX", "").strip()
     if not choice or "://" in choice:

@@ -3,9 +3,9 @@
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
 --model is bpe (byte-level, a `tokenizers` JSON file), wordpiece (BERT's, cased, the same type of file) or unigram (a
-SentencePiece .model); all contain <|endoftext|>. The text is streamed. bpe and wordpiece keep its distinct words in
-memory, or a sample of them if they do not fit; unigram needs about 20 times the size of the text, so give
---sample-bytes for a large corpus. At the end a table shows how many tokens a text needs.
+SentencePiece .model); all contain <|endoftext|>. The text is streamed. bpe and wordpiece store the distinct words
+of the text in memory, or a sample of them if they do not fit. unigram needs about 20 times the size of the text, so set
+--sample-bytes for a large corpus. At the end, a table shows the number of tokens of held-out documents.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def describe_run(machine: Machine, commit: str = "") -> dict[str, Any]:
     """Return the facts that the results depend on.
 
     Args:
-        commit: commit of the code, in place of git's answer.
+        commit: commit of the code, used instead of the commit that git reports.
     """
     import torch
 

@@ -3,7 +3,7 @@
 | part | case | runs | on |
 |---|---|---|---|
 | tests | gpu: FILE | ``pytest -m gpu --all`` of every file that has such tests | the device |
-| tests | suite: FOLDER | folders of the ordinary suite | the CPU, by this machine's Python and torch |
+| tests | suite: FOLDER | folders of the ordinary suite | the CPU, with this machine's Python and torch |
 | layouts | one process twice, every layout over gloo | tools/check_layout.py | the device, which all ranks share |
 | layouts | nccl | every collective with one rank; tools/check_layout.py over all GPUs | the device |
 

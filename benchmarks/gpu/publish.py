@@ -31,11 +31,10 @@ PAGES = {
         "planner relative to the measurements.",
     ),
     "docs/zh/accelerators.md": (
-        "还没有：本仓库的每一个数字、每一项测试都来自 CPU。CUDA 与 NCCL 的代码已经写好，"
-        "但还没有在 GPU 上运行过。只要一条命令就能验证，\n"
-        "任何 16 GB 以上的 GPU 都可以：`bash benchmarks/gpu/run.sh`。",
-        "MFU 以同一次运行里的矩阵乘法为 1，因果注意力只计一半；`MFU (sheet)` 以厂商标称的峰值为 1。"
-        "`memory` 和 `planner` 是 `--dry-run` 和规划工具的估计与实测之比。",
+        "还没有结果：本仓库的全部数值和测试都来自 CPU。CUDA 与 NCCL 的代码已经写好，"
+        "但还没有在 GPU 上运行过。\n`bash benchmarks/gpu/run.sh` 可以在任何 16 GB 以上的 GPU 上验证。",
+        "MFU 相对于同一次运行测得的矩阵乘法速度，因果注意力只计一半；`MFU (sheet)` 相对于数据手册的峰值。"
+        "`memory` 和 `planner` 是 `--dry-run` 和规划器的估计与实测之比。",
     ),
 }
 """Page -> text that is shown if there are no results, and the explanation of the table of speeds."""

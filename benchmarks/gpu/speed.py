@@ -63,8 +63,8 @@ USABLE_FRACTION, ALLOCATOR_FACTOR = 0.94, 1.1
 ACTIVATION_FACTOR, LOGIT_BYTES, WEIGHT_BYTES = 2.5, 16, 18
 """Memory of the other contenders, which train under autocast.
 
-WRITTEN_OUT: activations relative to ours, because norms and GELU are materialized in fp32. LOGIT_BYTES: bytes per logit
-(16-bit and fp32 copies, softmax, both gradients). WEIGHT_BYTES: bytes per parameter (fp32, AdamW, 16-bit copy).
+ACTIVATION_FACTOR: activations relative to ours, because norms and GELU are materialized in fp32. LOGIT_BYTES: bytes per
+logit (16-bit and fp32 copies, softmax, both gradients). WEIGHT_BYTES: bytes per parameter (fp32, AdamW, 16-bit copy).
 """
 
 

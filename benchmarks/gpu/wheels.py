@@ -1,8 +1,8 @@
 """Collect the wheels that another machine's Python lacks, for a machine without a network.
 
     bash benchmarks/gpu/run.sh wheels                                # for Python 3.12 on x86-64 Linux, into .gpu-wheels
-    bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt # there: `python3 -m pip list --format=freeze`
-    bash benchmarks/gpu/run.sh wheels --check                        # fetch nothing, judge what .gpu-wheels holds
+    bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt # from `pip list --format=freeze` there
+    bash benchmarks/gpu/run.sh wheels --check                        # download nothing, only check .gpu-wheels
 
 The tool resolves the requirements of pyproject.toml and its extra `test`, except for the packages that the other
 machine has. A package without a wheel (DeepSpeed) is built from its source and must be pure Python. torch, CUDA and

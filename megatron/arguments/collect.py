@@ -77,7 +77,9 @@ def collect(
         scanned.problems += [model_choice.NOT_ACCEPTED] if explicit.get(model_choice.FIELD) else []
     weaker = choice.layers(script, program)
     if merged_values(weaker).get("config"):
-        scanned.problems.append("--config is accepted on the command line only, got it in the defaults. Move it there")
+        scanned.problems.append(
+            "--config is accepted on the command line only, got --config in the defaults. Move it to the command line"
+        )
     _drop_fields(("config",), weaker)
     if file.is_run_config:  # the config.json of a run has every setting
         weaker = [layer for layer in weaker if layer.source is MODEL and choice.source is COMMAND_LINE]

@@ -88,7 +88,7 @@ MIN_SIMILARITY = 0.8
 
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
-    """Parse ``argv``. Flags in ``extra_flags`` and their values are added to ``rest``."""
+    """Parse ``argv``. Flags in ``extra_flags`` and their values are added to ``extra_words``."""
     known = {flag: option for option in family_options(family) for flag in option.flags}
     accepted = FAMILIES[family].config.ALWAYS_ON_FLAGS
     extras = set(extra_flags)

@@ -37,8 +37,8 @@ from megatron.models.registry import FAMILIES
 
 FLAG, FIELD = "--model", "architecture"
 NOT_ACCEPTED = (
-    "--model selects the decoder that pretrain_gpt2.py trains, got it for a program that builds its own model. Remove "
-    "it, or use pretrain_gpt2.py"
+    "--model selects the decoder that pretrain_gpt2.py trains, but this program builds its own model. Remove --model, "
+    "or use pretrain_gpt2.py"
 )
 
 

@@ -1,6 +1,6 @@
 """Defaults of other trainers' programs, for settings that scripts omit: ``pretrain_gpt.py``, ``pretrain_bert.py``, T5.
 
-| program here | scripts that start it | defaults of omitted settings |
+| program of this project | scripts that start it | defaults of omitted settings |
 |---|---|---|
 | pretrain_gpt2.py | CPM-Pretrain's and our own | our defaults |
 | pretrain_gpt.py | Megatron-LM's, Megatron-DeepSpeed's, BigScience's | ``GPT``: Megatron's defaults |
@@ -69,7 +69,7 @@ def defaults_of(scanned: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]
 
     They are ``T5`` for a script of Megatron's T5, which is recognised by its flags, otherwise ``defaults``.
 
-    A Megatron script passes its checkpoint folder by --load in the first run, too, so a missing checkpoint is accepted
+    A Megatron script passes its checkpoint folder with --load in the first run too, so a missing checkpoint is accepted
     unless --exit-on-missing-checkpoint is given.
     """
     lengths = (scanned.spelling.get("enc_seq_length", ""), scanned.spelling.get("dec_seq_length", ""))

@@ -87,7 +87,7 @@ def logging_problems(config: Config) -> Iterator[str]:
             "--sample-prompts, and use tools/generate.py on the run's checkpoint"
         )
     if not logging_config.prompt_bos and logging_config.sample_prompts is None and logging_config.eval_tasks is None:
-        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or remove it"
+        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Remove it, or add one of them"
     yield from _task_problems(config)
     yield from _profile_step_problems(config)
 

@@ -2,7 +2,7 @@
 
 Such a flag is accepted, because published scripts pass many of them in every run. It is listed in the start table with
 the reason, and ``--strict-flags`` rejects it. Flags that contradict each other are errors instead
-(``unused_flags``, ``Config.problems`` of the sections).
+(``unused_flags``, the ``problems`` methods of the sections).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _reads_bpe_files(config: Config) -> bool:
 
 
 def _reads_one_file(config: Config) -> bool:
-    """Return True if the tokenizer is read from one file; ``--tokenizer-path`` decides if several are given."""
+    """Return True if the tokenizer is read from one file: ``--tokenizer-path``, or ``--vocab-file`` without it."""
     return config.data.tokenizer_type != "NullTokenizer" and not _reads_bpe_files(config)
 
 
@@ -111,12 +111,12 @@ SHADOWS = (
     Shadow(
         ("lr_decay_iters",),
         _has_no_decay_length,
-        "--lr-decay-style has no end, and the length of the warm-up does not follow from it",
+        "--lr-decay-style has no decay length, and the warm-up does not depend on it",
     ),
     Shadow(
         ("lr_decay_samples",),
         lambda config: _has_no_decay_length(config) and config.batch.rampup_batch_size is None,
-        "--lr-decay-style has no end, and the length of the warm-up does not follow from it",
+        "--lr-decay-style has no decay length, and the warm-up does not depend on it",
     ),
     Shadow(("min_lr",), lambda config: config.optimizer.lr_decay_style == "constant", "--lr-decay-style is constant"),
     # optimizer

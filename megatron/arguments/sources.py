@@ -61,9 +61,9 @@ DEEPSPEED_JSON = Source(
         "scheduler section (of a WarmupDecayLR without warmup_max_lr: 1e-3) replaces that of the optimizer section"
     ),
     conflict=(
-        "an error if a flag of the command line differs, also for the learning rate of the scheduler section; except "
-        "that flags decide the optimizer and its parameters, and the JSON decides the loss scale; --config decides "
-        "with a note"
+        "an error if a flag of the command line differs (the learning rate of the scheduler section included); "
+        "exceptions: flags decide the optimizer and its parameters, the JSON decides the loss scale, and --config "
+        "overrides the JSON with a note"
     ),
 )
 CHECKPOINT = Source(

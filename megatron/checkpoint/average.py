@@ -25,7 +25,7 @@ from megatron.mpu.shard import Shard
 # | mean | (w_1 + ... + w_K) / K |
 # | ema D | m_1 = w_1; m_k = D m_{k-1} + (1 - D) w_k |
 #
-# Averages are computed in fp64 and rounded once, to the element type of the last checkpoint's weight.
+# Averages are computed in fp64 and rounded once, to the dtype of the last checkpoint's weight.
 #
 # Source of the mean over the end of a run: Izmailov et al. 2018, "Averaging weights leads to wider optima and better
 # generalization"; over several runs: Wortsman et al. 2022, "Model soups".

@@ -118,7 +118,7 @@ def _apply_saved_schedule(scanned: Scan, source: SettingsSource) -> None:
         flag_value, spelling = scanned.values.pop(name, None), scanned.spelling.pop(name, None)
         if spelling is not None and name in saved and flag_value != saved[name]:
             scanned.ignored[spelling] = REPLACED_BY_SCHEDULE
-    for name in ("lr_decay_iters", "lr_decay_samples"):  # read by ``translate.lengths``
+    for name in ("lr_decay_iters", "lr_decay_samples"):  # read by ``translate.resolve_lengths``
         if saved.get(name) is not None:
             scanned.values[name], scanned.spelling[name] = saved[name], f"{name} {saved[name]} of {source.path}"
     scanned.schedule = saved

@@ -78,7 +78,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every slice of ``plan`` into its target tensor, converted to the target's element type."""
+        """Copy every slice of ``plan`` into its target tensor, converted to the target's dtype."""
         with as_checkpoint_error(), torch.no_grad():
             for item in plan.items:
                 slices = tuple(

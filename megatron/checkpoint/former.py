@@ -39,7 +39,7 @@ def convert_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert_identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of ``Config.convert_identity()`` for an identity saved by any version."""
+    """Return the current form of ``Config.identity()`` for an identity saved by any version."""
     return _with_defaults(saved, saved.get("family", FIRST_FAMILY))
 
 

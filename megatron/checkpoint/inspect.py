@@ -104,7 +104,7 @@ class Difference:
     """A tensor whose bits differ between two checkpoints.
 
     Args:
-        kind: ``ONE_SIDE``, ``SHAPE`` or ``VALUES`` (element types may differ as well).
+        kind: ``ONE_SIDE``, ``SHAPE`` or ``VALUES`` (dtypes may differ as well).
         first, second: type and shape in each checkpoint; None where the tensor is missing.
         largest: largest absolute difference of an element; NaN if only one of the two elements is NaN.
         relative: L2 norm of the difference divided by the L2 norm of the first tensor.

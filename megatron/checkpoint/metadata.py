@@ -33,7 +33,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A named global tensor: its element type (safetensors' name), its shape and its shards."""
+    """A named global tensor: its dtype (safetensors' name), shape and shards."""
 
     dtype: str
     shape: tuple[int, ...]

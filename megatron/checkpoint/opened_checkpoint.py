@@ -41,7 +41,7 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the element type in which ``name`` was saved."""
+        """Return the dtype in which ``name`` was saved."""
         return DTYPES[self._entry(name).dtype]
 
     def read(self, name: str, shard: Shard, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Checkpoint:
         return result
 
     def load(self, records: Iterable[TensorRecord]) -> None:
-        """Copy the saved values into every record's tensor, converted to its type; padding rows are left unchanged.
+        """Copy the saved values into every record's tensor, converted to its dtype; padding rows are left unchanged.
 
         Collective over the ranks that opened the checkpoint.
 
@@ -68,7 +68,7 @@ class Checkpoint:
         self._load(list(records), self._world)
 
     def check(self, requested: Iterable[tuple[str, Shard]]) -> None:
-        """Check that the checkpoint has every wanted tensor with its global shape.
+        """Check that the checkpoint has every requested tensor with its global shape.
 
         Raises:
             CheckpointError: lists every missing name and every shape that differs.

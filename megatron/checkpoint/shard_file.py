@@ -75,7 +75,7 @@ class ShardFile:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
     def read(self, key: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Return ``tensor[cuts]`` of the tensor ``key``. An empty ``slices`` reads the full tensor (a scalar)."""
+        """Return ``tensor[slices]`` of the tensor ``key``; the full tensor (a scalar) if ``slices`` is empty."""
         try:
             return self._file.get_slice(key)[slices] if slices else self._file.get_tensor(key)
         except SafetensorError as error:

@@ -24,7 +24,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of the element types that a checkpoint supports."""
+"""safetensors' names of the dtypes that a checkpoint supports."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -70,7 +70,7 @@ def make_claim(record: TensorRecord) -> Claim:
     """Return the claim of ``record``.
 
     Raises:
-        CheckpointError: the shape of the local tensor does not match its shard, or its element type is not supported.
+        CheckpointError: the shape of the local tensor does not match its shard, or its dtype is not supported.
     """
     dtype = DTYPE_NAMES.get(record.tensor.dtype)
     if dtype is None:

@@ -51,8 +51,8 @@ class Uploads:
         folder: the run folder, which all ranks can access.
         target: address of the run in the store.
         rank, num_ranks: determine which files this rank uploads; rank 0 also uploads the markers.
-        on_uploaded: called on rank 0, in the background thread, with (kind, name) of each folder whose upload is
-            complete.
+        on_uploaded: called on rank 0, in the background thread, with (subfolder, name) of each folder whose
+            upload is complete.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Uploads:
         if rank == 0 and self._queue.is_dir():
             for leftover in self._queue.glob(f"{_LINKING}*"):
                 files.remove_tree(leftover)
-        self._thread = Thread(target=self._run, name="uploads", daemon=True)  # a failing job must not wait for it
+        self._thread = Thread(target=self._run, name="uploads", daemon=True)  # a failing job must not wait for uploads
         self._thread.start()
 
     def add(self, subfolder: str, path: Path) -> None:

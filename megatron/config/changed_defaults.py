@@ -62,7 +62,7 @@ def saved_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 def describe_saved_settings(
     saved_values: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str | None = None
 ) -> Iterator[str]:
-    """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run.
+    """Yield "--flag value (a new run: default)" for every saved setting that differs from the default of a new run.
 
     Args:
         optimizer: name of the run's optimizer; settings of other optimizers are skipped. None to describe all.

@@ -34,7 +34,7 @@ class RankRange(NamedTuple):
 
 
 def parse_rank_range(env: Mapping[str, str]) -> RankRange | None:
-    """Return the span of ranks in ``env``; None if the number of ranks is fixed."""
+    """Return the minimum and maximum number of ranks from ``env``; None if the number of ranks is fixed."""
     match = re.fullmatch(r"(\d+):(\d+)", env.get(VARIABLE, ""))
     return RankRange(int(match.group(1)), int(match.group(2))) if match else None
 

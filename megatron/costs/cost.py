@@ -21,7 +21,7 @@ from tds.partition import chunks_on
 from tds.schedule import LOOP, Placement, V
 from tds.schedule.simulate import candidate_schedules, has_split_backwards, in_flight
 
-# Work of a rank in a unit for one micro-batch: products, kernels, and all-reduces over the tensor ranks.
+# Work that one rank does in one unit per micro-batch: matrix products, kernels, and all-reduces over the tensor ranks.
 
 OPERATIONS = {"layer": 24, "experts": 30, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
 """Approximate number of kernels in a unit's forward; a backward has twice as many. ``experts`` add to ``layer``."""
@@ -152,9 +152,10 @@ class Costs(ABC):
         Args:
             samples: samples of a micro-batch.
             width: bytes per element.
-            sequence: number of tensor ranks over which tokens are sharded between products: t with sequence
-                parallelism.
-            saves_gathered_inputs: products nevertheless save their gathered inputs; see ``megatron.mpu.layers``.
+            sequence: number of tensor ranks over which activations between products are sharded by token: ``tensor``
+                with sequence parallelism, otherwise 1.
+            saves_gathered_inputs: products save their all-gathered inputs instead of gathering them again in
+                backward; see ``megatron.mpu.layers``.
         """
 
     def attention_scratch_bytes(
@@ -349,9 +350,9 @@ class Costs(ABC):
             )
             has_layers = any(units[n].input for start, stop in unit_ranges for n in range(start, stop))
             scratch, stage_attention_scratch = (core, attention_scratch) if has_layers else (0, 0)
-            # Only one chunk has the head, so the losses in flight are those of a schedule with one chunk: the maximum
-            # over the schedules that "auto" may choose. With the placement V the backward of the loss follows
-            # immediately, so only one loss is in flight.
+            # Only one chunk has the head, so the number of losses in flight is that of a schedule with one chunk: the
+            # maximum over the schedules that "auto" may choose. With placement V, the backward of the loss immediately
+            # follows its forward, so only one loss is in flight.
             num_losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             num_losses = 1 if placement == V else num_losses
             logits = self.loss_bytes(*size_args, forwards=num_losses) if stage == stage_placement.last_stage else 0

@@ -42,12 +42,12 @@ They are the keys and values, their gradients from two runs of queries, and the 
 
 
 def between_bytes(hidden: int, masks: int, sequence: int, *, saves_gathered_inputs: bool = False) -> int:
-    """Return the bytes that layers save between the products, with tokens sharded over ``sequence`` ranks.
+    """Return the bytes that layers save between products, with activations sharded by token over ``sequence`` ranks.
 
     Args:
-        hidden: bytes of the hidden states that norms read; products read the same amount.
-        masks: bytes of the masks of dropout.
-        saves_gathered_inputs: products save their gathered inputs.
+        hidden: bytes of the inputs of the norms; the inputs of the products have the same size.
+        masks: bytes of the dropout masks.
+        saves_gathered_inputs: products save their all-gathered inputs instead of gathering them again in backward.
     """
     return hidden + (hidden + masks) // sequence if saves_gathered_inputs else (2 * hidden + masks) // sequence
 
@@ -397,7 +397,9 @@ class DecoderCosts(Costs):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """See ``Costs``. For one thread: scratch memory, and gradients of layer, context, query, key and value.
+        """See ``Costs``. Includes one thread's scratch memory, and gradients.
+
+        The gradients are those of the layer's output, context, query, key and value.
 
         The experts of a layer may need more scratch memory than its attention. If the last layer has experts, more
         memory has been freed before the backward of its attention.
@@ -471,7 +473,7 @@ class DecoderCosts(Costs):
         layers = [dense] * model.num_layers
         if model.num_experts:
             attention = attention_products(model, tokens, tensor, self.keys)
-            num_all_reduces = 1 + self.experts.num_all_reduces  # attention has one
+            num_all_reduces = 1 + self.experts.num_all_reduces  # plus one for attention
             expert_layer = replace(
                 dense,
                 products=(*attention, *self.experts.products(tokens, tensor)),
@@ -487,7 +489,7 @@ class DecoderCosts(Costs):
             Work(
                 products=(Product(tokens, h, vocabulary),),
                 operations=OPERATIONS["head"],
-                reduced_bytes=(scalars,) * 3,  # maximum, logit of the label, sum of exponentials
+                reduced_bytes=(scalars,) * 3,  # all-reduces of maximum, label logit, sum of exponentials
                 backward_reduced_bytes=(hidden,),
             ),
         ]

@@ -22,8 +22,8 @@ from megatron.costs.cost import Product
 # | active parameters, which a token uses | m h (k f + f') + E h |
 # | parameters on a rank | m h (E f / e + f') / t + E h |
 # | rows of its experts | n k |
-# | saved elements | received rows and returned results 2 n k h; between the products those of width k f + f' |
-# | saved bytes | order and place of rows 16 n k, twice if e > 1; choices 8 n k; tables of the router, 4 n E |
+# | saved elements | 2 n k h for received rows and returned results; activations of width k f + f' between products |
+# | saved bytes | row permutation 16 n k, twice that if e > 1; expert indices 8 n k; 4 n E per router table |
 # | ... in 16 bits | the router's input and weight in fp32 |
 # | scratch of a backward | two gradients of the returned results, or the gradients of one weight of all experts |
 # | all-to-all | n k h elements to the experts and as many back; the same for their gradients |
@@ -180,7 +180,7 @@ class ExpertCosts:
         )
         weights, entering = h * f * (model.num_experts // self.ranks), self.matrices - 1
         held = tokens // sequence * h  # the gradient of the residual stream
-        if shared := model.moe_shared_expert_intermediate_size:  # its backward is the first
+        if shared := model.moe_shared_expert_intermediate_size:  # its backward runs first
             held += tokens * h - tokens * self.saved_per_width * shared // tensor
         largest = max(
             2 * rows * h,

@@ -138,7 +138,10 @@ def _match_resampled_corpora(order: BlendSchedule, saved: _SavedState, matches: 
 def _redraw_message(corpus: Corpus, is_single_corpus: bool) -> str:
     """Return the log line for a corpus whose random draws change: a single corpus became a mixture, or vice versa."""
     situation = "the only corpus now" if is_single_corpus else "one of several corpora now"
-    return f"data: {corpus.name} is {situation}, so the random spans or middles of its samples change from this step on"
+    return (
+        f"data: {corpus.name} is {situation}, so the random spans or fill-in-the-middle splits of its samples change "
+        "from this step on"
+    )
 
 
 def _describe_weights(order: BlendSchedule, samples_consumed: int) -> list[str]:

@@ -33,7 +33,7 @@ def indices_at(documents: Documents, positions: np.ndarray) -> np.ndarray:
 
 
 def gather_lengths(lengths: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return ``lengths[numbers]`` without copying ``lengths``, even if it is an unaligned view of a mapped file.
+    """Return ``lengths[indices]`` without copying ``lengths``, even if it is an unaligned view of a mapped file.
 
     ``take`` copies an unaligned array completely. A view as raw bytes of the same width is always aligned.
     """

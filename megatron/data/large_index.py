@@ -68,7 +68,7 @@ class LargeIndex:
             self.document_lengths = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
 
     def _read_array(self, array_offset: int, dtype: str, first: int, count: int) -> np.ndarray:
-        """Return ``count`` numbers of the array at byte ``array_offset``, starting with number ``first``."""
+        """Return ``count`` elements, from index ``first`` on, of the array at byte ``array_offset``."""
         width = np.dtype(dtype).itemsize
         return self._file.read(array_offset + first * width, count * width).view(dtype)
 
@@ -142,7 +142,7 @@ class LargeIndex:
 
 
 def _block_starts(count: int) -> range:
-    """Return the first index of each block of ``count`` numbers."""
+    """Return the first index of each block of an array with ``count`` elements."""
     return range(0, count, _BLOCK)
 
 

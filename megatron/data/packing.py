@@ -246,7 +246,7 @@ class _SliceIndexBuilder:
 
 _FORMAT = 1
 _CACHED_FROM_DOCUMENTS = 1 << 22  # documents; sorting fewer is faster than using the cache
-_VECTORIZED_FROM = 20  # number of values from which a vectorized permutation is faster
+_VECTORIZED_FROM = 20  # values; permuting fewer one by one is faster
 
 
 class PackedSampleIndex:

@@ -24,12 +24,12 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer.chat import ChatTemplate
 
-# A conversation is one document. A file is encoded in parts of 2048 conversations. All processes of a host share this
-# work, and the parts are stored in the host's cache. A part is one array of int32:
+# A conversation is one document. A file is encoded in chunks of 2048 conversations. All processes of a host share this
+# work, and the chunks are stored in the host's cache. A chunk is one array of int32:
 #
 # | number of values | content |
 # |---|---|
-# | 4 | numbers of conversations that are truncated, dropped (no loss), read differently than before 2026-12; k |
+# | 4 | numbers of conversations that are truncated, dropped (no loss), parsed differently since 2026-12; k |
 # | k | UTF-8 bytes of a JSON list: the record keys that have no effect |
 # | n | number of tokens of each conversation; 0 if it is dropped |
 # | n | the line of each conversation, counted from 1 |
@@ -45,7 +45,7 @@ _MAX_LISTED_KEYS = 8
 
 @dataclass(frozen=True)
 class _EncodedChunk:
-    """A decoded part; see the table at the top of this file."""
+    """A decoded chunk; see the table at the top of this file."""
 
     num_truncated: int
     num_dropped: int
@@ -57,7 +57,7 @@ class _EncodedChunk:
 
     @classmethod
     def decode(cls, array: np.ndarray, count: int) -> _EncodedChunk:
-        """Decode ``array``, a part of ``count`` conversations."""
+        """Decode ``array``, a chunk of ``count`` conversations."""
         num_truncated, num_dropped, num_changed, num_bytes = array[:_NUM_COUNTS].tolist()
         start = _NUM_COUNTS + num_bytes
         unused_keys = json.loads(array[_NUM_COUNTS:start].astype(np.uint8).tobytes())
@@ -69,8 +69,7 @@ class ConversationFile:
     """The conversations of a file (``RecordFile``) as tokenized documents, with the interface of ``IndexedDataset``.
 
     ``document_lengths`` (int32) has the number of tokens of each conversation, 0 for a conversation without a loss.
-    ``read``
-    returns signed ids: ``~id``, which is negative, for tokens with a loss.
+    ``read`` returns signed ids: ``~id``, which is negative, for tokens with a loss.
 
     Args:
         capacity: tokens of a sample; a longer conversation is truncated at its end, or rejected.
@@ -181,7 +180,7 @@ class ConversationFile:
         return min(_CHUNK_CONVERSATIONS, len(self._records.spans) - chunk_idx * _CHUNK_CONVERSATIONS)
 
     def _encode_chunk(self, chunk_idx: int) -> Iterator[np.ndarray]:
-        """Encode a part and yield its arrays in the order of the table at the top of this file."""
+        """Encode a chunk and yield its arrays in the order of the table at the top of this file."""
         if chunk_idx == 1:
             log.info(f"{self.prefix}: encoding {len(self._records.spans)} conversations")
         first = chunk_idx * _CHUNK_CONVERSATIONS

@@ -1,4 +1,4 @@
-"""compare: alignment and comparison of two dumps."""
+"""Alignment and comparison of two dumps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.debug.statistics import Statistics, join_statistics, sum_statistic
 #
 # | records | joined as |
 # |---|---|
-# | of a tensor group, with known cuts | slices: statistics add up, each slice once |
-# | of a tensor group, with known cuts, gradients | slices; a slice without a gradient counts as zeros |
-# | of a tensor group, without cuts, equal statistics | copies: one of them counts |
-# | of a tensor group, without cuts, other statistics | slices of an unknown cut: statistics add up, sketches do not |
+# | of a tensor group, known slices | slices: statistics add up, each slice once |
+# | of a tensor group, known slices, gradients | slices; a slice without a gradient counts as zeros |
+# | of a tensor group, unknown slices, equal statistics | copies: only one is counted |
+# | of a tensor group, unknown slices, different statistics | slices: statistics add up, sketches do not |
 # | of a tensor group, shares of a sum | summands: means and sketches add up, norms do not |
 # | of replicas and micro-batches | other samples: joined until both dumps cover the same samples |
 # | of a weight on several replicas, of a tied weight on several stages | copies |
@@ -57,7 +57,7 @@ class JoinedTensor:
 
     @property
     def first_record(self) -> Record:
-        """The earliest part of the lowest rank, whose time determines the order; clocks of different ranks differ."""
+        """The earliest record of the lowest rank. Its time determines the order, because the clocks of ranks differ."""
         return min(self.records, key=lambda record: (record.rank, record.time_ns))
 
 
@@ -92,7 +92,7 @@ def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, Join
 
     In a pipeline, layers also receive and return tensors that they only forward to later layers, and the gradients of
     these tensors. If only one of the dumps has a pipeline, a tensor is comparable only if it is the first input or
-    output of its module, or if its cut is known from the module's own weight. A tensor without a dimension of samples,
+    output of its module, or if its slice is known from the module's own weight. A tensor without a sample dimension,
     such as the positions of a micro-batch, is comparable only if both dumps have the same micro-batch size.
     """
     first_records, second_records = group_records(first), group_records(second)
@@ -118,7 +118,7 @@ def _can_join(first_records: Sequence[Record], second_records: Sequence[Record])
     """Return True if a tensor's records can be joined over samples, so that both dumps are comparable.
 
     The micro-batches of both dumps must have the same size, or the shapes must differ, which shows that the tensor has
-    a dimension of samples.
+    a sample dimension.
     """
     range_sizes = [
         {record.samples.stop - record.samples.first for record in records if record.samples is not None}
@@ -130,7 +130,7 @@ def _can_join(first_records: Sequence[Record], second_records: Sequence[Record])
 
 
 def full_shape(record: Record) -> tuple[int, ...]:
-    """Return the shape of the full tensor over its tensor group; the shape on the rank if the cut is unknown."""
+    """Return the shape of the full tensor over its tensor group; the shape on the rank if the slice is unknown."""
     shard_slice, shape = record.cut, record.shape
     return (
         shape if shard_slice is None else (*shape[: shard_slice.dim], shard_slice.size, *shape[shard_slice.dim + 1 :])
@@ -177,7 +177,7 @@ def _join_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bo
         by_cut[record.cut].append(record)
     differ = any(not _are_copies(copies) for copies in by_cut.values())
     if set(by_cut) == {None}:
-        if differ and records[0].samples is not None:  # slices of an unknown cut
+        if differ and records[0].samples is not None:  # unknown slices
             slice_statistics = [replace(record.statistics, sketch=()) for record in records]
             return list(records), join_statistics(slice_statistics), False
         return [records[0]], records[0].statistics, differ
@@ -219,11 +219,11 @@ ORDER = ("weights", "forward", "backward", "gradients")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 """Relative tolerance by the coarser dtype of the two runs: the effect of sums in another order."""
 LATER_STEP_FACTOR = 10.0
-"""Factor of the tolerance after the first step: Adam turns the rounding of gradients that should be zero into steps."""
+"""Factor of the tolerance after the first step, because Adam amplifies rounding errors of gradients that are zero."""
 NO_LIMIT = math.inf
-"""Tolerance of weights after the first step, for the same reason."""
+"""Tolerance of weights after the first step, for the same reason as ``LATER_STEP_FACTOR``."""
 MIN_NORM_FRACTION = 1e-6
-"""Errors are relative to at least this fraction of the step's largest norm of the same kind of tensor.
+"""Errors are relative to at least this fraction of the step's largest norm of a tensor of the same type.
 
 Smaller tensors are zero by symmetry, up to rounding.
 """
@@ -313,7 +313,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
 
 
 def _floors(pairs: Iterable[tuple[JoinedTensor, JoinedTensor]]) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return the smallest norm and value to which errors are relative, by step and kind of tensor."""
+    """Return the smallest norm and value to which errors are relative, by step and type of tensor."""
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
@@ -419,7 +419,7 @@ def _tensor_error(
 
 
 def _full_tensor(dump: Dump, records: Sequence[Record]) -> torch.Tensor | None:
-    """Join a tensor from its slices or summands; None if parts have different samples or an unknown cut."""
+    """Join a tensor from its slices or summands; None if records differ in samples or slices are unknown."""
     is_sum = any(record.is_share for record in records)
     if len({record.samples for record in records}) > 1 or (len(records) > 1 and records[0].cut is None and not is_sum):
         return None

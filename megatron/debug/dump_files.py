@@ -2,7 +2,7 @@
 
 | file | content |
 |---|---|
-| `dump.json` | the layout and other facts that a reader needs |
+| `dump.json` | the manifest: layout, dtype and other properties of the run that a reader needs |
 | `rank-00003.jsonl` | records of one rank, one line per tensor, between the lines "begin" and "end" of each step |
 | `tensors/rank-00003/...safetensors` | the tensors, if requested; the line of a record contains the file name |
 
@@ -51,8 +51,10 @@ class Record:
     """One tensor as recorded by one rank.
 
     Args:
+        what: type of the tensor, such as "input" or "grad_output".
         micro_batch, samples: None for weights and their gradients.
         shape, dtype: shape and dtype of the rank's slice, including padding, which ``statistics`` exclude.
+        cut: slice of the full tensor; None if it is unknown or every rank holds the full tensor.
         factor: factor to apply to the tensor in ``file``; it is already applied to the statistics.
         time_ns: time of the record, for the order among ranks.
         rank: rank that made the record.
@@ -166,7 +168,7 @@ class DumpWriter:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Create the manifest of a dump with these ``manifest``.
+    """Write ``manifest`` to the manifest file of a dump, together with the format version.
 
     Raises:
         ValueError: ``folder`` contains a dump of another run, for example with another layout.
@@ -187,8 +189,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 class Dump(NamedTuple):
     """The content of a dump.
 
-    ``manifest`` are the manifest, ``records`` the records of complete and incomplete steps. ``ends`` maps each complete
-    step to its "end" line. ``findings`` are the "not finite" lines.
+    ``manifest`` is the content of the manifest file. ``records`` are the records of complete and incomplete steps.
+    ``ends`` maps each complete step to its "end" line. ``findings`` are the "not finite" lines.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Watch: hooks that report the tensors of modules; FiniteCheck: the module that produced the first NaN."""
+"""ModuleWatcher: hooks that report the tensors of modules; FiniteCheck: the module that produced the first NaN."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.debug.statistics import ShardSlice, input_slice, is_share, output_
 # The inputs of the model and the gradients of its outputs are the boundary. They are reported separately, before the
 # tensors of all modules. Weights that a module receives or returns do not count as inputs and outputs.
 #
-# The values of the run do not change. A module receives views of its inputs, so that its gradients of them are separate
-# from the contributions of other modules. Recomputed forwards and evaluations are not reported.
+# The values of the run do not change. A module receives views of its inputs, so that its contribution to their
+# gradients is separate from the contributions of other modules. Recomputed forwards and evaluations are not reported.
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
 NUM_LATEST_OUTPUTS = 8
-"""Number of latest outputs among which the model's output is searched."""
+"""Number of latest module outputs that are searched for the model's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class Finding(NamedTuple):
 
 
 class FiniteCheck:
-    """Collects the minimum and maximum of each tensor of a step, which reveal any NaN and infinity.
+    """Collects the minimum and maximum of each tensor of a step, which reveal any NaN or infinity.
 
     Args:
         has_loss: the last chunk of this rank's model returns the input of the loss.

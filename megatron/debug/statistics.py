@@ -1,4 +1,4 @@
-"""Statistics and sketches of tensors that add up over slices; the cuts of a module's inputs and outputs."""
+"""Statistics and sketches of tensors that add up over slices; the slices of a module's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Te
     """Return the signs of ``num_columns`` columns from ``first_column`` on.
 
     Shapes:
-        output [ROWS, number]
+        output [ROWS, num_columns]
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (the mixing of bits).
     """
@@ -142,7 +142,7 @@ def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Te
     return torch.from_numpy(2.0 * bits.astype(np.float64) - 1.0).to(device)
 
 
-# Cuts of a module's inputs and outputs over the tensor group, as far as its weights determine them.
+# Slices of a module's inputs and outputs on the ranks of a tensor group, as far as its weights determine them.
 #
 # | module with a weight of its own, or with only a bias | inputs | outputs |
 # |---|---|---|
@@ -152,12 +152,15 @@ def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Te
 # | sharded by input columns (``partition_dim`` 1), with as many input columns | its columns | full |
 #
 # With --sequence-parallel, "full" stands for this rank's rows in the first input or output. The same applies to modules
-# whose attribute ``parallel``, a parallel context, has ``sequence_parallel`` set. The cuts of other modules are
+# whose attribute ``parallel``, a parallel context, has ``sequence_parallel`` set. The slices of other modules are
 # unknown: if the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
 
 
 class ShardSlice(NamedTuple):
-    """Dimension ``dim`` contains ``length`` of ``size`` indices, from ``start`` on; further indices are padding."""
+    """A rank's slice of a full tensor: indices ``start`` to ``start + length`` of ``size`` in dimension ``dim``.
+
+    Further indices on the rank are padding.
+    """
 
     dim: int
     start: int
@@ -180,7 +183,7 @@ def weight_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
 
 
 def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> ShardSlice | None:
-    """Return the cut of ``output``; None if every rank holds the full tensor, or if the cut is unknown.
+    """Return this rank's slice of ``output``; None if every rank holds the full tensor, or if the slice is unknown.
 
     Args:
         has_ids: the inputs of the module include integers.
@@ -198,7 +201,7 @@ def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: 
 
 
 def input_slice(module: nn.Module, x: torch.Tensor, index: int = 0) -> ShardSlice | None:
-    """Return the cut of input ``index``, the tensor ``x``; None if every rank holds it in full or it is unknown."""
+    """Return this rank's slice of input ``index``, the tensor ``x``; None if it is the full tensor or unknown."""
     shard, shape = weight_shard(module)
     if shard is None or shard.partition_dim != 1:
         return _sequence_slice(module, x, index)
@@ -213,7 +216,7 @@ def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
 
 
 def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlice | None:
-    """Return the cut of ``x`` along the sequence; None if the sequence is not sharded."""
+    """Return this rank's slice of ``x`` along the sequence; None if the sequence is not sharded."""
     ctx = getattr(module, "parallel", None)
     is_sharded = getattr(module, "sequence_parallel", False) or getattr(ctx, "sequence_parallel", False)
     if not is_sharded or index or x.dim() < 2:
@@ -223,7 +226,7 @@ def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlic
 
 
 def slice_of_shard(shard: Shard) -> ShardSlice | None:
-    """Return the cut of a tensor with ``shard``; None if every rank holds the full tensor."""
+    """Return this rank's slice of a tensor with ``shard``; None if every rank holds the full tensor."""
     if shard.partition_dim is None:
         return None
     return ShardSlice(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])

@@ -1,4 +1,4 @@
-"""ModelOfAllRanks: rank 0 requests scores and texts, and all ranks compute them."""
+"""DistributedModel: rank 0 requests scores and texts, and all ranks compute them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.models.common.generation import ModelStage
 from megatron.mpu.groups import SINGLE, Group
 
 # Only rank 0 loads tasks and datasets, imports their libraries, and computes metrics. Its requests to the model are
-# broadcast, and all ranks compute them together.
+# broadcast, and all ranks process them together.
 #
 # | rank 0 | other ranks |
 # |---|---|

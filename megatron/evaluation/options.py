@@ -25,13 +25,13 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--limit", type=int, metavar="N", help="evaluate the first N examples or documents of each task or text")
     add("--field", default="text", metavar="NAME", help='with --texts FILE.jsonl: key of the text ("text")')
     add("--include-path", type=Path, metavar="FOLDER", help="with --tasks: a folder with your task files (YAML)")
-    add("--num-fewshot", type=int, metavar="N", help="with --tasks: solved examples before each question (the task's)")
+    add("--num-fewshot", type=int, metavar="N", help="with --tasks: solved examples per question (the task's number)")
     add("--apply-chat-template", action="store_true", help="with --tasks: render questions as a user's turns")
     add(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="with it: use instead of the template of the run or its tokenizer",
+        help="with --apply-chat-template: use this template instead of the one of the run or its tokenizer",
     )
     add("--system-instruction", metavar="TEXT", help="with --apply-chat-template: the system message")
     add("--fewshot-as-multiturn", choices=("true", "false"), default="true",

@@ -169,7 +169,7 @@ def build_stage(
 # Loading checkpoints of any layout into any layout.
 
 GENERATIVE_TYPES = ("decoder", "encoder-decoder")
-"""Kinds of families that generate text."""
+"""Model types that generate text."""
 
 
 def open_model(path: Path, stack: ExitStack, world: Group = SINGLE) -> tuple[Checkpoint | Pretrained, Config]:

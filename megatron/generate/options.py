@@ -81,7 +81,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--field", metavar="NAME", help='key of the prompt in FILE.jsonl ("text")')
     add("--output", type=Path, metavar="FILE", help="write to this file instead of standard output")
     add("--json", action="store_true", help="write JSON lines: prompt, text, tokens, num_prompt_tokens, is_ended")
-    add("--max-new-tokens", type=int, metavar="N", help="maximum tokens of an answer (64, or fewer if positions end)")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum tokens of an answer (64, limited by the positions)")
     add("--greedy", action="store_true", help="choose the most likely token each time (the default)")
     add("--temperature", type=float, metavar="T", help="sample tokens; below 1 likely tokens are favoured (1.0)")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")

@@ -155,10 +155,10 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return each row's token at which the cumulative probability exceeds the row's number; ``NO_TOKEN`` for NaN.
+    """Return each row's token at which the cumulative probability exceeds its uniform number; ``NO_TOKEN`` for NaN.
 
     Shapes:
-        found [b, v], numbers [b] from 0 to 1
+        probs [b, v], uniforms [b] from 0 to 1
         output [b]
     """
     cumulative = probs.cumsum(dim=-1)

@@ -127,7 +127,7 @@ def _make_elastic_rendezvous(
 
 
 def _open_port(options: Options) -> socket.socket:
-    """Open this node's listening socket: of its --node-list entry, or of the store on node 0."""
+    """Open this node's listening socket: at its --node-list entry in an elastic job, otherwise for node 0's store."""
     from megatron.launch.rendezvous import listen
 
     if options.is_elastic:

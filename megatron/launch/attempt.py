@@ -82,7 +82,7 @@ def _read_count(path: Path) -> int | None:
 
 
 def read_rank_position(failure_file: Path, rank: int) -> rank_status.RankStatus:
-    """Return the last status of a rank: coordinates, operation, state; empty if it has not written its status page."""
+    """Return the last status of a rank: coordinates, operation, state; empty without a status file."""
     try:
         return rank_status.parse_status(Path(rank_status.status_path(str(failure_file), rank)).read_bytes())
     except OSError:
@@ -90,7 +90,7 @@ def read_rank_position(failure_file: Path, rank: int) -> rank_status.RankStatus:
 
 
 def print_native_trace(failure_file: Path, rank: int) -> None:
-    """Print the trace of a crash in native code, each line with the rank's number."""
+    """Print the trace of a crash in native code; each line starts with the rank."""
     try:
         trace = Path(launcher_files.trace_path(str(failure_file), rank)).read_text(errors="replace")
     except OSError:
@@ -106,13 +106,14 @@ def print_native_trace(failure_file: Path, rank: int) -> None:
 # then sends SIGTERM, then SIGKILL: all ranks have exited within a second. The failure file (environment variable
 # MEGATRON_FAILURE_FILE of each rank) is complete before that SIGTERM; a SIGTERM without it is a request to save and
 # exit with 75. It contains one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". The files that ranks
-# write next to it are described in megatron/runtime/launcher_files.py, their status pages in
+# write next to it are described in megatron/runtime/launcher_files.py, their status files in
 # megatron/runtime/rank_status.py.
 
 NOTICE_S = 0.2
 """Seconds after a failure in which other ranks may notice it by themselves."""
 NOTICE_UNKNOWN_S = 0.35
-"""As ``NOTICE_S``, while all known exits are consequences of another one: that rank may still print its traceback."""
+"""Replaces ``NOTICE_S`` while all known exits are consequences of a failure elsewhere, because the rank that failed may
+still be printing its traceback."""
 KILL_AFTER_S = 0.75
 BOARD_POLL_S = 0.5
 NODE_WAIT_S = 3.0

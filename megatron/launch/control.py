@@ -8,7 +8,7 @@ rendezvous; docs/architecture.md explains why.
 | line | sender | meaning |
 |---|---|---|
 | ``query_status`` | any launcher | request the status: node number, is leader, number of the last start |
-| ``join`` | a launcher | request to join, with facts that must agree on all nodes; ``refused``: reason of a rejection |
+| ``join`` | a launcher | request to join, with settings that must agree; ``refused``: reason of a rejection |
 | ``ready`` | a follower | no rank of this node is alive, so the next start may begin |
 | ``start`` | the leader | the next start: its number, its nodes, the address of its store |
 | ``set`` | both | an entry in the table of this start, or the leader's summary of entries: failures, decisions |
@@ -178,7 +178,7 @@ class Control:
                 if node != self.node and node in self.members:
                     self.members[node].send(sent)
                 elif node != self.node:
-                    self._mark_lost(node)  # it was lost after the nodes were counted
+                    self._mark_lost(node)  # the node was lost after the nodes were counted
 
     def report_ready(self) -> None:
         """Report to the leader that this node waits for the next start."""

@@ -6,7 +6,7 @@
   not know.
 * The first start waits for MAX nodes for up to --init-timeout, then begins with MIN or more. Later starts wait for the
   nodes that are not lost; if these are fewer than MIN, they wait for further nodes for up to --init-timeout.
-* A node that joins a running job waits. The ranks see the regroup file and exit with 75 after the next save, and the
+* A node that joins a running job waits. The ranks detect the regroup file and exit with 75 after the next save, and the
   next start includes the node.
 
 megatron/config/elastic.py determines the layout for the number of ranks.
@@ -38,7 +38,7 @@ ASK_INTERVAL_S = 0.5
 
 
 class JobEnded(Exception):
-    """The job has ended while this node took no part in it; ``code`` is its exit code."""
+    """The job has ended while this node did not participate; ``code`` is the job's exit code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)

@@ -146,7 +146,7 @@ def _problems(args: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> l
             "Lower it (GPUS_PER_NODE in the run scripts), or train on the CPU with DS_ACCELERATOR=cpu."
         )
     if not Path(args.script).is_file():
-        problems.append(f"the script to start must be a file, got {args.script!r}, which is not a file.")
+        problems.append(f"the script to start must be an existing file, got {args.script!r}.")
     return problems
 
 
@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         help="maximum number of restarts after code 1 or 4, from the last durable checkpoint; three consecutive starts "
         "without a new checkpoint end the job; the same on every node (default 0)",
     )  # fmt: skip
-    add("--stdin", action="store_true", help="let rank 0 read the launcher's standard input, for interactive tools")
+    add("--stdin", action="store_true", help="pass the launcher's standard input to rank 0, for interactive tools")
     add("script", help="the training script")
     add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its flags")
     return parser

@@ -104,7 +104,7 @@ class ActivationStorage:
             shape, like = (
                 (num_slots, shard.numel()),
                 shard.new_empty(0),
-            )  # not part itself, which the lambda would keep alive
+            )  # instead of ``shard``, which the lambda would keep alive
             self._buffers[key] = _SlotBuffer(num_slots, lambda: self._allocate(shape, like))
         return self._buffers[key]
 

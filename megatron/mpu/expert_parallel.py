@@ -6,8 +6,8 @@ optimizer reduces their gradients over these replicas only (``set_expert``).
 
 | function | forward | backward |
 |---|---|---|
-| `Exchange.send` | all-to-all of rows by expert, then sorting by expert | `Exchange.give_back` |
-| `Exchange.give_back` | sorting by sender, then all-to-all | `Exchange.send` |
+| `Exchange.dispatch` | all-to-all of rows by expert, then sorting by expert | `Exchange.combine` |
+| `Exchange.combine` | sorting by sender, then all-to-all | `Exchange.dispatch` |
 
 Source: Lepikhin et al. 2020, "GShard", section 3.2; Megatron-LM's order of axes (tp-cp-ep-dp-pp), in which the expert
 axis is within data x context.

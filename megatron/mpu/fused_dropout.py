@@ -101,7 +101,7 @@ def keyed_dropout(
         position: step and micro-batch, on the CPU.
         layer: index of the layer, on the CPU.
         seed_and_ranks: the seed, followed by the ranks that ``DropoutStreams.key`` hashes.
-        use_kernel: result of ``DropoutStreams.use_kernel``; if False, masks are drawn from torch's generator.
+        use_kernel: result of ``DropoutStreams.uses_kernel``; if False, masks are drawn from torch's generator.
     """
     from megatron.mpu.random_key import hash_key
 

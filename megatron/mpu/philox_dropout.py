@@ -112,7 +112,9 @@ class PhiloxDropout(DropoutStreams):
         self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
         origin: tuple[int, int, int, int], is_sequence_slice: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Apply dropout to ``x`` with context parallelism, run by run, because each run has its own positions.
+        """Apply dropout to ``x`` with context parallelism.
+
+        Each range of tokens is processed separately, because its positions start at another offset.
 
         Args:
             origin: coordinates of the first element of ``x``: row among this context rank's s/c rows, sample, plane,
@@ -163,7 +165,7 @@ class PhiloxDropout(DropoutStreams):
 
         Args:
             at: position of the forward pass.
-            runs: runs of the queries in the full sequence; empty: the queries start at its first token.
+            runs: token ranges of the queries in the full sequence; empty: the queries start at its first token.
             first_head: index of the first head among the heads of this tensor rank.
         """
         samples, heads, queries, keys = x.shape

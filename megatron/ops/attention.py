@@ -102,10 +102,10 @@ def attention_with_dropout(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return ``drop(softmax(q k^T * scale + added)) v``, operator by operator; the softmax of 16-bit scores is in fp32.
+    """Return ``drop(softmax(q k^T * scale + bias)) v``, operator by operator; the softmax of 16-bit scores is in fp32.
 
     Shapes:
-        as in ``attention``; added [b or 1, a/t or 1, s, s_k]
+        as in ``attention``; bias [b or 1, a/t or 1, s, s_k]
 
     Args:
         cap: cap of ``softcap``, applied before ``bias``; 0: none.

@@ -336,7 +336,7 @@ def _set_probabilities(
         scores [n, s, s_k]
         query, key [n, s or s_k, d]
         bias   [a, s, s]
-        hidden [b or 1, 1, s, s_k]
+        is_masked bool [b or 1, 1, s, s_k]
     """
     by_sample = (-1, block.heads.stop - block.heads.start)
     if bias is None:

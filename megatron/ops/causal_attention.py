@@ -66,13 +66,13 @@ class HeadBuffers:
 
 
 class QueryBlock:
-    """Views of a block of queries with the indices ``query_range``, of its heads, and of the keys that it attends to.
+    """Views of the queries ``query_range`` of n heads, and of the keys and values up to the last of these queries.
 
-    Shapes:
-        query   [n, own, d]
-        keys, values [n, seen, d]
-        scores  [n, own, seen]
-        product [n, own, d], memory for a result
+    Shapes, for a block of q queries and the k keys up to its end:
+        query   [n, q, d]
+        keys, values [n, k, d]
+        scores  [n, q, k]
+        product [n, q, d], memory for a result
     """
 
     def __init__(self, buffers: HeadBuffers, query_range: slice) -> None:
@@ -92,7 +92,7 @@ class QueryBlock:
         self._keys_transposed = self.keys.transpose(1, 2)
 
     def view_scores(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a view [n, own, seen] of ``memory``."""
+        """Return a view [n, q, k] of ``memory``, in the shape of ``scores``."""
         heads, num_queries, _ = self.query.shape
         return memory[: heads * num_queries * self.query_range.stop].view(heads, num_queries, self.query_range.stop)
 
@@ -104,7 +104,7 @@ class QueryBlock:
 
 
 class BackwardHeadBuffers(HeadBuffers):
-    """A room with memory for the gradients of the context (``context_grad``), of key and of value, each [n, s, d]."""
+    """``HeadBuffers`` that also hold the gradients of context, keys and values, each [n, s, d]."""
 
     blocks: Sequence[BackwardQueryBlock]
 
@@ -122,10 +122,10 @@ class BackwardHeadBuffers(HeadBuffers):
 
 
 class BackwardQueryBlock(QueryBlock):
-    """A block with views for backward.
+    """``QueryBlock`` with the views that backward needs.
 
-    ``context_grad`` [n, own, d] is the gradient of the context, ``score_grads`` [n, own, seen] is memory for the
-    gradient of the probabilities, and later of the scores. ``key_grad`` and ``value_grad`` accumulate gradients over
+    ``context_grad`` [n, q, d] is the gradient of the context, ``score_grads`` [n, q, k] is memory for the gradient
+    of the probabilities, and later of the scores. ``key_grad`` and ``value_grad`` accumulate gradients over
     the blocks.
     """
 
@@ -163,13 +163,13 @@ AnyHeadBuffers = TypeVar("AnyHeadBuffers", bound=HeadBuffers)
 
 
 def head_buffers(buffers_type: type[AnyHeadBuffers], packed: torch.Tensor) -> Iterator[tuple[slice, AnyHeadBuffers]]:
-    """Yield (range of heads, room) for the heads that are processed together; all ranges use the same room."""
+    """Yield (range of heads, buffers) for the heads that are processed together; all ranges share the buffers."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
     max_heads = max(1, CACHED_SCORES * torch.get_num_threads() // (queries_per_block(size) * size))
     heads_per_room = -(-num_heads // -(-num_heads // max_heads))  # ranges of nearly equal size
     buffers = buffers_type(packed, heads_per_room)
     for start in range(0, num_heads, heads_per_room):
-        first = min(start, num_heads - heads_per_room)  # the last range fills the room, with some heads computed again
+        first = min(start, num_heads - heads_per_room)  # the last range has full size: it repeats some heads
         yield slice(first, first + heads_per_room), buffers
 
 
@@ -364,11 +364,11 @@ def causal_self_attention(
 
 
 def split_packed(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts that are packed in each head, such as query, key and value.
+    """Return the p tensors that are packed in each head, such as query, key and value.
 
     Shapes:
-        packed [s, b, a/t, parts, d]
-        output parts x [b, a/t, s, d]
+        packed [s, b, a/t, p, d]
+        output p x [b, a/t, s, d]
     """
     return [tensor.permute(1, 2, 0, 3) for tensor in packed.unbind(3)]
 

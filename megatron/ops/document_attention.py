@@ -176,7 +176,7 @@ class _TileScores:
         return x[row, heads].to(self.wide_dtype).contiguous()
 
     def head_slices(self) -> Iterator[_HeadSlice]:
-        """Yield parts that cover all heads of all samples."""
+        """Yield slices that cover all heads of all samples."""
         b, a, _, _ = self.shape
         heads_per_group = a // self.num_groups
         for row in range(b):

@@ -55,7 +55,7 @@ class Slots:
 
 
 def count_rows(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of occurrences of each of ``num_experts`` experts: int64 [number]. The host does not wait."""
+    """Return the number of occurrences of each expert, int64 [num_experts]. The host does not wait."""
     flat = experts.reshape(-1)
     return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 

@@ -134,7 +134,7 @@ def rotary_cos_sin(
         output    2 x [s, d/2], or [b, 1, s, d/2] with ``positions``; fewer columns if only a part of the head rotates
 
     Args:
-        max_length: positions must be below ``max(longest, s)``. Larger positions read outside the table or get wrong
+        max_length: positions must be below ``max(max_length, s)``. Larger positions read outside the table or get wrong
             values, and only a CPU raises an error. ``DecoderModel`` checks its positions.
     """
     length = x.shape[2]
@@ -152,7 +152,7 @@ def _table(
     """Return the cosines and sines of the positions below ``num_rows``, which all layers of a process share.
 
     Shapes:
-        output 2 x [rows, d/2]
+        output 2 x [num_rows, d/2]
     """
     return _compute_table(rotary, num_rows, dtype, device)
 

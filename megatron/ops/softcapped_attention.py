@@ -68,7 +68,7 @@ class _HeadSlice(NamedTuple):
 
 
 def _head_slices(query: torch.Tensor, key: torch.Tensor) -> Iterator[_HeadSlice]:
-    """Yield parts that cover all heads of all samples."""
+    """Yield slices that cover all heads of all samples."""
     (b, a, s, _), (_, g, s_k, _) = query.shape, key.shape
     heads_per_group = a // g
     max_groups = max(
@@ -81,14 +81,14 @@ def _head_slices(query: torch.Tensor, key: torch.Tensor) -> Iterator[_HeadSlice]
 
 
 def _by_group(x: torch.Tensor, head_slice: _HeadSlice, num_groups: int) -> torch.Tensor:
-    """Return a part's heads [n, s, d] by group, with a group's queries concatenated: [groups, n/groups s, d]."""
+    """Return the n heads of a slice by group, with a group's queries concatenated: [groups, n/groups s, d]."""
     return x[head_slice.sample, head_slice.heads].reshape(num_groups, -1, x.shape[-1])
 
 
 def _probabilities(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, head_slice: _HeadSlice, cap: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities of a part, and the hyperbolic tangents in its scores.
+    """Return the probabilities of a slice, and the hyperbolic tangents in its scores.
 
     Shapes:
         query  [groups, n/groups s, d], key [groups, s_k, d]

@@ -13,7 +13,7 @@ from megatron.optim.optimizer import MixedPrecisionOptimizer
 class LRScheduler:
     """Warm-up from 0 to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.
 
-    | style | rate after the warm-up of W updates; u rises from 0 to 1, n is the number of the update from 1 |
+    | style | rate after the warm-up of W updates; u rises from 0 to 1, n counts updates from 1 |
     |---|---|
     | constant | lr |
     | linear | lr + (min_lr - lr) u |

@@ -141,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         """Update the weights with the indices ``batch``, whose slices are exchanged together."""
         weights = [self._weights[idx] for idx in batch]
         updates = [self._update_momentum(main_param) for main_param, _ in main_params]
-        # with learning rates of 0, for example if a caller only wants states to be created, no weight would change
+        # Skip the exchange if all learning rates are 0, for example if a caller only creates the states.
         if not any(group["lr"] for _, group in main_params):
             return
         orthogonalized = self._orthogonalize(weights, [self._owners[idx] for idx in batch], updates)
@@ -172,7 +172,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(
         self, weights: Sequence[MuonWeight], owner_of_weight: Sequence[tuple[int, int]], slices: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Orthogonalize updates, given this rank's slices ``slices``; return its slices of the results. Collective."""
+        """Orthogonalize the updates of which this rank has ``slices``; return its slices of the results. Collective."""
         over_data = [
             ExchangedTensor(w.partition.local_shape, w.partition.data, replica)
             for w, (replica, _) in zip(weights, owner_of_weight, strict=True)

@@ -31,7 +31,7 @@ class OffloadConfig:
         return self._empty_like(tensor).copy_(tensor)
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors on the CPU, copied if necessary. All copies are started before the host waits once."""
+        """Return the tensors on the CPU, copied if necessary. The host synchronizes once, after all copies start."""
         copies = [t if t.device == HOST else self._empty_like(t).copy_(t, non_blocking=True) for t in tensors]
         for source in {tensor.device for tensor in tensors} - {HOST}:
             device.finish_copies(source)

@@ -76,7 +76,7 @@ class RateTable:
         named = {pattern: rate for pattern, rate in _table_rates(settings) if not (is_tied and pattern == HEAD)}
         if settings.lr_by_name:
             for pattern, lr in parse_table(settings.lr_by_name).items():
-                named.pop(pattern, None)  # to insert it at the end
+                named.pop(pattern, None)  # dicts keep the position of existing keys; the last pattern must come last
                 named[pattern] = ParamRate(pattern, lr, _floor(settings, lr))
         decays = parse_table(settings.weight_decay_by_name) if settings.weight_decay_by_name else {}
         return cls(named, decays, _mup_rate(config))

@@ -2,7 +2,7 @@
 
 | key | value |
 |---|---|
-| ``state``, ``param_groups`` | those of the inner optimizer's ``state_dict`` |
+| ``state``, ``param_groups`` | the same entries of the inner optimizer's ``state_dict`` |
 | ``masters`` | the main params, in the order of the groups |
 | ``scaler`` | the loss scale |
 """

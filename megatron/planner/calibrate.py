@@ -125,7 +125,7 @@ def calibrate(
 
 
 def dtypes_of(device_type: str) -> tuple[str, ...]:
-    """Return the number formats in which matmuls are measured, the default format of runs first."""
+    """Return the dtypes in which matmuls are measured, the default dtype of runs first."""
     first = device.default_precision(device_type)
     return (
         first,

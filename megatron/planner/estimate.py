@@ -104,7 +104,7 @@ class Planner:
 
         Raises:
             ValueError: there are fewer layers than virtual stages.
-            ConfigError: the machine has no rates for the number format.
+            ConfigError: the machine has no rates for the dtype.
         """
         self.num_estimates += 1
         bounds = self.bounds(layout)

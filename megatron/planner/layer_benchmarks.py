@@ -172,7 +172,7 @@ def time_layers(
     The ranks start each measurement together.
 
     Args:
-        dtypes: number formats, the default of runs first; models in the other formats are timed once.
+        dtypes: the default of runs first; models in the other dtypes are timed once.
     """
     timings = []
     if rank.device_type == "cpu":
@@ -259,7 +259,7 @@ def _spent(marks: EventMarks, unit_type: str) -> tuple[float, float]:
 
 
 def _median(repetitions: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (forward, backward) of the turn with the median total time."""
+    """Return (forward, backward) of the repetition with the median total time."""
     return sorted(repetitions, key=sum)[len(repetitions) // 2]
 
 

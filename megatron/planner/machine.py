@@ -249,7 +249,7 @@ class Machine:
 
     @property
     def first_dtype(self) -> str:
-        """Default number format of runs: fp32 on a CPU, otherwise bf16 or fp16 if the machine has rates for it."""
+        """Default dtype of runs: fp32 on a CPU, otherwise bf16 or fp16 if the machine has rates for it."""
         order = ("fp32", "bf16", "fp16") if self.is_cpu else ("bf16", "fp16", "fp32")
         return next((name for name in order if name in self.product_flops), order[0])
 
@@ -379,7 +379,7 @@ def _invalid_tables(machine: Machine) -> Iterator[str]:
         if not _is_number(peak, above=0):
             yield f"peak_flops of {dtype} must be a number above 0, got {peak!r}"
     if not machine.product_flops:
-        yield "product_flops must have a number format, got none"
+        yield "product_flops must have a dtype, got none"
     for dtype, table in machine.product_flops.items():
         sides = [side for side, _ in table]
         is_rising = all(small < large for small, large in zip(sides, sides[1:], strict=False))

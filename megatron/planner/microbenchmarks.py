@@ -22,7 +22,7 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 # Rates of one device, measured while the other ranks do the same: matmuls, memory passes, updates, launches.
 #
-# | probe | one turn | counted |
+# | probe | one iteration | counted |
 # |---|---|---|
 # | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x, all square: the three matmuls of a linear layer | 6 side³ FLOPs |
 # | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times a tensor's bytes |
@@ -30,12 +30,12 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 # | overhead | a chain of small sums, forward and backward | two launches of a sum |
 # | copy | from host memory to the device, and back | twice the bytes of the tensor |
 #
-# A turn is repeated for a time window. The result is the median rate of several windows. Warm-up turns before the first
-# window exclude one-time costs (first touch of memory, selection of kernels).
+# Iterations are repeated for a time window. The result is the median rate of several windows. Warm-up iterations before
+# the first window exclude one-time costs (first touch of memory, selection of kernels).
 
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_RUN_S = 0.25
-"""Upper bound for a turn of matmuls: larger sides are skipped if they would take longer, except ``MIN_SIDE``."""
+"""Maximum seconds of a matmul iteration; larger sides that would take longer are skipped, except ``MIN_SIDE``."""
 MIN_SIDE = 512
 STREAM_PASSES = (3 + 2 + 2) + (3 + 3 + 3)
 """Tensors read and written: by sum, norm, GELU; by the backward of GELU and norm, and the sum of two gradients."""
@@ -96,7 +96,7 @@ def measure_rates(rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudg
     """Return this rank's rates, measured together with all other ranks and scaled to ``reference``. Collective.
 
     Args:
-        dtypes: number formats of the matmuls; the first one is also used for the stream.
+        dtypes: dtypes of the matmuls; the first one is also used for the stream.
     """
     products = {}
     for dtype in dtypes:
@@ -207,7 +207,7 @@ def _bytes(dtype: str, timing_budget: TimingBudget) -> int:
 
 
 def _runs_per_s(rank: Rank, run_once: Callable[[], object], timing_budget: TimingBudget, reference: Reference) -> float:
-    """Return the median number of turns per second over all windows, scaled to ``reference``. Collective.
+    """Return the median number of iterations per second over all windows, scaled to ``reference``. Collective.
 
     All ranks start each window together.
     """
@@ -369,7 +369,7 @@ def _filler_work(rank: Rank) -> Callable[[], object]:
 
 
 def _wall_seconds(rank: Rank, run_once: Callable[[], object], times: int, reference: Reference) -> float:
-    """Return the wall-clock seconds of ``times`` turns, minus the time lost to other programs. Collective."""
+    """Return the wall-clock seconds of ``times`` iterations, minus the time lost to other programs. Collective."""
     rank.barrier()
     waited, start = queue_times(), time.perf_counter()
     for _ in range(times):

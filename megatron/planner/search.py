@@ -19,7 +19,7 @@ from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK, SPLIT_SCHEDULES, V_SCH
 # The sizes of the axes are divisors of the number of devices, so there are hundreds or thousands of candidates. For
 # each candidate, a lower bound of the step time is computed, with equal stages and no communication except
 # expert-parallel. Candidates are estimated in the order of their lower bounds. The search stops when the next lower
-# bound exceeds ``NEAR_TIE`` times the step time of the last layout to return. Candidates with an average stage that
+# bound exceeds ``NEAR_TIE`` times the step time of the last layout to return. Candidates whose average stage
 # does not fit into memory are skipped. Layouts that the training program rejects are never returned.
 #
 # One layout is returned per grid (tp, pp, dp). Layouts count as equally fast if the ratio of their step times is below
@@ -49,7 +49,7 @@ class SearchSpec:
     Args:
         num_layouts: number of layouts to return.
         fixed: field of ``Layout`` -> its only permitted value.
-        base_layout: layout with the fields that are not searched: number format, optimizer, offload.
+        base_layout: layout with the fields that are not searched: dtype, optimizer, offload.
     """
 
     world_size: int

@@ -106,7 +106,7 @@ def report_failure(error: BaseException, rank_name: str) -> None:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return True if ``error`` is a failure; SystemExit is one during a run, but not after --help or the run's end."""
+    """Return True if ``error`` is a failure. SystemExit is a failure only during a run."""
     return not isinstance(error, SystemExit) or current_status().is_running
 
 

@@ -109,7 +109,7 @@ class StopRequests:
 
 
 def is_repeated_key_press(signum: int, last_signum: int, elapsed_s: float) -> bool:
-    """Return True if a signal repeats the ``last_signum`` one, which arrived ``elapsed_s`` seconds earlier."""
+    """Return True if ``signum`` and ``last_signum``, ``elapsed_s`` seconds earlier, are caused by one key press."""
     return signum == last_signum and signum in (signal.SIGINT, signal.SIGHUP) and elapsed_s < KEY_PRESS_S
 
 

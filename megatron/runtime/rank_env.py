@@ -89,7 +89,7 @@ def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
 
 
 def _has_several_processes(env: Mapping[str, str], launcher: RankLauncher) -> bool:
-    """Return True if ``launcher`` started several processes; srun's variables outside of a step do not count."""
+    """Return True if ``launcher`` started several processes; variables of SLURM are ignored outside a step of srun."""
     rank, size, *_ = launcher.variables
     if launcher.name == "srun" and size not in env:
         return False
@@ -144,7 +144,7 @@ def _single_process_problems(env: Mapping[str, str]) -> Iterator[str]:
 def raise_on_this_rank(problems: list[str]) -> None:
     """Raise a ConfigError for ``problems``, if any, attributed to this rank.
 
-    Every process reports its own errors, since others do not see its variables and there may be no rank 0.
+    Every process reports its own errors, because other processes do not see its variables and there may be no rank 0.
     """
     with marked(is_of_this_rank=True):
         raise_all(problems)

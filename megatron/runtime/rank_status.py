@@ -1,9 +1,9 @@
-"""Status page of a rank: its current step and operation, readable by the launcher.
+"""Status file of a rank: its current step and operation, readable by the launcher.
 
-The page is a memory-mapped file in the launcher's folder, so it survives a SIGKILL of the rank. Its path consists of
-MEGATRON_FAILURE_FILE and the rank. Without our launcher it is private memory.
+The file is memory-mapped and located in the launcher's folder, so it survives a SIGKILL of the rank. Its path consists
+of MEGATRON_FAILURE_FILE and the rank. Without our launcher, the status is stored in private memory.
 
-| line of the page | content |
+| line of the file | content |
 |---|---|
 | 1 | the rank's coordinates: "stage 1, tensor 0, data 0" |
 | 2 | the current operation: "step 7, forward of micro-batch 3" |
@@ -29,7 +29,7 @@ _buffer: mmap.mmap | bytearray = bytearray(BUFFER_BYTES)
 
 
 class RankStatus(NamedTuple):
-    """The lines of a page; empty if nothing was written."""
+    """The lines of a status file; empty if nothing was written."""
 
     coordinates: str = ""
     operation: str = ""
@@ -43,7 +43,7 @@ class RankStatus(NamedTuple):
 
 
 def open_status_file() -> None:
-    """Map the page into the launcher's folder, if there is a launcher."""
+    """Create the status file in the launcher's folder and map it into memory; no-op without our launcher."""
     global _buffer
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if not failure_file:
@@ -55,12 +55,12 @@ def open_status_file() -> None:
             _buffer = mmap.mmap(descriptor, BUFFER_BYTES)
         finally:
             os.close(descriptor)
-    except OSError:  # the launcher is gone, or its disk is full: keep the private page
+    except OSError:  # the launcher is gone, or its disk is full: keep the private memory
         return
 
 
 def status_path(failure_file: str, rank: int) -> str:
-    """Return the path of a rank's status page."""
+    """Return the path of a rank's status file."""
     return f"{failure_file}.at-{rank}"
 
 
@@ -96,14 +96,14 @@ def current_status() -> RankStatus:
 
 
 def parse_status(status_bytes: bytes) -> RankStatus:
-    """Parse the bytes of a page."""
+    """Parse the bytes of a status file."""
     lines = (status_bytes[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
     coordinates, operation, state, reported_at = lines
     return RankStatus(coordinates, operation, state, float(reported_at or 0.0))
 
 
 def _write_line(line: int, text: str) -> None:
-    """Write ``text`` to a line of the page."""
+    """Write ``text`` to a line of the status."""
     start, end = _BOUNDS[line : line + 2]
     length = end - start
     _buffer[start:end] = text.encode()[: length - 1].ljust(length, b"\0")

@@ -30,7 +30,8 @@ _START_TIMEOUT_S = 30.0
 """Timeout of the second barrier: all ranks have joined and poll the store, so a rank without response is gone."""
 _POLL_S = 0.25
 CONNECTIONS_PER_RANK, OTHER_OPEN_FILES = 4, 256
-"""Connections of a rank to the store, including one during a reconnect; other open files of the store's process."""
+"""Number of a rank's connections to the store (one of them for a reconnect), and of other open files of the process
+that hosts the store."""
 _SEARCH_TIMEOUT_S = 10.0
 """Seconds to wait for the list of missing ranks: if several ranks time out together, only one of them searches."""
 
@@ -101,7 +102,8 @@ def open_store(rank: int, size: int, deadline: float, requirement: str, signal_n
 def raise_open_files_limit(size: int) -> None:
     """Raise this process's limit of open files for a store with ``size`` ranks; warn if that is not allowed.
 
-    A rank has three connections: of its process groups, and of the watchdogs of its run and of its pipeline.
+    A rank has three connections: one for its process groups, one for the watchdog of its run, and one for the watchdog
+    of its pipeline. ``CONNECTIONS_PER_RANK`` adds one for a reconnect.
     """
     num_needed = CONNECTIONS_PER_RANK * size + OTHER_OPEN_FILES
     num_allowed = files.allow_open_files(num_needed)
@@ -193,7 +195,7 @@ def _barrier(
     signal_name: Callable[[], str | None],
 ) -> None:
     """Wait until all ranks have called this with ``name``. If one rank gives up, all ranks raise."""
-    # If this process replaces another one of the same rank, that one has been counted already.
+    # A process that replaces another one of the same rank must not be counted a second time.
     is_first = store.compare_set(f"{name}/{rank}", "", _process_name()).decode() == _process_name()
     if is_first and store.add(f"{name}/number", 1) == size:
         store.compare_set(name, "", ALL_JOINED)
@@ -218,10 +220,10 @@ def _barrier(
 
 
 def missing_ranks(store: Store, prefix: str, size: int) -> list[int]:
-    """Return the numbers from 0 to ``size - 1`` for which there is no key ``opening + number``.
+    """Return the ranks from 0 to ``size - 1`` for which the store has no key ``prefix + rank``.
 
-    The first caller searches for all. All callers time out simultaneously, so separate searches would take ``size``
-    squared requests.
+    Only the first caller searches; the others read its result. All callers time out simultaneously, so separate
+    searches would take ``size`` squared requests.
     """
     result_key = f"{prefix}missing"
     if store.add(f"{prefix}looks", 1) > 1:

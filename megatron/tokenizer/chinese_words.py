@@ -3,8 +3,8 @@
 `rjieba` finds the same route through the same dictionary as jieba, but differs in four respects:
 
 1. the words in runs of unknown characters, because its probabilities are rounded;
-2. the marks ``.``, ``-`` and ``_`` within such runs;
-3. Chinese characters outside U+4E00 ... U+9FD5, which jieba treats as marks;
+2. the punctuation marks ``.``, ``-`` and ``_`` within such runs;
+3. Chinese characters outside U+4E00 ... U+9FD5, which jieba treats as punctuation;
 4. the sum of all frequencies, in which jieba counts a duplicate word of its dictionary twice.
 
 This module therefore uses rjieba, with a corrected sum, only to compute the route, and only for text without the
@@ -79,7 +79,7 @@ def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np
 def _step(
     state: str, score: dict[str, np.ndarray], codes: np.ndarray, positions: np.ndarray, took_second: np.ndarray
 ) -> np.ndarray:
-    """Return the scores of ``state`` at the characters ``codes``; mark in ``took_second`` each second predecessor."""
+    """Return the scores of ``state`` at the characters ``codes``; set ``took_second`` where predecessor 2 wins."""
     emitted = _EMITTED[state][codes]
     first, second = (
         score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted

@@ -1,7 +1,7 @@
-"""SentencePiece for pieces of text that continue an earlier piece.
+"""SentencePiece for chunks of text that continue an earlier chunk.
 
-Most models add a space before a text, remove spaces at both ends, and collapse repeated spaces. A piece that continues
-a word must not get a space; a piece that begins with a space must get exactly one.
+Most models add a space before a text, remove spaces at both ends, and collapse repeated spaces. A chunk that continues
+a word must not get a space; a chunk that begins with a space must get exactly one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAYBE_BLANK = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
 class ContinuationEncoder:
-    """An encoder of pieces that continue an earlier piece of the same text.
+    """An encoder of chunks that continue an earlier chunk of the same text.
 
     Args:
         model: content of the ``.model`` file.
@@ -43,7 +43,7 @@ class ContinuationEncoder:
         )
 
     def move_blanks_forward(self, chunks: Iterable[str]) -> Iterable[str]:
-        """Move blanks at the end of each piece to the next piece if the model would drop them."""
+        """Move blanks at the end of each chunk to the next chunk if the model would drop them."""
         return move_blanks_forward(chunks, self._blanks) if self._drops_blanks else chunks
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:

@@ -1,7 +1,7 @@
-"""Encode a piece of text as the continuation of an earlier piece.
+"""Encode a chunk of text as the continuation of an earlier chunk.
 
-Many tokenizers add a space before a text, and some remove spaces at both ends. If a text is split, its second part must
-not get a space, and its first part must not lose one; otherwise, decoding would not restore the text.
+Many tokenizers add a space before a text, and some remove spaces at both ends. If a text is split, the second chunk
+must not get a space, and the first chunk must not lose one; otherwise, decoding would not restore the text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def strips_end(description: str) -> bool:
 
 
 def move_blanks_forward(chunks: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
-    """Yield the pieces of a text, moving blanks at the end of a piece to the beginning of the next piece.
+    """Yield the chunks of a text, moving blanks at the end of a chunk to the beginning of the next chunk.
 
     Blanks at the end of the text are dropped.
 

@@ -19,7 +19,7 @@ from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 # The tokenizer of CPM-1: words by jieba, then a SentencePiece vocabulary of 30,000 pieces.
 #
 # Spaces and line ends are replaced by U+2582 and U+2583, and words are separated by spaces. SentencePiece applies NFKC
-# (full-width marks become ASCII), so decoding returns the normalized text. Spaces in the text are preserved.
+# (full-width punctuation becomes ASCII), so decoding returns the normalized text. Spaces in the text are preserved.
 
 MODEL_FILE, IDS_FILE = "chinese_vocab.model", "vocab.json"
 

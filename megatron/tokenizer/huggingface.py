@@ -99,7 +99,7 @@ class LibraryTokenizer(Tokenizer):
         )
 
     def _files_digest(self) -> str:
-        # as in __init__, the spelled names are found while no hidden spellings are known
+        # as in __init__, hidden spellings are disabled while the spelled names are determined
         hidden, self._hidden = self._hidden, HiddenSpellings(self._outline, {})
         try:
             return super()._files_digest()

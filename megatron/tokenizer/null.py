@@ -64,9 +64,10 @@ def null_tokenizer(vocab_size: int | None, files: Sequence[str | Path | None]) -
         DataError: ``vocab_size`` is None, or a file is given.
     """
     if vocab_size is None:
-        raise DataError("--tokenizer-type NullTokenizer requires --vocab-size. Set it")
+        raise DataError("--tokenizer-type NullTokenizer requires --vocab-size. Set it to the number of ids")
     if given_files := [str(file) for file in files if file is not None]:
         raise DataError(
-            f"--tokenizer-type NullTokenizer does not read files, got {', '.join(given_files)}. Remove one or the other"
+            f"--tokenizer-type NullTokenizer does not read files, got {', '.join(given_files)}. Remove the files, or "
+            "use another --tokenizer-type"
         )
     return NullTokenizer(vocab_size)

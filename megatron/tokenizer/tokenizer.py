@@ -116,7 +116,7 @@ class Tokenizer(ABC):
         return None
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
-        """Like ``_encode_arrays``, for parts that continue an earlier part of the same text."""
+        """Like ``_encode_arrays``, for chunks that continue an earlier chunk of the same text."""
         return self._encode_arrays(texts)
 
     def encode(self, text: str) -> list[int]:
@@ -147,11 +147,11 @@ class Tokenizer(ABC):
         return np.insert(tokens, np.repeat(insert_at, added), added_tokens), lengths
 
     def encode_chunks(self, chunks: Iterable[str]) -> np.ndarray:
-        """Return the tokens (int32) of one text that is given in consecutive pieces.
+        """Return the tokens (int32) of one text, given as consecutive chunks.
 
-        If the tokenizer adds a space before a text, only the first piece gets it. Spelled control tokens are escaped in
-        each piece. A spelling that crosses a boundary between pieces needs no escape, because the library encodes the
-        pieces separately. Memory is needed only for one piece and for the tokens.
+        If the tokenizer adds a space before a text, only the first chunk gets it. Spelled control tokens are escaped in
+        each chunk. A spelling that crosses a chunk boundary needs no escape, because the library encodes the chunks
+        separately. Only one chunk and the tokens are held in memory.
         """
         encoded = [np.zeros(0, np.int32)]
         for chunk in filter(None, chunks):
@@ -163,7 +163,7 @@ class Tokenizer(ABC):
         return np.concatenate(encoded)
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
-        """Encode a text, or a piece that continues a text, in which control tokens are spelled."""
+        """Encode a text, or a chunk that continues a text, in which control tokens are spelled."""
         first, *others = self._spellings.split(text)
         tokens = (self._encode_arrays if is_first else self._encode_continued)([first])[0]
         return np.concatenate([tokens, self._encode_continued(others)[0]])

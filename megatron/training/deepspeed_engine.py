@@ -1,4 +1,4 @@
-"""Construction of engines with DeepSpeed's interface: of tds with a pipeline, of DeepSpeed without one."""
+"""Construction of engines with DeepSpeed's interface: tds's engine for a pipeline, DeepSpeed's engine otherwise."""
 
 from __future__ import annotations
 

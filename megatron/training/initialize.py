@@ -57,7 +57,7 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
         device.keep_freed_memory()
 
     # Process groups.
-    timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # the phases of timeouts.py change it later
+    timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # RunPhases changes it later
     backend = _backend(requested_backend, device_type, is_via_host=is_via_host)
     _init_process_group(backend, device_type, timeout, signal_name)
     parallel = config.parallel
@@ -111,7 +111,7 @@ def set_lazy_connections() -> None:
     """Enable lazy connections in gloo if there are many ranks. Must be called before the first group is created.
 
     For a full mesh, every rank reads the addresses of every other rank from the store: with 10,000 ranks, 2e8 messages
-    of 8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not changed.
+    with 8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not changed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > MAX_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

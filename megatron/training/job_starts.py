@@ -38,7 +38,7 @@ def _job_id_of(checkpoint: Path) -> str | None:
 def _choice_path() -> Path | None:
     """Return the file in which a job with restarts stores its choice; None without restarts.
 
-    A restart must not choose again, because the newest run may be another one by then.
+    A restart must not choose again, because the newest run may have changed by then.
     """
     current_job_id = job_id()
     return (

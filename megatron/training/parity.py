@@ -82,7 +82,7 @@ def trace_steps(
     """Train ``num_steps`` steps on ``dataset`` and return this rank's trace. Collective.
 
     Args:
-        world: the world.
+        world: device and grid position of this rank.
         eval_every: also evaluate one global batch every N steps, which must not affect training; 0: never.
         tokenizer: tokenizer for scripts; None: a mock tokenizer for random tokens.
     """

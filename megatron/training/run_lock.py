@@ -59,7 +59,7 @@ class RunLock:
         path = folder / LOCK_NAME
 
         def holder_wait_s(text: bytes) -> float:
-            """Return the seconds to wait: for an earlier start of this job, or a holder without a name yet."""
+            """Return the seconds to wait for the holder; 0 if it belongs to another job."""
             holder = _parse_holder(text)
             return (wait_s if _is_same_job(holder) else 0.0) if holder else _UNNAMED_WAIT_S
 

@@ -108,7 +108,7 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
     """Return text on the share of weights with fused gradient accumulation, and on the weights without it."""
     percent, unfused = percentage_of(fused, dict(module.named_parameters()))
-    others_text = f"; autograd accumulates those of {unfused}" if unfused else ""
+    others_text = f"; autograd accumulates the gradients of {unfused}" if unfused else ""
     return (
         f"--gradient-accumulation-fusion: matrix products accumulate the gradients of {percent} % of the weights on "
         f"this rank{others_text}"

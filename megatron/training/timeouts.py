@@ -57,7 +57,7 @@ AXES = (
 class RunPhases:
     """The phases of a run on this rank, and the watchdog for their limits. Construction and ``during`` are collective.
 
-    There are no limits without a world, or for a single rank that a user has started directly, which may be stopped in
+    There are no limits without a world, or for a single rank that a user has started directly, which may be paused in
     a debugger. A single rank started by the launcher is watched.
     """
 
@@ -102,7 +102,7 @@ class RunPhases:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Run the block in phase ``phase``. Collective: all ranks enter and exit the phase together.
+        """Run the block in phase ``name``. Collective: all ranks enter and exit the phase together.
 
         After an error, this rank exits the phase without a barrier: other ranks fail by themselves or raise the same
         error.
@@ -211,7 +211,7 @@ def _handles(grid: Grid) -> list[tuple[str, Any]]:
 
 
 def _is_interactive() -> bool:
-    """Return True if a user may be at this process: it is not the launcher's, or it has a terminal as input."""
+    """Return True if a user may be debugging this process: started without our launcher, or its input is a terminal."""
     return "MEGATRON_FAILURE_FILE" not in os.environ or os.isatty(0)
 
 

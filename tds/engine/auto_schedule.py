@@ -75,8 +75,8 @@ class AutoSchedule:
     """Chooses the schedule of one engine; the choice is the same on every rank.
 
     Args:
-        set_schedule: called with the name of the schedule for the next steps. It must be ``SchedulePlan.set``, not
-            ``engine.set_schedule``, which calls ``keep_schedule``.
+        set_schedule: called with the name of the schedule for the next steps. It must be
+            ``SchedulePlan.set_schedule``, not ``engine.set_schedule``, which calls ``keep_schedule``.
         names: the schedules to choose among, see ``allowed_schedules``.
         group: process group of all ranks.
     """

@@ -53,7 +53,7 @@ class ScheduleEngine:
         agrees_on_data    False: skip the small messages before and after each call by which all ranks detect a loader
                           that ends early. For programs whose loaders never end. Must be equal on every rank
         on_loss           called with the mean loss, which is equal on every rank, before the update; may raise.
-                          ``means.numbers`` then has this loss and all others as Python floats
+                          ``engine.means.values`` then has this loss and all others as Python floats
 
     Args:
         module: the layers of this stage: a callable that takes the inputs (and the chunk index, if a stage has several

@@ -58,7 +58,7 @@ def collective_scope(stage: int, operation: str) -> Iterator[None]:
     _num_scopes += 1
     try:
         yield
-    except RuntimeError as error:  # ``operation`` is not reset, so that ``EngineWatchdog.over`` can report it
+    except RuntimeError as error:  # ``operation`` is not reset, so that ``EngineWatchdog.watch`` can report it
         raise PeerLost(f"stage {stage} lost a rank while {operation}: {error}") from error
     except BaseException:
         tracker.operation = outer

@@ -63,7 +63,7 @@ class Placement:
     """Assignment of the virtual stages to the stages.
 
     Raises:
-        ValueError: the kind is unknown, or "v" with a single chunk.
+        ValueError: ``style`` is unknown, or "v" with a single chunk.
     """
 
     num_stages: int

@@ -247,7 +247,7 @@ def _defer_weight_halves(unsplit: Sequence[Action], trail: int, num_unsplit: int
 # | interleaved, c chunks | 2(p-i-1) + (c-1)p + 1 chunks of 1/c | (p-1)(F+B+W)/c if p divides m |
 # | zb-h1, c chunks | i more than interleaved | (p-1)(F+B-W)/c if p divides m |
 # | zb-v, 2 chunks in a V | min(2p, i + 1 + m, 2m) chunks of 1/2 | (p-1)F/2 at F = B = W if m >= 2p-1 |
-# | dualpipev, 2 chunks in a V | 1 more | (p - 1) F/2 at F = B = W if m >= 2p |
+# | dualpipev, 2 chunks in a V | 1 more than zb-v | (p - 1) F/2 at F = B = W if m >= 2p |
 #
 # F, B and W are the times of a forward, a backward for the input and a backward for the weights. All schedules
 # accumulate the gradients of each weight in the order of the micro-batches, so the results are bitwise equal. Sources

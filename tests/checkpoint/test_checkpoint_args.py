@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -305,7 +306,7 @@ def test_config_contradicting_tensors_error_names_file_and_key(
     folder.write_json(source / folder.CONFIG, hf_config | {key: true_value * 2 if factor == 2 else true_value - 1})
     message = parse_error(source, "--finetune", name, error_type=CheckpointError)
     assert message.startswith(f"{source / 'config.json'}"), message
-    assert f"{key} {true_value}" in message or "does not match" in message, message
+    assert f"{key} {true_value}" in message or re.search("does not (match|describe)", message), message
     assert factor == 1 or f"{key} {true_value}" in message, message
 
 

@@ -290,7 +290,7 @@ def test_three_file_set_allows_any_target_length(tmp_path: Path):
     assert parse_line(line.replace("length 128", "length 2")).family_config.dec_seq_length == 2, (
         "too short for a span of ours"
     )
-    assert "--enc-seq-length must be at least 2, a token and the end token, got 1" in error_message(
+    assert "--enc-seq-length must be at least 2 (one token and the end token), got 1" in error_message(
         line.replace("length 128", "length 1")
     )
     assert "--dec-seq-length must be at least 29" in error_message("--enc-seq-length 128 --dec-seq-length 20")
@@ -299,7 +299,8 @@ def test_three_file_set_allows_any_target_length(tmp_path: Path):
 @pytest.mark.parametrize("flag", ["--noise-density 0.2", "--mean-span-length 4", "--denoisers R", "--denoisers R,X"])
 def test_three_file_set_rejects_span_flags(flag, tmp_path: Path):
     prefix = make_three_file_set(tmp_path / "corpus")
-    message = f"{flag.split()[0]} has no effect on spans that are fixed in the data, got --data-path {prefix}, a set"
+    flag_name = flag.split()[0]
+    message = f"{flag_name} has no effect on spans that are fixed in the data, got --data-path {prefix}, a three-file"
     assert error_message(f"--data-path {prefix} {flag}").startswith(message)
 
 
@@ -323,19 +324,21 @@ def test_three_file_set_in_mixture_allows_span_flags(tmp_path: Path):
     assert long_spans.dec_seq_length == long_spans.max_target_length > 128
     assert "--dec-seq-length must be at least 29" in error_message(f"{line} --dec-seq-length 20")
     message = (
-        f"--denoisers must be one denoiser for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
+        f"--denoisers must be one denoiser for --data-path {tmp_path / 'fixed'}, a three-file set with fixed spans"
     )
-    assert error_message(f"{line} --denoisers R,X").startswith(f"{message}fixed, got R,X. Remove it")
+    assert error_message(f"{line} --denoisers R,X").startswith(f"{message}, got R,X. Remove it")
     assert "R,X in the defaults. Remove it" in error_message(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
 
 
 def test_three_file_set_error_names_data_flag(tmp_path: Path):
     prefixes = [make_three_file_set(tmp_path / name) for name in ("a", "b", "c")]
     line = f"--train-data-path {prefixes[0]} --valid-data-path {prefixes[1]} --test-data-path {prefixes[2]}"
-    assert f"got --train-data-path {prefixes[0]}, a set in three files" in error_message(f"{line} --noise-density 0.2")
+    assert f"got --train-data-path {prefixes[0]}, a three-file set" in error_message(f"{line} --noise-density 0.2")
     mixed_line = line.replace(str(prefixes[0]), str(make_corpus(tmp_path / "d")))
     assert parse_line(f"{mixed_line} --noise-density 0.2").data.has_dynamic_spans
-    assert f"one denoiser for --valid-data-path {prefixes[1]}, a set" in error_message(f"{mixed_line} --denoisers R,S")
+    assert f"one denoiser for --valid-data-path {prefixes[1]}, a three-file set" in error_message(
+        f"{mixed_line} --denoisers R,S"
+    )
 
 
 def test_missing_pair_files_are_named_if_one_exists(tmp_path: Path):
@@ -347,7 +350,7 @@ def test_missing_pair_files_are_named_if_one_exists(tmp_path: Path):
     )
     make_three_file_set(prefix)
     assert not parse_line(f"--data-path {prefix}").data.has_dynamic_spans
-    with pytest.raises(ConfigError, match=r"without .*corpus\.idx"):
+    with pytest.raises(ConfigError, match=r"cannot read .*corpus\.idx"):
         parse(["--data-path", str(prefix)], world_size=1, env={})
 
 
@@ -376,6 +379,6 @@ def test_flag_docs_describe_t5_dropout_epsilon_and_decay():
         "to the mean square in RMS norms",
         "with inverse-square-root it only determines the warm-up",
         "--lr-decay-iters then only determines W",
-        "with a set in three files --enc-seq-length |",
+        "--enc-seq-length with a three-file set |",
     ):
         assert fragment in text

@@ -26,7 +26,7 @@ from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.config import parse
 from megatron.config.batch import Share
 from megatron.models.registry import FAMILIES
-from megatron.mpu import data
+from megatron.mpu import data, fused_dropout
 from megatron.ops import document_attention, flex_attention
 from megatron.training import capture, global_vars, initialize, setup, train_progress
 from megatron.training.data import RunData
@@ -325,4 +325,5 @@ def _patch(run: Run) -> None:
 
     document_attention.can_use_flash_attention = can_use_flash
     document_attention.has_triton = lambda: True
+    fused_dropout.is_available = lambda: False  # the simulated device runs no Triton kernels
     flex_attention.flexible_attention = block_attention

@@ -168,7 +168,9 @@ def test_corpus_count_change_affecting_random_spans_is_reported() -> None:
     """Spans of a corpus that is alone are keyed otherwise than those of one of several."""
     first, second = (replace_fields(corpus, has_random_draws=True) for corpus in corpora("ab"))
     single, both = BlendSchedule([first], [(0, [1])]), BlendSchedule([first, second], [(0, [1, 0])])
-    message = "data: a is {}, so the random spans or middles of its samples change from this step on".format
+    message = (
+        "data: a is {}, so the random spans or fill-in-the-middle splits of its samples change from this step on".format
+    )
     assert resumed_order(both, json_state(single, 5), 5)[1][1:] == [message("one of several corpora now")]
     assert resumed_order(both, "sa", 5)[1][1:] == [message("one of several corpora now")]
     assert message("the only corpus now") in resumed_order(single, json_state(both, 5), 5, allow_change=True)[1]

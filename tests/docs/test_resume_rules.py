@@ -36,7 +36,7 @@ def read_table(page: Path, heading: str, table_idx: int = 0) -> list[list[str]]:
 
 
 def test_compatibility_table_matches_rules() -> None:
-    rows = read_table(ENGLISH, "What may differ")
+    rows = read_table(ENGLISH, "Settings that may differ at a resume")
     assert [(subject, verdict) for subject, verdict, _ in rows] == [
         (format_rule_subject(rule), rule.verdict) for rule in RULES
     ]
@@ -55,7 +55,7 @@ def test_chinese_compatibility_table_matches_rules() -> None:
 RESTORED_WORDS = {"taken": True, "new": False, "取用": True, "新的": False}
 
 
-@pytest.mark.parametrize("page, heading", [(ENGLISH, "Going on"), (CHINESE, "继续训练")])
+@pytest.mark.parametrize("page, heading", [(ENGLISH, "Resume, load, fine-tune"), (CHINESE, "继续训练")])
 def test_restore_table_matches_options(page: Path, heading: str) -> None:
     rows = read_table(page, heading, 1)
     assert len(rows) == 5

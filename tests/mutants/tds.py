@@ -76,12 +76,12 @@ def factor_is_rounded_to_the_dtype_of_the_gradient(original: Any) -> Any:
 
 @mutant("tds.gradients:reduce_tied_gradients", TIED)
 def tied_gradients_are_summed_twice(original: Any) -> Any:
-    def sum_tied(weights: Any, *args: Any) -> None:
+    def reduce_tied(weights: Any, *args: Any) -> None:
         pairs = list(weights)
         original(pairs, *args)
         original(pairs, *args)
 
-    return sum_tied
+    return reduce_tied
 
 
 @mutant("tds.gradients:reduce_tied_gradients", TIED)

@@ -39,7 +39,7 @@ def test_machine_file_round_trips(tmp_path: Path) -> None:
         (machine_json(memory_bandwidth=0), "memory_bandwidth must be a number above 0, got 0"),
         (machine_json(overhead_s=-1), "overhead_s must be a number of at least 0"),
         (machine_json(is_cpu="no"), "is_cpu must be bool"),
-        (machine_json(product_flops={}), "product_flops must have a number format"),
+        (machine_json(product_flops={}), "product_flops must have a dtype"),
         (machine_json(product_flops={"bf16": []}), "product_flops of bf16 must be pairs above 0"),
         (machine_json(product_flops={"bf16": [[64, 1e12], [64, 1e12]]}), "in ascending order of sides"),
         (machine_json(peak_flops={"bf16": None}), "peak_flops of bf16 must be a number above 0"),

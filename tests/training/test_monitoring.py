@@ -145,7 +145,7 @@ def test_recorded_values_follow_documented_formulas(run_dirs: dict[str, Path]) -
 
 
 def test_documented_names_equal_recorded_names(run_dirs: dict[str, Path]) -> None:
-    table = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8").split("## Every name")[1].split("\n## ")[0]
+    table = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8").split("## All metrics")[1].split("\n## ")[0]
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
     documented: dict[str, set[str]] = {}
     for names, record_types, _ in rows:

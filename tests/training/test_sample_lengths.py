@@ -72,7 +72,7 @@ def run_starts(
             samples_before = progress.samples_updated
             batch_size = trainer.batch_sizes.at(progress.samples_consumed)
             trainer.train_step()
-            rates.append((samples_before + batch_size, trainer.engine.rates[-1]))  # type: ignore[attr-defined]
+            rates.append((samples_before + batch_size, trainer.engine.learning_rates[-1]))  # type: ignore[attr-defined]
             assert trainer.last_step == last_step, "what is shown as the last step does not move"
         progress = trainer.progress
     return progress, rates

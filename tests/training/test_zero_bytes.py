@@ -112,7 +112,7 @@ def record_gathered_bytes(optimizer: Any) -> list[int]:
         def gather_and_record(unit: Any) -> None:
             original_gather(unit)
             units, order = optimizer.store.units.units, optimizer.store.units._order
-            pending_bytes = sum(piece.parameter.nbytes for pending in order._ahead for piece in pending.bucket)
+            pending_bytes = sum(piece.parameter.nbytes for pending in order._prefetched for piece in pending.bucket)
             held_bytes = sum(
                 full_weight.untyped_storage().nbytes() for unit in units for full_weight in unit._full.values()
             )

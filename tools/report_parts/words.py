@@ -56,7 +56,7 @@ ZH = {
     "{} run, {}": "{} 次训练，{}",
     "{} runs, {}": "{} 次训练，{}",
     "JavaScript is disabled, so no curves are drawn. The tables are complete.": (
-        "曲线由脚本绘制，而脚本在这里被禁用；表格是完整的。"
+        "JavaScript 已禁用，因此不画曲线；表格是完整的。"
     ),
     "smoothing": "平滑",
     "x axis": "横轴",
@@ -108,17 +108,17 @@ ZH = {
     "Entropy of experts": "专家份额的熵",
     "of the token shares; 1: uniform": "词元份额的熵，1 表示均匀",
     "Dropped choices": "丢弃的选择",
-    "over the capacity": "因超出容量",
+    "over the capacity": "超出容量",
     "Tokens of each corpus": "各语料的词元数",
     "Loss scale": "损失缩放",
     "Skipped steps": "跳过的步",
     "nats per token; rings: validation": "每词元的 nat 数；圆圈：验证",
     "nats per token": "每词元的 nat 数",
-    "exp(loss)": "e 的损失次方",
+    "exp(loss)": "exp(损失)",
     "before clipping": "裁剪之前",
     "fraction of the devices' peak": "占设备峰值的比例",
     "dashed: predicted": "虚线：预测",
-    "seconds per step": "一步之内的秒数",
+    "seconds per step": "每步的秒数",
     "peak so far": "到此为止的最大值",
     "fraction of the time": "占时间的比例",
     "since the previous record": "自上一条记录以来",
@@ -129,7 +129,7 @@ ZH = {
     "no data": "没有数据",
     # sections
     "Settings": "设置",
-    "{} of {} settings differ.": "{} 项不同，共 {} 项设置。",
+    "{} of {} settings differ.": "{} 项设置不同，共 {} 项。",
     "{} settings of the run.": "这次训练的 {} 项设置。",
     "show all": "全部显示",
     "show differences only": "只显示不同的",
@@ -139,7 +139,7 @@ ZH = {
     "stage {}": "流水段 {}",
     "layers": "层",
     "parameters per rank": "每个进程的参数",
-    "work per step": "一步的计算时间",
+    "work per step": "每步的计算时间",
     "idle": "空闲",
     "Memory, estimated and measured": "内存：估计与实测",
     "weights": "权重",
@@ -147,29 +147,29 @@ ZH = {
     "optimizer": "优化器",
     "activations": "激活",
     "logits": "logits",
-    "gathered": "聚合的权重",
+    "gathered": "汇集的权重",
     "buffers": "缓冲区",
-    "before the model": "模型之前",
+    "before the model": "构建模型之前",
     "estimated": "估计",
     "measured": "实测",
-    "measured - before - estimated": "实测 - 之前 - 估计",
+    "measured - before - estimated": "实测 - 构建之前 - 估计",
     "Estimated is the planner's memory estimate for the model and its training on one rank, the sum of the columns to "
     "its left. Measured is the peak memory of a rank: of torch's allocator on a GPU, the resident size of the process "
     "on a CPU.": (
-        "“估计”是计划器为一个进程上的模型及其训练算出的字节数，等于它左边各列之和。“实测”是一个进程到此为止占"
-        "用的最大值：GPU 上取自 torch 的分配器，CPU 上是整个进程的常驻内存。"
+        "“估计”是规划器对一个进程上的模型及其训练估计的内存，等于它左边各列之和。“实测”是一个进程的内存峰值："
+        "GPU 上取自 torch 的分配器，CPU 上是整个进程的常驻内存。"
     ),
     "They differ by the memory in use before the model was built (Python, torch, libraries) and by the last column. "
     "Above 0, it is memory that the estimate does not include: temporary tensors within an operator, memory cached by "
     "the allocator, threads, files and prefetched data. Below 0, the estimated tensors were not all allocated at the "
     "same time, or they reused free memory.": (
-        "因此两者之差等于模型之前已有的内存（Python、torch、各种库）加上最后一列。最后一列大于 0 时，是估计没"
-        "有计入的部分：算子内部的临时张量、分配器留作复用的内存、线程、文件和预读的数据。小于 0 时，计入的各"
-        "部分没有同时占用，或者用的是已经空闲的内存。"
+        "两者之差等于构建模型之前已占用的内存（Python、torch、各种库）加上最后一列。最后一列大于 0 时，是估计没"
+        "有计入的内存：算子内部的临时张量、分配器缓存的内存、线程、文件和预取的数据。小于 0 时，估计的张量没有"
+        "同时分配，或者使用了已释放的内存。"
     ),
     "Tokens by expert": "各专家的词元数",
     "Step {}: one row per layer, one cell per expert. The end of a row shows its largest expert over the mean.": (
-        "第 {} 步：每行一层，每格一个专家。行末是最大的专家与平均值之比。"
+        "第 {} 步：每行一层，每格一个专家。行末是负载最大的专家与平均值之比。"
     ),
     "no token": "没有词元",
     "{} x the mean": "平均值的 {} 倍",
@@ -180,7 +180,7 @@ ZH = {
     "by corpus": "各语料",
     "checkpoint": "检查点",
     "Pipeline": "流水线",
-    "{}, step {}, {} micro-batches. Trace: {}": "{}，第 {} 步，{} 个 micro-batch。轨迹：{}",
+    "{}, step {}, {} micro-batches. Trace: {}": "{}，第 {} 步，{} 个微批。轨迹：{}",
     "The trace cannot be drawn: {}": "轨迹无法画出：{}",
     "simulated with the measured costs": "按实测耗时模拟",
     "{}: {} ms, bubble {} %": "{}：{} 毫秒，气泡 {} %",
@@ -196,7 +196,7 @@ ZH = {
     "host": "主机",
     "calls": "调用次数",
     "Self time per step and rank, averaged over {} steps and {} ranks. Traces: {}": (
-        "一个进程一步之内的自身时间，取 {} 步、{} 个进程的平均。轨迹：{}"
+        "每个进程每步的自身时间，取 {} 步、{} 个进程的平均。轨迹：{}"
     ),
     "Commands and versions": "命令和版本",
     "{} samples read": "已读 {} 个样本",

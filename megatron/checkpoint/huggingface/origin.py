@@ -45,7 +45,7 @@ COPIED_ENTRIES = (STATE, "hugging_face_type", "hugging_face_ids")
 
 _MAX_UNCOMPRESSED_CHARS = 20_000
 _ID = re.compile(r"\w*_token_ids?")
-_DROPPED = ("auto_map",)  # refers to Python files in the folder, which are not carried
+_DROPPED = ("auto_map",)  # refers to Python files in the folder, which are not stored
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 # | a tokenizer of the `tokenizers` library | tokenizer.json; for GPT2BPETokenizer also vocab.json and merges.txt |
 # | T5SentencePiece, or SentencePiece in a T5, if it splits text in the same way as T5Tokenizer | spiece.model |
 # | other SentencePiece tokenizers | spiece.model, for which no Hugging Face class gives the same result |
-# | CPM1, CPM2 | none: they split words before pieces |
+# | CPM1, CPM2 | none: they segment the text into words first |
 #
 # In the first two cases ``tokenizer_config.json`` names the class and the control tokens. A run with --sft adds its
 # template as ``chat_template.jinja``. A run that started from a Hugging Face folder and still uses its tokens writes

@@ -132,7 +132,7 @@ def convert_name(source_name: str, first_layers: Mapping[str, int]) -> str | Non
 
 
 def convert_core_names(tensors: Tensors) -> Tensors:
-    """Convert the names of a GPT of Megatron-Core as in the second table; return other ``tensors`` tensors unchanged.
+    """Convert a Megatron-Core GPT's names by the second table; return ``tensors`` of other programs unchanged.
 
     Raises:
         CheckpointError: the tensors belong to a T5 of Megatron-Core.

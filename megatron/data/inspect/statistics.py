@@ -167,14 +167,14 @@ def _read_blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
             yield block
 
 
-# Facts about a pair of token files: counts, lengths, document ends, ids, vocabulary.
+# Statistics of a pair of token files: counts, lengths, document ends, ids, vocabulary.
 
 MAX_EXAMINED_ENDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFileStats:
-    """The facts about a pair of token files.
+    """The statistics of a pair of token files.
 
     Args:
         eod_id: the end-of-document token; None if unknown.
@@ -198,7 +198,7 @@ class TokenFileStats:
 
 
 def collect_stats(token_file: IndexedDataset, eod_id: int | None = None) -> TokenFileStats:
-    """Return the facts of a pair; without a sidecar, all tokens are read to find the largest id.
+    """Return the statistics of a pair; without a sidecar, all tokens are read to find the largest id.
 
     Args:
         eod_id: end-of-document token of the tokenizer, used if the sidecar does not name one.
@@ -239,13 +239,13 @@ def _measure_eod_share(token_file: IndexedDataset, eod_id: int) -> tuple[float |
     return (sum(has_eod) / len(has_eod) if has_eod else None), len(has_eod)
 
 
-# Tables of the facts.
+# Tables of the statistics.
 
 _IDENTITY_CHARS = 16
 
 
 def stats_table(stats: TokenFileStats, tokenizer: Tokenizer | None) -> Table:
-    """Return a table of the facts about a pair."""
+    """Return a table of the statistics of a pair."""
     rows = Table(title=Text(stats.prefix), title_justify="left", show_header=False)
     rows.add_column("name", no_wrap=True)
     rows.add_column("value", overflow="fold")

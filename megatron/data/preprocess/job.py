@@ -1,4 +1,4 @@
-"""A preprocessing job: workers encode units into parts, the parts are merged, and the output files appear together."""
+"""A preprocessing job: workers encode units into shards, which are merged; the output files appear together."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _remove_if_empty(folder: Path) -> None:
             folder.rmdir()
 
 
-# Concatenation of the parts in the order of their units; the result does not depend on which process encoded them.
+# Concatenation of the shards in the order of their units; the result does not depend on which process encoded them.
 
 
 def merge(
@@ -152,7 +152,7 @@ def merge(
     finished_shards: Sequence[Shard],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Write the parts ``finished_shards`` to ``writer``; call ``on_bytes`` with the bytes of tokens written so far."""
+    """Write ``finished_shards`` to ``writer``; call ``on_bytes`` with the bytes of tokens written so far."""
     num_written_bytes = 0
     with writer:
         for shard in finished_shards:
@@ -170,12 +170,12 @@ def merge(
 
 # A complete preprocessing job: from a corpus to a pair of token files.
 #
-# plan -> worker processes encode units into parts -> parts are concatenated -> all files are renamed together.
-# A job with a share stops after the parts are encoded; ``join`` runs the other steps when all shares are complete.
+# plan -> worker processes encode units into shards -> shards are concatenated -> all files are renamed together.
+# A job with a share stops after its shards are encoded; ``join`` runs the other steps when all shares are complete.
 
 
 def run(job: Job) -> Summary:
-    """Run the job. The output files appear together at the end; with ``job.share`` only the parts are written.
+    """Run the job. The output files appear together at the end; with ``job.share`` only its shards are written.
 
     Raises:
         DataError: an input is invalid, has too many bad records or no documents, the disk is full, or another job
@@ -231,7 +231,7 @@ def _run_share(
 
 
 def _upload(prefix: str, target: str) -> None:
-    """Upload the finished output; the parts are deleted later, so that ``resume`` can retry a failed upload."""
+    """Upload the finished output; the shards are deleted later, so that ``resume`` can retry a failed upload."""
     try:
         token_upload.upload(prefix, target)
     except DataError as error:
@@ -321,7 +321,7 @@ def _finish_job(job: Job, shard_folder: ShardFolder, job_progress: JobProgress, 
 def _write_output(
     prefix: str, job_plan: JobPlan, shard_folder: ShardFolder, finished_shards: Sequence[Shard], counts: Counts
 ) -> str | None:
-    """Merge the parts ``finished_shards`` into the output files; return the path of the list of bad records, if any."""
+    """Merge ``finished_shards`` into the output files; return the path of the list of bad records, if any."""
     examples = shards.collect_bad_records(prefix, shard_folder, [shard.unit for shard in finished_shards])
     plan.check_space_for_output(Path(prefix).absolute().parent, counts, shard_folder.dtype.itemsize)
     writer = IndexedDatasetBuilder(
@@ -333,12 +333,12 @@ def _write_output(
 
 
 def join(folder: Path, prefix: str) -> Summary:
-    """Merge the parts in ``folder``, written by jobs with ``--part``, into the output that a single job would write.
+    """Merge the shards in ``folder``, written by jobs with ``--part``, into the output that a single job would write.
 
-    Each part is verified before it is used. The parts are not deleted.
+    Each shard is verified before it is used. The shards are not deleted.
 
     Raises:
-        DataError: parts are missing, damaged or from another job (the message names all), or there is no document.
+        DataError: shards are missing, damaged or from another job (the message names all), or there is no document.
     """
     check_prefix(prefix)
     start_s = time.monotonic()

@@ -122,8 +122,8 @@ def compression_type(path: str | Path) -> str | None:
 class Share(NamedTuple):
     """Job ``job_number`` (from 1) of ``num_jobs`` independent jobs that produce one output.
 
-    The job encodes the units with index % ``num_jobs`` == ``number - 1``: unit 0 belongs to job 1, unit 1 to job 2, and
-    so on. Neighbouring units, which are often similar, are thus distributed over all jobs.
+    The job encodes the units with index % ``num_jobs`` == ``job_number - 1``: unit 0 belongs to job 1, unit 1 to job 2,
+    and so on. Neighbouring units, which are often similar, are thus distributed over all jobs.
     """
 
     job_number: int
@@ -134,7 +134,7 @@ class Share(NamedTuple):
         """Parse a text such as ``3/16``.
 
         Raises:
-            ValueError: the text is malformed, or the number is not in 1 ... ``num_jobs``.
+            ValueError: the text is malformed, or the job number is not in 1 ... ``num_jobs``.
         """
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match:
@@ -176,7 +176,7 @@ class Job:
         unit_bytes: size of the units of work; None: derived from the size of the input and the number of workers.
         resume: continue an interrupted job with its finished units.
         use_gigatoken: encode with ``gigatoken`` if it returns the same ids.
-        share: encode only the units of this share, into a folder of parts shared with other jobs; None: all units.
+        share: encode only the units of this share, into a folder shared with other jobs; None: all units.
         cluster: Ray cluster that encodes the units, "auto" or HOST:PORT; None: processes on this machine.
     """
 

@@ -27,7 +27,7 @@ from megatron.log import human_bytes
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.identity import is_same
 
-# The identity of a job: its inputs, its encoding options and its units. Parts can only be used with their own plan.
+# The identity of a job: its inputs, its encoding options and its units. Shards can only be used with their own plan.
 
 FORMAT = 2
 _MAX_LISTED = 5
@@ -45,7 +45,7 @@ class JobPlan:
         units: digest of the paths, formats and ranges of all units.
         options: values of the tool's options that affect the tokens or the units.
         tokenizer: properties that identify the tokenizer, by name.
-        committed: summary of the job if its output files are in place and only the parts remain to be deleted; else
+        committed: summary of the job if its output files are in place and only the shards remain to be deleted; else
             None.
         num_units: number of units.
         eod_id: id of the token that ends every document; None if there is none.
@@ -92,7 +92,7 @@ class JobPlan:
         return read_plan(folder)
 
     def write(self, folder: Path) -> None:
-        """Write the plan into the folder of the parts, replacing an existing plan."""
+        """Write the plan into the folder of the shards, replacing an existing plan."""
         files.replace_bytes(folder / PLAN, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def describe_differences(self, earlier: JobPlan) -> list[str]:
@@ -138,7 +138,7 @@ def describe_input_changes(plan: JobPlan, units: Sequence[Unit]) -> str:
 
 
 def read_plan(folder: Path) -> JobPlan | None:
-    """Return the plan of the parts in ``folder``; None if there is no readable plan."""
+    """Return the plan of the shards in ``folder``; None if there is no readable plan."""
     try:
         fields = json.loads((folder / PLAN).read_bytes())
         if fields["format"] != FORMAT:
@@ -150,7 +150,7 @@ def read_plan(folder: Path) -> JobPlan | None:
 
 
 def check_same_job(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
-    """Check that the parts in ``folder``, which belong to the plan ``earlier``, can be used for ``plan``.
+    """Check that the shards in ``folder``, which belong to the plan ``earlier``, can be used for ``plan``.
 
     Raises:
         DataError: the plans differ; the message names the differences.
@@ -232,7 +232,7 @@ def _describe_changed_file(path: str, size: int, time_ns: int, new_size: int, ne
     )
 
 
-# Create the units and the folder of parts of a job, or load them to continue an interrupted job.
+# Create the units and the shard folder of a job, or load them to continue an interrupted job.
 
 _MIN_UNIT_BYTES = 4 << 20
 _UNITS_PER_WORKER = 8
@@ -254,12 +254,12 @@ def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
 
 
 def open_shards(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
-    """Return the plan (the saved one if the job is resumed), the units and the parts of ``job``.
+    """Return the plan (the saved one if the job is resumed), the units and the shards of ``job``.
 
-    The caller must hold the lock of the folder of parts.
+    The caller must hold the lock of the shard folder.
 
     Raises:
-        DataError: the parts to resume belong to another job, or an input is invalid.
+        DataError: the shards to resume belong to another job, or an input is invalid.
     """
     folder = shard_folder_path(job.output_prefix)
     earlier = read_plan(folder)
@@ -405,7 +405,7 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_space_for_units(folder: Path, units: Sequence[Unit], itemsize: int) -> None:
-    """Check the disk space for the tokens of ``units``, which are stored twice: in the parts and in the ``.bin``.
+    """Check the disk space for the tokens of ``units``, which are stored twice: in the shards and in the ``.bin``.
 
     Raises:
         DataError: the space is insufficient for any tokenizer.

@@ -119,7 +119,7 @@ class JobProgress:
             self._encoded_before += shard.counts.num_bytes
 
     def shards(self) -> list[Shard]:
-        """Return the parts of the finished units in order."""
+        """Return the shards of the finished units in order."""
         return [self._finished[unit_idx] for unit_idx in sorted(self._finished)]
 
     def num_done_bytes(self, running: Mapping[int, Counts]) -> int:
@@ -193,7 +193,7 @@ class ErrorLimits:
             max_records: upper bound of the number of records in the input; at the end, their actual number.
 
         Raises:
-            TooManyBad: a limit is exceeded.
+            TooManyBadRecords: a limit is exceeded.
         """
         max_lines = 0 if self.max_lines is None and self.max_fraction is None else self.max_lines
         if max_lines is not None and counts.num_bad > max_lines:

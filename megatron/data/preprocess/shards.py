@@ -1,4 +1,4 @@
-"""The parts of finished units in PREFIX.parts, and the list of bad records."""
+"""The shards of finished units in PREFIX.parts, and the list of bad records."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from megatron.errors import DataError
 # | plan.json | the identity of the job (``plan``) |
 # | lock, part-3-of-16.lock | locked by the job while it runs |
 #
-# If a single machine writes the folder, the files are not fsynced: parts that are lost in a power failure are detected
-# by their size and crc32, and encoded again. If several machines write the folder, the four files are fsynced before a
-# unit counts as finished, because the machine that merges the parts must be able to rely on them.
+# If a single machine writes the folder, the files are not fsynced: shards lost in a power failure are detected by
+# their size and crc32, and encoded again. If several machines write the folder, the four files are fsynced before a
+# unit counts as finished, because the machine that merges the shards must be able to rely on them.
 #
 # Two processes may encode the same unit concurrently (if a machine is considered lost but continues). Each of them
 # writes under its own temporary names, and both rename files with the same content.
@@ -50,10 +50,10 @@ _UNFINISHED = re.compile(r"unit-([0-9]{6,})\.[a-z]+\.tmp-")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A finished unit.
+    """The encoded documents of a finished unit.
 
     Args:
-        file_stats: (bytes, crc32) of each of its files, by kind.
+        file_stats: (bytes, crc32) of each of its files, by ``FILE_TYPES``.
         plan: digest of the plan that the unit belongs to.
     """
 
@@ -74,7 +74,7 @@ class Shard:
 
 
 class ShardFolder:
-    """The folder of the parts of one job.
+    """The folder of the shards of one job.
 
     Args:
         dtype: type of the tokens.
@@ -90,12 +90,12 @@ class ShardFolder:
         return self.folder / f"unit-{unit:06d}.{file_type}"
 
     def load_finished(self, unit: int) -> Shard | None:
-        """Return the part of ``unit`` if its files have the recorded sizes and checksums; else None."""
+        """Return the shard of ``unit`` if its files have the recorded sizes and checksums; else None."""
         shard = self.verify_unit(unit)
         return shard if isinstance(shard, Shard) else None
 
     def verify_unit(self, unit: int) -> Shard | Literal["missing", "damaged", "of another job"]:
-        """Verify the checksums of ``unit`` and return its part, or the problem as text."""
+        """Verify the checksums of ``unit`` and return its shard, or the problem as text."""
         try:
             shard = Shard.from_json(self.path(unit, "json").read_bytes())
             is_complete = shard.unit == unit and set(shard.file_stats) == set(FILE_TYPES)
@@ -134,7 +134,7 @@ class ShardFolder:
         }
 
     def remove(self) -> None:
-        """Delete all parts."""
+        """Delete all shards."""
         remove_shards(self.folder)
 
 
@@ -149,7 +149,7 @@ _writer_ids = itertools.count()
 
 
 class ShardWriter:
-    """A writer of the part of one unit; the part is ignored until ``finish``."""
+    """A writer of the shard of one unit; the shard is ignored until ``finish``."""
 
     def __init__(self, shard_folder: ShardFolder, unit: int) -> None:
         self._shard_folder, self._unit = shard_folder, unit
@@ -159,7 +159,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         with suppress(FileNotFoundError):
-            files.remove_file(self._shard_folder.path(self._unit, "json"))  # left by a part that failed verification
+            files.remove_file(self._shard_folder.path(self._unit, "json"))  # left by a shard that failed verification
         self._files = {
             file_type: self._open_files.enter_context(StreamedFile(self._temporary_path(file_type)))
             for file_type in FILE_TYPES
@@ -188,7 +188,7 @@ class ShardWriter:
         self.counts = counts
 
     def finish(self) -> Shard:
-        """Rename the files of the part to their final names and return the part."""
+        """Rename the files of the shard to their final names and return the shard."""
         if self._shard_folder.is_shared:
             for file in self._files.values():
                 file.sync()
@@ -218,12 +218,12 @@ class ShardWriter:
 
 
 def shard_folder_path(prefix: str) -> Path:
-    """Return the folder of the parts for an output prefix."""
+    """Return the shard folder of an output prefix."""
     return Path(prefix + ".parts")
 
 
 def remove_shards(folder: Path) -> None:
-    """Delete all parts in ``folder``, and then the plan, so that an interrupted deletion leaves resumable parts.
+    """Delete all shards in ``folder``, and then the plan, so that an interrupted deletion leaves resumable shards.
 
     The lock file is not deleted; its holder removes it together with the folder.
 

@@ -1,4 +1,4 @@
-"""Check the completeness of a folder of parts that several jobs have written (``--part 3/16``)."""
+"""Check the completeness of a shard folder that several jobs have written (``--part 3/16``)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _UNIT = re.compile(r"unit-(\d{6,})\.json")
 
 
 def check_complete(folder: Path) -> tuple[JobPlan, ShardFolder, list[Shard]]:
-    """Verify all units in ``folder`` and return the plan, the folder and the parts of the units in order.
+    """Verify all units in ``folder`` and return the plan, the folder and the shards of the units in order.
 
     Raises:
         DataError: the folder was not written by jobs with ``--part``, or a unit is missing, damaged or from another
-            job; the message names the parts that must be rerun.
+            job; the message names the values of ``--part`` that must be rerun.
     """
     job_plan = plan.read_plan(folder)
     if job_plan is None:

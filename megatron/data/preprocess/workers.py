@@ -38,7 +38,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Finished:
-    """The report of a finished unit; ``is_new`` is False if its part already existed."""
+    """The report of a finished unit; ``is_new`` is False if its shard already existed."""
 
     shard: Shard
     is_new: bool
@@ -89,7 +89,7 @@ def _init_worker(parent_pid: int) -> None:
 
 
 def encode_with_reports(encoder: Encoder, shard_folder: ShardFolder, unit: Unit, interval_s: float) -> Iterator[Report]:
-    """Encode ``unit`` unless its part exists; yield Running reports, and finally Finished or Failed."""
+    """Encode ``unit`` unless its shard exists; yield Running reports, and finally Finished or Failed."""
     try:
         if shard := shard_folder.load_finished(unit.idx):
             yield Finished(shard, is_new=False)
@@ -146,7 +146,7 @@ class _Worker:
     def send_unit(self, unit: int | None) -> None:
         """Send the next unit to the worker; None stops the worker."""
         self.unit = unit
-        with suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is detected by take()
+        with suppress(BrokenPipeError, ConnectionResetError):  # receive_report() detects a dead worker
             self.connection.send(unit)
 
     def receive_report(self) -> Report | None:
@@ -179,7 +179,7 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
-            worker.process.kill()  # unfinished parts are ignored
+            worker.process.kill()  # unfinished shards are ignored
         for worker in self._workers:
             worker.process.join()
             worker.connection.close()
@@ -194,7 +194,7 @@ class Workers:
 
         Args:
             on_report: called after each report with the counts of the units that are being encoded.
-            on_finished: called with the part of each finished unit, and True if the part is new.
+            on_finished: called with the shard of each finished unit, and True if the shard is new.
 
         Raises:
             DataError: a unit cannot be read.

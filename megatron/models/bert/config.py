@@ -84,8 +84,8 @@ class BertConfig(FamilyConfig):
         min_length = _MIN_TEXT_LENGTH + _NUM_SPECIAL_TOKENS[self.binary_head]
         if config.batch.seq_length < min_length:
             yield (
-                f"--seq-length must be at least {min_length}, a text of {_MIN_TEXT_LENGTH} tokens and its special "
-                f"tokens, got {config.batch.seq_length}. Raise it"
+                f"--seq-length must be at least {min_length} ({_MIN_TEXT_LENGTH} tokens of text and the special "
+                f"tokens), got {config.batch.seq_length}. Raise it"
             )
 
 

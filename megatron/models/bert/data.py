@@ -237,7 +237,7 @@ _IS_SHORT, _LENGTH, _IS_RANDOM, _BOUNDARY, _POSITIONS, _NUM_SAMPLE_WORDS = (
     3,
     4,
     4 + _MAX_TRIES,
-)  # uses of random words
+)  # index of each random word of a sample by its use, and their number
 
 
 class BertDataset:
@@ -379,7 +379,7 @@ class BertDataset:
                 random_slices = self._windows.slices_in_epoch(epoch, position, length - boundary)
                 if random_slices[0].offset and random_slices[0].document not in window_documents:
                     return boundary, True, _truncate_slices(slices, boundary) + random_slices
-        return boundary, False, slices  # also if all tries failed, because nearly all text is in one document
+        return boundary, False, slices  # reached also if every try failed because one document has nearly all text
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:
@@ -412,7 +412,7 @@ def _longest_slice(slices: Sequence[DocumentSlice]) -> tuple[int, int]:
     return start, stop
 
 
-# The data parts of the BERT family.
+# Functions that ``DATA`` provides: special tokens and random samples.
 
 
 def special_tokens(tokenizer: Any, config: Config) -> BertTokens:

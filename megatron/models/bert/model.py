@@ -326,7 +326,9 @@ class WordHead(nn.Module):
 
 
 def bert_rule(std: float) -> Rule:
-    """Return the rule with ``std`` for all weights; post-norm layers need no smaller residual projections.
+    """Return the rule for initial weights that uses ``std`` for all of them.
+
+    Post-norm layers do not need a smaller standard deviation for projections into the residual stream.
 
     Source: Devlin et al.'s code.
     """

@@ -132,7 +132,7 @@ class BertModelPipe(ModelPipe):
         prefix, _, suffix = local_name.partition(".")
         head_idx = self.model_args.num_layers + 2
         if prefix in ("tied_modules", "0"):
-            return f"embedding.{suffix}"  # for the tied table, rest is "word.weight"
+            return f"embedding.{suffix}"  # "word.weight" for the tied table
         unit_idx = int(prefix)
         if unit_idx == head_idx:
             return f"head.{suffix}"

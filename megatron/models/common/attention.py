@@ -45,13 +45,13 @@ class Attention(nn.Module):
         """Split ``packed`` into ``num_tensors`` tensors; the columns of one head are contiguous.
 
         Shapes:
-            packed [s, b, parts a d / t]
-            output parts x [b, a/t, s, d]
+            packed [s, b, num_tensors a d / t]
+            output num_tensors x [b, a/t, s, d]
         """
         return split_packed(self.view_by_head(packed, num_tensors))
 
     def view_by_head(self, packed: torch.Tensor, num_tensors: int) -> torch.Tensor:
-        """Return ``packed`` viewed as [s, b, a/t, parts, d]."""
+        """Return ``packed`` viewed as [s, b, a/t, num_tensors, d]."""
         return packed.view(*packed.shape[:2], self.num_heads, num_tensors, self.head_size)
 
     def attend(
@@ -64,7 +64,7 @@ class Attention(nn.Module):
             output [s, b, a d / t]
 
         Args:
-            function: attention function of ``megatron.ops``, called as ``function(query, *args, **how)``.
+            function: attention function of ``megatron.ops``, called as ``function(query, *args, **kwargs)``.
             args: further tensors, such as key and value.
             kwargs: keyword arguments of ``function``, such as the mask.
         """

@@ -184,7 +184,7 @@ def broadcast_from_stage(
 
 
 def broadcast_tokens(model_stage: ModelStage, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """Broadcast ``tokens`` [size] from the last stage to every stage and return them. Collective over the pipe."""
+    """Broadcast ``tokens`` [num_tokens] from the last stage to all stages and return them. Collective over the pipe."""
     if tokens is None:
         tokens = torch.empty(num_tokens, dtype=torch.long, device=model_stage.device)
     if model_stage.pipe.size > 1:
@@ -213,8 +213,8 @@ class CachedModel(ABC):
 
         Shapes:
             tokens, positions [b, s], the same on every rank of the replica; the first pass starts at position 0
-            last   [b] indices into ``tokens``
-            output [b, v/t]
+            last_idx [b], indices along s
+            output   [b, v/t]
         """
         x = self.hidden_states(tokens, positions)
         if x is not None:
@@ -243,9 +243,9 @@ class CachedModel(ABC):
         """Return the logits of hidden states on the last stage, None elsewhere. Collective.
 
         Shapes:
-            x      [number, h] on the stage of the last layer, None elsewhere; with ``sequence_parallel`` this rank's
-                   shard, [number/t, h]
-            output [number, v/t]
+            x      [num_rows, h] on the stage of the last layer, None elsewhere; with ``sequence_parallel`` this rank's
+                   shard, [num_rows/t, h]
+            output [num_rows, v/t]
         """
         model_stage, output_units = self.model_stage, range(self.body_units.stop, self.body_units.stop + 2)
         num_shards = model_stage.parallel.group.size if model_stage.parallel.sequence_parallel else 1
@@ -257,7 +257,7 @@ class CachedModel(ABC):
         return None if logits is None else logits[:, 0]
 
     def keep(self, row_indices: list[int]) -> None:
-        """Keep only ``row_indices`` (indices) of the batch in the caches."""
+        """Keep only the rows ``row_indices`` of the batch in the caches."""
         kept_rows = torch.tensor(row_indices, device=self.model_stage.device)
         for cache in self.caches.values():
             cache.keep(kept_rows)

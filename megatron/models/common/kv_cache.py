@@ -71,7 +71,7 @@ class LayerKVCache:
         return self.self_attention[0][:, :, : self.slots.stop], self.self_attention[1][:, :, : self.slots.stop]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep only these ``rows`` of the batch."""
+        """Keep only the rows ``rows`` of the batch."""
         if self.self_attention is not None:
             self.self_attention = self.self_attention[0][rows], self.self_attention[1][rows]
         if self.cross_attention is not None:

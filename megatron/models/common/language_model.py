@@ -154,7 +154,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         is_sequence_sharded = self.parallel.sequence_parallel
-        x = self.word(tokens.t() if is_sequence_sharded else tokens)  # [s/t, b, h] if is_part, otherwise [b, s, h]
+        x = self.word(tokens.t() if is_sequence_sharded else tokens)  # [s/t, b, h] if sharded, otherwise [b, s, h]
         if self.has_norm_or_scale:
             x = self._scale_and_normalize(x)
         if self.position is not None:

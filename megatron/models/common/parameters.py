@@ -71,7 +71,7 @@ def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, st
 
 
 def _random_block(name: str, seed: int, block_start: int, num_rows: int, row_shape: tuple[int, ...]) -> torch.Tensor:
-    """Return rows ``first ... first + rows`` of the parameter's standard normal values, in fp32.
+    """Return ``num_rows`` rows, from ``block_start`` on, of the parameter's standard normal values, in fp32.
 
     Each block has a CPU generator seeded by a hash, so that values do not depend on the device or the layout.
     """

@@ -59,7 +59,7 @@ def _count_slots(module: PipelineModule, args: ModelArgs) -> tuple[int, int]:
 
 
 def pipe_topology(topology: Topology) -> PipeModelDataParallelTopology:
-    """Return DeepSpeed's topology with the same order of ranks; its data axis is our data and context axes."""
+    """Return DeepSpeed's topology with the same order of ranks; its data axis combines our data and context axes."""
     return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data_context)
 
 
@@ -244,7 +244,7 @@ def make_norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
 def decoder_specs(
     embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, args: ModelArgs, parallel: ParallelContext
 ) -> list[LayerSpec]:
-    """Return the specs of ``embedding`` (built from sizes and place), ``layers``, ``norm`` and the (tied) head."""
+    """Return the specs of the embedding (of class ``embedding``), ``layers``, ``norm`` and the head, tied or not."""
     if args.untie_embeddings:
         return [LayerSpec(embedding, args, parallel), *layers, norm, LayerSpec(Head, args, parallel)]
     first_spec = TiedLayerSpec("embedding", embedding, args, parallel, tied_weight_attr="word.weight")

@@ -76,10 +76,10 @@ class T5Config(FamilyConfig):
     )
     dec_seq_length: int = _length_option(
         0,
-        "number of decoder tokens; larger than the longest target pads, smaller is an error, except for a data set "
-        "in three files, whose targets are truncated",
+        "number of decoder tokens; larger than the longest target pads, smaller is an error, except for a three-file "
+        "set, whose targets are truncated",
         minimum=1,
-        shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
+        shown_default="the longest target over --denoisers; --enc-seq-length with a three-file set",
         aliases=("--decoder-seq-length",),
     )
     enc_layers: int = _layers_option(
@@ -211,7 +211,7 @@ class T5Config(FamilyConfig):
         if config.data.has_dynamic_spans:
             yield from self._span_problems(config)
         for prefix, flag in list(config.data.flag_of_cpm_set.items())[:1]:
-            yield from self._fixed_span_problems(config, f"{flag} {prefix}, a set in three files whose spans are fixed")
+            yield from self._fixed_span_problems(config, f"{flag} {prefix}, a three-file set with fixed spans")
         if config.model.has_relative_positions:
             yield from self._relative_problems(config)
         else:
@@ -285,7 +285,10 @@ class T5Config(FamilyConfig):
                     "token files"
                 )
         if self.enc_seq_length < 2:
-            yield f"--enc-seq-length must be at least 2, a token and the end token, got {self.enc_seq_length}. Raise it"
+            yield (
+                "--enc-seq-length must be at least 2 (one token and the end token), "
+                f"got {self.enc_seq_length}. Raise it"
+            )
 
     def _relative_problems(self, config: Config) -> Iterator[str]:
         positions = config.model.max_position_embeddings

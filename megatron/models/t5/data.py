@@ -474,7 +474,7 @@ class T5Dataset:
         return build_sample(pair, self.tokens, self.enc_seq_length, self.dec_seq_length, mode)
 
 
-# The data parts of the T5 family.
+# Functions that ``DATA`` provides: special tokens and random samples.
 
 
 def special_tokens(tokenizer: Any, config: Config) -> T5Tokens:

@@ -68,7 +68,7 @@ class SpanFiles:
         return hashlib.sha256(":".join(fingerprints).encode()).hexdigest()[:16]
 
     def read(self, document: int, first_span: int, num_spans: int) -> np.ndarray:
-        """Return spans ``first_span`` ... ``first + count - 1`` of a document, each after its marker.
+        """Return spans ``first_span ... first_span + num_spans - 1`` of a document, each after its marker.
 
         Raises:
             DataError: the spans are not at the stored offsets.
@@ -100,7 +100,7 @@ class SpanFiles:
 
     def _damaged_error(self, document: int, problem: str) -> DataError:
         return DataError(
-            f"{self.prefix}: document {document} of the set in three files is invalid: {problem}. The files are "
+            f"{self.prefix}: document {document} of the three-file set is invalid: {problem}. The files are "
             "damaged or belong to different sets. Build all three again."
         )
 
@@ -113,7 +113,7 @@ class SpanFiles:
         ]
         if missing:
             raise DataError(
-                f"{missing[0]} does not exist; a set in three files is {', '.join(CPM_SUFFIXES)}, each .bin and .idx. "
+                f"{missing[0]} does not exist; a three-file set is {', '.join(CPM_SUFFIXES)}, each .bin and .idx. "
                 f"Copy the missing files, or use ordinary token files {self.prefix}.bin and .idx."
             )
 
@@ -162,7 +162,7 @@ _NUM_CHECKED_SAMPLES = 256
 
 
 class SpanFilesDataset:
-    """T5 samples from a set of three files; sample i is the dictionary that ``data.sample`` returns.
+    """T5 samples from a set of three files; sample i is the dictionary that ``data.build_sample`` returns.
 
     Any i >= 0 is valid; its epoch is i // samples_per_epoch. Inputs are ``enc_seq_length`` - 1 tokens of the contexts
     and the end token. Targets are padded or truncated to ``dec_seq_length``. Truncations in the first samples are
@@ -357,6 +357,6 @@ def _prefix(samples: T5Dataset | SpanFilesDataset) -> str:
 def _check_single_denoiser(prefix: str, denoisers: Sequence[Denoiser]) -> None:
     if has_modes(denoisers):
         raise DataError(
-            f"--denoisers must be one denoiser for {prefix}, a set in three files whose spans are fixed, got "
+            f"--denoisers must be one denoiser for {prefix}, a three-file set with fixed spans, got "
             f"{','.join(denoiser.kind for denoiser in denoisers)}. Remove it, or use ordinary token files."
         )

@@ -7,12 +7,12 @@ A pass is a micro-batch of training (forward, recompute, backward) or one call i
 
 | pass | gathers | replicas compare |
 |---|---|---|
-| the first of its kind: its order is recorded | each unit when it is needed | the next unit, before each gather |
+| the first of its type: its order is recorded | each unit when it is needed | the next unit, before each gather |
 | a later one, in that order | the next unit as soon as one is used | a rolling hash of the order, at the end |
 | a later one that departs from the order | from then on as in a first pass | as in a first pass |
 
-A pass of another kind than the previous pass departs from the previous order, unless the recorded order of its kind
-starts with the same unit.
+If the pass type changes (training, or evaluation of one module), the pass departs from the previous order, unless the
+order recorded for the new type starts with the same unit.
 
 A departing replica reports its departure in the gather that the other replicas expect next: each message has room for a
 few integers per replica (``Note``). If all replicas depart to the same unit, they continue and record the new order.
@@ -42,7 +42,7 @@ from megatron.torch_compat import all_gather_single
 END = -1
 """Index in place of a unit at the end of a pass."""
 TRAINING = 0
-"""Kind of a training pass. Evaluations have a kind for each module that may be called: 1, 2, ..."""
+"""Type of a training pass. Evaluations have one type per module that may be called: 1, 2, ..."""
 FACTOR, MODULUS = 1_000_003, 2**61 - 1
 """Constants of the rolling hash."""
 DIGIT = 256
@@ -62,9 +62,9 @@ class GatherUnit(Protocol):
 
 
 class Note(NamedTuple):
-    """A replica's kind of pass, the unit that it gathers, and the unit that the order has at this position.
+    """A replica's message: its pass type, the unit that it gathers, and the unit that the order has at this position.
 
-    The units are None if the replica follows the order.
+    Both units are None if the replica follows the order.
     """
 
     pass_type: int
@@ -95,7 +95,7 @@ class GatherOrder:
         reads_notes: read the notes of each gather; None: only on a CPU, where the host need not wait for a device.
 
     Attributes:
-        pass_type: the kind of the current pass; None between passes.
+        pass_type: type of the current pass; None between passes.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class GatherOrder:
         self._group, self._units, self._device = group, units, device
         self._prefetches = prefetches
         self._reads_notes = device.type == "cpu" if reads_notes is None else reads_notes
-        self._orders: dict[int, list[int]] = {}  # by kind of pass, with END at the end
-        self._order: list[int] | None = None  # that the current pass follows; None: the pass records its order
+        self._orders: dict[int, list[int]] = {}  # by pass type; each order ends with END
+        self._order: list[int] | None = None  # order that the current pass follows; None: record one
         self._last_order: list[int] | None = None  # order of the previous pass
         self._must_depart = False  # True: _order is the previous pass's order, from which the current pass will depart
         self._gathered: list[int] = []
@@ -224,7 +224,7 @@ class GatherOrder:
 
     def _drop_prefetched(self) -> None:
         for gather in _drain(self._prefetched):
-            gather.wait()  # it writes to memory that is freed now
+            gather.wait()  # its memory must not be freed while the collective writes to it
 
     def _start(self, unit: int, *departure: int) -> Iterator[Gather]:
         assert self.pass_type is not None
@@ -249,7 +249,7 @@ class GatherOrder:
         return [Note.from_digits(digits) for digits in self._on_host(gather.notes).tolist()]
 
     def _on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` on the host, which waits for them."""
+        """Copy ``values`` to the host and wait for the copy."""
         copy, event = self._copy_to_host(values)
         if event is not None:
             event.synchronize()
@@ -263,7 +263,7 @@ class GatherOrder:
         return copy, device.record_event(self._device)
 
     def _announce(self, unit: int) -> None:
-        """All-gather the hash, kind and next unit of this pass, for ``_check_announced`` to compare. Collective."""
+        """All-gather the hash, type and next unit of this pass, for ``_check_announced`` to compare. Collective."""
         if self._group.size == 1:
             return
         self._check_announced()

@@ -74,7 +74,7 @@ def _check_pattern(pattern: re.Pattern[str], world: World, modules: Sequence[str
 
 
 def _manifest(config: Config, world: World) -> dict[str, Any]:
-    """Return the facts about the run that a reader of the dump needs."""
+    """Return the manifest of the dump: the layout, dtype and other properties of the run that a reader needs."""
     grid = world.grid
     coordinates = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
     return {
@@ -103,7 +103,7 @@ class Debugger(Callback):
     """Watches the modules of one engine during the steps; exists on all ranks or on none. Construction is collective.
 
     Raises:
-        ConfigError: as ``open_dump``.
+        ConfigError: raised by ``open_dump``.
     """
 
     def __init__(self, engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
@@ -127,7 +127,7 @@ class Debugger(Callback):
             modules,
             lambda: streams.position.micro_batch,
             self._on_tensor,
-            chunk=lambda args: args[1] if num_chunks > 1 and len(args) > 1 else 0,  # as tds.engine.stage calls it
+            chunk=lambda args: args[1] if num_chunks > 1 and len(args) > 1 else 0,  # args: (input, chunk)
         )
 
     def on_step_start(self) -> None:
@@ -211,7 +211,7 @@ class Debugger(Callback):
         )
 
     def _note_loss(self, writer: DumpWriter) -> None:
-        """Record if the loss is weighted; ``dump_files.read`` needs it to scale the gradients that are written later.
+        """Record whether the loss is weighted; ``read_dump`` needs this to scale the gradients that are written later.
 
         Only the last stage has this information. Its record applies to the tensors of all stages.
         """
@@ -276,8 +276,8 @@ class Debugger(Callback):
     def _first_of_group(self, finding: Finding | None) -> Finding | None:
         """Return ``finding`` if this rank has the first non-finite value of its tensor group, else None. Collective.
 
-        A non-finite value of one rank spreads to the group with the next all-reduce. Tensors have the same numbers on
-        all ranks of the group, so the rank with the smallest number was the first.
+        A non-finite value of one rank spreads to the group with the next all-reduce. Tensors have the same indices on
+        all ranks of the group, so the rank with the smallest index was the first.
         """
         local_idx = math.inf if finding is None else float(finding.tensor_idx)
         first_idx = all_reduce(

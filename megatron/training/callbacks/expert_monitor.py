@@ -13,7 +13,7 @@ from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 
 MAX_TABLE_SIZE = 16_384
-"""Largest table (layers x experts) that goes into records; 58 layers with 256 experts each make records of 100 kB."""
+"""Largest table (layers x experts) that is written to records; 58 layers of 256 experts need 100 kB per record."""
 MAX_NAMES = 3
 
 

@@ -87,7 +87,7 @@ class HuggingFaceExporter(Callback):
             self._checkpoint_read.wait()
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, object]) -> None:
-        """Start to export the checkpoint ``path`` if an export is due at its step."""
+        """Start the export of the checkpoint ``path`` if one is due at its step."""
         trainer = self.trainer
         is_due = step % self.interval == 0 or step == trainer.last_step
         if path is None or trainer.world.rank or not is_due:

@@ -10,10 +10,10 @@ MIN_SPREAD = 1.0e-3  # relative to the mean: if values hardly differ, a small ch
 
 
 class RunningStatistics:
-    """The last ``window`` values. A new value is anomalous if it is more than ``sigma`` deviations above their mean.
+    """The last ``window`` values. A new value is anomalous if it is ``sigma`` standard deviations above their mean.
 
-    The deviation is at least ``MIN_SPREAD`` times the mean. At least half of the window must be filled. Sums are
-    exact, so that all ranks, and a resumed run, decide identically from the same values.
+    The standard deviation is at least ``MIN_SPREAD`` times the mean. At least half of the window must be filled. Sums
+    are exact, so that all ranks, and a resumed run, decide identically from the same values.
     """
 
     def __init__(self, window: int, sigma: float, values: Iterable[float] = ()) -> None:

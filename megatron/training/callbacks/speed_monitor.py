@@ -26,7 +26,7 @@ from megatron.training.world import World
 MATMUL_SIZE = 1024
 MATMUL_S = 0.3
 MAX_REMEASUREMENTS = 3
-"""Maximum number of times that a run remeasures the peak of the CPUs."""
+"""Maximum number of times that a run remeasures the peak FLOP/s of the CPUs."""
 MIB = 2**20
 
 
@@ -96,7 +96,7 @@ class SpeedMonitor(Callback):
         }
 
     def _plausible_mfu(self, mfu: float | None, flops_per_s: float) -> float | None:
-        """Return the MFU, or None if it is still above 1 after remeasuring the peak of the CPUs. Collective.
+        """Return the MFU, or None if it is still above 1 after remeasuring the peak FLOP/s of the CPUs. Collective.
 
         The peak of a CPU is measured at the start, and the measurement is too low if other programs were busy then.
         """
@@ -118,7 +118,7 @@ class SpeedMonitor(Callback):
         """Return the measurements of all ranks since the last call. Collective.
 
         Shapes:
-            the message is [4, ranks]; memory is sent in MiB, which fp32 resolves to 8 KiB at 80 GiB
+            message fp32 [4, ranks]; memory in MiB, which fp32 resolves to 8 KiB at 80 GiB
         """
         world, batches = self.trainer.world, self.trainer.batches
         total_waited_s = 0.0 if batches is None else batches.drain_waited_s()

@@ -18,8 +18,8 @@ from megatron.training.trainer import Callback
 # Any rank may be slow once. ``StragglerDetector`` warns only if the same rank is slow in several consecutive reports.
 
 REPLICA_FACTOR, STAGE_FACTOR = 1.5, 2.0
-"""A rank is clearly slower from this factor times the median compute time of its peers: the first one if the peers are
-replicas, the second one if they are other stages, whose times differ by design."""
+"""A rank is reported if its compute time is at least this factor times the median of its peers. ``REPLICA_FACTOR``
+applies if the peers are replicas, ``STAGE_FACTOR`` if they are other stages, whose times differ by design."""
 MIN_DIFFERENCE_S = 0.02
 """Minimum difference to the peers in seconds per step; smaller differences are noise in small models."""
 GROUP_FRACTION = 0.9
@@ -66,7 +66,7 @@ class StragglerDetector:
         self._num_reports = 0
 
     def update(self, straggler: Straggler | None) -> str | None:
-        """Record the slowest rank; return a text after ``REPORTS_PER_WARNING`` consecutive reports of it."""
+        """Record the slowest rank; return a warning after ``REPORTS_PER_WARNING`` consecutive reports of a rank."""
         position = None if straggler is None else straggler.position
         self._num_reports = self._num_reports + 1 if position == self._last_position else 1
         self._last_position = position

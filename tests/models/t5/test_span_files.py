@@ -174,7 +174,7 @@ def test_span_set_opens_without_ordinary_pair(prefix: Path) -> None:
     with pytest.raises(DataError, match="has 103 tokens in total, but one sample of .* needs 199"):
         build_splits(prefix, enc_seq_length=200)
     Path(f"{prefix}_target.bin").unlink()
-    with pytest.raises(DataError, match="a_target.bin does not exist; a set in three files is _context, _target"):
+    with pytest.raises(DataError, match="a_target.bin does not exist; a three-file set is _context, _target"):
         build_splits(prefix)
 
 

@@ -34,7 +34,7 @@ def test_fused_gradient_share_is_logged_once(monkeypatch: pytest.MonkeyPatch) ->
         callback.on_log({})
     assert messages == [
         "--gradient-accumulation-fusion: matrix products accumulate the gradients of 81.8 % of the weights on this "
-        "rank; autograd accumulates those of 0.bias, 1.weight"
+        "rank; autograd accumulates the gradients of 0.bias, 1.weight"
     ]
     assert start_table.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights on this rank")
 
