@@ -376,7 +376,10 @@ def newest_step(run: Path) -> int:
 
 
 def corrupt_latest(run: Path, rng: random.Random) -> bool:
-    """Corrupt ``latest`` as a kill during an in-place write could (row A05); return True if the file exists."""
+    """Corrupt ``latest`` as a kill during an in-place write could; return True if the file exists.
+
+    This is row A05 of docs/reliability.md.
+    """
     latest_path = run / CHECKPOINTS / LATEST
     if latest_path.exists():
         latest_path.write_bytes(rng.choice(CORRUPT_CONTENTS))

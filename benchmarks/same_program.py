@@ -430,7 +430,7 @@ def programs_of(root: Path) -> Iterator[str]:
 
 
 def help_of(checkout: Checkout, program: str) -> str:
-    """Return the full help of a program, by --help-all if it exists, without the lines about these two flags."""
+    """Return the full help of a program, by --help-all if it exists, without the lines of --help and --help-all."""
     text = checkout.run(f"{program} --help", code=None)
     if "--help-all" in text:
         text = checkout.run(f"{program} --help-all", code=None)

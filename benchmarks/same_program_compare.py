@@ -98,9 +98,9 @@ def lost_tests(current: Counter[str], other: Counter[str], reasons: Mapping[str,
         new_file = new_file_of.get(name.partition("::")[2])
         losses.append(f"lost {name}" + (f" (new in {new_file})" if new_file else ""))
     counts = (
-        f"{other.total()} there, {current.total()} here, {sum(name in explained for name in lost)} gone with a reason"
+        f"{other.total()} there, {current.total()} here, {sum(name in explained for name in lost)} removed for a reason"
     )
-    listed = [f"    gone {name} -- {reason}" for name, reason in explained.items()] + [
+    listed = [f"    removed {name} -- {reason}" for name, reason in explained.items()] + [
         f"    new {name}" for name in new_tests
     ]
     return losses, "\n".join([counts, *listed])

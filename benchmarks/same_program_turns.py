@@ -2,7 +2,7 @@
 
     cd CHECKOUT && PYTHONPATH=$PWD python -P THIS_FILE step_time gpt2
 
-The file is run by its path, so it can be in another checkout than the one that it measures, which PYTHONPATH names. It
+The file measures the checkout in PYTHONPATH; it may itself be in another checkout, because it is run by its path. It
 prints "ready" after a warm-up step, then a JSON object of name -> seconds for each line that it reads. It exits when
 its input ends.
 """

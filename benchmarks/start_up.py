@@ -90,7 +90,7 @@ def measure(num_runs: int, num_ranks: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="runs of each command; the shortest counts (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each command; the fastest is used (default: 3)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the training run (default: 4)")
     args = parser.parse_args()
     results = measure(args.runs, args.ranks)

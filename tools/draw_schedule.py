@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=positive_int, metavar="C", help="chunks per stage (default 1; 2 in a V)")
     parser.add_argument(
         "--group-size", type=positive_int, metavar="G",
-        help="interleaved only: consecutive micro-batches per chunk (default P)",
+        help="interleaved only: consecutive micro-batches per chunk (default: the number of stages)",
     )  # fmt: skip
     parser.add_argument(
         "--costs", type=cost_triple, metavar="F,B,W",

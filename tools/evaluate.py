@@ -9,7 +9,8 @@
 
 --tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may have any layout, or be a Hugging
 Face folder, and the results are the same in every layout. Ranks beyond tensor x pipe form replicas that share the work.
-Exit codes: 0, 2 (an option, task or text), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
+Exit codes: 0, 2 (an invalid option, task or text), 3 (an invalid checkpoint), 4 (another rank failed), 5 (logits that
+are not finite).
 """
 
 from __future__ import annotations

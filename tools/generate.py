@@ -1,4 +1,4 @@
-"""Generate text with a checkpoint: GPT-2 continues prompts, T5 answers them, and --chat is a conversation.
+"""Generate text with a checkpoint: GPT-2 continues prompts, T5 answers them, and --chat starts a conversation.
 
     python tools/generate.py --load runs/my-run --prompt "The tide" --prompt "At noon"
     python tools/generate.py --load runs/my-run --input prompts.txt --output answers.jsonl --json --top-p 0.9
@@ -14,7 +14,8 @@
 stops at the token that ends a turn in the template. The checkpoint may have any layout, or be a Hugging Face folder.
 The text is the same in every layout and does not depend on the other prompts of a batch. Without --temperature, --top-k
 or --top-p decoding is greedy.
-Exit codes: 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
+Exit codes: 0, 2 (an invalid option or prompt), 3 (an invalid checkpoint), 4 (another rank failed), 5 (logits that are
+not finite).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def show_ranking(planner: Planner, query: PlanningTask, is_json: bool) -> int:
     result = search(planner, query.search_spec)
     if not result.num_candidates:
         raise ConfigError(
-            f"no layout divides {query.search_spec.world_size} devices and a global batch of "
+            f"no layout is possible with {query.search_spec.world_size} devices and a global batch of "
             f"{query.search_spec.global_batch_size} samples with these flags. Change --gpus or --global-batch-size, or "
             "set fewer layout flags"
         )

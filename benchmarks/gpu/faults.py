@@ -167,7 +167,7 @@ def launch_blocking(machine: Machine, folder: Path) -> CaseResult:
 
 
 def too_large(machine: Machine, folder: Path) -> CaseResult:
-    """Check how a run ends whose batch does not fit in memory."""
+    """Check the exit code and message of a run whose batch does not fit in memory."""
     require_gpu(machine, "a batch that exceeds the host's memory would crash the host")
     per_token = 34 * WIDE * DEEP  # bytes that the backward of each layer needs, in 16 bits
     batch = math.ceil(1.5 * machine.memory_bytes / per_token / LONG)
@@ -295,7 +295,7 @@ def pid_of_rank(launcher: int, rank: int) -> int:
 
 
 def judge_death(code: int, seconds: float, text: str) -> str:
-    """Check how a job ended whose rank 1 was killed.
+    """Check the end of a job after its rank 1 was killed.
 
     Raises:
         AssertionError: the code is not 4, it took too long, or the rank is not named.
@@ -337,7 +337,7 @@ def judge_skipped(completed: CompletedCommand, run: Run) -> str:
     completed.check()
     assert run.steps == (*range(1, STEPS + 1),), f"{len(run.steps)} steps were recorded, not {STEPS}"
     non_finite_steps = [step for step, loss in zip(run.steps, run.losses, strict=True) if not math.isfinite(loss)]
-    assert non_finite_steps == [NAN_STEP], f"the steps {non_finite_steps} have no loss, not only {NAN_STEP}"
+    assert non_finite_steps == [NAN_STEP], f"only step {NAN_STEP} should have no loss, got {non_finite_steps}"
     assert run.losses[-1] < run.losses[0], "the loss must decrease after the skipped step"
     return f"step {NAN_STEP} skipped, {STEPS} steps run, loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
 

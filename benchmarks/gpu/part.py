@@ -294,7 +294,8 @@ _RUN_TIED_TO_PARENT = (
 )
 """Python program that executes the following words as a command, which is killed if the starting thread ends.
 
-The request for this signal needs a new process: a program with threads and a GPU must not fork to make it itself.
+The signal is requested in a new process, because a process with threads and a GPU context must not run Python code
+after a fork.
 """
 
 

@@ -423,7 +423,7 @@ def async_save(machine: Machine, folder: Path) -> CaseResult:
 def interrupted(
     machine: Machine, folder: Path, *, signal_number: signal.Signals, code: int, is_due: Callable[[Machine, Path], bool]
 ) -> CaseResult:
-    """Check that a run that a signal has ended resumes with the same command, and that the result is bitwise the same.
+    """Check that a run ended by a signal resumes with the same command, with a bitwise identical result.
 
     Args:
         code: expected exit code.

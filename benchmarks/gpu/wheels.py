@@ -186,7 +186,7 @@ def find_problems(
             )
         for wheel in wheels:
             if not requirement.specifier.contains(wheel.version, prereleases=True):
-                problems.append(f"{required_by} requires {text}, collected is {wheel.version}")
+                problems.append(f"{required_by} requires {text}, but {wheel.version} is collected")
             if (name, *sorted(requirement.extras)) not in visited:
                 queue += [
                     (dependency, name)

@@ -250,7 +250,7 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         process_counts = " or ".join(str(n) for n in (below, below + ranks) if n)
         yield (
             f"world size must be a multiple of {format_axes(c)}, {got}. Start {process_counts} processes, or lower one "
-            f"of the {'two' if c == 1 else 'three'}"
+            f"of the {'two' if c == 1 else 'three'} sizes"
         )
     else:
         yield from _ramp_problems(config, world_size // ranks)

@@ -287,7 +287,7 @@ class DecoderCosts(Costs):
 
     @property
     def num_norms(self) -> int:
-        """Number of norms of a layer, without those of queries and keys."""
+        """Number of norms of a layer, excluding the norms of queries and keys."""
         return 4 if self.model.norm_placement == "both" else 2
 
     @property
@@ -397,12 +397,12 @@ class DecoderCosts(Costs):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """See ``Costs``. Includes one thread's scratch memory, and gradients.
+        """See ``Costs``. Includes one thread's scratch memory and the gradients of attention.
 
-        The gradients are those of the layer's output, context, query, key and value.
+        These are the gradients of query, key, value and context, and of the output of the layer.
 
-        The experts of a layer may need more scratch memory than its attention. If the last layer has experts, more
-        memory has been freed before the backward of its attention.
+        With experts, the result is the maximum over attention and experts. The memory that is freed before the backward
+        of attention is the memory saved by the feed-forward half of the last layer, which may have experts.
         """
         tokens = samples * self.local_length
         feed_forward = tokens * (feed_forward_saved_numel(self.model) * width // tensor)

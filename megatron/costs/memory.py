@@ -27,16 +27,17 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # | offload of the optimizer, on the CPU | 12, or 12 / d | 12, or 12 / d, with a separate copy of the weight |
 # | offload of the weights, on the CPU | 2 / d | 4 / d, or none if the optimizer is offloaded too |
 #
-# ``CommunicationBuffers`` counts running reductions. Not counted are gradients in incomplete buckets, weights that ZeRO
-# 1 and 2 gather after an update, and gradients that a step copies to the CPU. Shards consist of full vectors
+# ``CommunicationBuffers`` counts reductions in flight. Not counted are gradients in incomplete buckets, weights that
+# ZeRO 1 and 2 gather after an update, and gradients that a step copies to the CPU. Shards consist of full vectors
 # (``ParamPartition``), so that some replicas hold an additional row of a weight. A recomputed run of several layers is
 # gathered as a whole.
 #
 # Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 # models", section 4, without scores, which a fused kernel recomputes in backward. The scratch memory of causal
-# attention on a CPU (below) counts as far as it exceeds the logits and the memory that its layer has freed. T5's
-# relative biases and the probabilities of its blocked attention on a CPU are counted with T5's layers. With attention
-# dropout on a CPU, or with --layout-independent-dropout, probabilities count too (5 a s / h times s b h), but not T5's.
+# attention on a CPU (below) counts only where it exceeds the sum of the logits and the memory that its layer has freed.
+# T5's relative biases and the probabilities of its blocked attention on a CPU are counted with T5's layers. With
+# attention dropout on a CPU, or with --layout-independent-dropout, probabilities count too (5 a s / h times s b h),
+# except T5's.
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -77,7 +78,7 @@ class Zero:
 
     @property
     def num_gathered_layers(self) -> int:
-        """Maximum number of layers that ZeRO 3 holds gathered."""
+        """Maximum number of layers whose gathered weights ZeRO 3 holds at the same time."""
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
@@ -226,8 +227,8 @@ def saved_activations_of(config: Any) -> SavedActivations:
 # | together | in the dtype of the weights; in 16 bits also an fp32 copy | their fp32 softmax |
 # | in chunks | one chunk in fp32, two with several tensor ranks; in 16 bits also copies | two gradients |
 #
-# The two gradients are those of the hidden states and, in fp32, of the table. With 16-bit weights a chunk and the
-# table's gradient are copied. ``megatron.config.loss_chunk.tokens_per_chunk`` chooses between the two rows.
+# The two gradients belong to the hidden states and, in fp32, to the table. With 16-bit weights a chunk and the table's
+# gradient are copied. ``megatron.config.loss_chunk.tokens_per_chunk`` chooses between the two rows.
 
 
 def loss_bytes(
@@ -246,7 +247,8 @@ def loss_bytes(
         tokens: tokens of a micro-batch.
         width: bytes per element of a weight.
         forwards: number of micro-batches that wait for their backward.
-        has_cap: logits are soft-capped, which saves one more value per logit; in chunks, only of the current chunk.
+        has_cap: logits are soft-capped, which saves one more value per logit. With chunks, only the logits of the
+            current chunk count.
     """
     vocab_shard, wide, h = -(-known_vocab_size(model) // tensor), max(width, 4), model.hidden_size
     chunk_tokens = tokens_per_chunk(model.loss_chunk_tokens, tokens, known_vocab_size(model), h, is_on_cpu=is_on_cpu)
@@ -268,7 +270,8 @@ def loss_bytes(
 # |---|---|
 # | query, key, value; the gradients of the context, of key and of value | 6 s d |
 # | scores and their gradients, for the q queries of a block | 2 q s |
-# | a product of a block; a product to add to the gradient of key or value | q d; d per key before the last block |
+# | a product of a block | q d |
+# | a product that is added to the gradient of key or value | d per key before the last block |
 #
 # All heads share the q x q mask. The formula is that of ``megatron.ops.causal_attention``. The kernel's memory consists
 # of query, key and gradient of the context; the transposes of these three, of the value and of the gradients of key and
@@ -292,7 +295,7 @@ def heads_per_group(heads: int, length: int, threads: int = 1) -> int:
 
 
 def backward_bytes(heads: int, length: int, size: int, width: int, threads: int = 1) -> int:
-    """Return the scratch bytes of attention's backward on a CPU; in fp32 those of the C++ kernel.
+    """Return the scratch bytes of attention's backward on a CPU: with the C++ kernel in fp32, otherwise block by block.
 
     Args:
         heads: number of heads on this rank, over all samples.
@@ -322,7 +325,7 @@ def kernel_scratch_numel(length: int, size: int) -> int:
 # | reductions of gradients over the replicas, ZeRO 0 and 1 | none: they are in place |
 # | ... ZeRO 2 and 3 | two buckets, or all gradients if there are fewer |
 # | boundary between stages | a hidden state and a gradient received early, and one being sent |
-# | sequence parallelism | the gathered input of the running product, and its gradient |
+# | sequence parallelism | the gathered input of the current product, and its gradient |
 
 BUCKET_BYTES = 32 * 2**20
 """``tds.gradients.BUCKET_BYTES``."""

@@ -111,7 +111,7 @@ def resumed_order(
     )
     if not is_changed and in_current_order(saved.cursors) != list(resumed.cursors(samples_consumed).values()):
         raise _damaged_error(
-            f"its cursors are {saved.cursors}, its phases result in {resumed.cursors(samples_consumed)}"
+            f"its cursors are {saved.cursors}, but its phases result in {resumed.cursors(samples_consumed)}"
         )
     added = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     lines += [f"data: {corpus.name} is new and starts at its first sample" for corpus in added]
@@ -272,7 +272,7 @@ def _decode_state(state: Mapping[str, Any], samples_consumed: int) -> _SavedStat
         if state["format"] != FORMAT:
             raise _damaged_error(f"its format is {state['format']!r}, only {FORMAT} is supported")
         if state["samples_consumed"] != samples_consumed:
-            raise _damaged_error(f"it was saved at sample {state['samples_consumed']}, the run at {samples_consumed}")
+            raise _damaged_error(f"it is for sample {state['samples_consumed']}, but the run is at {samples_consumed}")
         phases = [(phase["start"], phase["weights"], phase["cursors"]) for phase in state["phases"]]
         return _SavedState(state["fingerprints"], state["cursors"], phases, dict(state.get("sizes", {})))
     except (KeyError, TypeError) as error:

@@ -107,7 +107,7 @@ def parse_record(data: bytes) -> Conversation:
     messages = [*system, *messages]
     if not any(message["role"] == ASSISTANT for message in messages):
         roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f'a conversation must have a message of the role "assistant", got {roles}. Remove the line')
+        raise ValueError(f'a conversation must have a message with the role "assistant", got {roles}. Remove the line')
     without_loss = frozenset(
         idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unused_keys)
     )
@@ -210,7 +210,7 @@ def _parse_system(
         if messages[0]["content"] == system:
             return [], format_key == "conversations"
         raise ValueError(
-            f'"system" ({_preview(system)}) and the first message of the role "system" '
+            f'"system" ({_preview(system)}) and the first message with the role "system" '
             f"({_preview(messages[0]['content'])}) differ. Keep one of them"
         )
     return [{"role": "system", "content": system}], format_key != "conversations"
@@ -392,7 +392,7 @@ class RecordFile:
 
 
 def _skip_blanks(text: str, position: int) -> int:
-    """Return the first position from ``position`` on that is not white space of JSON."""
+    """Return the first position from ``position`` on that is not JSON white space."""
     match = _BLANK.match(text, position)
     return match.end() if match else position
 

@@ -68,7 +68,9 @@ def parse(content: bytes, path: Path | str) -> DatasetMetadata:
     except (ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Delete it, or build the data again.") from error
     if sidecar.format != FORMAT:
-        raise DataError(f"{path}: format must be {FORMAT}, got {sidecar.format}. Build the data again, or delete it.")
+        raise DataError(
+            f"{path}: format must be {FORMAT}, got {sidecar.format}. Delete the file, or build the data again."
+        )
     if crc32 is not None and crc32 != _crc32(fields):
         raise DataError(
             f"{path}: the crc32 of its fields is {_crc32(fields)}, but the file states {crc32}; it was damaged or "
@@ -88,8 +90,8 @@ def check_matches_files(
     Raises:
         DataError: the sidecar describes other files.
     """
-    expected = f"{sidecar.num_documents} documents of {sidecar.num_tokens} tokens"
-    actual = f"{num_documents} documents of {num_tokens} tokens"
+    expected = f"{sidecar.num_documents} documents, {sidecar.num_tokens} tokens"
+    actual = f"{num_documents} documents, {num_tokens} tokens"
     if idx_crc32 is not None and sidecar.idx_crc32 != idx_crc32:
         expected, actual = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
     if expected != actual:

@@ -81,7 +81,9 @@ class StreamedFile:
                     raise
                 num_copied = os.write(target, os.pread(source, _READ_BYTES, copied))
             if not num_copied:
-                raise DataError(f"{self.path}: an input of {num_bytes} bytes ended after {copied}; it may be changing")
+                raise DataError(
+                    f"{self.path}: an input of {num_bytes} bytes ended after {copied} bytes; it may be changing"
+                )
             copied += num_copied
 
     def _read_and_write(self, source: int, num_bytes: int) -> None:
@@ -90,7 +92,7 @@ class StreamedFile:
             data = os.read(source, min(_READ_BYTES, remaining))
             if not data:
                 raise DataError(
-                    f"{self.path}: an input of {num_bytes} bytes ended {remaining} early; it may be changing"
+                    f"{self.path}: an input of {num_bytes} bytes ended {remaining} bytes early; it may be changing"
                 )
             self.write(data)
             remaining -= len(data)
@@ -255,7 +257,7 @@ def roll_forward(prefix: str) -> None:
 
 
 def remove_stale(prefix: str) -> None:
-    """Delete the temporary files of processes of this machine that no longer run."""
+    """Delete temporary files that terminated processes of this machine have left."""
     host_infix = f".{socket.gethostname()}-"
     for suffix in (".bin", ".idx", ".len", ".meta.json", ".commit"):
         target = Path(prefix + suffix)

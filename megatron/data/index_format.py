@@ -83,8 +83,8 @@ def decode_header(header_bytes: bytes, file_bytes: int, path: Path) -> Header:
     header = Header(np.dtype(TOKEN_TYPES[code]), num_sequences, num_starts)
     if file_bytes == header.num_bytes + num_sequences and num_sequences:
         raise DataError(
-            f"{path}: the file has {file_bytes} bytes, {num_sequences} more than {num_sequences} sequences and "
-            f"{num_starts} document starts need: one byte per sequence, as in Megatron-LM's multimodal datasets. "
+            f"{path}: {num_sequences} sequences and {num_starts} document starts need {header.num_bytes} bytes, but "
+            f"the file has {file_bytes}: one more byte per sequence, as in Megatron-LM's multimodal datasets. "
             "Multimodal datasets are not supported. Build a dataset with text only."
         )
     if file_bytes != header.num_bytes:

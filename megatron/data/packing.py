@@ -179,7 +179,10 @@ class _SliceIndexBuilder:
         self.document_lengths, self.documents, self.capacity = document_lengths, documents, capacity
 
     def count_last_slices(self) -> np.ndarray:
-        """Return numbers of last slices by length (0 ... capacity), of tokens and of documents with several slices."""
+        """Return int64[capacity + 3]: counts of last slices by length, number of tokens, number of long documents.
+
+        A long document has several slices.
+        """
         counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
         for _, document_lengths in self._blocks():
             counts += np.bincount(self._last_lengths(document_lengths), minlength=len(counts))

@@ -48,7 +48,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """Write the images of start, start + 1, ... into ``out``, which may have any sufficient integer type."""
+        """Write the images of start, start + 1, ... into ``out``, which may have any sufficiently wide integer type."""
         for begin in range(0, len(out), _WALK_BLOCK):
             block = out[begin : begin + _WALK_BLOCK]
             values = np.arange(start + begin, start + begin + len(block), dtype=np.uint64)

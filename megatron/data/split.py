@@ -132,12 +132,12 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
 
 
 def _cached_hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.ndarray]:
-    """Return the hashes of all documents in parts; the processes of the host share their computation."""
+    """Return the hashes of all documents in blocks; the processes of the host divide the computation."""
     count = token_file.num_documents
 
     def build(file_idx: int) -> list[np.ndarray]:
         first = file_idx * _DOCUMENTS_PER_FILE
-        log.info(f"{token_file.prefix}: hashing documents from {first} on, of {count}")
+        log.info(f"{token_file.prefix}: hashing documents from index {first:,} on ({count:,} in total)")
         return [document_hashes(token_file, first, min(first + _DOCUMENTS_PER_FILE, count))]
 
     return cache.arrays(f"hashes-{key}", -(-count // _DOCUMENTS_PER_FILE), build, is_durable=True)

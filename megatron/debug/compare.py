@@ -138,7 +138,7 @@ def full_shape(record: Record) -> tuple[int, ...]:
 
 
 def common_ranges(first_records: Sequence[Record], second_records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Return the ranges of samples between the bounds that both sets of records have."""
+    """Return the ranges between consecutive sample bounds that occur in both sets of records."""
     if any(record.samples is None for record in (*first_records, *second_records)):
         return [(0, 0)]
     bounds = sorted(_bounds(first_records) & _bounds(second_records))
@@ -210,7 +210,8 @@ def _are_copies(records: Sequence[Record]) -> bool:
     )
 
 
-# Differences of two dumps, tensor by tensor in the order of the run, and the first one beyond its tolerance.
+# Differences between two dumps, tensor by tensor in the order of the run, and the first difference that exceeds its
+# tolerance.
 
 PHASES = {WEIGHT: "weights", INPUT: "forward", OUTPUT: "forward", GRAD_OUTPUT: "backward", GRAD_INPUT: "backward",
           GRADIENT: "gradients"}  # fmt: skip
@@ -231,7 +232,7 @@ Smaller tensors are zero by symmetry, up to rounding.
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two dumps in one tensor over some samples.
+    """Difference between two dumps for one tensor and a range of samples.
 
     Attributes:
         error: relative to the norm, or to the largest value; infinite if only one dump has NaN or infinity.
@@ -279,7 +280,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     """Compare two dumps.
 
     Args:
-        rtol: tolerance of all steps; None: by the dtypes of the runs.
+        rtol: relative tolerance for all steps; None: derived from the dtypes of the runs.
 
     Raises:
         ValueError: the dumps have no tensor in common.

@@ -252,7 +252,7 @@ def read_dump(folder: Path) -> Dump:
 def _normalize_gradient(record: Record, is_weighted_by_step: Mapping[int, bool], num_replicas: int) -> Record:
     """Return ``record`` with a gradient of a scalar loss divided by the number of replicas; others unchanged.
 
-    Afterwards gradients are those of the mean loss over all replicas, up to a factor common to all layouts.
+    After normalization, every gradient refers to the mean loss over all replicas, up to a factor common to all layouts.
 
     Args:
         is_weighted_by_step: step -> True if the loss is a pair (sum, count), False if it is a scalar, the mean of a

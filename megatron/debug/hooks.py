@@ -238,8 +238,8 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# The module that produced the first value that is not finite, reported at the end of a step after one read of the
-# device.
+# The module that produced the first value that is not finite. It is determined at the end of a step, with a single copy
+# from the device.
 #
 # | first tensor with such a value, in the order of the run | produced by |
 # |---|---|

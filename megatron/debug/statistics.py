@@ -116,7 +116,7 @@ def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
 
 
 def _measure_values(x_fp64: torch.Tensor, first_column: int) -> list[float]:
-    """Return sum, norm, minimum, maximum and sketch, with one read of the device."""
+    """Return sum, norm, minimum, maximum and sketch, with a single copy from the device."""
     rows = x_fp64.reshape(-1, x_fp64.shape[-1]) if x_fp64.dim() else x_fp64.reshape(1, 1)
     columns = rows.sum(0)  # [n]
     sketch = signs(first_column, columns.numel(), x_fp64.device) @ columns

@@ -46,12 +46,12 @@ class ActivationOffload:
 
 
 class ActivationStorage:
-    """Stores the inputs of recomputed runs of layers, each tensor once, and restores them in backward.
+    """Stores the inputs of checkpointed groups of layers, each tensor once, and restores them in backward.
 
     Args:
-        get_num_slots: returns two maximum numbers of stored tensors: of first inputs (runs per forward times forwards
-            in flight), and of the other inputs, which all runs of a forward share, such as the encoder's output. Called
-            at the first forward.
+        get_num_slots: returns the maximum number of stored first inputs (groups per forward times forwards in flight)
+            and the maximum number of stored other inputs, such as the encoder's output, which all groups of a forward
+            share. Called at the first forward.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class ActivationStorage:
         self.options = options
         self._get_num_slots = get_num_slots
         self._buffers: dict[tuple[int, torch.dtype, bool], _SlotBuffer] = {}
-        self._stored_by_tensor = WeakIdKeyDictionary()  # tensor -> its stored form, which several runs may share
+        self._stored_by_tensor = WeakIdKeyDictionary()  # tensor -> its stored form, which several groups may share
         self._stored_inputs: weakref.WeakSet[_StoredInput] = weakref.WeakSet()
 
     def store(self, inputs: tuple[Any, ...]) -> StoredInputs:
-        """Store ``inputs``; return an object that hands out the originals once and restored tensors afterwards."""
+        """Store ``inputs``; return an object that returns the originals once and restored tensors afterwards."""
         stored = [
             self._store_input(x, is_first=index == 0) if isinstance(x, torch.Tensor) and x.requires_grad else x
             for index, x in enumerate(inputs)
@@ -80,7 +80,7 @@ class ActivationStorage:
         return sum(buffer.num_bytes for buffer in self._buffers.values())
 
     def _store_input(self, x: torch.Tensor, *, is_first: bool) -> _StoredInput:
-        """Store ``x``, unless it is stored already; ``is_first``: it is the first input of a run."""
+        """Store ``x``, unless it is stored already; ``is_first``: it is the first input of a group."""
         stored: _StoredInput | None = self._stored_by_tensor.get(x)
         if stored is None:
             stored = self._stored_by_tensor[x] = _StoredInput(x, self.options, self._allocator(x, is_first))
@@ -115,7 +115,7 @@ class ActivationStorage:
 
 
 class StoredInputs:
-    """Inputs of one run of layers."""
+    """Inputs of one group of layers."""
 
     def __init__(self, originals: tuple[Any, ...], stored: list[Any]) -> None:
         self._originals: tuple[Any, ...] | None = originals

@@ -39,7 +39,7 @@ class TokenRange(NamedTuple):
 
 
 def token_ranges(length: int, group: Group) -> tuple[TokenRange, ...]:
-    """Return the runs of this rank's ``length`` tokens: its two chunks, or one run without context parallelism."""
+    """Return the ranges of this rank's ``length`` tokens: its two chunks, or one range without context parallelism."""
     if group.size == 1:
         return (TokenRange(0, length, 0),)
     n = length // 2

@@ -27,9 +27,9 @@ def is_available() -> bool:
 class Mask:
     """Description of a dropout mask: an element is dropped if its Philox word is below ``probability * 2**32``.
 
-    Words are those of Philox-4x32-10 with the counters of ``PhiloxDropout``. ``origin`` is the row, sample, plane and
-    column of the tensor's first element. Tensors are hidden states [s, b, h], or with ``is_attention`` probabilities
-    [b, a, s, s_k].
+    The words are computed by Philox-4x32-10 from the counters of ``PhiloxDropout``. ``origin`` is the row, sample,
+    plane (head, or 0 for hidden states) and column of the tensor's first element. Tensors are hidden states [s, b, h],
+    or with ``is_attention`` probabilities [b, a, s, s_k].
     """
 
     key: int

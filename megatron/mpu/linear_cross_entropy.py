@@ -196,7 +196,7 @@ class _ChunkedLoss:
         num_rows = max(len(table), self.width)
         self.table_grad = table.new_empty((num_rows, table.shape[1]), dtype=self.wide_dtype) if needs[1] else None
         if self.table_grad is not None:
-            # if no conversion is needed, the first product overwrites these rows; only the others are set to zero
+            # without a dtype conversion, the first chunk overwrites the table's rows, so only the others are zeroed
             num_overwritten = self.width if len(x) and table.dtype == self.wide_dtype else 0
             self.table_grad[num_overwritten:].zero_()
         self.bias_grad = torch.zeros_like(bias, dtype=self.wide_dtype) if needs[2] and bias is not None else None

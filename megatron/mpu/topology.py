@@ -54,7 +54,7 @@ class Topology:
             raise ValueError(
                 f"world size must be a multiple of {format_axes(context)}, {got_text}. "
                 f"Start {(world_size // divisor + 1) * divisor} processes, or lower one of the "
-                f"{'two' if context == 1 else 'three'}."
+                f"{'two' if context == 1 else 'three'} sizes."
             )
         data = world_size // divisor
         if (data * context) % expert:

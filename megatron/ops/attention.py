@@ -62,7 +62,9 @@ def attention(
 def lower_right_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Return causal attention of the last queries of a sequence to all of its keys, on CUDA without a mask.
+    """Return causal attention of the last s positions of a sequence to all of its keys.
+
+    On CUDA no mask is materialized.
 
     Shapes:
         query  [b, a/t, s, d]

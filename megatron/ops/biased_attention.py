@@ -16,7 +16,7 @@ from megatron.ops.attention import Drop, additive_mask, attention, attention_wit
 
 
 def mask_future(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return the bias with the lowest number for keys after the query, which applies the causal rule at no cost.
+    """Return the bias with ``mask_value`` for keys after the query, so that no separate causal mask is needed.
 
     Shapes:
         by_distance, output [a, 2s - 1]
@@ -330,7 +330,7 @@ def _set_probabilities(
     is_masked: torch.Tensor | None,
     block: _Block,
 ) -> None:
-    """Write the softmax of a block's scores into ``scores``; ``is_masked`` scores are set to the lowest number.
+    """Write the softmax of a block's scores into ``scores``; ``is_masked`` scores are set to ``mask_value``.
 
     Shapes:
         scores [n, s, s_k]

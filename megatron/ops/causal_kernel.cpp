@@ -3,9 +3,9 @@
 // A head's query, key and value are copied out of the layer's product, whose rows are n * 3 * d elements apart.
 // Operands that a product reads by columns are transposed. For each block of 64 queries, the kernel computes a product
 // with the keys up to the last of these queries, the exponentials of its rows while they are in the cache, and the
-// remaining products. With documents, the keys start at the document of the first query. The small matrix products
-// (`brgemm`, of row-major matrices) are those of oneDNN in torch, and vectors are torch's, so this compiles wherever
-// `torch.compile` does.
+// remaining products. With documents, the keys start at the document of the first query. Small products of row-major
+// matrices use `brgemm`, from the oneDNN in torch, and vectors use torch's vector class. The file therefore compiles
+// wherever `torch.compile` works.
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -48,7 +48,7 @@ struct Sizes {
 int64_t numbers_forward(const Sizes& z) { return 2 * z.rows() + z.columns() + z.scores() + kQueries * z.d; }
 int64_t numbers_backward(const Sizes& z) { return 3 * z.rows() + 6 * z.columns() + 2 * z.scores(); }
 
-// Allocates from a thread's memory.
+// The scratch memory of one thread; `take` allocates from it.
 struct Room {
   float* next;
   float* take(int64_t count) { return std::exchange(next, next + count); }
@@ -179,8 +179,8 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(of_value, width, found + 2 * d, apart, d, z.s);
 }
 
-// Calls `work(head, room)` for each head. Only one thread uses a room at a time, whatever the number of threads is. It
-// may differ from torch's if this library was built with another OpenMP runtime.
+// Calls `work(head, room)` for each head, where `room` is scratch memory that only one thread uses at a time. The
+// number of threads may differ from torch's if this library was built with another OpenMP runtime.
 template <typename Work>
 void for_heads(int64_t n, float* memory, int64_t rooms, int64_t each, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -232,7 +232,7 @@ int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
 // starts:  [b, s], start of the document of each position, or null
 // context: [s, n, d], output
 // queries: [2, n, s], output: the largest score of each query, and the factor of its exponentials
-// memory:  `rooms` times `causal_numbers`; at least one room, and one for each thread that is to be used
+// memory:  `rooms` times `causal_numbers` floats, with `rooms` at least 1; at most `rooms` threads are used
 // heads:   number of heads per sample
 const char* causal_forward(const float* packed, const int32_t* starts, float* context, float* queries, float* memory,
                            int64_t rooms, int64_t s, int64_t n, int64_t d, int64_t heads) {

@@ -91,7 +91,7 @@ def _slopes(query: Tensor, slopes: list[float] | None) -> Tensor | None:
     return _slopes_on_device(tuple(slopes), torch.promote_types(query.dtype, torch.float32), query.device)
 
 
-@torch.compiler.assume_constant_result  # also in a graph, the slopes are copied to the device only once
+@torch.compiler.assume_constant_result  # copied to the device only once, even in a compiled graph
 def _slopes_on_device(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _slopes_tensor(slopes, dtype, device)
 

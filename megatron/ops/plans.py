@@ -1,4 +1,4 @@
-"""plan_of: a cache of the data that all layers of a stage derive from the document starts of a micro-batch."""
+"""get_plan: a cache of the data that all layers of a stage derive from the document starts of a micro-batch."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
 def alibi_bias(
     slopes: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the bias of the scores: minus slope times distance, and the lowest number for keys after the query.
+    """Return the bias of the scores: minus slope times distance, and ``mask_value`` for keys after the query.
 
     The bias is computed in fp32 (fp64 for fp64), then rounded to ``dtype``. In bf16 it is exact up to a distance of 256
     if slopes are powers of two. Otherwise a bias -B, which multiplies a probability by ``e ** -B``, has an error of up
@@ -222,7 +222,7 @@ def alibi_bias(
 
 
 def mask_other_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return ``bias`` with the lowest number where query and key belong to different documents.
+    """Return ``bias`` with ``mask_value`` where query and key belong to different documents.
 
     Distances are differences of positions, so that within a document they do not depend on the start of the document.
 

@@ -102,7 +102,7 @@ def layer_lists_of(family: str) -> Mapping[str, str]:
 # gradient hooks, divide the time between the layers and the other units (embedding, norm, head, loss). For each type of
 # unit, the ``EfficiencyFactors`` are fitted to the measured times and the predicted times of its operations.
 #
-# If there are several ranks with a core each, models that are split over all ranks are also timed, in the first format.
+# If there are several ranks with a core each, models split over all ranks are also timed, in the default dtype.
 # Their matmuls are smaller, and the faster rank waits at each all-reduce. The factors of split layers are the
 # factors of unsplit layers times the slowdown (measured time without communication / predicted time). Only the slowdown
 # is fitted, because there are few split models and their time without communication is short.
@@ -180,7 +180,7 @@ def time_layers(
     shapes = [shape for shape in SHAPES[rank.device_type == "cpu"] if shape.hidden <= timing_budget.max_hidden_size]
     for dtype in dtypes:
         rank.report(f"layers of every family in {dtype}")
-        # timing every format three times would take over half a minute
+        # timing every dtype three times would take over half a minute
         budget = timing_budget if dtype == dtypes[0] else replace(timing_budget, num_repetitions=1)
         timings += [
             _time_model(rank, family, dtype, shape, budget, reference) for shape in shapes for family in FAMILIES
@@ -303,7 +303,7 @@ def with_layer_timings(machine: Machine, timings: Sequence[LayerTimings]) -> Mac
 def _samples_by_unit_type(
     machine: Machine, timings: Sequence[LayerTimings]
 ) -> dict[tuple[str, str], list[tuple[Sample, Sample]]]:
-    """Return (format, type of unit) -> pairs of samples, for forward and backward."""
+    """Return (dtype, type of unit) -> pairs of samples, for forward and backward."""
     samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
     for timing in timings:
         for unit_type, pair in _samples(machine, timing):
@@ -351,7 +351,7 @@ def _sample_pair(
 
 
 def _update_bandwidth(timings: Sequence[LayerTimings]) -> float:
-    """Return the median bytes/s of the updates of the widest models in the first format; 0 if nothing was timed."""
+    """Return the median bytes/s of the updates of the widest models in the first dtype; 0 if nothing was timed."""
     if not timings:
         return 0.0
     first, widest = timings[0].dtype, max(timing.shape for timing in timings)

@@ -121,7 +121,7 @@ class Layout:
 
 
 def layout_of(config: Any, world_size: int) -> Layout:
-    """Return the layout of a ``Config`` on ``world_size`` ranks. Schedule "auto" becomes the one with least bubble."""
+    """Return the layout of a ``Config`` on ``world_size`` ranks, with "auto" resolved to the least-bubble schedule."""
     parallel, optimizer, batch = config.parallel, config.optimizer, config.batch
     stages, chunks, m = parallel.num_stages, parallel.chunks, batch.num_micro_batches
     names = candidate_schedules(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)

@@ -53,7 +53,7 @@ class EfficiencyFactors:
 
 
 Table = Mapping[str, Mapping[str, EfficiencyFactors]]
-"""Number format -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
+"""dtype -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
 SPLIT_SUFFIX = ", cut over tensor ranks"
 """Suffix for the type of a unit that is split over tensor ranks: its matmuls are smaller, and its ranks wait."""
 LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))

@@ -51,7 +51,7 @@ class TimingBudget:
     Args:
         num_elements: elements of the tensors of the probes stream and update; the tensors must be larger than the
             caches.
-        num_repetitions: number of times that each model's layers are timed in the first format.
+        num_repetitions: number of times that each model's layers are timed in the default dtype.
         max_hidden_size: models with a larger hidden size are not timed.
         use_cpu_time: measure this process's CPU time, which is accurate for a single thread even on a busy machine.
         ranks_per_core: if above 1, ranks take turns on a core, and their CPU time is multiplied by it.

@@ -397,7 +397,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus-per-node", type=positive_int, metavar="N", help="devices per node (default 8, or FILE's)"
     )
-    parser.add_argument("--memory", type=positive_number, metavar="GB", help="memory of one device (default: as built)")
+    parser.add_argument(
+        "--memory", type=positive_number, metavar="GB", help="memory of one device (default: from --gpu or FILE)"
+    )
     parser.add_argument(
         "--global-batch-size", type=positive_int, metavar="B", help="samples per step (default: about 4 Mi tokens)"
     )

@@ -160,7 +160,7 @@ def summary(task: PlanningTask, planner: Planner) -> Iterator[str]:
         f"{task.search_spec.global_batch_size:,} samples per step"
     )
     if active:
-        yield "experts are assumed to have an even load: one with twice the tokens saves and computes twice as much"
+        yield "experts are assumed evenly loaded: an expert with twice the tokens saves and computes twice as much"
     if task.assumed:
         yield f"assumed: {' '.join(task.assumed)}"
         yield from _few_steps(task, costs.num_parameters)

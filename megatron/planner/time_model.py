@@ -214,7 +214,7 @@ def _scores(work: Work) -> float:
 # | expert | layer with experts and micro-batch: dispatch and combine rows of X bytes, in forward and in backward; again if recomputed | 4 (e - 1) / e X |  # noqa: E501
 # | pipeline | boundary and micro-batch, each way | s b h numbers; in a T5's decoder stages also the encoder's output |
 # | data | all-reduce of gradients over d replicas: ZeRO 0, on CPUs also 1 | 2 (d - 1) / d x 4 bytes per parameter |
-# | ... ZeRO 1 on GPUs, instead of it | reduce-scatter | (d - 1) / d x 4 |
+# | ... ZeRO 1 on GPUs | reduce-scatter instead of the all-reduce | (d - 1) / d x 4 |
 # | ... of experts distributed over e ranks | all-reduce over d / e replicas, after the last backward; not scattered | 2 (d / e - 1) / (d / e) x 4 |  # noqa: E501
 # | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
 # | ... ZeRO 2 | micro-batch, instead of the all-reduce | (d - 1) / d x 4 |

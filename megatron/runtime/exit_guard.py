@@ -97,7 +97,7 @@ def guard(main: Callable[[], None], get_rank_name: Callable[[], str]) -> None:
 
 
 def report_failure(error: BaseException, rank_name: str) -> None:
-    """Report ``error``, which will end this process. Called before the cleanup, in which the launcher may kill it.
+    """Report ``error``, which will end this process. Called before cleanup, during which the launcher may kill it.
 
     Errors raised after this call are not reported. No-op outside of ``guard``, because the caller may handle the error.
     """
@@ -117,7 +117,7 @@ def exit_with_error(error: BaseException, rank_name: str, before_exit: Callable[
 
     Args:
         rank_name: name of this rank.
-        before_exit: called between the report and the exit, while other threads are blocked; its errors are ignored.
+        before_exit: called between the report and the exit, while other threads cannot report; its errors are ignored.
     """
     code = _report(error, rank_name)
     if before_exit is not None:
@@ -149,7 +149,10 @@ def exit_for_dead_peer(failure_text: str) -> None:
 
 
 def _report(error: BaseException, rank_name: str) -> int:
-    """Report ``error`` unless an error has been reported already; return the exit code. Blocks in all other threads."""
+    """Report ``error`` unless an error has been reported already; return the exit code.
+
+    Only one thread can report. Calls from other threads block forever, because the reporting thread ends the process.
+    """
     global _reported_exit_code, _is_reporting
     if not _exit_lock.acquire(blocking=False):
         threading.Event().wait()

@@ -72,7 +72,10 @@ def is_reported(failure_file: str) -> bool:
 
 
 def claim_traceback() -> bool:
-    """Return True if this rank is the first of its node to print a traceback; the others are usually the same."""
+    """Return True if this rank is the first on its node to print a traceback.
+
+    The tracebacks of the other ranks are usually the same and are omitted.
+    """
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if not failure_file:
         return True

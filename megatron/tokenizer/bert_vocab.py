@@ -19,7 +19,7 @@ _MAX_WORD_CHARACTERS = 100
 
 
 def from_lower_case_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or its folder; it converts text to lower case without accents."""
+    """Return the tokenizer of a ``vocab.txt`` or its folder; it converts text to lower case and removes accents."""
     return from_bert_files(path, is_lower_case=True)
 
 

@@ -270,12 +270,12 @@ class ChatTemplate:
     def end_of_turn_problem(self) -> str | None:
         """The reason why no control token ends the assistant's turns, with a fix; None if there is such a token.
 
-        A model that is fine-tuned with such a template does not stop after its answer, in this and in other programs.
+        A model that is fine-tuned without such a token does not stop after its answer, in any program.
         """
         try:
             if self.stop_id is not None:
                 return None
-        except TemplateError:  # rendering the data reports that the template rejects a question with an answer
+        except TemplateError:  # reported when the data are rendered
             return None
         text, end = self._sample_turn()
         closing = text[end:].strip()

@@ -170,7 +170,7 @@ def train_bpe(
 
     Args:
         memory_bytes: approximate memory for the words; if it is insufficient, the words are sampled. Default: half the
-            free memory, but at most 2.7 times the text, 10 kB per vocabulary token or 80 MB, whichever is largest.
+            free memory, limited to the largest of 2.7 times the text, 10 kB per vocabulary token, and 80 MB.
         max_token_length: maximum length of a token in bytes, at least 2; control tokens are exempt. None: no limit. A
             Chinese character has 3 bytes, and the space before a word 1.
 

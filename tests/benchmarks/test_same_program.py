@@ -143,7 +143,7 @@ def test_lost_tests_are_detected_and_moved_tests_are_not_lost() -> None:
     differences, summary = compare.lost_tests(current, other, {})
     assert differences == ["lost test_x.py::test_one[1/2] (new in test_y.py)"] and "new test_y.py" in summary
     differences, summary = compare.lost_tests(current, other, {"test_x.py::test_one*": "is in y"})
-    assert differences == [] and "gone test_x.py::test_one[1/2] -- is in y" in summary
+    assert differences == [] and "removed test_x.py::test_one[1/2] -- is in y" in summary
     assert compare.lost_tests(current, Counter(), {})[0] != []
 
 

@@ -60,7 +60,7 @@ def test_unsupported_token_type_is_rejected_with_code(tmp_path: Path, index_size
 
 def test_multimodal_dataset_is_rejected(tmp_path: Path, index_size: str) -> None:
     write_core(tmp_path / "a", DOCUMENTS, "uint16", modes=[0, 0, 1, 0, 0, 1])
-    with pytest.raises(DataError, match="6 more than 6 sequences .* multimodal"):
+    with pytest.raises(DataError, match="6 sequences .* one more byte per sequence, .* multimodal"):
         IndexedDataset(tmp_path / "a")
 
 

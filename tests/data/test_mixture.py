@@ -251,8 +251,8 @@ def test_old_single_corpus_fingerprint_state_is_loaded() -> None:
     "change, problem",
     [
         ({"format": 2}, "its format is 2, only 1 is supported"),
-        ({"samples_consumed": 9}, "saved at sample 9, the run at 10"),
-        ({"cursors": {"a": 8, "b": 2}}, "cursors are .'a': 8, 'b': 2., its phases result in .'a': 7, 'b': 3"),
+        ({"samples_consumed": 9}, "it is for sample 9, but the run is at 10"),
+        ({"cursors": {"a": 8, "b": 2}}, "cursors are .'a': 8, 'b': 2., but its phases result in .'a': 7, 'b': 3"),
         ({"phases": [{"start": 0}]}, "KeyError: 'weights'"),
         ({"phases": None}, "TypeError"),
     ],

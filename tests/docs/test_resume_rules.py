@@ -45,14 +45,14 @@ def test_compatibility_table_matches_rules() -> None:
 
 
 def test_chinese_compatibility_table_matches_rules() -> None:
-    rows = read_table(CHINESE, "什么可以不同")
+    rows = read_table(CHINESE, "续训时哪些设置可以不同")
     assert [VERDICTS[verdict] for _, verdict, _ in rows] == [rule.verdict for rule in RULES]
     for (subject, _, meaning), rule in zip(rows, RULES, strict=True):
         assert re.findall(FLAG, subject) == re.findall(FLAG, format_rule_subject(rule))
         assert set(re.findall(FLAG, rule.meaning)) <= set(re.findall(FLAG, meaning))
 
 
-RESTORED_WORDS = {"taken": True, "new": False, "取用": True, "新的": False}
+RESTORED_WORDS = {"restored": True, "new": False, "恢复": True, "重置": False}
 
 
 @pytest.mark.parametrize("page, heading", [(ENGLISH, "Resume, load, fine-tune"), (CHINESE, "继续训练")])
@@ -81,7 +81,7 @@ def test_restore_table_matches_options(page: Path, heading: str) -> None:
 def test_only_run_folder_resumes_in_place(
     load: str, flags: dict[str, bool], resumes_in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of going on: which run folder each row has."""
+    """The run folder of each row of the table in "Resume, load, fine-tune"."""
     monkeypatch.chdir(tmp_path)
     checkpoint = Path("run") / CHECKPOINTS / "step-00000002"
     checkpoint.mkdir(parents=True)

@@ -329,8 +329,8 @@ def test_overflowing_layout_exits_1_with_remedies(capsys: pytest.CaptureFixture[
         ("--model t5 --enc-layers 2 --dec-layers 2", "got no --hidden-size"),
         (f"{TINY_FLAGS} --hidden-size 100 --num-attention-heads 3", "must be a multiple of --num-attention-heads"),
         (f"{TINY_FLAGS} --hidden-size 256 --lr 1", "--lr has no effect on a plan"),
-        (f"{TINY_FLAGS} --gpus 7 --model-parallel-size 2 --hidden-size 256", "no layout divides 7 devices"),
-        (f"{TINY_FLAGS} --gpus 7 --model-parallel-size 2 --hidden-size 256 --json", "no layout divides 7 devices"),
+        (f"{TINY_FLAGS} --gpus 7 --model-parallel-size 2 --hidden-size 256", "no layout is possible with 7 devices"),
+        (f"{TINY_FLAGS} --gpus 7 --model-parallel-size 2 --hidden-size 256 --json", "no layout is possible with 7"),
         (
             f"{TINY_FLAGS} --gpus 12 --model-parallel-size 4 --hidden-size 256",
             "must be a multiple of the devices per node (8)",

@@ -14,7 +14,7 @@ MAX_CELL_WIDTH, ROW_HEIGHT = 40, 20
 MAX_TITLES = 6000
 """Maximum number of cells with tooltips; above it, only rows have tooltips."""
 DARKEST_RATIO = 3.0
-"""Multiple of the mean from which on a cell has the darkest colour."""
+"""Multiple of the mean at and above which a cell has the darkest colour."""
 LEGEND_RATIOS = (0.0, 0.5, 1.0, 2.0, 3.0)
 
 
@@ -37,11 +37,11 @@ def expert_map(run: RunFolder) -> Html | None:
     ]
     worst = max(table, key=lambda layer: _imbalance(table[layer]))
     text = f"Tokens by expert, {len(table)} layers x {max_experts} experts, step {record['step']}: "
-    text += f"in {worst} the largest has {_imbalance(table[worst]):.2f} times the mean"
+    text += f"in {worst} the busiest has {_imbalance(table[worst]):.2f} times the mean"
     svg = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOTER_HEIGHT}", class_="heat",
                   role="img", aria_label=text)  # fmt: skip
     about = bilingual(
-        "Step {}: one row per layer, one cell per expert. The end of a row shows its largest expert over the mean.",
+        "Step {}: a row per layer and a cell per expert; each row ends with its busiest expert's load over the mean.",
         f"{record['step']:,}",
     )
     return tag("div", tag("p", about), tag("div", svg, class_="scroll"), _legend())

@@ -1,9 +1,9 @@
 "use strict";
-/* The page of runs: numbers and colours, one chart, and from the data in the page to its charts. */
+/* The charts of the report, drawn from the data in the page. */
 
-/* Numbers: how they are written, where an axis has its ticks, and the colours of runs. */
+/* Colours of runs, formats of numbers, and ticks of axes. */
 
-/* Eight colours each, which the colour-blind tell apart too, on the background of each theme (tests/tools/test_report.py). */
+/* Eight colours per theme that colour-blind readers can distinguish on its background (tests/tools/test_report.py). */
 const PALETTES = {
   light: ["#3b7dd8", "#b38000", "#801a00", "#663366", "#e66680", "#8033ff", "#1a0080", "#1a0000"],
   dark: ["#5b9bf0", "#ffe600", "#ff3300", "#00ffe6", "#cc1a80", "#ccff99", "#991aff", "#cc8066"],
@@ -39,7 +39,7 @@ function written(value, unit, digits = 4) {
   return trimmed(value, digits + 1);
 }
 
-/* Ticks between two numbers: 1, 2 or 5 times a power of ten apart; on a logarithmic axis powers and what fits between. */
+/* Return about `number` ticks from `low` to `high`, spaced by 1, 2, 5 or 10 times a power of ten. */
 function ticks(low, high, number) {
   const raw = (high - low) / Math.max(number, 1);
   if (!(raw > 0)) return [low];
@@ -62,7 +62,7 @@ function logTicks(low, high) {
   return found.length > 1 ? found : [low, high];
 }
 
-/* An exponential mean that begins without a bias: what is missing stays missing. */
+/* Return the exponential moving average with bias correction; missing values stay missing. */
 function smoothed(values, weight) {
   if (weight <= 0) return values;
   let mean = 0, known = 0;
@@ -74,12 +74,12 @@ function smoothed(values, weight) {
   });
 }
 
-/* One chart: a canvas, drawn anew whenever anything changes. */
+/* A chart: a canvas that is redrawn after every change. */
 
 const EDGE = { left: 62, right: 12, top: 10, bottom: 26 };
 
 class Chart {
-  /* chart: as Python describes it; runs: columns, points and marks of each; view: what the reader has chosen. */
+  /* chart: fields of the Python class Chart; runs: columns, points and marks of each; view: settings of the reader. */
   constructor(chart, runs, view) {
     Object.assign(this, { chart, runs, view, zoom: null, drag: null, isLog: chart.log });
     this.figure = document.createElement("figure");
@@ -109,7 +109,7 @@ class Chart {
     return this.chart.x || this.view.axis;
   }
 
-  /* The lines to draw, of training or of evaluations: {run, label, x, y, raw, dash}. */
+  /* Return the lines to draw, of training or evaluations: {run, label, x, y, raw, dash}. */
   lines() {
     const found = [];
     this.runs.forEach((run, index) => {
@@ -141,7 +141,7 @@ class Chart {
     return found;
   }
 
-  /* The ranges of both axes over what is drawn; null where nothing is. */
+  /* Return the ranges of both axes over all drawn values; null if there are none. */
   ranges(lines, points) {
     let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
     const take = (x, y) => {
@@ -157,7 +157,7 @@ class Chart {
     if (x0 === Infinity) return null;
     if (this.zoom) [x0, x1] = this.zoom;
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-    if (y1 - y0 < 1e-9 * Math.abs(y1)) y0 = y1; /* a constant, but for rounding: no axis is that fine */
+    if (y1 - y0 < 1e-9 * Math.abs(y1)) y0 = y1; /* constant up to rounding, for which ticks would be too fine */
     const pad = this.isLog ? 1.08 : 0.06 * (y1 - y0) || Math.abs(y1) * 0.1 || 1;
     if (this.isLog) { y0 /= pad; y1 *= pad; } else { y0 = y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad; y1 += pad; }
     return { x0, x1, y0, y1 };
@@ -262,7 +262,7 @@ class Chart {
     pen.stroke();
   }
 
-  /* Checkpoints are ticks at the bottom, restarts dashed lines; what failed or was left out is red. */
+  /* Draw checkpoints as ticks at the bottom, restarts as dashed lines, failed saves and guard events in red. */
   drawMarks(pen, height) {
     this.runs.forEach((run, index) => {
       if (this.view.hidden.has(index)) return;
@@ -345,7 +345,7 @@ class Chart {
   }
 }
 
-/* The place of the number in a rising column that lies nearest to x, among those whose line has a value there. */
+/* Return the index in `column` of the number nearest to x, among the rows in which `values` has a value. */
 function nearest(column, values, x) {
   let found = null;
   for (let i = 0; i < column.length; i++) {
@@ -355,14 +355,14 @@ function nearest(column, values, x) {
   return found;
 }
 
-/* From the data in the page to its charts, and what the reader may choose. */
+/* Build the charts from the data in the page, and connect the controls. */
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const view = { smoothing: 0, axis: "step", marks: true, hidden: new Set() };
 const isChinese = /^zh/i.test(navigator.language);
 document.documentElement.lang = isChinese ? "zh" : "en";
 
-/* A label in the reader's language; what has no Chinese, as the name of a run, stays. */
+/* Return a label in the reader's language; text without a translation, such as a run's name, is unchanged. */
 function word(text) {
   return isChinese && Object.hasOwn(page.zh, text) ? page.zh[text] : text;
 }

@@ -168,7 +168,7 @@ ZH = {
         "同时分配，或者使用了已释放的内存。"
     ),
     "Tokens by expert": "各专家的词元数",
-    "Step {}: one row per layer, one cell per expert. The end of a row shows its largest expert over the mean.": (
+    "Step {}: a row per layer and a cell per expert; each row ends with its busiest expert's load over the mean.": (
         "第 {} 步：每行一层，每格一个专家。行末是负载最大的专家与平均值之比。"
     ),
     "no token": "没有词元",

@@ -43,7 +43,7 @@ def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
     """Return the files named by ``paths``, in this order; a folder is replaced by all files below it, sorted by path.
 
     Paths are compared component by component, in code point order. Within folders, names that begin with a dot, or
-    with an underscore and contain no "=", are skipped, like in Spark and pyarrow. ``-`` is standard input. A file that
+    with an underscore and contain no "=", are skipped, as in Spark and pyarrow. ``-`` is standard input. A file that
     is named twice is read twice. fsspec URLs (s3://bucket/corpus) are returned as str.
 
     Raises:

@@ -13,8 +13,8 @@
 
 Truncated files are detected by their own format, such as the end of gzip or the footer of parquet.
 
-Source: Spark's ``HadoopFSUtils.shouldFilterOutPathName``, Hadoop's ``FileOutputCommitter``, and datatrove's
-``jobs_status``, ``Dataset.save_to_disk`` of ``datasets``.
+Source: Spark's ``HadoopFSUtils.shouldFilterOutPathName``, Hadoop's ``FileOutputCommitter``, datatrove's
+``jobs_status``, and ``Dataset.save_to_disk`` of ``datasets``.
 """
 
 from __future__ import annotations

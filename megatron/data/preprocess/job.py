@@ -191,7 +191,7 @@ def run(job: Job) -> Summary:
     plan.check_resumable(job, paths)
     tokenizer = job.make_tokenizer()
     if job.append_eod:
-        tokenizer.eod_id  # noqa: B018 - raises for a vocabulary without one before any work is done
+        tokenizer.eod_id  # noqa: B018 - raises before any work is done if the vocabulary has none
     with ExitStack() as stack:
         try:
             stack.enter_context(lock_folder(shard_folder_path(job.output_prefix), job.share))

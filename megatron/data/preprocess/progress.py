@@ -125,7 +125,7 @@ class JobProgress:
     def num_done_bytes(self, running: Mapping[int, Counts]) -> int:
         """Return the number of encoded bytes, out of ``total_bytes``.
 
-        A compressed unit has more text than bytes on the disk; it counts at most for its bytes on the disk.
+        A compressed unit has more text than bytes on disk; at most its size on disk is counted.
         """
         return self._num_finished_bytes + sum(
             min(counts.num_bytes, self.units[unit_idx].size) for unit_idx, counts in running.items()

@@ -158,7 +158,7 @@ class TrainingText:
         """Raise DataError if too many records are bad.
 
         Args:
-            reason: reason for which reading stopped, for the message.
+            reason: text for the message that states why reading stopped.
         """
         num_records = self.num_documents + self.num_bad
         exceeded = []

@@ -58,7 +58,7 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
         raise DataError(
             f"{file.prefix}.meta.json must state the vocabulary size of the tokenizer, {tokenizer.vocab_size}, got "
-            f"{file.sidecar.vocab_size}. It is damaged. Build the data again, or delete it."
+            f"{file.sidecar.vocab_size}. It is damaged. Delete the file, or build the data again."
         )
     crc32, lowest, highest = _scan_tokens(file)
     vocab_size = tokenizer.vocab_size if tokenizer else file.sidecar.vocab_size if file.sidecar else highest + 1
@@ -97,7 +97,7 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
         "bytes in .bin": (sidecar.bin_bytes, file.num_tokens * file.dtype.itemsize),
         "crc32 of .bin": (sidecar.bin_crc32, crc32),
         "crc32 of .idx": (sidecar.idx_crc32, files.size_and_crc(file.index_path)[1]),
-        "crc32 of .idx by its lengths": (sidecar.idx_crc32, _crc32_from_lengths(file)),
+        "crc32 of .idx computed from its lengths": (sidecar.idx_crc32, _crc32_from_lengths(file)),
         "largest id": (sidecar.max_token_id, highest),
     }
     if mismatches := [

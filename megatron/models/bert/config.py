@@ -33,7 +33,7 @@ class BertConfig(FamilyConfig):
         "apply_residual_connection_post_layernorm": "BERT always normalises after the residual connection; remove it",
         "sample_prompts": "BERT predicts masked tokens and does not generate text; remove it",
         "prompt_bos": "BERT predicts masked tokens and does not generate text; remove it",
-        "z_loss": "BERT's loss covers only masked tokens and has two heads; remove it",
+        "z_loss": "BERT's loss is the sum of two means, over masked tokens and over samples; remove it",
         "packing": "BERT's samples are pairs of texts; remove it",
         "fim_rate": "BERT already predicts masked tokens; remove it",
         "fim_spm_rate": "BERT already predicts masked tokens; remove it",

@@ -237,7 +237,7 @@ _IS_SHORT, _LENGTH, _IS_RANDOM, _BOUNDARY, _POSITIONS, _NUM_SAMPLE_WORDS = (
     3,
     4,
     4 + _MAX_TRIES,
-)  # index of each random word of a sample by its use, and their number
+)  # indices of a sample's random words, named by their use, and the number of words
 
 
 class BertDataset:
@@ -379,7 +379,7 @@ class BertDataset:
                 random_slices = self._windows.slices_in_epoch(epoch, position, length - boundary)
                 if random_slices[0].offset and random_slices[0].document not in window_documents:
                     return boundary, True, _truncate_slices(slices, boundary) + random_slices
-        return boundary, False, slices  # reached also if every try failed because one document has nearly all text
+        return boundary, False, slices  # also if every try failed because one document has nearly all text
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:

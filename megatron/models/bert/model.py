@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 #
 #     masked + next_sentence * predictions / samples      with the number of masked tokens as its count
 #
-# where predictions and samples are the tokens to predict and the samples of the whole step, which are computed from the
+# where predictions and samples are the numbers of tokens to predict and of samples in the whole step, computed from the
 # sample indices (``megatron.data.data_loader``). Divided by the number of all masked tokens, the total is the sum of
 # the two means in every layout. With whole-word masking, slightly fewer tokens than planned may be masked; the second
 # mean then has a weight slightly above 1.

@@ -15,7 +15,7 @@ class KVCacheSlots:
     not attend to them, and later tokens overwrite them.
 
     Args:
-        capacity: maximum number of positions, of the longest row.
+        capacity: maximum number of positions in a row.
         positions: [b, s], positions of this pass; None before the first pass.
         stop: one more than the largest position so far.
         mask: bool [b, 1, s, stop], True where a query may attend; None in the first pass, where all rows start at 0 and

@@ -75,7 +75,7 @@ class SharedMask:
 class Masks:
     """The masks of the layers of one stage, for this rank's heads; the heads of tensor rank r start at r a / t.
 
-    Source: a window as in Beltagy et al. 2020, "Longformer", to the left only; Mistral 7B, 2023.
+    Source: Beltagy et al. 2020, "Longformer"; Mistral 7B, 2023, for windows of preceding keys only.
     """
 
     def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:

@@ -44,8 +44,8 @@ def stage_recompute(module: PipelineModule, args: ModelArgs, parallel: ParallelC
 def _count_slots(module: PipelineModule, args: ModelArgs) -> tuple[int, int]:
     """Return (maximum number of saved inputs, maximum number of forwards in flight) of this stage.
 
-    Each forward in flight saves one input per checkpointed group of layers; the chunk with the most groups counts. A
-    group that spans the boundary between T5's encoder and decoder has one input.
+    Each forward in flight saves one input per checkpointed group of layers, of the chunk with the most groups. A group
+    that spans the boundary between T5's encoder and decoder has one input.
     """
     chunks = [list(chunk_modules.is_checkpointable_results) for chunk_modules in module._runs or [module]]
     if module.stage_id == 0:

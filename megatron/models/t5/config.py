@@ -76,8 +76,8 @@ class T5Config(FamilyConfig):
     )
     dec_seq_length: int = _length_option(
         0,
-        "number of decoder tokens; larger than the longest target pads, smaller is an error, except for a three-file "
-        "set, whose targets are truncated",
+        "number of decoder tokens; shorter targets are padded, and a value below the longest target is an error, "
+        "except for a three-file set, whose targets are truncated",
         minimum=1,
         shown_default="the longest target over --denoisers; --enc-seq-length with a three-file set",
         aliases=("--decoder-seq-length",),
@@ -92,7 +92,7 @@ class T5Config(FamilyConfig):
         32, "number of buckets of the relative position bias; even", minimum=4
     )
     relative_attention_max_distance: int = _t5_option(
-        128, "distance from which on all positions share a bucket of the relative position bias", minimum=1
+        128, "distance at and above which all positions share a bucket of the relative position bias", minimum=1
     )
     noise_density: float = _t5_option(
         0.15, "fraction of the text that is masked", above=0, below=1, short="fraction that is masked"

@@ -149,7 +149,7 @@ def _parse_weight(weight_text: str, problem: str) -> float:
     except ValueError as error:
         raise ValueError(f"{problem}, whose weight is not a number") from error
     if not 0 < weight < math.inf:
-        raise ValueError(f"{problem}, whose weight must be above 0 and finite. Remove denoisers without a share")
+        raise ValueError(f"{problem}, whose weight must be above 0 and finite. Remove the denoisers that are not used")
     return weight
 
 

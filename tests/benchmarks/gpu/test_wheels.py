@@ -77,7 +77,7 @@ def test_complete_compatible_wheels_pass(make_wheel: MakeWheel, tmp_path: Path) 
     [
         ("engine requires lost, which is neither collected nor installed", ["engine"], {}),
         ("other>=2, which is neither collected nor installed (installed: 1.5)", ["other>=2"], {"other": "1.5"}),
-        ("pyproject.toml requires engine>=2, collected is 1.0", ["engine>=2"], {"lost": ""}),
+        ("pyproject.toml requires engine>=2, but 1.0 is collected", ["engine>=2"], {"lost": ""}),
         ("engine requires x, which is neither", ["engine[all]"], {"lost": ""}),
         ("requires torch, which must be installed already", ["torch"], {}),
         ("requires nvidia-cublas, which must be installed already", ["nvidia-cublas"], {}),
@@ -145,7 +145,7 @@ def test_fetch_resolves_dependencies_and_replaces_folder_at_once(
     dependencies = {"engine": ["core", "core>=0.5", "torch"], "core": ["engine", "unknown>=3"]}
     arguments = ["--python", "3.13", "--out", str(out)]
     assert wheels.main(arguments) == 1
-    assert "error: core requires unknown>=3, collected is 1.0" in capsys.readouterr().err
+    assert "error: core requires unknown>=3, but 1.0 is collected" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["old-1.0-py3-none-any.whl"]
     requests.clear()
     dependencies["core"] = ["engine"]
