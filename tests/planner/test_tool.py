@@ -123,7 +123,9 @@ def test_printed_lines_reproduce_layout(name: str) -> None:
 @pytest.mark.parametrize("name", list(OVERFLOW_CASES))
 def test_remedy_lines_are_accepted_by_parser(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run_plan(OVERFLOW_CASES[name] + " --json", capsys)
-    fixes, family = json.loads(out)["remedies"], OVERFLOW_CASES[name].split()[2]
+    result, family = json.loads(out), OVERFLOW_CASES[name].split()[2]
+    assert list(result["overflow"]) == ["stage", "part", "part_bytes", "needed", "over"]
+    fixes = result["remedies"]
     assert code == 1 and fixes
     for fix in fixes:
         words, ranks, recipe = run_script_words(fix["lines"], family)
