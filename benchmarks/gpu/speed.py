@@ -443,7 +443,7 @@ def _contender_line(name: str, row: Mapping[str, Any]) -> str:
 def compare_planner(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     """Calibrate one device, and compare the planner's estimates with the measurements so far."""
     toy_options = {
-        "pace": TimingBudget(
+        "timing_budget": TimingBudget(
             window_s=0.01, windows=1, num_repetitions=1, max_side=256, num_elements=2**14, max_hidden_size=64
         ),
         "round_s": 0.01,

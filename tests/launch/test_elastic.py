@@ -157,7 +157,7 @@ def test_finished_job_releases_waiting_nodes(tmp_path: Path, started_jobs: list[
     nodes.kill_nodes(1)
     nodes.wait_for_ranks(1, 1)
     nodes.start(1)
-    nodes.jobs[1].wait_for_output("node 0 leads")
+    nodes.jobs[1].wait_for_output("node 0 is the leader")
     nodes.write_file("done")
     assert nodes.wait() == {0: 0, 1: 0}
     assert "the job has ended with code 0" in nodes.jobs[1].output
@@ -171,7 +171,7 @@ def test_stop_request_ends_job_despite_waiting_node(tmp_path: Path, started_jobs
     nodes.kill_nodes(1)
     nodes.wait_for_ranks(1, 1)
     nodes.start(1)
-    nodes.jobs[1].wait_for_output("node 0 leads")
+    nodes.jobs[1].wait_for_output("node 0 is the leader")
     nodes.write_file("done", "75")
     assert nodes.wait() == {0: 75, 1: 75}
     assert not (nodes.ranks_folder / "2.0").exists()

@@ -135,5 +135,5 @@ def test_z_loss_is_logged_separately_and_skipped_in_evaluation(pipe: int, family
 
 def test_bert_rejects_z_loss() -> None:
     line = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --vocab-size 200 --data-path none --z-loss 1e-4"
-    with pytest.raises(ConfigError, match="--z-loss is not supported: BERT.* two heads"):
+    with pytest.raises(ConfigError, match="--z-loss is not supported: BERT.* two means"):
         parse(line.split(), world_size=1, family="bert", env={})

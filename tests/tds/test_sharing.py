@@ -21,7 +21,7 @@ from tests.helpers.toys import Dense, SharedVector, SharingLayer, Toy, check_equ
 
 NON_REENTRANT = {"use_reentrant": False}
 CHUNK_SCHEDULES = ("interleaved", "zb-h1")
-CHUNKED = {"layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
+CHUNKED = {"num_layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
 
 
 def _compare(toys: list[Toy], ranks: int, num_stages: int, **kwargs: Any) -> None:
@@ -92,7 +92,8 @@ def test_chunks_equal_one_process() -> None:
 @pytest.mark.slow
 def test_every_partition_method_equals_one_process() -> None:
     toys = [
-        Toy("sharing", num_layers=6, options={"partition_method": method}) for method in ("parameters", "type:sharer")
+        Toy("sharing", num_layers=6, options={"partition_method": method})
+        for method in ("parameters", "type:sharinglayer")
     ]
     profile = {"partition_method": "profile", "profile_batch": toys[0].make_batch(0)}
     _compare([*toys, Toy("sharing", num_layers=6, options=profile)], 2, 2)

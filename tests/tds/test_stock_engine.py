@@ -65,7 +65,7 @@ def test_fp32_equals_deepspeed_engine_bitwise(ranks: int, num_stages: int, micro
     [
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, 5, "type:Words", [0, 6, 7]), (3, 2, "type:Dense", [0, 3, 5, 7]))
+            for case in ((2, 5, "type:TiedEmbedding", [0, 6, 7]), (3, 2, "type:Dense", [0, 3, 5, 7]))
         ),
         (3, 4, "parameters", [0, 2, 5, 7]),
     ],

@@ -117,7 +117,7 @@ class Debugger(Callback):
             names = [[name for name, _ in named_items] for named_items in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
         self._is_watching = self._is_dumping = self._has_noted_loss = False
-        num_chunks = getattr(engine.module, "num_chunks", 1)
+        num_chunks = getattr(engine.module, "chunks", 1)
         self._chunk_by_parameter = _chunk_by_parameter(engine.module, num_chunks)
         self._finite_check = FiniteCheck(has_loss=grid.pipe.rank == config.parallel.loss_stage, num_chunks=num_chunks)
         self._agreed_finding: Finding | None = None

@@ -213,7 +213,7 @@ def test_timed_out_command_is_killed_with_its_children(tmp_path: Path) -> None:
         f"open({str(pid_file)!r}, 'w').write(str(child.pid)); child.wait()"
     )
     start = time.monotonic()
-    result = part.run_python(make_machine(tmp_path, end=start + 1.5), "-c", args)
+    result = part.run_python(make_machine(tmp_path, deadline=start + 1.5), "-c", args)
     assert result.code == part.TIMED_OUT and time.monotonic() - start < 20
     with pytest.raises(AssertionError, match="did not end in time"):
         result.check()
