@@ -24,6 +24,7 @@ from megatron.config.run import RunConfig
 from megatron.config.run_length import RunLength
 from megatron.config.stability import StabilityConfig
 from megatron.errors import ConfigError
+from tds.renamed import warn_renamed
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
@@ -126,6 +127,7 @@ class Config:
             if name == self.__dict__.get("family"):
                 return self.family_config
             if name in RENAMED_ATTRIBUTES:
+                warn_renamed(f"Config.{name}", RENAMED_ATTRIBUTES[name])
                 return getattr(self, RENAMED_ATTRIBUTES[name])
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

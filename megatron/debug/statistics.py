@@ -217,7 +217,7 @@ def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
 
 def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlice | None:
     """Return this rank's slice of ``x`` along the sequence; None if the sequence is not sharded."""
-    ctx = getattr(module, "parallel", None)
+    ctx = getattr(module, "parallel", None) or getattr(module, "place", None)  # place: the former name
     is_sharded = getattr(module, "sequence_parallel", False) or getattr(ctx, "sequence_parallel", False)
     if not is_sharded or index or x.dim() < 2:
         return None

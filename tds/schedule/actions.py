@@ -133,6 +133,8 @@ class Message:
         peer: the other stage. If it is the same stage, nothing is transferred.
     """
 
+    kind = Renamed("message_type")
+
     message_type: MessageType
     micro_batch: int
     chunk: int

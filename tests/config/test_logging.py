@@ -70,7 +70,10 @@ def test_missing_wandb_is_reported_with_other_problems(monkeypatch: pytest.Monke
 
 def test_config_has_former_names_of_sections() -> None:
     config = parse_line("--profile 5-7")
-    assert (config.seeing, config.own, config.given) == (config.logging, config.family_config, config.explicit_fields)
+    with pytest.warns(DeprecationWarning, match="Config.seeing is now logging") as record:
+        former = config.seeing, config.own, config.given
+    assert former == (config.logging, config.family_config, config.explicit_fields)
+    assert record[0].filename == __file__
 
 
 def test_run_config_with_former_section_name_loads(tmp_path: Path) -> None:

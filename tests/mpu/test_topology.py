@@ -87,3 +87,11 @@ def test_context_axis_is_between_tensor_and_data():
 def test_rejects_unknown_axis():
     with pytest.raises(ValueError, match=r"got \['model'\]"):
         Topology(1, 1, 1).groups("model")
+
+
+def test_former_names_warn_and_return_same_values():
+    with pytest.warns(DeprecationWarning, match="Topology.of_world is now from_world_size"):
+        topology = Topology.of_world(8, 2, 2)
+    assert topology == Topology.from_world_size(8, 2, 2)
+    with pytest.warns(DeprecationWarning, match="Topology.sizes is now axis_sizes"):
+        assert topology.sizes() == topology.axis_sizes()

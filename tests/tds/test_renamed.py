@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from tds import schedule
 from tds.deepspeed.engine import PipelineEngine
+from tds.param_info import Shard
 from tds.renamed import Renamed
 
 
@@ -61,6 +63,15 @@ def test_placement_has_former_names() -> None:
     with pytest.warns(DeprecationWarning, match="Placement"):
         former = placement.kind, placement.num_pieces, placement.piece(1, 1), placement.own_pieces(0)
     assert former == (schedule.V, 4, placement.virtual_stage(1, 1), placement.virtual_stages_of(0))
+
+
+def test_message_and_shard_have_former_names() -> None:
+    message = schedule.Message(schedule.MessageType.HEADER, 0, 0, 1)
+    with pytest.warns(DeprecationWarning, match="Message.kind is now message_type"):
+        assert message.kind is schedule.MessageType.HEADER
+    shard, full = Shard((4, 2), 0, 1, 2), torch.arange(8).view(4, 2)
+    with pytest.warns(DeprecationWarning, match="Shard.cut is now narrow"):
+        assert torch.equal(shard.cut(full), full[1:3])
 
 
 def test_pipeline_engine_has_former_name_of_stop_watchdog() -> None:

@@ -13,7 +13,7 @@ from megatron.mpu.context_parallel import gather_rows, local_positions, split_al
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import set_partial
-from tds.renamed import Renamed
+from tds.renamed import Renamed, warn_renamed
 
 
 @dataclass(frozen=True)
@@ -119,4 +119,7 @@ class ParallelContext:
 def get_parallel_context(module: nn.Module) -> ParallelContext | None:
     """Return the ``ParallelContext`` that a layer or a model was built with, or None."""
     parallel = getattr(module, "parallel", None)
+    if parallel is None and isinstance(getattr(module, "place", None), ParallelContext):
+        warn_renamed(f"{type(module).__name__}.place", "parallel")
+        parallel = module.place
     return parallel if isinstance(parallel, ParallelContext) else None

@@ -11,7 +11,7 @@ import torch
 from megatron.costs.decoder_cost import DecoderCosts
 from megatron.models.bert.model import BertModel
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.parallel_context import ParallelContext, get_parallel_context
 from megatron.mpu.context_parallel import split_batch
 from megatron.mpu.groups import Grid, build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
@@ -205,3 +205,21 @@ def test_layer_traffic_matches_planner(comm: str) -> None:
     costs = DecoderCosts(llama_model_args(**GROUPED_ARGS), LONG_LENGTH, context=2, cuts_heads=has_sharded_heads)
     layout = Layout(context=2, cuts_heads=has_sharded_heads, micro_batch_size=BATCH, dtype="fp32")
     assert run_ranks(2, sent_bytes, comm) == [CommunicationModel(costs, machine).context_traffic(layout).bytes] * 2
+
+
+def test_parallel_context_has_former_names() -> None:
+    parallel, x = ParallelContext(), torch.arange(4.0)
+    with pytest.warns(DeprecationWarning, match="ParallelContext.cut is now layer_kwargs"):
+        assert parallel.cut == parallel.layer_kwargs
+    with pytest.warns(DeprecationWarning, match="ParallelContext"):
+        former = parallel.part(x), parallel.on_part(torch.nn.Identity()), parallel.length(x)
+    assert torch.equal(former[0], x) and isinstance(former[1], torch.nn.Identity)
+    assert former[2] == parallel.full_length(x) == 4
+
+
+def test_layer_with_former_attribute_name_is_recognized() -> None:
+    layer, parallel = torch.nn.Identity(), ParallelContext()
+    assert get_parallel_context(layer) is None
+    layer.place = parallel  # type: ignore[assignment]
+    with pytest.warns(DeprecationWarning, match="Identity.place is now parallel"):
+        assert get_parallel_context(layer) is parallel
