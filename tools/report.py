@@ -1,11 +1,11 @@
-"""Write an HTML report of training runs: overlaid curves, differing settings, stages, timelines. It needs no network.
+"""Write a self-contained HTML report of training runs: overlaid curves, differing settings, stages and timelines.
 
     python tools/report.py runs/gpt2-20261122-150000 runs/gpt2-20261122-151500
     python tools/report.py runs                        # every run in a folder
     python tools/report.py runs -o runs/all.html
 
-The report is report.html in the given folder, or in the common parent of several folders, unless -o names a file. Runs
-may be in progress, interrupted, or without a record. Open the report in a browser; docs/monitoring.md describes it.
+The report is written to report.html in RUN, or in the common parent of several RUNs; -o selects another file. Runs may
+be in progress, interrupted, or without records. Open the report in a browser; docs/monitoring.md describes it.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def main() -> int:
 
 
 def default_path(paths: Sequence[Path]) -> Path:
-    """Return the default path of the report: in the folder if there is only one, otherwise in their common parent."""
+    """Return the report's default path: in the folder if ``paths`` has one entry, otherwise in the common parent."""
     return (
         paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
     ) / REPORT_NAME
 
 
 def read_run_or_error(path: Path, name: str) -> RunFolder:
-    """Read a run; if that fails, return a run that has only a name and a note with the error."""
+    """Read a run; on failure, return a run with only its name and a note about the error."""
     try:
         return read_run(path, name)
     except Exception as error:
@@ -88,7 +88,7 @@ def read_run_or_error(path: Path, name: str) -> RunFolder:
 
 
 def render_report(runs: Sequence[RunFolder], title: str, points: int) -> str:
-    """Return the HTML of the report. A run that cannot be drawn is replaced by its name and the error."""
+    """Return the report's HTML. For a run that cannot be drawn, it contains only the name and the error."""
     try:
         return render_page(runs, title, points)
     except Exception:
@@ -111,8 +111,11 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of run folders")
-    parser.add_argument("-o", "--out", type=Path, help=f"file to write (default: {REPORT_NAME} in the folder of RUN)")
-    parser.add_argument("--title", help="title of the report (default: the run's name, or Training runs)")
+    parser.add_argument(
+        "-o", "--out", type=Path,
+        help=f"output file (default: {REPORT_NAME} in RUN, or in the common parent of several RUNs)",
+    )  # fmt: skip
+    parser.add_argument("--title", help="title of the report (default: the run's name, or 'Training runs')")
     parser.add_argument(
         "--points", type=positive_int, default=DEFAULT_POINTS, metavar="N",
         help=f"draw about N points per curve (default {DEFAULT_POINTS}); extremes of loss and gradient norm are kept",
@@ -123,11 +126,11 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
 def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
-# The report, which loads nothing from the network and escapes all text of a run.
+# The page. It loads nothing from the network, and all text from runs is escaped.
 
 
 def render_page(runs: Sequence[RunFolder], title: str, max_points: int = DEFAULT_POINTS) -> str:
@@ -156,7 +159,7 @@ def render_page(runs: Sequence[RunFolder], title: str, max_points: int = DEFAULT
 
 
 def _script_translations(charts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the Chinese texts that scripts insert."""
+    """Return English -> Chinese text for the texts that report.js inserts."""
     chart_texts = [chart[name] for chart in charts for name in ("title", "about") if chart[name]]
     return {text: ZH[text] for text in (*SCRIPT_TEXTS, *chart_texts)}
 
@@ -171,7 +174,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
     return [
         section(bilingual("Settings"), settings_section(runs), id_="settings"),
         *_section_of_runs(runs, "Stages", "stages", stage_table),
-        *_section_of_runs(runs, "Memory, estimated and measured", "memory", memory_table),
+        *_section_of_runs(runs, "Estimated and measured memory", "memory", memory_table),
         *_section_of_runs(runs, "Tokens by expert", "experts", expert_map),
         *_section_of_runs(runs, "Evaluations", "evaluations", evaluation_table),
         *_section_of_runs(runs, "Pipeline", "pipeline", timeline),
@@ -183,14 +186,14 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
 def _section_of_runs(
     runs: Sequence[RunFolder], title: str, name: str, make: Callable[[RunFolder], Html | None]
 ) -> list[Html]:
-    """Return a section with the output of ``make`` for each run; [] if ``make`` returns None for all runs."""
+    """Return a list of one section with the output of ``make`` per run; [] if ``make`` returns None for all runs."""
     results = [(run, content) for run in runs if (content := make(run)) is not None]
     children = [join_html([tag("h3", run.name), content]) for run, content in results]
     return [section(bilingual(title), *children, id_=name)] if results else []
 
 
 def _commands(run: RunFolder) -> Html | None:
-    """Return the commands of all starts, the versions, and the number of samples read."""
+    """Return the commands of all starts, the versions, and the number of samples read; None if unknown."""
     train = run.records_of_type("train")
     samples = finite_number(train[-1].get("samples")) if train else None
     lines: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
@@ -204,14 +207,14 @@ def _notes(runs: Sequence[RunFolder]) -> Html:
     return join_html(tag("p", f"{run.name}: {note}", class_="note") for run in runs for note in run.notes)
 
 
-# The table of runs: one row per run with progress, losses and speed.
+# Summary table: one row per run with progress, losses and speed.
 
 RUN_COLUMNS = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s",
                "MFU", "memory", "skipped", "starts")  # fmt: skip
 
 
 def summary(runs: Sequence[RunFolder]) -> Html:
-    """Return the table of all runs; clicking a row hides its curves."""
+    """Return the table of all runs, with checkboxes that hide a run's curves."""
     return table(
         [*map(bilingual, RUN_COLUMNS)],
         [[_swatch(index, run), *summary_cells(run)] for index, run in enumerate(runs)],
@@ -220,7 +223,7 @@ def summary(runs: Sequence[RunFolder]) -> Html:
 
 
 def summary_cells(run: RunFolder) -> list[str]:
-    """Return the cells of a run that follow its name; "" for unknown values."""
+    """Return the cells of a run's row after its name; "" for unknown values."""
     train = run.records_of_type("train")
     last_record = train[-1] if train else {}
     memory = [
@@ -257,13 +260,13 @@ def _validation(losses: Sequence[float]) -> str:
 
 
 def describe_state(run: RunFolder) -> tuple[str, ...]:
-    """Describe the progress of the run: a text and its values, for ``bilingual``."""
+    """Return the run's progress as arguments for ``bilingual``: a text and its values."""
     train, total = run.records_of_type("train"), finite_number(run.setting("batch", "train_iters"))
     if not train:
-        return ("evaluated" if run.records_of_type("test") or run.evaluations else "no record",)
+        return ("evaluated" if run.records_of_type("test") or run.evaluations else "no records",)
     step = train[-1]["step"]
     if finite_number(train[-1].get("loss")) is None:
-        return "loss not finite at step {}", f"{step:,}"
+        return "non-finite loss at step {}", f"{step:,}"
     limit, is_reached = _sample_limit(run, train)
     if limit is not None:
         return ("finished",) if is_reached else ("at sample {} of {}", f"{train[-1]['samples']:,}", f"{limit:,.0f}")
@@ -273,9 +276,9 @@ def describe_state(run: RunFolder) -> tuple[str, ...]:
 
 
 def _sample_limit(run: RunFolder, train: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
-    """Return the limit of the run in samples, and True if it is reached; (None, False) if steps limit the run.
+    """Return the run's limit in samples and True if it is reached; (None, False) if the run is limited by steps.
 
-    A limit by --train-samples is reached if one more step of the last size would exceed it.
+    --train-samples is reached if another step with the last step's number of samples would exceed it.
     """
     samples, tokens = (finite_number(run.setting("batch", name)) for name in ("train_samples", "train_tokens"))
     consumed = finite_number(train[-1].get("samples"))
@@ -308,7 +311,7 @@ def _model(run: RunFolder) -> str:
 def _layout(run: RunFolder) -> str:
     ranks = run.versions.get("world_size")
     pipe, tensor = run.setting("parallel", "pipe_parallel_size"), run.setting("parallel", "model_parallel_size")
-    context = run.setting("parallel", "context_parallel_size") or 1  # older runs have no such setting
+    context = run.setting("parallel", "context_parallel_size") or 1  # older runs do not have this setting
     if not isinstance(ranks, int) or not isinstance(pipe, int) or not isinstance(tensor, int):
         return str(ranks or "")
     stages = max(pipe, 1)
@@ -317,7 +320,7 @@ def _layout(run: RunFolder) -> str:
 
 
 def _elapsed_s(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds from the first start to the last record, or the sum of the step times if they are unknown."""
+    """Return the seconds from the first start to the last record; without timestamps, the sum of the step times."""
     ended = finite_number(train[-1].get("time"))
     began = next((finite_number(start.get("time")) for start in run.starts), None)
     if ended is not None and began is not None:
@@ -347,7 +350,7 @@ MISSING = "-"
 
 
 def settings(run: RunFolder) -> dict[str, str]:
-    """Return the settings of a run as text: section.name -> value, and version.name -> value."""
+    """Return "section.name" -> value for the settings of a run and "version.name" -> value for its versions."""
     config_values = {name: json.dumps(value, ensure_ascii=False) for name, value in _flatten(run.config)}
     return {**config_values, **{f"version.{name}": str(value) for name, value in run.versions.items()}}
 
@@ -361,11 +364,11 @@ def compare_settings(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bo
 
 
 def settings_section(runs: Sequence[RunFolder]) -> Html:
-    """Return the table of settings; a button shows the rows without differences, which are hidden at first."""
+    """Return the settings table, in which rows without differences are hidden until a button is clicked."""
     rows = compare_settings(runs)
     num_different = sum(differs for _, _, differs in rows)
     if len(runs) == 1:
-        about = bilingual("{} settings of the run.", len(rows))
+        about = bilingual("{} settings.", len(rows))
     else:
         about = bilingual("{} of {} settings differ.", num_different, len(rows))
     button = tag("button", bilingual("show all"), type="button", class_="all-settings", hidden=not rows)
@@ -386,25 +389,25 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-STAGE_COLUMNS = ("stage", "layers", "parameters per rank", "memory", "work per step", "idle")
+STAGE_COLUMNS = ("stage", "layers", "parameters per rank", "memory", "compute time per step", "idle")
 MEMORY_COMPONENTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Parts of the planner's memory estimate, which add up to the estimated bytes on the device."""
-MEMORY_COLUMNS = ("estimated", "before the model", "measured", "measured - before - estimated")
+"""Components of the planner's memory estimate; their sum is the estimated memory of the device."""
+MEMORY_COLUMNS = ("estimated", "before model build", "measured", "measured - before - estimated")
 MEMORY_NOTES = (
-    "Estimated is the planner's memory estimate for the model and its training on one rank, the sum of the columns to "
-    "its left. Measured is the peak memory of a rank: of torch's allocator on a GPU, the resident size of the process "
-    "on a CPU.",
-    "They differ by the memory in use before the model was built (Python, torch, libraries) and by the last column. "
-    "Above 0, it is memory that the estimate does not include: temporary tensors within an operator, memory cached by "
-    "the allocator, threads, files and prefetched data. Below 0, the estimated tensors were not all allocated at the "
-    "same time, or they reused free memory.",
+    "The estimated memory is the planner's estimate for the model and its training on one rank, the sum of the columns "
+    "to its left. The measured memory is a rank's peak: memory allocated by torch on a GPU, the resident set size of "
+    "the process on a CPU.",
+    "They differ by the memory in use before the model was built (Python, torch, libraries) and by the remainder in "
+    "the last column. A positive remainder is memory that the estimate does not include: temporary tensors within "
+    "operators, memory cached by the allocator, threads, files and prefetched data. A negative remainder means that "
+    "the estimated tensors were not all allocated at the same time, or that they reused free memory.",
 )
 MAX_OPERATORS = 20
 SPLIT_NAMES = {"valid": "validation", "test": "test"}
 
 
 def stage_table(run: RunFolder) -> Html | None:
-    """Return the table of a run's stages with memory and work from its last record; None if no stage is known."""
+    """Return the table of a run's stages, with memory and compute time from its last record; None without stages."""
     train = run.records_of_type("train")
     last_record = train[-1] if train else {}
     memory, work = _by_stage(last_record, "memory_bytes"), _by_stage(last_record, "work_s")
@@ -418,7 +421,7 @@ def stage_table(run: RunFolder) -> Html | None:
 
 
 def memory_table(run: RunFolder) -> Html | None:
-    """Return a table of estimated memory, by part, and measured memory of each stage; None if either is unknown."""
+    """Return a table of estimated memory by component and measured memory per stage; None if no stage has both."""
     train = run.records_of_type("train")
     measured, rows = _by_stage(train[-1] if train else {}, "memory_bytes"), []
     stages = [item for item in run.stages if isinstance(item, dict)]
@@ -448,7 +451,7 @@ def _signed(value: float | None) -> str:
 
 
 def evaluation_table(run: RunFolder) -> Html | None:
-    """Return a table of the evaluations during the run and with --eval-only; None if there are none."""
+    """Return the table of evaluations from training and from --eval-only; None if there are none."""
     rows = []
     for record in [*run.records_of_type("valid"), *run.records_of_type("test"), *run.evaluations]:
         loss, perplexity = (finite_number(record.get(name)) for name in ("loss", "perplexity"))
@@ -468,7 +471,7 @@ def evaluation_table(run: RunFolder) -> Html | None:
 
 
 def operator_table(run: RunFolder) -> Html | None:
-    """Return the slowest operators according to the run's --profile; None without a profile."""
+    """Return the table of the slowest operators in the run's profile (--profile); None without a profile."""
     entries = run.operators.get("operators")
     if not isinstance(entries, list) or not entries:
         return None

@@ -1,4 +1,4 @@
-"""Costs: the interface of every model's costs; Work: the work of a unit. Does not import torch."""
+"""Interface of the costs of a model (Costs) and work of its units (Work). Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ from tds.partition import chunks_on
 from tds.schedule import LOOP, Placement, V
 from tds.schedule.simulate import candidate_schedules, has_split_backwards, in_flight
 
-# Work that one rank does in one unit per micro-batch: matrix products, kernels, and all-reduces over the tensor ranks.
+# Work of one rank for one micro-batch in one unit (an embedding, layer, norm or head): matrix products, kernels, and
+# all-reduces over the tensor ranks.
 
 OPERATIONS = {"layer": 24, "experts": 30, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
-"""Approximate number of kernels in a unit's forward; a backward has twice as many. ``experts`` add to ``layer``."""
+"""Approximate number of kernels in a unit's forward; backward has twice as many.
+
+A layer with experts has the kernels of ``layer`` and ``experts``.
+"""
 
 
 @dataclass(frozen=True)
 class Product:
-    """``count`` matrix products of [rows, inner] and [inner, columns].
+    """``count`` matrix products [rows, inner] x [inner, columns].
 
     Args:
-        is_column: the weight is sharded by columns over the tensor ranks, which all-reduce the input's gradient.
+        is_column: the weight is column parallel, so the tensor ranks all-reduce the gradient of the input.
     """
 
     rows: int
@@ -52,20 +56,20 @@ class Product:
 
     @property
     def side(self) -> float:
-        """Geometric mean of rows, inner and columns, by which the planner looks up the speed of a product."""
+        """Geometric mean of rows, inner and columns; the planner uses it to look up the speed of a product."""
         return float(self.rows * self.inner * self.columns) ** (1 / 3)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of the forward of a unit on one rank.
+    """Work of a unit's forward on one rank.
 
     Args:
-        products: products with weights; backward has two products for each.
-        core: products of attention between queries, keys and values, which selective recompute runs again.
+        products: products with weights; backward computes two products for each.
+        core: attention products without weights (scores and weighted sums), which selective recompute repeats.
         operations: number of kernels.
-        reduced_bytes: bytes of each all-reduce of activations over the tensor ranks in forward;
-            ``backward_reduced_bytes``: in backward.
+        reduced_bytes: bytes of each all-reduce of activations over the tensor ranks in forward.
+        backward_reduced_bytes: bytes of each all-reduce in backward.
     """
 
     products: tuple[Product, ...] = ()
@@ -85,39 +89,42 @@ def flops_of(products: Sequence[Product]) -> float:
 
 
 def scores(queries: int, keys: int, head_size: int, num_heads: float) -> tuple[Product, Product]:
-    """Return the two products of attention: queries with keys, and probabilities with values.
+    """Return the two attention products without weights: query-key scores and weighted sums of values.
 
     Args:
         queries, keys: number of queries and of keys per head.
-        head_size: elements of a query or key of one head.
+        head_size: elements of one head's query or key.
         num_heads: number of heads.
     """
     return Product(queries, head_size, keys, num_heads), Product(queries, keys, head_size, num_heads)
 
 
-# Interface of every model's costs, with lists over its units in order: embeddings, layers, norms, head.
+# Interface of the costs of a model. Lists have one item per unit, in the order embeddings, layers, norms, head.
 
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """An amount that a rank holds once if it holds any of ``units``: tied weights, the encoder's output."""
+    """An amount that counts once on a rank with any of ``units``, such as tied weights or the encoder's output."""
 
     amount: int
     units: tuple[int, ...]
 
     def is_held(self, unit_ranges: Sequence[tuple[int, int]]) -> bool:
-        """Return True if one of the ranges (first unit, one past the last) contains any of the units."""
+        """Return True if any range [start, stop) of units contains any of ``units``."""
         return any(start <= unit < stop for unit in self.units for start, stop in unit_ranges)
 
 
 class Costs(ABC):
     """Parameters, FLOPs, memory and stages of one model for given sequence lengths.
 
-    Each model family implements the abstract methods, most of which return a list over the units. A virtual stage is a
-    range of consecutive units: a stage, or a chunk of one. ``bounds`` are the bounds of all virtual stages, in units,
-    as returned by ``stage_bounds``. ``tds.schedule.Placement`` assigns virtual stages to stages.
+    Each model family implements the abstract methods, most of which return one value per unit. ``tensor`` is the number
+    of tensor ranks, and results apply to one of them.
+
+    A virtual stage is a range of consecutive units: a pipeline stage, or one of its chunks. ``bounds``, as returned by
+    ``stage_bounds``, are the unit indices that delimit the virtual stages. ``tds.schedule.Placement`` assigns virtual
+    stages to stages.
     """
 
     @property
@@ -128,32 +135,32 @@ class Costs(ABC):
     @property
     @abstractmethod
     def unit_costs(self) -> list[float]:
-        """Cost of each unit, with one layer (T5: of the encoder) as 1.0."""
+        """Cost of each unit relative to one layer (T5: one encoder layer)."""
 
     @property
     @abstractmethod
     def flops_per_sample(self) -> float:
-        """FLOPs of forward and backward for one sample; recompute is not counted."""
+        """FLOPs of forward and backward for one sample, without recompute."""
 
     @abstractmethod
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        """Return the parameters of each unit on one of ``tensor`` ranks, excluding ``shared_parameters``."""
+        """Return the number of parameters of each unit, excluding ``shared_parameters``."""
 
     @abstractmethod
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
-        """Return the parameters that several units share."""
+        """Return the number of parameters of each weight that several units share."""
 
     @abstractmethod
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> list[SavedBytes]:
-        """Return the bytes that each unit saves for backward of one micro-batch, on one of ``tensor`` ranks.
+        """Return the bytes that each unit saves for the backward of one micro-batch.
 
         Args:
-            samples: samples of a micro-batch.
+            samples: samples per micro-batch.
             width: bytes per element.
-            sequence: number of tensor ranks over which activations between products are sharded by token: ``tensor``
-                with sequence parallelism, otherwise 1.
+            sequence: number of ranks over which sequence parallelism shards the activations between products by token:
+                ``tensor``, or 1 without sequence parallelism.
             saves_gathered_inputs: products save their all-gathered inputs instead of gathering them again in
                 backward; see ``megatron.mpu.layers``.
         """
@@ -161,19 +168,19 @@ class Costs(ABC):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """Return the scratch bytes of attention in backward, less the memory that its layer has freed by then."""
+        """Return the scratch bytes of attention in backward, minus the memory that its layer has freed before."""
         return 0
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
-        """Return the bytes of each exchange of a layer's attention over the context ranks, summed over these ranks."""
+        """Return the bytes of each collective over the context ranks in a layer's attention, summed over the ranks."""
         return ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
-        """Return the bytes that a rank passes to each all-to-all of expert rows in a forward, for each unit."""
+        """Return the bytes that a rank passes to each all-to-all of expert rows in forward, for each unit."""
         return [()] * self.num_units
 
     def distributed_parameters(self, tensor: int = 1) -> list[int]:
-        """Return the parameters of each unit that are not replicated on all data x context ranks."""
+        """Return the number of parameters of each unit that are not replicated on all data x context ranks."""
         return [0] * self.num_units
 
     @property
@@ -187,11 +194,11 @@ class Costs(ABC):
 
     @abstractmethod
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
-        """Return the work of each unit on one of ``tensor`` ranks for ``samples`` samples."""
+        """Return the work of each unit for a micro-batch of ``samples`` samples."""
 
     @abstractmethod
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """Return the bytes that the units of a virtual stage save only once, such as the encoder's output."""
+        """Return the bytes that all units of a virtual stage share and save only once, such as the encoder's output."""
 
     @abstractmethod
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
@@ -199,21 +206,21 @@ class Costs(ABC):
 
     @abstractmethod
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
-        """Return the bytes of the logits of all micro-batches in flight, in full or one chunk at a time."""
+        """Return the bytes of the logits and loss of ``forwards`` micro-batches in flight, with or without chunking."""
 
     @abstractmethod
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """Return the bounds of ``stages * chunks`` virtual stages, each with at least one layer.
 
-        With one chunk per stage, the cost of the slowest stage is minimal. With more chunks, the largest cost of a
-        virtual stage is minimal, and under this condition the costs of stages are as even as possible.
+        With one chunk per stage, the bounds minimize the cost of the slowest stage. With more chunks, they minimize the
+        largest cost of a virtual stage first and the differences between stages second.
 
         Raises:
             ValueError: there are fewer layers than virtual stages.
         """
 
     def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
-        """Return the bytes of the hidden state that is sent from unit ``bound - 1`` to unit ``bound``."""
+        """Return the bytes of the hidden state sent from unit ``bound - 1`` to unit ``bound``."""
         return max(unit.input for unit in self.unit_saved_bytes(samples, 1, width))
 
     @property
@@ -222,12 +229,12 @@ class Costs(ABC):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the full model. A tied head counts once; padded rows of the vocabulary do not count."""
+        """Number of parameters of the full model. A tied head counts once; vocabulary padding is not counted."""
         return self.stage_parameters([0, self.num_units])[0]
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that a token uses: k experts of each layer, and the router, embeddings and head."""
+        """Number of parameters that a token uses: all except the experts to which it is not routed."""
         return self.num_parameters
 
     def flops_per_step(self, global_batch_size: int) -> float:
@@ -235,14 +242,14 @@ class Costs(ABC):
         return global_batch_size * self.flops_per_sample
 
     def chunk_costs(self, bounds: Sequence[int]) -> list[float]:
-        """Return the cost of each virtual stage, in units of one layer."""
+        """Return the cost of each virtual stage relative to one layer."""
         costs = self.unit_costs
         return [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
     def stage_parameters(
         self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
     ) -> list[int]:
-        """Return the parameters that one rank of each stage holds; ``stages`` None: one per virtual stage."""
+        """Return the number of parameters on one rank of each stage; ``stages`` None: one stage per virtual stage."""
         num_stages = stages or len(bounds) - 1
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
         return [
@@ -253,7 +260,7 @@ class Costs(ABC):
     def stage_distributed_parameters(
         self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
     ) -> list[int]:
-        """Return the parameters of each stage that are not replicated on all data x context ranks."""
+        """Return the number of parameters of each stage that are not replicated on all data x context ranks."""
         num_stages, units = stages or len(bounds) - 1, self.distributed_parameters(tensor)
         return [
             _sum_over_ranges(units, [], chunks_on(bounds, num_stages, stage, placement)) for stage in range(num_stages)
@@ -262,7 +269,7 @@ class Costs(ABC):
     def stage_matrices(
         self, bounds: Sequence[int], stages: int | None = None, tensor: int = 1, placement: str = LOOP
     ) -> list[list[Product]]:
-        """Return the products with weights of layers on each stage, for one of ``tensor`` ranks."""
+        """Return the products with weights in the layers of each stage."""
         num_stages = stages or len(bounds) - 1
         works, is_layer = self.unit_work(1, tensor, 4), [name.split()[-1].isdigit() for name in self.unit_names]
         return [
@@ -274,10 +281,10 @@ class Costs(ABC):
     def gathered_parameters(
         self, unit_ranges: Sequence[tuple[int, int]], tensor: int = 1, layers_at_once: int = 1
     ) -> int:
-        """Return the maximum number of parameters of the units of ``unit_ranges`` that ZeRO 3 gathers at the same time.
+        """Return the maximum number of parameters in ``unit_ranges`` that are gathered at the same time under ZeRO 3.
 
         This is the number of parameters outside of layers plus ``layers_at_once`` times the number of parameters of the
-        largest layer. A unit whose name ends in a number is a layer.
+        largest layer. Units whose names end in a number are layers.
         """
         units = self.unit_parameters(tensor)
         is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
@@ -306,20 +313,20 @@ class Costs(ABC):
         group_size: int = 0,
         is_compiled: bool = False,
     ) -> list[Memory]:
-        """Return an estimate of the memory of one rank of each stage, with the micro-batches in flight of its schedule.
+        """Estimate the memory of one rank of each stage, given the micro-batches that its schedule keeps in flight.
 
-        Each forward in flight counts the mean activations of the stage's chunks. Overheads of the allocator, of kernels
-        and of Python are not counted.
+        Each forward in flight counts as the mean activations of the stage's chunks. Allocator, kernel and Python
+        overheads are not counted.
 
         Args:
-            num_bf16_states: number of AdamW's two states that are in bf16.
-            zero: sharding and offload of the state.
-            group_size: micro-batches of a round of chunks; 0: the number of stages.
-            is_selective: the core of each attention is recomputed.
+            num_bf16_states: number of AdamW's two states that are stored in bf16.
+            zero: sharding and offload of weights, gradients and optimizer states.
+            is_selective: only the core of each attention is recomputed.
             sequence: see ``unit_saved_bytes``.
             waiting: storage of the inputs of recomputed layers, with ``checkpoint_activations``.
-            is_compiled: layers are compiled, so that products save their gathered inputs. They also do so under a
-                schedule that splits the backward.
+            group_size: number of micro-batches that run through a chunk before the next chunk; 0: number of stages.
+            is_compiled: layers are compiled, so products save their gathered inputs, as with schedules that split
+                backward.
         """
         stages = (len(bounds) - 1) // chunks
         state = State.for_optimizer(dtype, optimizer, num_bf16_states)
@@ -350,9 +357,9 @@ class Costs(ABC):
             )
             has_layers = any(units[n].input for start, stop in unit_ranges for n in range(start, stop))
             scratch, stage_attention_scratch = (core, attention_scratch) if has_layers else (0, 0)
-            # Only one chunk has the head, so the number of losses in flight is that of a schedule with one chunk: the
-            # maximum over the schedules that "auto" may choose. With placement V, the backward of the loss immediately
-            # follows its forward, so only one loss is in flight.
+            # Only one chunk has the head, so the number of losses in flight equals the number of forwards in flight in
+            # a schedule with one chunk. For "auto", the maximum over its candidate schedules counts. With placement V,
+            # the backward of the loss immediately follows its forward, so only one loss is in flight.
             num_losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             num_losses = 1 if placement == V else num_losses
             logits = self.loss_bytes(*size_args, forwards=num_losses) if stage == stage_placement.last_stage else 0
@@ -386,9 +393,9 @@ class Costs(ABC):
         return estimates
 
     def small_parameters(self, tensor: int, width: int) -> list[int]:
-        """Return the number of parameters of each unit in weights smaller than a bucket of gradients.
+        """Return the number of parameters of each unit in weights that are smaller than a gradient bucket.
 
-        Parameters that units share are excluded.
+        Shared parameters are excluded.
 
         Args:
             width: bytes per element of a gradient.
@@ -408,8 +415,8 @@ def _sum_over_ranges(units: Sequence[int], shared: Sequence[Shared], unit_ranges
     return total + sum(item.amount for item in shared if item.is_held(unit_ranges))
 
 
-# ``megatron.models.registry.costs_of(config)`` returns the ``Costs`` of the model of a configuration, of any family.
+# ``megatron.models.registry.costs_of(config)`` returns the ``Costs`` of a configuration's model, for every family.
 #
-# Letters are those of docs/glossary.md: ``L`` layers, ``h`` hidden, ``a`` heads, ``d`` size of a head, ``f``
+# Letters as in docs/glossary.md: ``L`` layers, ``h`` hidden, ``a`` heads, ``d`` size of a head, ``f``
 # feed-forward, ``v`` vocabulary, ``s`` sequence, ``b`` micro-batch, ``t`` tensor size, ``p`` stages. Forward and
-# backward together cost 3 x forward.
+# backward together cost three times as much as forward.

@@ -1,4 +1,4 @@
-"""DecoderCosts: parameters, FLOPs and saved activations of a decoder. Does not import torch."""
+"""Parameters, FLOPs and saved activations of a decoder (DecoderCosts). Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.costs.memory import BYTES, Memory, loss_bytes
 from tds.partition import partition_balanced, partition_uniform_chunks
 from tds.schedule import LOOP
 
-# Components of the layers of every model: their parameters, products and saved activations.
+# Layer components that all model families share: parameters, products and saved activations.
 #
 # | component | parameters in products | FLOPs per token in forward |
 # |---|---|---|
@@ -27,22 +27,23 @@ from tds.schedule import LOOP
 # | head | h v | 2 h v |
 
 ELEMENTWISE = 64
-"""Cost of a pass over one element (norm, softmax) in FLOPs of a matrix product.
+"""Cost per element of an elementwise pass (norm, softmax), in equivalent FLOPs of a matrix product.
 
-With this value a head costs as much as 2.77 layers. The measured times are 212 ms for a head and 75 ms for a layer, a
+With this value, a head costs as much as 2.77 layers. Measured times are 212 ms for a head and 75 ms for a layer, a
 ratio of 2.83 (h 256, v 8192, s 256, two CPU cores).
 """
 MAX_SAVED_PROBABILITIES = 2**24
 """Maximum number of probabilities that T5's blocked attention saves, as in ``megatron.ops.biased_attention``."""
 GATHERED_COPIES = 4
-"""Number of tensors with the size of a full sequence's keys and values in a backward of context parallelism.
+"""Number of tensors of the size of a full sequence's keys and values in backward with context parallelism.
 
-They are the keys and values, their gradients from two runs of queries, and the sum of the gradients in rank order.
+They are the keys and values, their gradients from each of the rank's two query chunks, and the sum of these gradients
+in rank order.
 """
 
 
 def between_bytes(hidden: int, masks: int, sequence: int, *, saves_gathered_inputs: bool = False) -> int:
-    """Return the bytes that layers save between products, with activations sharded by token over ``sequence`` ranks.
+    """Return the bytes that a layer saves between products if ``sequence`` ranks shard the activations by token.
 
     Args:
         hidden: bytes of the inputs of the norms; the inputs of the products have the same size.
@@ -53,18 +54,18 @@ def between_bytes(hidden: int, masks: int, sequence: int, *, saves_gathered_inpu
 
 
 def attention_width(model: ModelDimensions) -> int:
-    """Return a d, the total size of all heads."""
+    """Return the total size of all heads (a d)."""
     return model.num_attention_heads * model.kv_hidden_size
 
 
 def attention_parameters(
     model: ModelDimensions, tensor: int = 1, keys: int | None = None, has_entering_bias: bool = False
 ) -> int:
-    """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is not sharded.
+    """Return the number of parameters of attention on one of ``tensor`` ranks; the output bias is not sharded.
 
     Args:
         keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
-        has_entering_bias: the products for queries, keys and values always have biases.
+        has_entering_bias: the query, key and value projections have biases even without ``hidden_bias``.
     """
     h, width = model.hidden_size, attention_width(model)
     keys = width if keys is None else keys
@@ -73,19 +74,19 @@ def attention_parameters(
 
 
 def feed_forward_parameters(model: ModelDimensions, tensor: int = 1) -> int:
-    """Return the parameters of a feed-forward layer on one of ``tensor`` ranks; the output's bias is not sharded."""
+    """Return the number of feed-forward parameters on one of ``tensor`` ranks; the output bias is not sharded."""
     h, f, matrices = model.hidden_size, model.ff_hidden_size, _num_matrices(model)
     sharded = matrices * h * f + ((matrices - 1) * f if model.hidden_bias else 0)
     return sharded // tensor + (h if model.hidden_bias else 0)
 
 
 def table_parameters(model: ModelDimensions, tensor: int = 1) -> int:
-    """Return the parameters of the word table on one rank, for the input embedding or an untied head."""
+    """Return the number of parameters of the input embedding, or of an untied head, on one of ``tensor`` ranks."""
     return -(-known_vocab_size(model) // tensor) * model.hidden_size
 
 
 def projections_flops(model: ModelDimensions, keys: int | None = None) -> int:
-    """Return the FLOPs per token of an attention's four products: 8 h a d; ``keys``: see ``attention_products``."""
+    """Return the FLOPs per token of the four attention projections (8 h a d); ``keys``: see ``attention_products``."""
     width = attention_width(model)
     return 4 * model.hidden_size * (width + (width if keys is None else keys))
 
@@ -96,14 +97,14 @@ def feed_forward_flops(model: ModelDimensions) -> int:
 
 
 def layer_products(model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
-    """Return the products with weights of a layer on one of ``tensor`` ranks: attention and feed-forward."""
+    """Return a layer's products with weights on one of ``tensor`` ranks: attention and feed-forward."""
     return (*attention_products(model, tokens, tensor, keys), *feed_forward_products(model, tokens, tensor))
 
 
 def attention_products(
     model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None
 ) -> tuple[Product, ...]:
-    """Return two products: the projection to queries, keys and values, and the output projection.
+    """Return two products: the fused query, key and value projection, and the output projection.
 
     Args:
         keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
@@ -121,15 +122,15 @@ def feed_forward_products(model: ModelDimensions, tokens: int, tensor: int) -> t
 
 
 def head_cost(model: ModelDimensions) -> int:
-    """Return the cost per token of the head and its softmax, in FLOPs of a matrix product."""
+    """Return the cost per token of the head and its softmax, in equivalent FLOPs of a matrix product."""
     return (2 * model.hidden_size + ELEMENTWISE) * known_vocab_size(model)
 
 
 def feed_forward_saved_numel(model: ModelDimensions) -> int:
     """Return the number of elements per token that a feed-forward layer saves between its two products.
 
-    They are 2 f: before and after the activation. With ReLU only the result is saved. A gated layer saves gate, value,
-    activation and product.
+    They are the input and output of the activation (2 f), but only the output with ReLU. A gated layer saves the gate,
+    the value, the activated gate and the product.
     """
     return model.ff_hidden_size * _saved_per_width(model)
 
@@ -139,10 +140,10 @@ def _saved_per_width(model: ModelDimensions) -> int:
 
 
 def mean_visible_keys(length: int, window: int = 0) -> float:
-    """Return the average number of keys that a query sees in causal attention.
+    """Return the average number of keys that a query attends to in causal attention.
 
     Args:
-        window: number of preceding keys that a query sees; 0: all.
+        window: number of preceding keys that a query attends to; 0: all.
     """
     keys = min(window + 1, length) if window else length
     return keys - keys**2 / (2 * length)
@@ -163,39 +164,39 @@ def _is_gated(model: ModelDimensions) -> bool:
 #
 # | quantity | formula | remark |
 # |---|---|---|
-# | N | parameters in matrix products: without input embeddings, with the head | a tied head counts |
-# | FLOPs per token, causal half of the scores | 6 N + 6 L a d s | the convention of our MFU |
-# | FLOPs per token, all scores | 12 L a d s instead of 6 L a d s | the convention of many papers |
-# | ... of a layer with a window of n tokens | w (2 - w / s) instead of s, w = n + 1 | scores within the window count |
+# | N | parameters in matrix products: with the head, without input embeddings | includes a tied head |
+# | FLOPs per token, causal half of the scores | 6 N + 6 L a d s | used for our MFU |
+# | FLOPs per token, all scores | 12 L a d s instead of 6 L a d s | used in many papers |
+# | ... in a layer with a window of n tokens | w (2 - w / s) instead of s, w = n + 1 | only scores in the window count |
 #
-# | feature | parameters of a layer | saved |
+# | feature | parameters of a layer | saved activations |
 # |---|---|---|
 # | g groups of a query heads | 2 h (a + g) d in attention | (2 a + 2 g) d elements per token |
 # | rotary positions | none | (a + g) d more elements per token |
 # | norms of queries and keys | 2 d per head, or (a + g) d over all heads | (a + g) d more elements per token |
-# | norms before, after, both | 2, 2, 4 norms | as many inputs of norms |
+# | norms before, after, both | 2, 2, 4 norms | the input of each norm |
 # | ALiBi | none | biases of w a / t s^2 bytes per stage, with w bytes per element |
 # | ALiBi within documents | none | biases of w b a / t s^2 bytes per micro-batch |
 # | a window without ALiBi | none | a mask of s^2 bytes per stage |
 #
-# FLOPs for rotating queries and keys and for capping scores are not counted.
+# FLOPs of rotary embedding and of soft-capping are not counted.
 #
 # Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 5.1.
 
 
 @dataclass(frozen=True)
 class DecoderCosts(Costs):
-    """Costs of a decoder of ``model`` for samples of ``seq_length`` tokens.
+    """Costs of a decoder for samples of ``seq_length`` tokens.
 
     Args:
-        is_causal: a token sees only itself and preceding tokens.
-        is_fused: attention is one kernel that saves no value per pair of query and key and skips masked scores.
-        is_blocked: attention in fp32 and fp64 works block by block, as on a CPU.
+        is_causal: a token attends only to itself and preceding tokens.
+        is_fused: attention is a fused kernel, which saves no scores or probabilities and skips masked scores.
+        is_blocked: attention in fp32 and fp64 is computed block by block, as on a CPU.
         mask_bytes: bytes per element of the masks of hidden dropout; 0: no dropout.
-        has_segments: attention does not cross documents.
-        uses_document_starts: attention uses the starts of documents, without a mask in memory.
-        context: number of ranks over which sequences are split.
-        cuts_heads: context parallelism exchanges heads rather than keys and values.
+        has_segments: attention does not cross document boundaries.
+        uses_document_starts: attention uses the start positions of documents instead of a mask in memory.
+        context: context-parallel size, the number of ranks over which sequences are split.
+        cuts_heads: context parallelism exchanges heads (all-to-all) rather than keys and values (all-gather).
         expert: number of ranks over which the experts of a layer are distributed.
         cuts_experts: each expert is also sharded over the tensor ranks.
     """
@@ -240,7 +241,7 @@ class DecoderCosts(Costs):
 
     @property
     def with_experts(self) -> tuple[bool, ...]:
-        """True for each layer with experts."""
+        """For each layer, True if it has experts."""
         model = self.model
         return (
             _expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else (False,) * model.num_layers
@@ -248,7 +249,7 @@ class DecoderCosts(Costs):
 
     @property
     def experts(self) -> ExpertCosts:
-        """Costs of a feed-forward half with experts."""
+        """Costs of a feed-forward block with experts."""
         model = self.model
         return ExpertCosts(model, _num_matrices(model), _saved_per_width(model), self.expert, self.cuts_experts)
 
@@ -264,10 +265,10 @@ class DecoderCosts(Costs):
 
     @property
     def attention_saved_numel(self) -> int:
-        """Number of elements per token that attention saves of queries, keys, values and its output.
+        """Number of elements per token that attention saves: queries, keys, values and its output.
 
-        Rotary embedding saves a second copy of queries and keys (not with context parallelism), and so do norms of
-        queries and keys. An all-to-all over the context ranks saves a second copy of the output.
+        Rotary embedding saves another copy of queries and keys (except with context parallelism), as do norms of
+        queries and keys. With an all-to-all over the context ranks, another copy of the output is saved.
         """
         both = attention_width(self.model) + self.keys
         if self.context > 1:
@@ -282,7 +283,7 @@ class DecoderCosts(Costs):
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm."""
+        """Number of parameters of one norm."""
         return self.num_norm_vectors * self.model.hidden_size
 
     @property
@@ -292,7 +293,7 @@ class DecoderCosts(Costs):
 
     @property
     def visible_keys_by_layer(self) -> list[float]:
-        """Average number of keys that a query sees in each layer, given its window."""
+        """Average number of keys that a query attends to in each layer, given the layer's window."""
         model = self.model
         windows = [model.window_size if has_window(model, layer) else 0 for layer in range(model.num_layers)]
         return [mean_visible_keys(self.seq_length, window) for window in windows]
@@ -318,7 +319,7 @@ class DecoderCosts(Costs):
         return self.seq_length * self.flops_per_token()
 
     def flops_per_token(self, *, causal: bool = True) -> float:
-        """Return the FLOPs of forward and backward per token; ``causal`` counts half of the scores."""
+        """Return the FLOPs of forward and backward per token; ``causal``: count only the causal half of the scores."""
         model = self.model
         head = known_vocab_size(model) * model.hidden_size
         layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in range(model.num_layers))
@@ -327,7 +328,7 @@ class DecoderCosts(Costs):
         return 6.0 * products + (6.0 if causal else 12.0) * scores
 
     def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
-        """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are not sharded.
+        """Return the number of a layer's parameters on one of ``tensor`` ranks; norms and output biases are replicated.
 
         Args:
             is_active: count only the experts that a token uses.
@@ -342,7 +343,7 @@ class DecoderCosts(Costs):
         return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.model)
 
     def _head_norm_parameters(self, tensor: int) -> int:
-        """Return the parameters of the norms of queries and keys; only norms over all heads are sharded."""
+        """Return the number of parameters of query and key norms; only norms over all heads are sharded."""
         norm_type, d = self.model.qk_norm, self.model.kv_hidden_size
         norm_sizes = {"none": 0, "head": 2 * d, "all": (attention_width(self.model) + self.keys) // tensor}
         return self.num_norm_vectors * norm_sizes[norm_type]
@@ -352,7 +353,7 @@ class DecoderCosts(Costs):
         table = table_parameters(model, tensor) if model.untie_embeddings else 0
         positions = model.max_position_embeddings * model.hidden_size if model.has_learned_positions else 0
         norm = self.norm_parameters if model.embed_layernorm else 0
-        # a layer with experts and one without, if there are both
+        # index of a layer with experts and of a layer without, if there are any
         layer_with = dict(zip(self.with_experts, range(model.num_layers), strict=True))
         parameters = {has_experts: self.layer_parameters(tensor, layer) for has_experts, layer in layer_with.items()}
         layers = [parameters[has_experts] for has_experts in self.with_experts]
@@ -370,9 +371,9 @@ class DecoderCosts(Costs):
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> list[SavedBytes]:
-        """See ``Costs``. In 16 bits a layer saves 34 h bytes per token if f = 4 h, a d = h and t = 1.
+        """See ``Costs``. In 16 bits, a layer saves 34 h bytes per token if f = 4 h, a d = h and t = 1.
 
-        The input of the head is not sharded by sequence parallelism.
+        Sequence parallelism does not shard the input of the head.
         """
         model, h = self.model, self.model.hidden_size
         bytes_between = between_bytes(
@@ -397,12 +398,13 @@ class DecoderCosts(Costs):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """See ``Costs``. Includes one thread's scratch memory and the gradients of attention.
+        """See ``Costs``. Counts the scratch memory of one thread and the gradients that attention's backward holds.
 
         These are the gradients of query, key, value and context, and of the output of the layer.
 
-        With experts, the result is the maximum over attention and experts. The memory that is freed before the backward
-        of attention is the memory saved by the feed-forward half of the last layer, which may have experts.
+        With experts, the result is the maximum of attention and experts. Before the backward of a layer's attention
+        runs, the layer's feed-forward block has freed its memory. The number of freed bytes is computed for the last
+        layer, which may have experts.
         """
         tokens = samples * self.local_length
         feed_forward = tokens * (feed_forward_saved_numel(self.model) * width // tensor)
@@ -429,10 +431,10 @@ class DecoderCosts(Costs):
         *,
         saves_gathered_inputs: bool,
     ) -> int:
-        """Return the scratch bytes of attention in backward, less the memory that its layer has freed by then.
+        """Return the scratch bytes of attention in backward, minus the memory that its layer has freed before.
 
         Args:
-            feed_forward_bytes: bytes that the backward of the layer's feed-forward half has freed.
+            feed_forward_bytes: bytes that the backward of the layer's feed-forward block has freed.
         """
         if self.context > 1:
             gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
@@ -447,7 +449,7 @@ class DecoderCosts(Costs):
         return max(scratch + samples * self.seq_length * (gradients - freed) - feed_forward_bytes, 0)
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
-        """See ``Costs``. The all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
+        """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
         numel = 2 * attention_width(self.model) + 2 * self.keys if self.cuts_heads else 2 * self.keys
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 
@@ -473,7 +475,7 @@ class DecoderCosts(Costs):
         layers = [dense] * model.num_layers
         if model.num_experts:
             attention = attention_products(model, tokens, tensor, self.keys)
-            num_all_reduces = 1 + self.experts.num_all_reduces  # plus one for attention
+            num_all_reduces = 1 + self.experts.num_all_reduces  # one is for attention
             expert_layer = replace(
                 dense,
                 products=(*attention, *self.experts.products(tokens, tensor)),
@@ -495,15 +497,16 @@ class DecoderCosts(Costs):
         ]
 
     def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
-        """Return the products of all heads on a rank; a fused kernel computes half of a causal matrix."""
+        """Return the attention products of all heads on a rank; a fused kernel computes only the causal half."""
         num_heads = samples * self.model.num_attention_heads / tensor
         causal_factor = 0.5 if self.is_causal and self.is_fused else 1.0
         return scores(self.local_length, self.seq_length, self.model.kv_hidden_size, num_heads * causal_factor)
 
     def _core_saved_bytes(self, samples: int, tensor: int, width: int) -> int:
-        """Return the bytes of the probabilities before and after dropout, and of its mask: 5 a s / h times s b h.
+        """Return the bytes of the probabilities before and after dropout and of the dropout mask.
 
-        Fused attention saves none of these. In fp32 on a CPU it saves two values per query.
+        In 16 bits these are 5 a s / h times s b h bytes. Fused attention saves none of them; in fp32 on a CPU it saves
+        two values per query.
         """
         queries = samples * self.model.num_attention_heads // tensor * self.local_length
         if self.is_fused:
@@ -517,13 +520,13 @@ class DecoderCosts(Costs):
         return [Shared(samples * self._mask_bytes(tensor, width), layers)]
 
     def memory_per_stage(self, bounds: Sequence[int], **options: Any) -> list[Memory]:
-        """See ``Costs``. Includes the masks that a stage holds for all micro-batches."""
+        """See ``Costs``. Includes the mask that all micro-batches of a stage share."""
         mask = self._mask_bytes(options.get("tensor", 1), BYTES[options.get("dtype", "fp32")])
         memories = super().memory_per_stage(bounds, **options)
         return [replace(memory, activations=memory.activations + mask) for memory in memories] if mask else memories
 
     def _mask_bytes(self, tensor: int, width: int) -> int:
-        """Return the bytes of ALiBi's biases, or of the mask of a window."""
+        """Return the bytes of the ALiBi biases or of the window's mask."""
         if self.uses_document_starts:
             return 0
         num_scores = self.local_length * self.seq_length
@@ -560,8 +563,8 @@ class DecoderCosts(Costs):
 def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of ``DecoderCosts`` that depend on dropout.
 
-    Attention with dropout saves its probabilities on a CPU, and with layout-independent masks. On a CPU masks are saved
-    as factors in the training dtype.
+    Attention with dropout saves its probabilities on a CPU and with --layout-independent-dropout. On a CPU, dropout
+    masks are saved as factors in the training dtype.
     """
     model, dtype = config.model, config.precision.dtype or "fp32"
     return {
@@ -571,19 +574,19 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
 
 
 MIN_VARLEN_LENGTH = 512
-"""``2 * megatron.ops.document_attention.SHORT``."""
+"""Longer sequences may use the variable-length kernel; must equal ``2 * megatron.ops.document_attention.SHORT``."""
 FLEX_HEAD_SIZES = (16, 256)
-"""``MIN_HEAD_SIZE`` and ``MAX_HEAD_SIZE`` of ``megatron.ops.flex_attention``."""
+"""Must equal ``MIN_HEAD_SIZE`` and ``MAX_HEAD_SIZE`` of ``megatron.ops.flex_attention``."""
 
 
 def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str | None:
-    """Return the reason why attention within documents needs a mask on this device type; None: it needs none.
+    """Return why attention within documents needs a mask on this device type, or None if it needs no mask.
 
-    CUDA is assumed to have Triton, and FlashAttention for 16 bits.
+    CUDA devices are assumed to support Triton, and FlashAttention in 16 bits.
     """
     model, dtype = config.model, config.precision.dtype or "fp32"
     if model.attention_dropout:
-        return f"--attention-dropout {model.attention_dropout:g} requires a mask, 0 does not"
+        return f"--attention-dropout {model.attention_dropout:g} requires a mask; --attention-dropout 0 does not"
     if device_type == "cpu":
         return None
     if device_type != "cuda":
@@ -601,7 +604,7 @@ def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str
 
 
 def distribution_costs(config: Any) -> dict[str, Any]:
-    """Return the arguments of ``DecoderCosts`` about the distribution of sequences and experts over ranks."""
+    """Return the arguments of ``DecoderCosts`` that describe the distribution of sequences and experts over ranks."""
     parallel = config.parallel
     expert = parallel.expert_model_parallel_size if config.model.num_experts else 1
     return {
@@ -613,7 +616,7 @@ def distribution_costs(config: Any) -> dict[str, Any]:
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
-    """Return the costs of the decoder of ``config``, a ``Config``. Saved activations depend on the type of device."""
+    """Return the costs of the decoder that ``config`` describes; saved activations depend on the device type."""
     model, has_segments = config.model, config.data.separates_documents
     is_plain = model.has_plain_attention and not model.attention_dropout
     distribution = distribution_costs(config)

@@ -1,4 +1,4 @@
-"""Protocols of the sizes and features of a model that cost functions read. Does not import torch."""
+"""Protocols for the sizes and features of a model that cost functions read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def known_vocab_size(model: ModelDimensions) -> int:
         ValueError: the vocabulary size is not known yet.
     """
     if model.vocab_size is None:
-        raise ValueError("vocab_size is not known yet: call config.with_vocab(size) first")
+        raise ValueError("vocab_size is not known yet. Call config.with_vocab(size) first")
     return model.vocab_size

@@ -1,7 +1,7 @@
-"""Costs of a feed-forward half with experts: parameters, products, saved activations, scratch memory and messages.
+"""Costs of a feed-forward block with experts: parameters, products, saved activations, scratch memory and messages.
 
-All costs except parameters assume an even load, where each expert gets the same number of tokens. A rank whose experts
-get more tokens saves, computes and sends more in proportion. This module does not import torch.
+All costs except parameters assume a balanced load: every expert receives the same number of tokens. If the experts of a
+rank receive more tokens, the costs of this rank grow in proportion. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any
 
 from megatron.costs.cost import Product
 
-# Symbols: E experts of width f, k per token, a shared expert of width f'; n tokens of a micro-batch on a rank, e expert
-# ranks, t tensor ranks; m is 2, or 3 if gated. With --expert-tensor-parallel-size 1 experts are not sharded and process
-# n / t tokens.
+# Symbols: E experts of width f, k experts per token, a shared expert of width f', m matrices per expert (2, or 3 if
+# gated), n tokens of a micro-batch on a rank, e expert ranks, t tensor ranks. With --expert-tensor-parallel-size 1,
+# experts are not sharded and each rank routes n / t tokens.
 #
 # | quantity | formula |
 # |---|---|
-# | parameters in total | m h (E f + f') + E h for the router |
+# | parameters in total | m h (E f + f') + E h, the latter for the router |
 # | active parameters, which a token uses | m h (k f + f') + E h |
 # | parameters on a rank | m h (E f / e + f') / t + E h |
-# | rows of its experts | n k |
-# | saved elements | 2 n k h for received rows and returned results; activations of width k f + f' between products |
-# | saved bytes | row permutation 16 n k, twice that if e > 1; expert indices 8 n k; 4 n E per router table |
-# | ... in 16 bits | the router's input and weight in fp32 |
-# | scratch of a backward | two gradients of the returned results, or the gradients of one weight of all experts |
-# | all-to-all | n k h elements to the experts and as many back; the same for their gradients |
+# | rows for the experts of a rank | n k |
+# | saved elements | 2 n k h for received rows and returned results, and activations of width k f + f' |
+# | saved bytes | 16 n k for the row permutation (twice if e > 1), 8 n k for expert indices, 4 n E per router table |
+# | ... in 16 bits | also fp32 copies of the router's input and weight |
+# | scratch of backward | two gradients of the returned results, or one weight's gradients for all experts |
+# | all-to-all | n k h elements to the experts and n k h back; the same for their gradients |
 #
-# The exchange of the numbers of rows (8 E bytes per rank and layer) is not counted.
+# The exchange of row counts (8 E bytes per rank and layer) is not counted.
 
 INDEX_BYTES = 8
-"""Bytes of an index in a list of rows."""
+"""Bytes of a row index."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ExpertCosts:
     Args:
         model: sizes of the model.
         matrices: number of matrices of an expert, counting gate and value separately.
-        saved_per_width: elements that a feed-forward layer saves per token and per unit of its width between its
-            products.
+        saved_per_width: number of elements that a feed-forward layer saves between its products, per token and per unit
+            of its width.
         ranks: number of ranks over which experts are distributed.
         cuts_experts: each expert is also sharded over the tensor ranks.
     """
@@ -65,7 +65,7 @@ class ExpertCosts:
         return 2 * self.model.hidden_size * (self.matrices * self.active_width + int(self.model.num_experts))
 
     def parameters(self, tensor: int = 1, *, is_active: bool = False) -> int:
-        """Return the parameters of the half on one of ``tensor`` ranks; the router is not sharded.
+        """Return the number of parameters of the block on one of ``tensor`` ranks; the router is not sharded.
 
         Args:
             is_active: count only the parameters that a token uses.
@@ -79,11 +79,11 @@ class ExpertCosts:
         return int(experts + shared + router)
 
     def distributed_parameters(self, tensor: int = 1) -> int:
-        """Return the parameters that are not replicated on all data x context ranks."""
+        """Return the number of parameters that are not replicated on all data x context ranks."""
         return self._expert_parameters(tensor, self.model.num_experts // self.ranks) if self.ranks > 1 else 0
 
     def _expert_parameters(self, tensor: int, num_experts: int) -> int:
-        """Return the parameters of ``num_experts`` experts on a tensor rank."""
+        """Return the number of parameters of ``num_experts`` experts on a tensor rank."""
         width = num_experts * int(self.model.moe_ffn_hidden_size)
         return self.matrices * int(self.model.hidden_size) * width // self._num_expert_shards(tensor)
 
@@ -92,7 +92,7 @@ class ExpertCosts:
         return tensor if self.cuts_experts else 1
 
     def _num_routed_tokens(self, tokens: int, tensor: int) -> int:
-        """Return the number of tokens whose rows a rank sends."""
+        """Return the number of tokens that a rank routes to experts."""
         return tokens if self.cuts_experts else tokens // tensor
 
     @property
@@ -101,9 +101,10 @@ class ExpertCosts:
         return self.cuts_experts + bool(self.model.moe_shared_expert_intermediate_size)
 
     def products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
-        """Return the products of the router, of each expert with its share of all ranks' rows, and the shared expert.
+        """Return the products of the router, the local experts and the shared expert.
 
-        A gated expert computes gate and value in one product.
+        Each expert processes an equal share of the rows of all expert ranks. A gated expert computes gate and value in
+        one product.
         """
         model, h, num_shards = self.model, self.model.hidden_size, self._num_expert_shards(tensor)
         rows = -(-self._num_routed_tokens(tokens, tensor) * model.moe_router_topk * self.ranks // model.num_experts)
@@ -118,7 +119,7 @@ class ExpertCosts:
     def saved_bytes(
         self, tokens: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """Return the bytes that the feed-forward half saves for backward, excluding the input that a dense half saves.
+        """Return the bytes that the block saves for backward, excluding the input that a dense block saves.
 
         Args:
             tokens: tokens of a micro-batch.
@@ -143,18 +144,18 @@ class ExpertCosts:
 
     @property
     def _num_tables(self) -> int:
-        """Number of tables [tokens, E] that the router saves: one to look up weights, and others for its losses."""
+        """Number of tables [tokens, E] that the router saves: one to look up weights, and up to two for its losses."""
         model = self.model
         is_sigmoid = model.moe_router_score_function == "sigmoid"
-        has_logits = not is_sigmoid and not model.moe_router_pre_softmax  # the logits are the table of weights
+        has_logits = not is_sigmoid and not model.moe_router_pre_softmax  # weights are looked up in the logits
         softmax = bool(model.has_aux_loss) and not is_sigmoid
         return 1 + softmax + (bool(model.moe_z_loss_coeff) and not has_logits)
 
     def _input_bytes(self, num_router_tokens: int, tokens: int, width: int, saves_gathered_inputs: bool) -> int:
-        """Return the bytes of inputs that the half saves, less the input that a dense half saves.
+        """Return the bytes of the inputs that the block saves, minus the input that a dense block saves.
 
-        The router saves its input, and with 16-bit weights fp32 copies of its input and weight. A shared expert saves
-        the same input as a dense half. Other experts save rows, which ``saved_bytes`` counts separately.
+        The router saves its input; with 16-bit weights it saves fp32 copies of its input and weight. A shared expert
+        saves the same input as a dense block. Other experts save rows, which ``saved_bytes`` counts separately.
 
         Args:
             num_router_tokens: number of tokens that the router processes.
@@ -162,16 +163,16 @@ class ExpertCosts:
         h, shared = self.model.hidden_size, self.model.moe_shared_expert_intermediate_size
         dense = (
             (tokens if saves_gathered_inputs else num_router_tokens) * h * width
-        )  # saved by a dense half, or by the shared expert
+        )  # saved by a dense block, or by the shared expert
         router = num_router_tokens * h * max(width, 4) + (4 * h * int(self.model.num_experts) if width < 4 else 0)
         if not shared:
             return int(router - dense)
         return 0 if width >= 4 and dense == router else int(router)
 
     def scratch_bytes(self, tokens: int, tensor: int, width: int, sequence: int = 1) -> int:
-        """Return the scratch bytes of the half in backward, less the memory that it has freed by then.
+        """Return the scratch bytes of the block in backward, minus the memory that it has freed before.
 
-        The gradients of the same weight of all experts exist at the same time, before they are accumulated.
+        For each weight, the gradients of all experts exist at the same time until they are accumulated.
         """
         model, h, k = self.model, self.model.hidden_size, self.model.moe_router_topk
         rows, f = (
@@ -190,9 +191,9 @@ class ExpertCosts:
         return max(held + largest, 0) * width
 
     def messages(self, tokens: int, tensor: int, width: int) -> tuple[int, int]:
-        """Return the bytes that a rank passes to the all-to-all to the experts, and to the all-to-all back.
+        """Return the bytes that a rank passes to the dispatch and combine all-to-alls.
 
-        The bytes include rows of local experts. Gradients have the same sizes.
+        Rows of local experts are included. Gradients have the same sizes.
         """
         if self.ranks == 1:
             return 0, 0
@@ -203,10 +204,10 @@ class ExpertCosts:
 
 
 def exchanged_bytes(counts: Sequence[Sequence[int]], rank: int, hidden_size: int, width: int) -> int:
-    """Return the bytes of rows that ``rank`` sends to others for one layer and micro-batch, forward and backward.
+    """Return the bytes of rows that ``rank`` sends to other ranks in forward and backward, per layer and micro-batch.
 
     Args:
-        counts: number of rows that each expert rank has for each expert, [ranks, E].
+        counts: number of rows from each expert rank to each expert, [ranks, E].
         width: bytes per element.
     """
     num_local = len(counts[0]) // len(counts)

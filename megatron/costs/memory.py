@@ -1,4 +1,4 @@
-"""Memory of training in bytes, and the peak performance of GPUs. Does not import torch."""
+"""Memory of training in bytes, and peak performance of GPUs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from megatron.config.loss_chunk import UNCHUNKED, tokens_per_chunk
 from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 
-# Bytes that training holds: weights, gradients, optimizer states, activations and logits.
+# Memory of weights, gradients, optimizer states, activations and logits.
 #
-# 16-bit weights have fp32 main params, gradients and moments: 18 bytes per parameter with AdamW. fp32 weights have 16
-# bytes in total, fp64 weights 32. SGD has no moments. Muon has a momentum for matrices of layers instead of AdamW's two
-# moments (14 bytes, not 18), and AdamW's states for other weights. Adafactor's means of rows and columns are small and
-# not counted. An AdamW state in bf16 has 2 bytes, not 4. With AdamW and ZeRO over d replicas:
+# With AdamW, 16-bit weights take 18 bytes per parameter, including fp32 main params, gradients and moments. In total,
+# fp32 weights take 16 bytes and fp64 weights 32. SGD has no moments. Muon has one momentum for matrices of layers (14
+# bytes instead of 18) and AdamW's states for other weights. Adafactor's means of rows and columns are small and not
+# counted. An AdamW state in bf16 takes 2 bytes instead of 4. With AdamW and ZeRO over d replicas:
 #
 # | bytes per parameter | 16 bits | fp32 |
 # |---|---|---|
@@ -22,32 +22,31 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # | ZeRO 1 | 2 + 4 + 12 / d | 4 + 4 + 8 / d |
 # | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 # | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
-# | ... also for gathered weights: tables and the largest layer, twice with prefetching | 2 | 4 |
-# | ... of experts distributed over e of the d replicas, ZeRO 1 | 2 + 4 + 12 e / d | 4 + 4 + 8 e / d |
-# | offload of the optimizer, on the CPU | 12, or 12 / d | 12, or 12 / d, with a separate copy of the weight |
-# | offload of the weights, on the CPU | 2 / d | 4 / d, or none if the optimizer is offloaded too |
+# | ... gathered weights: tables and the largest layer (two layers with prefetching) | 2 | 4 |
+# | ZeRO 1, experts distributed over e of the d replicas | 2 + 4 + 12 e / d | 4 + 4 + 8 e / d |
+# | CPU memory of an offloaded optimizer | 12, or 12 / d | 12, or 12 / d, with a separate copy of the weight |
+# | CPU memory of offloaded weights | 2 / d | 4 / d, or none if the optimizer is offloaded too |
 #
-# ``CommunicationBuffers`` counts reductions in flight. Not counted are gradients in incomplete buckets, weights that
-# ZeRO 1 and 2 gather after an update, and gradients that a step copies to the CPU. Shards consist of full vectors
-# (``ParamPartition``), so that some replicas hold an additional row of a weight. A recomputed run of several layers is
-# gathered as a whole.
+# ``CommunicationBuffers`` counts reductions in flight. The following are not counted: gradients in incomplete buckets,
+# weights that ZeRO 1 and 2 gather after an update, and gradients that a step copies to the CPU. Shards consist of full
+# vectors (``ParamPartition``), so some replicas hold one more row of a weight than others. Layers that are recomputed
+# together are gathered together.
 #
-# Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
+# The activations of layers follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 # models", section 4, without scores, which a fused kernel recomputes in backward. The scratch memory of causal
-# attention on a CPU (below) counts only where it exceeds the sum of the logits and the memory that its layer has freed.
-# T5's relative biases and the probabilities of its blocked attention on a CPU are counted with T5's layers. With
-# attention dropout on a CPU, or with --layout-independent-dropout, probabilities count too (5 a s / h times s b h),
-# except T5's.
+# attention on a CPU (below) counts only as far as it exceeds the logits plus the memory that its layer has freed. The
+# costs of T5's layers include relative biases and the probabilities of blocked attention on a CPU. For other models,
+# probabilities count (5 a s / h times s b h) with attention dropout on a CPU or with --layout-independent-dropout.
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training holds on one rank.
+    """Memory of training on one rank, in bytes.
 
-    ``gathered``: gathered weights (ZeRO 3 only); ``host``: offloaded data; ``buffers``: messages in transit. At the
-    start ZeRO 3 holds no more than its shards and, on the host, one weight in fp32 (``optim.zero.param_init``).
+    ``gathered``: gathered weights (ZeRO 3 only); ``host``: offloaded data; ``buffers``: messages in transit. During
+    initialization, ZeRO 3 holds only its shards and, on the host, one weight in fp32 (``optim.zero.param_init``).
     """
 
     weights: int
@@ -68,7 +67,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Zero:
-    """Sharding of state over ``replicas``, offload to the CPU, and prefetching of layers."""
+    """ZeRO settings: stage, sharding over ``replicas``, offload to the CPU, and prefetching of layers."""
 
     stage: int = 0
     replicas: int = 1
@@ -82,7 +81,7 @@ class Zero:
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
-        """Return the number of shards of a state that is sharded from ZeRO stage ``stage`` on; 1: it is not sharded."""
+        """Return the number of shards of a tensor that ZeRO shards from stage ``stage`` on; 1: it is not sharded."""
         return self.replicas if self.stage >= stage else 1
 
 
@@ -91,9 +90,9 @@ NO_ZERO = Zero()
 
 @dataclass(frozen=True)
 class State:
-    """Bytes per parameter: ``width`` of the weight, ``gradient``, and ``optimizer`` for main param and states.
+    """Bytes per parameter: ``width`` (weight), ``gradient``, and ``optimizer`` (main param and optimizer states).
 
-    With Muon, the optimizer state of matrices of layers is smaller by ``saved`` bytes.
+    With Muon, matrices of layers have ``saved`` bytes less of optimizer state.
     """
 
     width: int
@@ -107,7 +106,7 @@ class State:
 
         Args:
             optimizer: ``OptimizerConfig.state_type``.
-            num_bf16_states: number of AdamW's two states that are in bf16.
+            num_bf16_states: number of AdamW's two states that are stored in bf16.
         """
         width = BYTES[dtype]
         wide = max(width, 4)
@@ -127,18 +126,18 @@ class State:
         num_distributed: int = 0,
         ranks: int = 1,
     ) -> Memory:
-        """Return the memory of a rank with ``parameters`` parameters, of which ``gathered`` are gathered at a time.
+        """Return the memory of a rank with ``parameters`` parameters, ``gathered`` of them gathered at the same time.
 
         Args:
             matrices: number of parameters in matrices of layers.
-            num_distributed: number of parameters of experts, which are distributed over ``ranks`` ranks and replicated
-                on ``replicas / ranks``.
+            num_distributed: number of parameters of experts that are distributed over ``ranks`` ranks and have
+                ``replicas / ranks`` copies.
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
         weights = -(-parameters * self.width // zero.share(3))
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
-            optimizer += wide  # the main param cannot be the weight itself
+            optimizer += wide  # on different devices, the weight cannot be its own main param
         share = zero.share(1)
         states = -(-((parameters - num_distributed) * optimizer - matrices * self.saved) // share)
         states += -(-num_distributed * optimizer * ranks // max(share, ranks))
@@ -155,7 +154,7 @@ class State:
         )
 
 
-# Inputs of runs of layers that recompute saves, and where they are stored until backward.
+# Inputs that recompute saves until backward, one per group of recomputed layers, and where they are stored.
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Storage of one input per ``every`` layers, sharded over ``parts`` tensor ranks, on the device or on the host."""
+    """Storage of recompute's inputs: one per ``every`` layers, in ``parts`` shards, on the device or the host."""
 
     every: int = 1
     parts: int = 1
@@ -193,9 +192,9 @@ class SavedActivations:
         """Return ``memory`` with the activations of a stage whose layers are recomputed.
 
         Args:
-            units_by_chunk: saved bytes of each unit, for each chunk of the stage.
-            forwards: number of forwards through all chunks that are in flight.
-            shared_bytes: bytes per forward of tensors that several layers read; they are saved in full on the device.
+            units_by_chunk: saved bytes of each unit in each chunk of the stage.
+            forwards: number of forwards in flight, each through all chunks.
+            shared_bytes: bytes per forward of tensors that several layers read, saved unsharded on the device.
             work: scratch bytes of the backward of a recomputed layer.
         """
         inputs = sum(
@@ -214,21 +213,22 @@ class SavedActivations:
 
 
 def saved_activations_of(config: Any) -> SavedActivations:
-    """Return the storage of the inputs of recomputed layers for ``config``, a ``megatron.config.Config``."""
+    """Return the storage of the inputs of recomputed layers for a ``megatron.config.Config``."""
     parallel = config.parallel
     parts = parallel.model_parallel_size if parallel.partition_activations else 1
     return SavedActivations(parallel.checkpoint_num_layers, parts, parallel.checkpoint_in_cpu)
 
 
-# Bytes of the head and the loss on the last stage, saved for backward and during their computation.
+# Memory of the head and the loss on the last stage.
 #
 # | logits | during the computation | saved by each micro-batch in flight |
 # |---|---|---|
-# | together | in the dtype of the weights; in 16 bits also an fp32 copy | their fp32 softmax |
-# | in chunks | one chunk in fp32, two with several tensor ranks; in 16 bits also copies | two gradients |
+# | not chunked | logits in the dtype of the weights; in 16 bits also an fp32 copy | the fp32 softmax |
+# | chunked | one fp32 chunk, two with several tensor ranks; in 16 bits also copies | two gradients |
 #
-# The two gradients belong to the hidden states and, in fp32, to the table. With 16-bit weights a chunk and the table's
-# gradient are copied. ``megatron.config.loss_chunk.tokens_per_chunk`` chooses between the two rows.
+# The two gradients are the gradient of the hidden states and the fp32 gradient of the table. The copies in 16 bits are
+# copies of a chunk and of the table's gradient. ``megatron.config.loss_chunk.tokens_per_chunk`` determines if logits
+# are chunked.
 
 
 def loss_bytes(
@@ -241,14 +241,14 @@ def loss_bytes(
     is_on_cpu: bool = False,
     has_cap: bool = False,
 ) -> int:
-    """Return the bytes that the logits of ``tokens`` tokens and their loss need on one of ``tensor`` ranks.
+    """Return the bytes of the logits and loss of ``tokens`` tokens on one of ``tensor`` ranks.
 
     Args:
         tokens: tokens of a micro-batch.
         width: bytes per element of a weight.
-        forwards: number of micro-batches that wait for their backward.
-        has_cap: logits are soft-capped, which saves one more value per logit. With chunks, only the logits of the
-            current chunk count.
+        forwards: number of micro-batches in flight.
+        has_cap: logits are soft-capped, which saves one more value per logit (with chunks, only per logit of the
+            current chunk).
     """
     vocab_shard, wide, h = -(-known_vocab_size(model) // tensor), max(width, 4), model.hidden_size
     chunk_tokens = tokens_per_chunk(model.loss_chunk_tokens, tokens, known_vocab_size(model), h, is_on_cpu=is_on_cpu)
@@ -263,24 +263,27 @@ def loss_bytes(
 
 # Scratch memory of causal attention on a CPU, for one layer at a time.
 #
-# In fp32 ``megatron/ops/causal_kernel.cpp`` computes one head per thread at a time. In fp64, and if the kernel could
-# not be built, attention works block by block:
+# In fp32, ``megatron/ops/causal_kernel.cpp`` computes one head per thread at a time. In fp64, or if the kernel cannot
+# be built, attention is computed block by block:
 #
-# | elements, for each of the n heads that are processed together | number |
+# | elements for each head processed at the same time | number |
 # |---|---|
-# | query, key, value; the gradients of the context, of key and of value | 6 s d |
-# | scores and their gradients, for the q queries of a block | 2 q s |
+# | query, key, value, and the gradients of context, key and value | 6 s d |
+# | scores of the q queries of a block, and their gradients | 2 q s |
 # | a product of a block | q d |
-# | a product that is added to the gradient of key or value | d per key before the last block |
+# | a product to add to the gradient of key or value | d per key before the last block |
 #
-# All heads share the q x q mask. The formula is that of ``megatron.ops.causal_attention``. The kernel's memory consists
-# of query, key and gradient of the context; the transposes of these three, of the value and of the gradients of key and
-# value, in rows of full tiles; and the scores of a block of queries and their gradients.
+# All heads share the q x q mask. The formula matches ``megatron.ops.causal_attention``. Each thread of the kernel
+# allocates memory for
+#
+# * the query, the key and the gradient of the context,
+# * the transposes of query, key and value and of the gradients of context, key and value, in rows of full tiles,
+# * the scores of a block of queries, and their gradients.
 
 CACHED_SCORES = 2**18
-"""``megatron.ops.causal_attention.CACHED_SCORES``."""
+"""Must equal ``megatron.ops.causal_attention.CACHED_SCORES``."""
 KERNEL_QUERIES, KERNEL_TILE = 64, 16
-"""``kQueries`` and ``kTile`` of ``megatron/ops/causal_kernel.cpp``."""
+"""Must equal ``kQueries`` and ``kTile`` of ``megatron/ops/causal_kernel.cpp``."""
 
 
 def queries_per_block(length: int) -> int:
@@ -289,7 +292,7 @@ def queries_per_block(length: int) -> int:
 
 
 def heads_per_group(heads: int, length: int, threads: int = 1) -> int:
-    """Return the number of heads that are processed together, out of ``heads`` over all samples."""
+    """Return the number of heads processed at the same time, out of ``heads`` heads over all samples."""
     max_heads = max(1, CACHED_SCORES * threads // (queries_per_block(length) * length))
     return -(-heads // -(-heads // max_heads))
 
@@ -313,35 +316,35 @@ def backward_bytes(heads: int, length: int, size: int, width: int, threads: int 
 
 
 def kernel_scratch_numel(length: int, size: int) -> int:
-    """Return the number of elements of scratch memory per thread in the kernel's backward."""
+    """Return the number of scratch elements per thread in the kernel's backward."""
     row_length = -(-length // KERNEL_TILE) * KERNEL_TILE
     return 3 * length * size + 6 * row_length * size + 2 * KERNEL_QUERIES * row_length
 
 
-# Buffers of messages between ranks during a step.
+# Communication buffers during a step.
 #
 # | message | bytes on a rank |
 # |---|---|
-# | reductions of gradients over the replicas, ZeRO 0 and 1 | none: they are in place |
-# | ... ZeRO 2 and 3 | two buckets, or all gradients if there are fewer |
-# | boundary between stages | a hidden state and a gradient received early, and one being sent |
+# | reductions of gradients over the replicas, ZeRO 0 and 1 | none: they run in place |
+# | ... ZeRO 2 and 3 | two buckets, or all gradients if they are smaller |
+# | boundary between stages | a hidden state and a gradient received in advance, and one message being sent |
 # | sequence parallelism | the gathered input of the current product, and its gradient |
 
 BUCKET_BYTES = 32 * 2**20
-"""``tds.gradients.BUCKET_BYTES``."""
+"""Must equal ``tds.gradients.BUCKET_BYTES``."""
 GRADIENT_SHARDING_STAGE = 2
-"""First stage of ZeRO that reduces gradients during backward."""
+"""Lowest ZeRO stage that reduces gradients during backward."""
 MESSAGES_PER_BOUNDARY = 3
-"""Messages at a boundary: a hidden state and a gradient received early, and one being sent."""
+"""Messages at a stage boundary: a hidden state and a gradient received in advance, and one being sent."""
 
 
 @dataclass(frozen=True)
 class CommunicationBuffers:
-    """Buffers of a rank's messages.
+    """Communication buffers of a rank.
 
     Args:
-        small: number of parameters in weights that are smaller than a bucket.
-        message: bytes of the hidden state that is sent between stages; 0 without a pipeline.
+        small: number of parameters in weights that are smaller than a gradient bucket.
+        message: bytes of the hidden state sent between stages; 0 without a pipeline.
         gathered: bytes of an activation that sequence parallelism gathers; 0 without sequence parallelism.
     """
 
@@ -350,7 +353,7 @@ class CommunicationBuffers:
     gathered: int = 0
 
     def apply_to(self, memory: Memory, gradient: int, zero: Zero) -> Memory:
-        """Return ``memory`` with its buffers; ``gradient``: bytes of a gradient per parameter."""
+        """Return ``memory`` including these buffers; ``gradient``: bytes of a gradient per parameter."""
         steady = MESSAGES_PER_BOUNDARY * self.message + 2 * self.gathered
         if zero.replicas == 1 or zero.stage < GRADIENT_SHARDING_STAGE:
             return replace(memory, buffers=steady)
@@ -373,11 +376,14 @@ PEAK_TFLOPS = {
     "V100": 125.0,
     "MI300X": 1300.0,
 }
-"""Dense 16-bit peaks (bf16; fp16 on V100) by words of the device's name; the longest matching key applies."""
+"""Peak dense 16-bit TFLOP/s (bf16; fp16 on V100) by device name.
+
+A key matches if the device name contains all of its words; the longest matching key applies.
+"""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense 16-bit FLOP/s of a GPU by its name; None for a GPU that is not in the table."""
+    """Return the peak dense 16-bit FLOP/s of a GPU by its name; None if it is not in ``PEAK_TFLOPS``."""
     name = device_name.upper()
     keys = [key for key in PEAK_TFLOPS if all(word in name for word in key.split())]
     return PEAK_TFLOPS[max(keys, key=len)] * 1e12 if keys else None

@@ -1,5 +1,5 @@
-"""Inspection of a run: module inputs and outputs, the origin of the first NaN, and differences between two dumps.
+"""Debugging: dumps of module inputs and outputs, detection of the first NaN, and comparison of two dumps.
 
-This package is imported only if --debug-dump or --debug-nan is given. Tools read dumps with ``dump_files`` and
-``compare``.
+Training imports this package only with --debug-dump or --debug-nan. Tools use ``dump_files`` to read dumps and
+``compare`` to compare them.
 """

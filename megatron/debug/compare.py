@@ -13,25 +13,28 @@ from megatron.debug.dump_files import GRADIENT, WEIGHT, Dump, Record, SampleRang
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from megatron.debug.statistics import Statistics, join_statistics, sum_statistics, zero_statistics
 
-# Corresponding tensors of two dumps, joined over tensor ranks, replicas and micro-batches.
+# To compare a tensor of two dumps, the records of each dump are joined over tensor ranks, replicas and micro-batches.
 #
 # | records | joined as |
 # |---|---|
-# | of a tensor group, known slices | slices: statistics add up, each slice once |
-# | of a tensor group, known slices, gradients | slices; a slice without a gradient counts as zeros |
-# | of a tensor group, unknown slices, equal statistics | copies: only one is counted |
-# | of a tensor group, unknown slices, different statistics | slices: statistics add up, sketches do not |
-# | of a tensor group, shares of a sum | summands: means and sketches add up, norms do not |
-# | of replicas and micro-batches | other samples: joined until both dumps cover the same samples |
-# | of a weight on several replicas, of a tied weight on several stages | copies |
+# | ranks of a tensor group, slices known | slices: statistics add up, each slice counts once |
+# | ... gradients | slices; elements that no slice contains count as zeros |
+# | ranks of a tensor group, slices unknown, equal statistics | copies: only one counts |
+# | ranks of a tensor group, slices unknown, different statistics | slices: statistics add up, sketches are dropped |
+# | ranks of a tensor group, partial sums | summands: means and sketches add up, norms become NaN |
+# | replicas and micro-batches | different samples: joined up to the next sample bound that both dumps have |
+# | a weight on several replicas, a tied weight on several stages | copies |
 
 COPY_RTOL = 1e-9
-"""Relative difference up to which ranks are assumed to hold copies."""
+"""Ranks are assumed to hold copies if their statistics differ by at most this relative amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """Identifies a tensor of a step in both dumps. ``call`` counts the calls within a micro-batch, over all stages."""
+    """Identifies a tensor of a step in both dumps.
+
+    ``call`` is the index of the module's call within the micro-batch, over all stages.
+    """
 
     step: int
     tensor_type: str
@@ -42,10 +45,10 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """One tensor of a dump over the samples from ``first`` up to ``stop`` (0 and 0 for a weight).
+    """A tensor of a dump, joined over the samples in [``first``, ``stop``), which is [0, 0) for weights.
 
-    ``records`` are the records from which it was joined, without copies. ``copies_differ`` is True if ranks with copies
-    of a weight, or of a slice, have different statistics.
+    ``records`` are the joined records, without copies. ``copies_differ`` is True if the copies of a weight or slice on
+    different ranks have different statistics.
     """
 
     key: TensorKey
@@ -57,12 +60,12 @@ class JoinedTensor:
 
     @property
     def first_record(self) -> Record:
-        """The earliest record of the lowest rank. Its time determines the order, because the clocks of ranks differ."""
+        """The earliest record of the lowest rank. Its time orders the tensors, because clocks differ between ranks."""
         return min(self.records, key=lambda record: (record.rank, record.time_ns))
 
 
 def group_records(dump: Dump) -> dict[TensorKey, list[Record]]:
-    """Return the records of each tensor, over all ranks and samples."""
+    """Group the records of all ranks and samples by tensor."""
     calls = _call_indices(dump)
     records_by_key: dict[TensorKey, list[Record]] = defaultdict(list)
     for record in dump.records:
@@ -72,7 +75,7 @@ def group_records(dump: Dump) -> dict[TensorKey, list[Record]]:
 
 
 def _call_indices(dump: Dump) -> dict[tuple[int, str, int, int], int]:
-    """Return the index of each call over all virtual stages, by (step, name, virtual stage, index on its stage).
+    """Map (step, name, virtual stage, call index on that stage) to the call index over all virtual stages.
 
     Calls are ordered by virtual stage rather than by time, because the clocks of hosts differ.
     """
@@ -88,12 +91,12 @@ def _call_indices(dump: Dump) -> dict[tuple[int, str, int, int], int]:
 
 
 def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, JoinedTensor]]:
-    """Yield each tensor that both dumps contain, joined over the smallest ranges of samples that both dumps record.
+    """Yield each tensor that both dumps contain, joined over the smallest sample ranges that both dumps have.
 
-    In a pipeline, layers also receive and return tensors that they only forward to later layers, and the gradients of
-    these tensors. If only one of the dumps has a pipeline, a tensor is comparable only if it is the first input or
-    output of its module, or if its slice is known from the module's own weight. A tensor without a sample dimension,
-    such as the positions of a micro-batch, is comparable only if both dumps have the same micro-batch size.
+    In a pipeline, the inputs and outputs of layers include tensors that a layer only passes on to later layers. If only
+    one of the dumps has a pipeline, a tensor is therefore comparable only if it is the first input or output of its
+    module, or if its slice is known from the module's weight. A tensor without a sample dimension, such as the
+    positions of a micro-batch, is comparable only if both dumps have the same micro-batch size.
     """
     first_records, second_records = group_records(first), group_records(second)
     have_pipeline = {dump.manifest["layout"].get("pipe", 1) > 1 for dump in (first, second)}
@@ -115,10 +118,10 @@ def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, Join
 
 
 def _can_join(first_records: Sequence[Record], second_records: Sequence[Record]) -> bool:
-    """Return True if a tensor's records can be joined over samples, so that both dumps are comparable.
+    """Return True if a tensor's records can be joined over samples.
 
-    The micro-batches of both dumps must have the same size, or the shapes must differ, which shows that the tensor has
-    a sample dimension.
+    Either both dumps have the same micro-batch size, or the tensor's shapes differ between the dumps, which implies a
+    sample dimension.
     """
     range_sizes = [
         {record.samples.stop - record.samples.first for record in records if record.samples is not None}
@@ -130,7 +133,7 @@ def _can_join(first_records: Sequence[Record], second_records: Sequence[Record])
 
 
 def full_shape(record: Record) -> tuple[int, ...]:
-    """Return the shape of the full tensor over its tensor group; the shape on the rank if the slice is unknown."""
+    """Return the shape of the unsharded tensor, or the local shape if the slice is unknown."""
     shard_slice, shape = record.cut, record.shape
     return (
         shape if shard_slice is None else (*shape[: shard_slice.dim], shard_slice.size, *shape[shard_slice.dim + 1 :])
@@ -138,7 +141,7 @@ def full_shape(record: Record) -> tuple[int, ...]:
 
 
 def common_ranges(first_records: Sequence[Record], second_records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Return the ranges between consecutive sample bounds that occur in both sets of records."""
+    """Return the sample ranges between consecutive bounds that both sets of records have."""
     if any(record.samples is None for record in (*first_records, *second_records)):
         return [(0, 0)]
     bounds = sorted(_bounds(first_records) & _bounds(second_records))
@@ -150,7 +153,7 @@ def _bounds(records: Sequence[Record]) -> set[int]:
 
 
 def join_records(key: TensorKey, records: Sequence[Record], first: int, stop: int) -> JoinedTensor:
-    """Join the records of the samples from ``first`` up to ``stop``."""
+    """Join the records of the samples in [``first``, ``stop``)."""
     by_samples: dict[SampleRange, list[Record]] = defaultdict(list)
     for record in records:
         record_samples = record.samples or SampleRange(0, 0)
@@ -169,7 +172,11 @@ def join_records(key: TensorKey, records: Sequence[Record], first: int, stop: in
 
 
 def _join_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
-    """Return (records without copies, their joined statistics, True if copies differ) for the same samples."""
+    """Join the records of all ranks for the same samples.
+
+    Returns:
+        (records without copies, joined statistics, True if copies differ)
+    """
     if any(record.is_share for record in records):
         return list(records), sum_statistics([record.statistics for record in records]), False
     by_cut: dict[tuple[int, ...] | None, list[Record]] = defaultdict(list)
@@ -210,23 +217,22 @@ def _are_copies(records: Sequence[Record]) -> bool:
     )
 
 
-# Differences between two dumps, tensor by tensor in the order of the run, and the first difference that exceeds its
-# tolerance.
+# Differences between two dumps for each tensor, in execution order, and the first difference beyond its tolerance.
 
 PHASES = {WEIGHT: "weights", INPUT: "forward", OUTPUT: "forward", GRAD_OUTPUT: "backward", GRAD_INPUT: "backward",
           GRADIENT: "gradients"}  # fmt: skip
 ORDER = ("weights", "forward", "backward", "gradients")
-"""Order of the phases of a step in which differences are listed."""
+"""Order in which differences of a step are listed, by phase."""
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-"""Relative tolerance by the coarser dtype of the two runs: the effect of sums in another order."""
+"""Relative tolerance for a different order of summation, by the less precise dtype of the two runs."""
 LATER_STEP_FACTOR = 10.0
-"""Factor of the tolerance after the first step, because Adam amplifies rounding errors of gradients that are zero."""
+"""Factor on the tolerance after the first step: Adam amplifies rounding errors of gradients that should be zero."""
 NO_LIMIT = math.inf
 """Tolerance of weights after the first step, for the same reason as ``LATER_STEP_FACTOR``."""
 MIN_NORM_FRACTION = 1e-6
-"""Errors are relative to at least this fraction of the step's largest norm of a tensor of the same type.
+"""Minimum denominator of relative errors, as a fraction of the step's largest norm for the tensor type.
 
-Smaller tensors are zero by symmetry, up to rounding.
+Tensors with smaller norms are zero by symmetry, up to rounding.
 """
 
 
@@ -235,11 +241,12 @@ class Difference:
     """Difference between two dumps for one tensor and a range of samples.
 
     Attributes:
-        error: relative to the norm, or to the largest value; infinite if only one dump has NaN or infinity.
+        error: relative to the norm or to the largest value; infinite if the dumps differ in the number of elements,
+            of NaNs or of infinities.
         tolerance: largest error that is not reported.
-        order: sort key of the tensor within its phase, in the order of the first run.
+        order: sort key of the tensor within its phase, from the execution order of the first run.
         is_from_tensors: ``error`` is computed from the tensors rather than from their statistics.
-        differing_copies: names of the dumps in which copies of the tensor differ between ranks.
+        differing_copies: folders of the dumps in which copies of the tensor differ between ranks.
     """
 
     key: TensorKey
@@ -264,7 +271,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All differences in the order of the first run, and tensors that only one dump has in steps that both have."""
+    """All differences in the first run's execution order, and tensors of common steps that only one dump contains."""
 
     differences: list[Difference]
     only_first: list[TensorKey]
@@ -289,8 +296,8 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     first_step = min((left.key.step for left, _ in pairs), default=0)
     if not pairs:
         raise ValueError(
-            "the dumps have no tensor of the same step in common: their steps (--debug-dump-steps), modules "
-            "(--debug-dump-modules) or models differ"
+            "the dumps have no common tensor in the same step. Both runs need the same model and overlapping "
+            "--debug-dump-steps and --debug-dump-modules"
         )
     floors = _floors(pairs)
     step_tolerance = max(TOLERANCE[dump.manifest["dtype"]] for dump in (first, second))
@@ -314,7 +321,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
 
 
 def _floors(pairs: Iterable[tuple[JoinedTensor, JoinedTensor]]) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return the smallest norm and value to which errors are relative, by step and type of tensor."""
+    """Return the minimum denominators of the relative errors of norms and of largest values, by (step, tensor type)."""
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
@@ -329,7 +336,7 @@ def _tolerance(key: TensorKey, step_tolerances: tuple[float, float], first_step:
 
     Args:
         step_tolerances: tolerances of the first step and of later steps.
-        first_step: first step that both dumps have.
+        first_step: first step that both dumps contain.
     """
     if key.tensor_type == WEIGHT and key.step > first_step:
         return NO_LIMIT
@@ -366,13 +373,13 @@ def _difference(
 
 
 def _order(dump: Dump, tensor: JoinedTensor) -> tuple[int, int]:
-    """Return (virtual stage, time on one rank's clock); the virtual stages of a backward are in reverse order."""
+    """Return the sort key (virtual stage, time on one rank's clock); backward visits the stages in reverse order."""
     chunk_idx = dump.global_chunk_idx(tensor.first_record)
     return -chunk_idx if PHASES[tensor.key.tensor_type] == "backward" else chunk_idx, tensor.first_record.time_ns
 
 
 def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, value_floor: float = 0.0) -> float:
-    """Return an estimate of the difference of two tensors relative to their norm, given their statistics."""
+    """Estimate the relative difference of two tensors from their statistics."""
     if (a.nan, a.inf) != (b.nan, b.inf) or a.count != b.count:
         return math.inf
     norm, largest = (
@@ -405,7 +412,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 def _tensor_error(
     first: Dump, second: Dump, first_tensor: JoinedTensor, second_tensor: JoinedTensor, floor: float
 ) -> float | None:
-    """Return the relative norm of the difference, computed from tensors; None if they are missing or not comparable."""
+    """Return the relative norm of the difference of saved tensors; None if they are missing or not comparable."""
     if any(record.file is None for record in (*first_tensor.records, *second_tensor.records)):
         return None
     a, b = _full_tensor(first, first_tensor.records), _full_tensor(second, second_tensor.records)
@@ -420,7 +427,7 @@ def _tensor_error(
 
 
 def _full_tensor(dump: Dump, records: Sequence[Record]) -> torch.Tensor | None:
-    """Join a tensor from its slices or summands; None if records differ in samples or slices are unknown."""
+    """Reassemble a tensor from its slices or summands; None if slices are unknown or the records' samples differ."""
     is_sum = any(record.is_share for record in records)
     if len({record.samples for record in records}) > 1 or (len(records) > 1 and records[0].cut is None and not is_sum):
         return None
@@ -439,7 +446,7 @@ def _full_tensor(dump: Dump, records: Sequence[Record]) -> torch.Tensor | None:
 
 
 def worst_by_name(differences: Iterable[Difference], step: int, phase: str) -> dict[str, float]:
-    """Return the largest error of each name in a phase of a step, in the order of the run."""
+    """Return the largest error of each name in a phase of a step, in execution order."""
     errors: dict[str, float] = {}
     for difference in differences:
         if difference.key.step == step and difference.phase == phase:

@@ -1,16 +1,17 @@
-"""Files of a dump. They are written during the run, so that a crash preserves all earlier records.
+"""Files of a dump, written during the run so that a crash loses no earlier records.
 
 | file | content |
 |---|---|
-| `dump.json` | the manifest: layout, dtype and other properties of the run that a reader needs |
+| `dump.json` | the manifest: layout, dtype and other properties of the run that are needed to read the dump |
 | `rank-00003.jsonl` | records of one rank, one line per tensor, between the lines "begin" and "end" of each step |
-| `tensors/rank-00003/...safetensors` | the tensors, if requested; the line of a record contains the file name |
+| `tensors/rank-00003/...safetensors` | the tensors, if requested; each record contains its file name |
 
-A line "loss" of the last stage records whether the loss is a pair (sum, count) or the mean of a replica. It is written
-as soon as this is known, and it applies to the gradients of all ranks, which are written without conversion.
+Gradients are written as computed and normalized by ``read_dump``. For this, the last stage writes a "loss" line, which
+records whether the loss is a pair (sum, count) or the mean over a replica. The line applies to the gradients of all
+ranks.
 
-A step that is repeated, after a resume or a return to a checkpoint, replaces the records of that step and of all later
-steps.
+If a step is repeated, after a resume or a rollback to a checkpoint, its new records replace the records of that step
+and of all later steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WEIGHT, GRADIENT = "weight", "gradient"
 
 
 class SampleRange(NamedTuple):
-    """Range of samples of the step's global batch to which a tensor belongs: from ``first`` up to ``stop``.
+    """Samples [``first``, ``stop``) of the step's global batch to which a tensor belongs.
 
     If samples are split into shorter sequences (--seq-length-schedule), the range counts sequences instead.
     """
@@ -53,13 +54,13 @@ class Record:
     Args:
         what: type of the tensor, such as "input" or "grad_output".
         micro_batch, samples: None for weights and their gradients.
-        shape, dtype: shape and dtype of the rank's slice, including padding, which ``statistics`` exclude.
+        shape, dtype: shape and dtype of the rank's slice. The shape includes padding, ``statistics`` do not.
         cut: slice of the full tensor; None if it is unknown or every rank holds the full tensor.
-        factor: factor to apply to the tensor in ``file``; it is already applied to the statistics.
-        time_ns: time of the record, for the order among ranks.
-        rank: rank that made the record.
-        chunk: chunk of the rank's pipeline stage.
-        is_share: the tensor is this rank's summand of a sum that its tensor group computes later.
+        factor: multiplier for the tensor in ``file``; ``statistics`` already include it.
+        time_ns: time of the record on the rank's clock, for sorting.
+        rank: rank that wrote the record.
+        chunk: index of the chunk on the rank's pipeline stage.
+        is_share: the tensor is this rank's partial sum, which the tensor group reduces later.
     """
 
     step: int
@@ -91,14 +92,16 @@ class DumpWriter:
 
     @property
     def path(self) -> Path:
-        """File of this rank."""
+        """Path of this rank's record file."""
         return self.folder / f"rank-{self.rank:05d}.jsonl"
 
     def create_files(self) -> None:
-        """Create the folder (hosts may not share it) and this rank's file if they do not exist.
+        """Create the folder and this rank's file if they do not exist.
+
+        Every rank creates the folder, because hosts may not share a file system.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the folder or the file cannot be written.
         """
         files.make_folder(self.folder)
         with open(self.path, "ab"):
@@ -108,7 +111,7 @@ class DumpWriter:
         """Begin a step."""
         self.close()
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed in close()
-        self._file.write(b"\n")  # a kill may have truncated the last line
+        self._file.write(b"\n")  # terminates a line that a killed run left incomplete
         self._step, self._tensor_idx = step, 0
         self._write_line({"kind": "begin", "step": step})
 
@@ -140,7 +143,7 @@ class DumpWriter:
         self._write_line({"kind": "tensor", "step": self._step, "record": record})
 
     def note(self, line_type: str, **fields: Any) -> None:
-        """Write a line of a ``line_type`` other than "tensor" with ``fields`` about the step."""
+        """Write a line of type ``line_type`` (any type but "tensor") with ``fields`` for the current step."""
         self._write_line({"kind": line_type, "step": self._step, **fields})
 
     def close(self) -> None:
@@ -150,7 +153,7 @@ class DumpWriter:
             self._file = None
 
     def _save_tensor(self, x: torch.Tensor) -> str | None:
-        """Save ``x`` if tensors are requested; return the name of its file relative to the folder."""
+        """Save ``x`` if tensors are requested; return the file's path relative to the folder, or None."""
         if not self.with_tensors:
             return None
         name = f"tensors/rank-{self.rank:05d}/step-{self._step:06d}-{self._tensor_idx:06d}.safetensors"
@@ -202,12 +205,12 @@ class Dump(NamedTuple):
     def global_chunk_idx(self, record: Record) -> int:
         """Return the index of the record's chunk among the chunks of all stages, in forward order."""
         ranks, stages = self.manifest["ranks"], self.manifest["layout"].get("pipe", 1)
-        # the virtual stage does not depend on the number of chunks
+        # any number of chunks above ``record.chunk`` yields the same virtual stage
         placement = Placement(stages, record.chunk + 2, self.manifest.get("placement", LOOP))
         return placement.virtual_stage(ranks[record.rank]["stage"], record.chunk)
 
     def tensor(self, record: Record) -> torch.Tensor:
-        """Return the recorded tensor, without padding, in fp64 and times its factor."""
+        """Load the recorded tensor in fp64, without padding and multiplied by its factor."""
         x = load_file(self.folder / str(record.file))["tensor"].double() * record.factor
         return x if record.cut is None else record.cut.unpadded(x)
 
@@ -230,7 +233,8 @@ def read_dump(folder: Path) -> Dump:
         rank_path = folder / f"rank-{rank:05d}.jsonl"
         if not rank_path.exists():
             raise ValueError(
-                f"{folder} must contain the files of all {manifest['world_size']} ranks, got no {rank_path.name}"
+                f"{folder} must contain the files of all {manifest['world_size']} ranks, but {rank_path.name} is "
+                "missing"
             )
         for line in _valid_lines(rank_path):
             if line["kind"] == "tensor":
@@ -250,12 +254,12 @@ def read_dump(folder: Path) -> Dump:
 
 
 def _normalize_gradient(record: Record, is_weighted_by_step: Mapping[int, bool], num_replicas: int) -> Record:
-    """Return ``record`` with a gradient of a scalar loss divided by the number of replicas; others unchanged.
+    """Divide a gradient by the number of replicas if the loss is a scalar; return other records unchanged.
 
-    After normalization, every gradient refers to the mean loss over all replicas, up to a factor common to all layouts.
+    After normalization, gradients belong to the mean loss over all replicas, up to a factor that all layouts share.
 
     Args:
-        is_weighted_by_step: step -> True if the loss is a pair (sum, count), False if it is a scalar, the mean of a
+        is_weighted_by_step: step -> True if the loss is a pair (sum, count), False if it is a scalar, the mean over a
             replica.
     """
     is_weighted = is_weighted_by_step.get(record.step, next(iter(is_weighted_by_step.values()), True))
@@ -266,7 +270,7 @@ def _normalize_gradient(record: Record, is_weighted_by_step: Mapping[int, bool],
 
 
 def _valid_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a rank's file: those not replaced by a repeated step."""
+    """Yield the lines of a rank's file, except incomplete lines and lines that a repeated step replaces."""
     lines: list[dict[str, Any]] = []
     for text in path.read_bytes().splitlines():
         with suppress(orjson.JSONDecodeError):

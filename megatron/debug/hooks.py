@@ -1,4 +1,4 @@
-"""ModuleWatcher: hooks that report the tensors of modules; FiniteCheck: the module that produced the first NaN."""
+"""Hooks that report the tensors of modules (ModuleWatcher) and detection of the first NaN (FiniteCheck)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.debug.statistics import ShardSlice, input_slice, is_share, output_slice
 
-# Hooks that report each input and output of modules in training, and its gradient, in the order of the run.
+# The hooks report the inputs and outputs of modules in training mode, and their gradients, in execution order.
 #
 # | tensor | reported | modules |
 # |---|---|---|
@@ -23,24 +23,24 @@ from megatron.debug.statistics import ShardSlice, input_slice, is_share, output_
 # | grad_output | when the gradient of an output is complete | all |
 # | grad_input | when the module's contribution to the gradient of an input is complete | all |
 #
-# The inputs of the model and the gradients of its outputs are the boundary. They are reported separately, before the
-# tensors of all modules. Weights that a module receives or returns do not count as inputs and outputs.
+# The inputs of the model and the gradients of its outputs are boundary tensors. They are reported separately, before
+# the module tensors of the same pass. Weights that a module receives or returns are not reported.
 #
-# The values of the run do not change. A module receives views of its inputs, so that its contribution to their
-# gradients is separate from the contributions of other modules. Recomputed forwards and evaluations are not reported.
+# The hooks do not change any values. Each module receives views of its inputs, so that its contribution to a gradient
+# is separate from the contributions of other modules. Recomputed forwards and evaluations are not reported.
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
 NUM_LATEST_OUTPUTS = 8
-"""Number of latest module outputs that are searched for the model's output."""
+"""Number of most recent module outputs that are checked to find the module that returned the model's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Description of a reported tensor.
 
-    ``call`` counts the calls of modules of this name on a micro-batch, ``index`` the tensors among a module's inputs or
-    outputs. ``is_boundary``: the tensor is an input of the model, or the gradient of an output of the model, which the
-    module ``name`` produced. ``is_share``: it is this rank's summand of a sum that the tensor group computes later.
+    ``call`` is the index of the module's call within the micro-batch. ``index`` is the index of the tensor among the
+    module's inputs or outputs. ``is_boundary``: the tensor is an input of the model, or the gradient of a model output
+    that module ``name`` produced. ``is_share``: it is this rank's partial sum, which the tensor group reduces later.
     """
 
     name: str
@@ -58,13 +58,13 @@ OnTensor = Callable[[TensorInfo, torch.Tensor], None]
 
 
 class ModuleWatcher:
-    """Calls ``on_tensor`` with each tensor that passes through ``modules``, from ``start`` to ``stop``.
+    """Calls ``on_tensor`` for each input and output of ``modules`` and its gradient, between ``start`` and ``stop``.
 
     Args:
         model: the module that is called with the input of a stage or chunk.
-        micro_batch: returns the index of the current micro-batch; in a recomputed forward, that of the original
+        micro_batch: returns the index of the current micro-batch; a recomputed forward has the index of the original
             forward.
-        chunk: returns the index of the current chunk, given the arguments of the model.
+        chunk: returns the index of the current chunk, given the model's arguments.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ModuleWatcher:
         self._model, self._modules = model, modules
         self._micro_batch, self._on_tensor, self._chunk_of = micro_batch, on_tensor, chunk
         self._handles: list[Any] = []
-        self._calls: dict[bool, Counter[tuple[str, int]]] = {False: Counter(), True: Counter()}  # recomputed or not
+        self._calls: dict[bool, Counter[tuple[str, int]]] = {False: Counter(), True: Counter()}  # by is_recomputed
         self._latest_outputs: deque[tuple[str, torch.Tensor]] = deque(maxlen=NUM_LATEST_OUTPUTS)
         self._chunk = 0
-        self._chunks: dict[tuple[str, int, int], int] = {}  # of (name, micro-batch, call)
+        self._chunks: dict[tuple[str, int, int], int] = {}  # by (name, micro-batch, call)
 
     def start(self) -> None:
         """Register the hooks."""
@@ -111,7 +111,7 @@ class ModuleWatcher:
             self._on_tensor(info, tensor.detach())
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Return views of the model's outputs; hooks on the views report the gradients that arrive from outside."""
+        """Return views of the model's outputs, with hooks that report the incoming gradients."""
         names = {id(tensor): name for name, tensor in self._latest_outputs}
         self._latest_outputs.clear()
         if not model.training or not torch.is_grad_enabled():
@@ -131,7 +131,7 @@ class ModuleWatcher:
         return map_tensors(output, alias)
 
     def _before_module(self, name: str, module: nn.Module, args: Any) -> Any:
-        """Report the inputs of a module; return views of them, with hooks that report their gradients."""
+        """Report the inputs of a module and return views of them, with hooks that report their gradients."""
         if not module.training:
             return None
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
@@ -160,14 +160,14 @@ class ModuleWatcher:
         return map_tensors(args, alias)
 
     def _chunk_of_call(self, name: str, micro_batch: int, call: int, is_recomputed: bool) -> int:
-        """Return the chunk of this call; if ``is_recomputed``, the chunk of the forward that is recomputed."""
+        """Return the chunk of this call, or of the original forward if ``is_recomputed``."""
         if is_recomputed:
             return self._chunks.get((name, micro_batch, call), 0)
         self._chunks[name, micro_batch, call] = self._chunk
         return self._chunk
 
     def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the outputs of a module and hook their gradients."""
+        """Report the outputs of a module and register hooks on their gradients."""
         if not module.training:
             return
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
@@ -185,7 +185,7 @@ class ModuleWatcher:
             if tensor.requires_grad:
                 info = replace(info, tensor_type=GRAD_OUTPUT, is_share=is_share(module, index, of_output=True))
                 handle = tensor.register_hook(partial(self._report_gradient, info))
-                if tensor.is_leaf:  # a leaf outlives the step
+                if tensor.is_leaf:  # a leaf outlives the step, so stop() must remove the hook
                     self._handles.append(handle)
 
     def _report_gradient(self, info: TensorInfo, gradient: torch.Tensor) -> None:
@@ -199,9 +199,9 @@ def is_recomputing() -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index, tensor) for the floating-point tensors of a structure; other values are not counted.
+    """Yield (index, tensor) for each floating-point tensor in a nested structure; the index counts only these tensors.
 
-    Weights that one module passes to another are skipped: they belong to no sample, and dumps contain them as weights.
+    Weights that one module passes to another are skipped: they belong to no sample, and dumps record them as weights.
     """
     idx = 0
     for leaf in _leaves(value):
@@ -211,7 +211,7 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the structure with ``function`` applied to each of its floating-point tensors."""
+    """Apply ``function`` to each floating-point tensor in a nested structure, except weights."""
     if isinstance(value, torch.Tensor):
         return function(value) if _is_reported(value) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -238,13 +238,13 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# The module that produced the first value that is not finite. It is determined at the end of a step, with a single copy
+# Detection of the module that produced the first NaN or infinity. It runs at the end of a step and needs a single copy
 # from the device.
 #
-# | first tensor with such a value, in the order of the run | produced by |
+# | first non-finite tensor, in execution order | produced by |
 # |---|---|
 # | an output, or the gradient of an input | that module |
-# | an input, or the gradient of an output | an operation between the module and the previous one, such as a sum |
+# | an input, or the gradient of an output | an operation between this module and the previous one, such as a sum |
 # | an input of the model | another stage, or the data |
 # | the gradient of an output of the model | another stage, or the loss |
 
@@ -252,7 +252,7 @@ BACKWARD = (GRAD_OUTPUT, GRAD_INPUT)
 
 
 class Finding(NamedTuple):
-    """The first tensor that is not finite; ``previous`` is the preceding tensor, which is finite.
+    """The first non-finite tensor of a step; ``previous`` is the tensor reported before it.
 
     ``tensor_idx`` is the index of the tensor in the step, which is the same on all ranks of a tensor group.
     """
@@ -264,20 +264,23 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Message that names the origin of the value."""
+        """Message about the origin of the non-finite value."""
         name, tensor_type, micro_batch = self.info.name, self.info.tensor_type, self.info.micro_batch
         pass_text = f"in the {'backward' if tensor_type in BACKWARD else 'forward'} of micro-batch {micro_batch}"
         if tensor_type == OUTPUT:
             return f"{name} returned NaN or infinity {pass_text}, although its inputs were finite"
         if tensor_type == GRAD_INPUT:
-            return f"{name} passed NaN or infinity back {pass_text}, although its incoming gradients were finite"
+            return (
+                f"{name} returned a NaN or infinite input gradient {pass_text}, although its output gradients were "
+                "finite"
+            )
         if tensor_type == GRAD_OUTPUT and self.info.is_boundary:
-            return f"the loss passed NaN or infinity back to {name} {pass_text}"
+            return f"the loss returned a NaN or infinite gradient to {name} {pass_text}"
         has_previous_module = self.previous is not None and not self.previous.is_boundary
         location = (
             f"between {self.previous.name} and {name}" if self.previous and has_previous_module else f"before {name}"
         )
-        return f"NaN or infinity arose {location} {pass_text}, outside of modules"
+        return f"NaN or infinity first appeared {location} {pass_text}, outside of any module"
 
 
 class FiniteCheck:
@@ -305,7 +308,7 @@ class FiniteCheck:
         self._extremes.clear()
 
     def first_nonfinite(self, *, in_backward: bool = True) -> Finding | None:
-        """Return the first tensor since ``clear`` that is not finite; None if all are finite. Waits for the device.
+        """Return the first non-finite tensor since ``clear``, or None. Synchronizes with the device.
 
         Args:
             in_backward: include gradients.
@@ -321,5 +324,5 @@ class FiniteCheck:
         return None
 
     def _is_loss_gradient(self, info: TensorInfo) -> bool:
-        """Return True if ``info`` is a gradient that this rank's loss has computed."""
+        """Return True if ``info`` is a gradient computed by this rank's loss."""
         return info.tensor_type == GRAD_OUTPUT and self.has_loss and info.chunk == self.num_chunks - 1

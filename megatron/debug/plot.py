@@ -1,4 +1,4 @@
-"""Plot of errors by layer: a curve over the modules in the order of the run, one panel for each phase of a step."""
+"""Plot of the errors of modules in execution order, with one panel per phase of a step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ INCHES_PER_NAME = 0.22
 def plot_errors(
     curves: Mapping[str, Mapping[str, float]], tolerance: float, first: str | None, path: Path, title: str
 ) -> None:
-    """Draw the largest error of each name, by phase, and mark the first one beyond its tolerance.
+    """Plot the largest error of each name in one panel per phase, and mark the first error beyond its tolerance.
 
     Args:
-        curves: phase -> name -> error, in the order to draw.
-        tolerance: value of a horizontal line.
+        curves: phase -> name -> error, in plotting order.
+        tolerance: value drawn as a horizontal line.
         first: phase and name to mark, such as "forward: layers.1"; None: no mark.
     """
     curves = {phase: errors for phase, errors in curves.items() if errors}

@@ -1,4 +1,4 @@
-"""Statistics and sketches of tensors that add up over slices; the slices of a module's inputs and outputs."""
+"""Tensor statistics that add up over slices, and the slices of a module's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from torch import nn
 
 from tds.param_info import Shard, info_of
 
-# Statistics that add up: the statistics of the parts of a tensor determine those of the full tensor, for any split.
+# The statistics of a tensor can be computed from the statistics of its slices, for any split.
 #
-# In addition to mean, norm and largest value there is a sketch: for each of a few rows of random signs, the sum of all
-# elements times the sign of their column. The sketches of two tensors differ by about the norm of the tensors'
-# difference, so that a comparison detects differences in signs, positions and rounding, which norms do not show. Signs
-# belong to columns of the full tensor, so that the sketches of slices add up.
+# In addition to the mean, norm and largest value, there is a sketch of ``ROWS`` values. Each value is the sum of all
+# elements after every column of the tensor has been multiplied by a random sign. The root mean square of the difference
+# of two sketches is about the norm of the tensors' difference. A comparison of sketches therefore detects differences
+# in sign, position and rounding that norms do not show. Signs belong to columns of the full tensor, so the sketches
+# of slices add up.
 #
 # Source: Alon, Matias and Szegedy 1996, "The space complexity of approximating the frequency moments".
 
 ROWS = 8
-"""Number of rows of signs. With 8 rows the norm of a difference is accurate to about a quarter."""
+"""Number of rows of signs. With 8 rows, the estimated norm of a difference is accurate to about a quarter."""
 
 
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of the finite elements of a tensor, in fp64; ``nan`` and ``inf`` count the others.
 
-    ``largest`` is an absolute value. ``sketch`` is empty if the positions of the columns in the full tensor are
-    unknown. ``norm`` and ``largest`` are NaN for a sum, because the statistics of its summands do not determine them.
+    ``largest`` is the largest absolute value. ``sketch`` is empty if the positions of the columns in the full tensor
+    are unknown. ``norm`` and ``largest`` of a sum are NaN: the statistics of its summands do not determine them.
     """
 
     count: int
@@ -65,7 +66,7 @@ def zero_statistics(count: int) -> Statistics:
 
 
 def join_statistics(shards: list[Statistics]) -> Statistics:
-    """Return the statistics of the tensor that consists of ``shards``, which may have any order."""
+    """Return the statistics of the tensor that consists of ``shards``, given in any order."""
     count = sum(shard.count for shard in shards)
     has_sketch = all(shard.sketch for shard in shards)
     return Statistics(
@@ -80,7 +81,7 @@ def join_statistics(shards: list[Statistics]) -> Statistics:
 
 
 def sum_statistics(summands: list[Statistics]) -> Statistics:
-    """Return the known statistics of the sum of tensors of one shape: mean and sketch."""
+    """Return the statistics of a sum of tensors with equal shapes; ``norm`` and ``largest`` are NaN."""
     if len(summands) == 1:
         return summands[0]
     total = join_statistics(summands)
@@ -97,10 +98,10 @@ def sum_statistics(summands: list[Statistics]) -> Statistics:
 
 @torch.no_grad()
 def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
-    """Return the statistics of ``x``, which may have any dtype and is not changed.
+    """Return the statistics of ``x``, a tensor of any dtype.
 
     Args:
-        first_column: index of its first column (in the last dimension) in the full tensor.
+        first_column: index in the full tensor of the first column (last dimension) of ``x``.
     """
     count = x.numel()
     if count == 0:
@@ -116,7 +117,7 @@ def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
 
 
 def _measure_values(x_fp64: torch.Tensor, first_column: int) -> list[float]:
-    """Return sum, norm, minimum, maximum and sketch, with a single copy from the device."""
+    """Return sum, norm, minimum, maximum and sketch with a single copy from the device."""
     rows = x_fp64.reshape(-1, x_fp64.shape[-1]) if x_fp64.dim() else x_fp64.reshape(1, 1)
     columns = rows.sum(0)  # [n]
     sketch = signs(first_column, columns.numel(), x_fp64.device) @ columns
@@ -128,12 +129,12 @@ def _measure_values(x_fp64: torch.Tensor, first_column: int) -> list[float]:
 
 @functools.lru_cache(maxsize=256)
 def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of ``num_columns`` columns from ``first_column`` on.
+    """Return the signs of ``num_columns`` columns, starting at ``first_column``.
 
     Shapes:
         output [ROWS, num_columns]
 
-    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (the mixing of bits).
+    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (bit mixing).
     """
     mixed = np.arange(first_column + 1, first_column + num_columns + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -142,24 +143,24 @@ def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Te
     return torch.from_numpy(2.0 * bits.astype(np.float64) - 1.0).to(device)
 
 
-# Slices of a module's inputs and outputs on the ranks of a tensor group, as far as its weights determine them.
+# A rank's slices of a module's inputs and outputs, as implied by the module's weight (by its bias if it has no weight).
 #
-# | module with a weight of its own, or with only a bias | inputs | outputs |
+# | weight | inputs | outputs |
 # |---|---|---|
-# | sharded by output rows (``partition_dim`` 0), with as many output columns | full | its columns |
-# | the same with ``num_outputs`` n outputs, output i from rows i, i + n, ... | full | its columns of each output |
-# | the same with more output columns (gathered), or with token ids as input (an embedding) | full | full |
-# | sharded by input columns (``partition_dim`` 1), with as many input columns | its columns | full |
+# | column parallel (``partition_dim`` 0), local output | full | local columns |
+# | column parallel with n = ``num_outputs`` outputs, output i from rows i, i + n, ... | full | local columns of each |
+# | column parallel, gathered output; or vocabulary parallel (the inputs are token ids) | full | full |
+# | row parallel (``partition_dim`` 1), local input | local columns | full |
 #
-# With --sequence-parallel, "full" stands for this rank's rows in the first input or output. The same applies to modules
-# whose attribute ``parallel``, a parallel context, has ``sequence_parallel`` set. The slices of other modules are
-# unknown: if the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
+# With sequence parallelism, "full" means this rank's rows for the first input and the first output. A module uses it if
+# ``sequence_parallel`` is set on the module or on its parallel context (attribute ``parallel``). The slices of other
+# modules are unknown: ranks of a tensor group are assumed to hold slices if their statistics differ.
 
 
 class ShardSlice(NamedTuple):
-    """A rank's slice of a full tensor: indices ``start`` to ``start + length`` of ``size`` in dimension ``dim``.
+    """A rank's slice [``start``, ``start + length``) of a full tensor with ``size`` indices in dimension ``dim``.
 
-    Further indices on the rank are padding.
+    Local indices from ``length`` on are padding.
     """
 
     dim: int
@@ -173,7 +174,7 @@ class ShardSlice(NamedTuple):
 
 
 def weight_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
-    """Return the shard of the module's own weight, None if it is not sharded, and its shape on this rank."""
+    """Return the shard and the local shape of the module's weight; (None, ()) if it is not sharded."""
     parameters = module._parameters
     weight = parameters.get("weight") if "weight" in parameters else parameters.get("bias")
     shard = None if weight is None else info_of(weight).shard
@@ -183,10 +184,10 @@ def weight_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
 
 
 def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> ShardSlice | None:
-    """Return this rank's slice of ``output``; None if every rank holds the full tensor, or if the slice is unknown.
+    """Return this rank's slice of ``output``; None if every rank holds the full tensor or the slice is unknown.
 
     Args:
-        has_ids: the inputs of the module include integers.
+        has_ids: the inputs of the module include integers, such as token ids.
         index: index of the output.
     """
     shard, shape = weight_shard(module)
@@ -201,7 +202,7 @@ def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: 
 
 
 def input_slice(module: nn.Module, x: torch.Tensor, index: int = 0) -> ShardSlice | None:
-    """Return this rank's slice of input ``index``, the tensor ``x``; None if it is the full tensor or unknown."""
+    """Return this rank's slice of ``x``, the module's input ``index``; None if ``x`` is full or the slice unknown."""
     shard, shape = weight_shard(module)
     if shard is None or shard.partition_dim != 1:
         return _sequence_slice(module, x, index)
@@ -217,7 +218,7 @@ def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
 
 def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlice | None:
     """Return this rank's slice of ``x`` along the sequence; None if the sequence is not sharded."""
-    ctx = getattr(module, "parallel", None) or getattr(module, "place", None)  # place: the former name
+    ctx = getattr(module, "parallel", None) or getattr(module, "place", None)  # ``place`` is the former name
     is_sharded = getattr(module, "sequence_parallel", False) or getattr(ctx, "sequence_parallel", False)
     if not is_sharded or index or x.dim() < 2:
         return None

@@ -260,7 +260,7 @@ def test_dump_of_other_layout_and_non_dump_are_rejected(
         assert message in capsys.readouterr().err
     (tmp_path / "a" / "rank-00000.jsonl").touch()
     assert run_compare_tool(monkeypatch, tmp_path / "a", tmp_path / "a") == 2
-    assert "have no tensor of the same step in common" in capsys.readouterr().err
+    assert "have no common tensor in the same step" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -83,9 +83,12 @@ X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(3)).requires_gr
     [
         ("", None),
         ("weight", "1.down returned NaN or infinity in the forward of micro-batch 2, although its inputs were finite"),
-        ("between", "arose between 1.up and 1.down in the forward of micro-batch 2, outside of modules"),
-        ("between in backward", "arose between 1.down and 1.up in the backward of micro-batch 2, outside of modules"),
-        ("in backward", "arose between 1 and 1.down in the backward of micro-batch 2"),
+        ("between", "first appeared between 1.up and 1.down in the forward of micro-batch 2, outside of any module"),
+        (
+            "between in backward",
+            "first appeared between 1.down and 1.up in the backward of micro-batch 2, outside of any module",
+        ),
+        ("in backward", "first appeared between 1 and 1.down in the backward of micro-batch 2"),
     ],
 )
 def test_faulty_module_or_transition_is_named(fault: str, message: str | None, is_recomputed: bool) -> None:
@@ -98,8 +101,8 @@ def test_module_gradient_fault_differs_from_accumulated_gradient() -> None:
     net[1].norm.register_full_backward_hook(lambda *_: (torch.full((3, 2, 4), NAN),))
     message = find_nonfinite(net, X)
     assert message == (
-        "1.norm passed NaN or infinity back in the backward of micro-batch 2, although its incoming gradients were "
-        "finite"
+        "1.norm returned a NaN or infinite input gradient in the backward of micro-batch 2, although its output "
+        "gradients were finite"
     )
     assert find_nonfinite(net, X, in_backward=False) is None  # what an overflow of fp16 is
 
@@ -113,7 +116,7 @@ def test_incoming_nonfinite_values_are_ignored_and_loss_is_named() -> None:
         return NanGradient.apply(y).sum()
 
     message = find_nonfinite(make_model(""), X, loss=loss)
-    assert message == "the loss passed NaN or infinity back to 2 in the backward of micro-batch 2"
+    assert message == "the loss returned a NaN or infinite gradient to 2 in the backward of micro-batch 2"
     assert find_nonfinite(make_model(""), X, loss=loss, has_loss=False) is None
 
 
@@ -159,13 +162,13 @@ def find_in_chunk(
 def test_nonfinite_chunk_inputs_are_ignored_and_only_last_chunk_checks_loss() -> None:
     memory = X.detach().clone().requires_grad_()
     has_arrived, message = find_in_chunk(1, (X, memory), (NAN, 1.0))
-    assert not has_arrived and message.startswith("the loss passed NaN or infinity back to parts.1")
+    assert not has_arrived and message.startswith("the loss returned a NaN or infinite gradient to parts.1")
     assert find_in_chunk(0, (X, memory), (NAN, 1.0))[0]
     assert find_in_chunk(0, (X, memory), (1.0, NAN))[0]  # of the tensor that it only passes on
     nonfinite_memory = (memory.detach() * NAN).requires_grad_()
     assert find_in_chunk(1, (X, nonfinite_memory), (1.0, 1.0))[0]
     has_arrived, message = find_in_chunk(0, (X, memory), (1.0, 1.0), "between")
-    assert not has_arrived and "arose between parts.0.block.up and parts.0.block.down" in message
+    assert not has_arrived and "first appeared between parts.0.block.up and parts.0.block.down" in message
 
 
 def test_no_hook_remains_on_tensors_returned_by_module() -> None:

@@ -160,8 +160,8 @@ def test_incomplete_runs_have_pages(name: str, tmp_path: Path) -> None:
         metrics.write_text(json.dumps(short_record) + "\n")
     expected_by_name = {
         "half": ("at step 30 of 60", "", 30),
-        "crashed": ("loss not finite at step 11", "", 11),
-        "empty": ("no record", "there is no record yet", 0),
+        "crashed": ("non-finite loss at step 11", "", 11),
+        "empty": ("no records", "no records yet", 0),
         "damaged": ("at step 1", "config.json cannot be read", 1),
         "old": ("finished", "", 1),
     }
@@ -343,7 +343,7 @@ def test_page_shows_process_memory_before_model(tmp_path: Path) -> None:
     path = folder / "stages.json"
     path.write_text(json.dumps([{**stage, "before_bytes": 300 << 20} for stage in json.loads(path.read_text())]))
     page_text = " ".join(read_page(folder).words)
-    assert "before the model" in page_text and "300.00 MiB" in page_text and "(Python, torch, libraries)" in page_text
+    assert "before model build" in page_text and "300.00 MiB" in page_text and "(Python, torch, libraries)" in page_text
 
 
 def test_memory_table_shows_estimate_minus_measurement(tmp_path: Path) -> None:
@@ -438,8 +438,8 @@ def test_folders_without_runs_exit_with_code_2(
     (tmp_path / "none").mkdir()
     assert run_report(monkeypatch, tmp_path / "none", tmp_path / "away") == 2
     output = capsys.readouterr().err
-    assert "none must be a run folder" in output and "got a folder without a run" in output
-    assert "away must be a run folder" in output and "got no folder" in output
+    assert "none must be a run folder" in output and "but it contains no run" in output
+    assert "away must be a run folder" in output and "but it is not a folder" in output
     make_run(tmp_path / "all" / "b"), make_run(tmp_path / "all" / "a")
     assert run_report(monkeypatch, tmp_path / "all", "-o", tmp_path / "page.html") == 0
     assert "2 runs" in capsys.readouterr().out

@@ -56,7 +56,9 @@ def test_page_shows_heat_map_and_curves_of_experts(tmp_path: Path) -> None:
     assert "Tokens by expert" in page_text and "各专家的词元数" in page_text
     assert "layers.1, expert 1: 37.50 % (30 tokens, 1.50 x the mean)" in page_text
     (label,) = [attributes["aria-label"] for tag, attributes in reader.tags if attributes.get("class") == "heat"]
-    assert label == "Tokens by expert, 2 layers x 4 experts, step 62: in layers.1 the busiest has 2.00 times the mean"
+    assert label == (
+        "Tokens by expert, 2 layers x 4 experts, step 62: the busiest expert of layers.1 has 2.00 times the mean"
+    )
     data = reader.data()
     charts = {chart["id"]: chart["keys"] for chart in data["charts"]}
     for name in ("load_imbalance", "entropy", "dropped"):

@@ -123,7 +123,7 @@ def test_nan_gradient_from_another_chunk_is_not_attributed_to_loss(
     if "zb-v" in placement_flags:  # the last layers are those of the second stage, which hands them its own
         owner, other = other, owner
     assert (
-        "On this rank, NaN or infinity arose between layers.3.mlp.down and layers.3.mlp.up in the backward"
+        "On this rank, NaN or infinity first appeared between layers.3.mlp.down and layers.3.mlp.up in the backward"
         in owner.error
     )
     assert "--debug-nan" in other.error and "Here" not in other.error

@@ -90,7 +90,7 @@ def test_start_table_names_document_separation_method():
     mask_text = "separated by a mask of [b, 1, s, s], one per stage: "
     assert (
         documents_row("cpu", "--attention-dropout", "0.1")
-        == f"{mask_text}--attention-dropout 0.1 requires a mask, 0 does not"
+        == f"{mask_text}--attention-dropout 0.1 requires a mask; --attention-dropout 0 does not"
     )
     assert documents_row("meta", *no_dropout) == f"{mask_text}meta has no variable-length attention"
     t5 = make_config("--reset-attention-mask", family="t5")

@@ -1,4 +1,4 @@
-"""Heat map of experts: each expert's tokens relative to the mean of its layer, in the last record with token counts."""
+"""Heat map of expert load: tokens per expert relative to the layer's mean, from the last record with token counts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ METRIC = "moe_tokens_per_expert"
 WIDTH, LEFT, RIGHT, FOOTER_HEIGHT = 1200, 120, 60, 18
 MAX_CELL_WIDTH, ROW_HEIGHT = 40, 20
 MAX_TITLES = 6000
-"""Maximum number of cells with tooltips; above it, only rows have tooltips."""
+"""Maximum number of cells with tooltips; in larger maps, only rows have tooltips."""
 DARKEST_RATIO = 3.0
-"""Multiple of the mean at and above which a cell has the darkest colour."""
+"""Cells at this ratio to the mean or above have the darkest colour."""
 LEGEND_RATIOS = (0.0, 0.5, 1.0, 2.0, 3.0)
 
 
 def expert_map(run: RunFolder) -> Html | None:
-    """Return the heat map, a row for each layer and a cell for each expert; None if no record has token counts."""
+    """Return the heat map, with a row per layer and a cell per expert; None if no record has token counts."""
     record = next(
         (train_record for train_record in reversed(run.records_of_type("train")) if _token_counts(train_record)), None
     )
@@ -37,18 +37,18 @@ def expert_map(run: RunFolder) -> Html | None:
     ]
     worst = max(table, key=lambda layer: _imbalance(table[layer]))
     text = f"Tokens by expert, {len(table)} layers x {max_experts} experts, step {record['step']}: "
-    text += f"in {worst} the busiest has {_imbalance(table[worst]):.2f} times the mean"
+    text += f"the busiest expert of {worst} has {_imbalance(table[worst]):.2f} times the mean"
     svg = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOTER_HEIGHT}", class_="heat",
                   role="img", aria_label=text)  # fmt: skip
     about = bilingual(
-        "Step {}: a row per layer and a cell per expert; each row ends with its busiest expert's load over the mean.",
+        "Step {}: one row per layer, one cell per expert. Each row ends with its largest load divided by the mean.",
         f"{record['step']:,}",
     )
     return tag("div", tag("p", about), tag("div", svg, class_="scroll"), _legend())
 
 
 def _token_counts(record: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return layer -> tokens of each expert, for layers with complete counts."""
+    """Return layer -> token counts of its experts, without layers whose counts are incomplete."""
     rows = record.get(METRIC)
     if not isinstance(rows, dict):
         return {}
@@ -87,7 +87,7 @@ def _row(row_idx: int, layer: str, counts: list[float], width: float, has_titles
 
 
 def _cell_attributes(ratio_to_mean: float) -> dict[str, Any]:
-    """Return the attributes of a cell; an expert without a token has a separate colour."""
+    """Return the SVG attributes of a cell; experts without tokens have a separate colour."""
     if not ratio_to_mean:
         return {"class_": "tokens none"}
     return {"class_": "tokens", "fill_opacity": f"{0.08 + 0.92 * min(ratio_to_mean / DARKEST_RATIO, 1):.2f}"}
@@ -96,7 +96,7 @@ def _cell_attributes(ratio_to_mean: float) -> dict[str, Any]:
 def _legend() -> Html:
     marks = []
     for multiple in LEGEND_RATIOS:
-        text = bilingual("no token") if not multiple else bilingual("{} x the mean", f"{multiple:g}")
+        text = bilingual("no tokens") if not multiple else bilingual("{} x the mean", f"{multiple:g}")
         if multiple == LEGEND_RATIOS[-1]:
             text = bilingual("{} x the mean or more", f"{multiple:g}")
         box = tag(

@@ -1,7 +1,7 @@
-"""Data of a run for the report: the readable files of its folder, its curves, and the timeline of its pipeline.
+"""Data of a run for the report: files of the run folder, curves, and pipeline timeline.
 
-A run may be incomplete, interrupted, or of an older version. Records are converted to columns of numbers. If there are
-too many records to draw, the extremes of loss and gradient norm are kept.
+A run may be incomplete, interrupted, or from an older version. Records are converted to columns of numbers. If there
+are too many records to draw, a subset is drawn that includes the extremes of loss and gradient norm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN_FILES = (METRICS, "config.json", EVALUATIONS)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run. Missing files are empty values; ``notes`` lists files that cannot be read."""
+    """Contents of a run folder. Fields of missing files are empty; ``notes`` lists problems like unreadable files."""
 
     path: Path
     name: str
@@ -50,19 +50,19 @@ class RunFolder:
 
 
 def run_folders(paths: list[Path]) -> list[Path]:
-    """Return the run folders in ``paths``: each path itself, or all run folders in it, sorted by name.
+    """Return the run folders among ``paths``; a path to another folder is replaced by its run folders, sorted by name.
 
     Raises:
-        ValueError: paths that are not run folders and contain none; the message lists all of them.
+        ValueError: a path is not a run folder and contains none; the message lists all such paths.
     """
     folders: list[Path] = []
     problems = []
     for path in paths:
         candidates = [path] if _is_run(path) else sorted(child for child in path.glob("*") if _is_run(child))
         if not candidates:
-            actual = "a folder without a run" if path.is_dir() else "no folder"
+            problem = "contains no run" if path.is_dir() else "is not a folder"
             problems.append(
-                f"{path} must be a run folder with {' or '.join(RUN_FILES)}, or contain run folders, got {actual}"
+                f"{path} must be a run folder with {' or '.join(RUN_FILES)}, or contain run folders, but it {problem}"
             )
         folders += [folder for folder in candidates if folder not in folders]
     if problems:
@@ -71,12 +71,12 @@ def run_folders(paths: list[Path]) -> list[Path]:
 
 
 def read_run(path: Path, name: str) -> RunFolder:
-    """Read the run in ``path`` as far as possible."""
+    """Read the run in ``path``; problems with its files become notes."""
     notes: list[str] = []
     records = [record for record in read_metrics(path / METRICS) if _is_record(record)]
     evaluations = [record for record in read_metrics(path / EVALUATIONS) if _is_record(record)]
     if not records and not evaluations:
-        notes.append("there is no record yet: the run has not reached its first --log-interval")
+        notes.append("no records yet: the run has not finished its first step")
     return RunFolder(
         path,
         name,
@@ -130,7 +130,7 @@ def _read_json(path: Path, expected_type: type, notes: list[str]) -> Any:
 
 
 def _evaluated_config(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the configuration of the last evaluation, for a folder without a training run."""
+    """Return the configuration of the last evaluation, used if the folder contains no training run."""
     config = evaluations[-1].get("config") if evaluations else None
     return config if isinstance(config, dict) else {}
 
@@ -138,7 +138,7 @@ def _evaluated_config(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 def _read_json_lines(path: Path) -> list[Any]:
     values = []
     for line in _read_text(path).splitlines():
-        with suppress(ValueError):  # truncated by a kill
+        with suppress(ValueError):  # a killed process leaves a truncated line
             values.append(json.loads(line))
     return values
 
@@ -160,7 +160,7 @@ Column = list[float | None]
 
 
 def thin_records(records: Sequence[dict[str, Any]], max_records: int) -> list[dict[str, Any]]:
-    """Return about ``max_records`` records: the first of each block and those with extremes of loss and norm."""
+    """Return about ``max_records`` records: from each block, the first and those with extreme loss or gradient norm."""
     if len(records) <= max_records:
         return list(records)
     per_block = 1 + 2 * len(EXTREME_KEYS)
@@ -180,7 +180,7 @@ def thin_records(records: Sequence[dict[str, Any]], max_records: int) -> list[di
 def to_columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
     """Return name -> column of numbers, with None for missing values.
 
-    A dictionary in a record, such as values by stage, layer or corpus, gives one column "name/key" per key.
+    Each key of a dictionary in a record, such as values by stage, layer or corpus, becomes a column "name/key".
     """
     flat = [dict(_flatten(record)) for record in records]
     names = dict.fromkeys(name for record in flat for name in record)
@@ -188,14 +188,14 @@ def to_columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a finite number rounded to six significant digits; None for anything else."""
+    """Return an int unchanged, a finite float rounded to six significant digits, and None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def interpolate(steps: Sequence[float | None], values: Column, step: float) -> float | None:
-    """Return the value at ``step`` of a column that increases with the steps, by linear interpolation."""
+    """Interpolate ``values`` linearly at ``step``; outside the increasing ``steps``, return the first or last value."""
     points = [(s, v) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     if not points:
         return None
@@ -211,7 +211,7 @@ def interpolate(steps: Sequence[float | None], values: Column, step: float) -> f
 def _flatten(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     for name, value in record.items():
         if name == "time" and isinstance(value, int | float):
-            yield name, value  # not rounded: six digits would reduce a timestamp to hours
+            yield name, value  # not rounded: six digits of a timestamp resolve only hours
         elif isinstance(value, dict):
             scalars = {inner: item for inner, item in value.items() if not isinstance(item, list)}
             yield from ((f"{name}/{inner}", finite_number(item)) for inner, item in scalars.items())
@@ -219,10 +219,10 @@ def _flatten(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
             yield name, finite_number(value)
 
 
-# Definitions of the charts, and the data of their curves.
+# Chart definitions, and the data of the curves.
 
 MAX_LINES = 24
-"""Maximum number of lines by layer for a run; above it, an evenly spaced subset is drawn."""
+"""Maximum number of lines per run in a family chart, such as one line per layer; longer lists are thinned evenly."""
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,11 @@ class Chart:
     Args:
         keys: columns that are drawn as curves.
         unit: number format of the values.
-        x: column on the x axis; "" if the reader of the report selects it.
-        is_family: draw all columns "key/..." instead, where key is the only entry of ``keys``.
-        is_by_ending: divide a family into one chart for each last component of the names, such as the metric.
+        x: column on the x axis; "" if it is selected in the report.
+        is_family: draw all columns whose names begin with "KEY/", where KEY is the only entry of ``keys``.
+        is_by_ending: split a family into one chart per last component of the column names, such as the metric.
         points: type of records whose ``loss`` is drawn as points.
-        source: entry of ``run_data`` with the columns of the curves.
+        source: key of ``run_data`` under which the columns of the curves are stored.
     """
 
     id: str
@@ -253,7 +253,7 @@ class Chart:
 
 
 CHARTS = (
-    Chart("loss", "Loss over steps", ("loss",), x="step", points="valid", about="nats per token; rings: validation"),
+    Chart("loss", "Loss over steps", ("loss",), x="step", points="valid", about="nats per token; circles: validation"),
     Chart("loss-tokens", "Loss over tokens", ("loss",), x="tokens", points="valid", about="nats per token"),
     Chart("valid-loss", "Validation loss", ("loss",), about="nats per token", source="valid"),
     Chart("valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="exp(loss)", source="valid"),
@@ -264,35 +264,35 @@ CHARTS = (
         is_family=True,
         is_by_ending=True,
         source="tasks",
-        about="lm_eval tasks of --eval-tasks",
+        about="lm_eval tasks from --eval-tasks",
     ),
     Chart("learning-rate", "Learning rate", ("learning_rate",)),
     Chart("grad-norm", "Gradient norm", ("grad_norm",), log=True, about="before clipping"),
     Chart("tokens-per-s", "Throughput", ("tokens_per_s",), "si", about="tokens/s"),
     Chart("mfu", "MFU", ("mfu",), "percent", about="fraction of the devices' peak"),
     Chart("bubble", "Pipeline bubble", ("bubble", "bubble_predicted"), "percent", about="dashed: predicted"),
-    Chart("work", "Work by stage", ("work_s",), "s", is_family=True, about="seconds per step"),
+    Chart("work", "Compute time by stage", ("work_s",), "s", is_family=True, about="seconds per step"),
     Chart("memory", "Memory by stage", ("memory_bytes",), "bytes", is_family=True, about="peak so far"),
-    Chart("data-wait", "Waiting for data", ("data_wait",), "percent", about="fraction of the time"),
+    Chart("data-wait", "Waiting for data", ("data_wait",), "percent", about="fraction of time"),
     Chart("stall", "Waiting for checkpoints", ("checkpoint_stall_s",), "s", about="since the previous record"),
     Chart("layer-norms", "Gradient norm by layer", ("layer_norms",), log=True, is_family=True),
     Chart(
         "load-imbalance",
-        "Load imbalance of experts",
+        "Expert load imbalance",
         ("moe_load_imbalance",),
         log=True,
         is_family=True,
-        about="largest relative to the mean, by layer",
+        about="largest load divided by the mean, by layer",
     ),
     Chart(
         "expert-entropy",
-        "Entropy of experts",
+        "Expert load entropy",
         ("moe_entropy",),
         is_family=True,
-        about="of the token shares; 1: uniform",
+        about="by layer; 1: uniform load",
     ),
-    Chart("dropped", "Dropped choices", ("moe_dropped",), "percent", is_family=True, about="over the capacity"),
-    Chart("corpora", "Tokens of each corpus", ("corpus_tokens",), "si", is_family=True),
+    Chart("dropped", "Dropped selections", ("moe_dropped",), "percent", is_family=True, about="fraction over capacity"),
+    Chart("corpora", "Tokens by corpus", ("corpus_tokens",), "si", is_family=True),
     Chart("loss-scale", "Loss scale", ("loss_scale",), "si", log=True),
     Chart("skipped", "Skipped steps", ("skipped",)),
 )
@@ -301,7 +301,7 @@ HIDDEN_IF_SINGLE = ("corpora",)
 
 
 def run_data(run: RunFolder, max_points: int) -> dict[str, Any]:
-    """Return the data of a run for the charts: columns, points of evaluations, and marks at steps."""
+    """Return the chart data of a run: columns, evaluation points, and marks."""
     train_columns = to_columns(thin_records(run.records_of_type("train"), max_points))
     if "tokens" not in train_columns and "samples" in train_columns and (sample_tokens := _tokens_per_sample(run)):
         train_columns["tokens"] = [
@@ -339,7 +339,7 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the keys of each chart into which ``chart`` is divided."""
+    """Return a list of keys per chart: several lists if ``chart`` is split by the last component of its columns."""
     groups: dict[str, list[str]] = {}
     for key in _keys(chart, runs):
         groups.setdefault(key.rpartition("/")[2] if chart.is_by_ending else "", []).append(key)
@@ -347,7 +347,7 @@ def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[lis
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the marks of a run by step: checkpoints, restarts, and events of the stability guard."""
+    """Return the marks of a run: checkpoints, restarts, and events of the stability guard."""
     saves = {record["step"]: "failed" in record for record in run.records_of_type("save")}
     result = [
         {"step": step, "kind": "failed" if has_failed else "save", "text": f"checkpoint of step {step}"}
@@ -362,7 +362,7 @@ def marks(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _tokens_per_sample(run: RunFolder) -> float:
-    """Return the tokens per sample from the settings, for runs whose records contain samples but not tokens."""
+    """Return the tokens per sample from the settings; used if the records contain samples but no tokens."""
     if run.config.get("family") == "t5":
         lengths = (run.setting("t5", "enc_seq_length"), run.setting("t5", "dec_seq_length"))
     else:
@@ -397,7 +397,7 @@ def _validation_columns(run: RunFolder, train_columns: Mapping[str, Column]) -> 
 
 
 def _task_columns(run: RunFolder, train_columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns of the evaluations of tasks, "tasks/NAME/METRIC", without standard errors."""
+    """Return the columns "tasks/NAME/METRIC" of the task evaluations, without standard errors."""
     records = []
     for record in run.records_of_type("tasks"):
         values = {
@@ -412,29 +412,28 @@ def _task_columns(run: RunFolder, train_columns: Mapping[str, Column]) -> dict[s
 
 
 def _axis_positions(train_columns: Mapping[str, Column], step: int) -> dict[str, float | None]:
-    """Return axis -> position of ``step`` on that axis, for tokens and hours."""
+    """Return the positions of ``step`` on the axes "tokens" and "hours", as far as these columns exist."""
     steps = train_columns.get("step", [])
     return {
         axis: interpolate(steps, train_columns[axis], step) for axis in ("tokens", "hours") if axis in train_columns
     }
 
 
-# Drawing of the last traced step of a pipeline: a row for each stage, a box for each action, a gap for idle time.
+# Drawing of the last traced pipeline step: a row per stage, a box per action, a gap for idle time.
 #
-# The files come from a run with --pipeline-trace DIR. A simulation with the measured costs is drawn below the
-# measurement.
+# --pipeline-trace DIR writes the trace files. A simulation with the measured costs is drawn below the measured step.
 
 WIDTH, LEFT, ROW_HEIGHT, GAP = 1200, 64, 22, 4
 MAX_BOXES = 6000
 
 
 def timeline(run: RunFolder) -> Html | None:
-    """Return the drawing; a note if the files cannot be read, and None if the run was not traced."""
+    """Return the pipeline drawing; a note if the trace cannot be read, None if the run was not traced."""
     folder = _trace_folder(run)
     if folder is None:
         return None
     from tds.schedule import simulate
-    from tds.trace import read_traces  # imports torch, which reports without a trace do not need
+    from tds.trace import read_traces  # imports torch, which is not needed without a trace
 
     try:
         step = read_traces(folder)[-1]
@@ -456,7 +455,7 @@ def timeline(run: RunFolder) -> Html | None:
 
 
 def _trace_folder(run: RunFolder) -> Path | None:
-    """Return the folder of the trace; its name may be relative to the working directory or to a parent of the run."""
+    """Return the trace folder; its path may be relative to the working directory or to a parent of the run folder."""
     name = run.setting("parallel", "pipeline_trace")
     if not isinstance(name, str) or not name:
         return None
@@ -493,7 +492,7 @@ def _panel(title: Html, stage_timeline: Any, longest: float) -> Html:
             "{}: {} ms, bubble {} %", title, f"{1e3 * stage_timeline.step_s:.4g}", f"{100 * stage_timeline.bubble:.1f}"
         )
     ]
-    caption += [] if is_drawn else [bilingual(" (more than {} boxes, which are not drawn)", f"{MAX_BOXES:,}")]
+    caption += [] if is_drawn else [bilingual(" (not drawn: more than {} boxes)", f"{MAX_BOXES:,}")]
     svg = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
     return tag("figure", tag("figcaption", *caption), tag("div", svg, class_="scroll"))
 
