@@ -21,7 +21,6 @@ PROGRAMS = {
     "-m": ("megatron.launch", "--nproc-per-node", "1", "pretrain_t5.py"),
     "benchmarks/step_time.py": (),
     "benchmarks/kill.py": (),
-    "benchmarks/same_program.py": (".",),
 }
 NOT_PROGRAMS = ("__init__.py", "set_up.py")
 HELP_ONLY = {

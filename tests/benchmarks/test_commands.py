@@ -33,9 +33,6 @@ SMOKE_COMMANDS = {
     "benchmarks/plan.py": [  # test_plan.py calibrates and times, which takes a minute
         "python benchmarks/plan.py --memory-only --smoke --only mpt --out runs/plan"
     ],
-    "benchmarks/same_program.py": [
-        "ln -s clone ../before && python benchmarks/same_program.py ../before --only words --smoke"
-    ],
     "benchmarks/scaling.py": ["python benchmarks/scaling.py --out runs/scaling"],
     "benchmarks/start_up.py": ["python benchmarks/start_up.py --runs 1 --ranks 1"],
     "benchmarks/step_time.py": [
@@ -48,7 +45,6 @@ EXEMPT = {
     "benchmarks/gpu/checks.py": "a process of benchmarks/gpu/run.sh",
     "benchmarks/gpu/workers.py": "a process of benchmarks/gpu/run.sh",
     "benchmarks/kill_job.py": "the ranks of benchmarks/kill.py",
-    "benchmarks/same_program_turns.py": "a process of benchmarks/same_program.py",
 }
 PACKAGES = ("benchmarks", "megatron", "tds", "tests", "tools")
 
