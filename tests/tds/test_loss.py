@@ -45,6 +45,16 @@ def _reduce_losses(*losses: Any, additional: Any = None, nominal: float = 1.0) -
     return all_reduce_loss(meter, CPU).means()
 
 
+def test_gradient_factor_on_device_equals_factor_on_host() -> None:
+    for weights, expected in (((3.0, 5.0), 1.0 / 8.0), ((0.0, 0.0), 0.0)):
+        meter = LossMeter(len(weights), 1.0, CPU, None)
+        for micro_batch, weight in enumerate(weights):
+            meter.add(Weighted(torch.tensor(2.0 * weight), torch.tensor(weight)), micro_batch)
+        reduction = all_reduce_loss(meter, CPU)
+        assert reduction.factor == expected
+        assert reduction.factor_on_device.dtype is torch.float64 and reduction.factor_on_device.item() == expected
+
+
 def test_16_bit_losses_accumulate_in_fp32_and_fp64_losses_in_fp64() -> None:
     half = torch.tensor(1.0, dtype=torch.bfloat16)
     bf16_means = _reduce_losses(*[half] * 300)  # in bf16 the sum would stand still at 256

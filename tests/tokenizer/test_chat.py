@@ -111,8 +111,10 @@ def test_non_prefix_rendering_is_rejected_with_remedy(folder: Path) -> None:
     messages = make_messages("a", "b", "c", "d")
     for message in messages[1::2]:
         message["reasoning_content"] = "well"
-    with pytest.raises(TemplateError, match=r"up to message 2 .* \{% generation %\} .* --chat-template FILE"):
+    with pytest.raises(TemplateError, match=r"up to message 2 .* \{% generation %\} .* --chat-template FILE") as error:
         make_template(folder, UNMARKED).encode(messages)
+    difference = r"from character 51 on, 'b<|im_end|>\n<|im_sta' instead of '<think>\nwell\n</think'"
+    assert difference in str(error.value)
     assert make_template(folder, UNMARKED).encode(make_messages("a", "b")) == make_template(folder, CHATML).encode(
         make_messages("a", "b")
     )
