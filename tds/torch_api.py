@@ -7,6 +7,7 @@ The exception is ``tds.p2p.host_copies``, whose process group implements methods
 
 from __future__ import annotations
 
+import inspect
 import json
 from datetime import timedelta
 from typing import Any
@@ -101,8 +102,10 @@ def split_world(
     world: Any = distributed_c10d._get_default_group()
     previous, world.bound_device_id = world.bound_device_id, device
     try:
-        device_backend = f"{device.type}:{backend}"
-        return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=options, backend=device_backend)
+        arguments: dict[str, Any] = {"split_ranks": ranks, "timeout": timeout, "pg_options": options}
+        if "backend" in inspect.signature(dist.split_group).parameters:  # torch 2.12; before, groups inherit backends
+            arguments["backend"] = f"{device.type}:{backend}"
+        return dist.split_group(**arguments)
     finally:
         world.bound_device_id = previous
 

@@ -125,20 +125,41 @@ def two_rank_backend(machine: Machine) -> str:
 
 
 def pause_in_pipeline(machine: Machine, folder: Path, *, schedule: str) -> CaseResult:
-    """Check that a pipeline does not hang if its layers synchronize the device, or with CUDA_LAUNCH_BLOCKING."""
+    """Check that a pipeline does not hang if its layers synchronize the device.
+
+    CUDA_LAUNCH_BLOCKING changes no loss over the host; over NCCL the pipeline must reject it.
+    """
     backend = two_rank_backend(machine)
     if backend == "gloo" and machine.device_type == "cuda":
         backend = "host_copies"  # gloo through the host, as with --distributed-backend gloo
 
+    def start(program: str, env: Mapping[str, str]) -> CompletedCommand:
+        words = [
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            WORKERS,
+            program,
+            str(file_of(program, env)),
+            backend,
+            schedule,
+        ]
+        return run_python(machine, "-m", "torch.distributed.run", *words, env=env)
+
+    def file_of(program: str, env: Mapping[str, str]) -> Path:
+        return folder / f"{program}-{len(env)}.json"
+
     def losses(program: str, env: Mapping[str, str]) -> list[str]:
-        file = folder / f"{program}-{len(env)}.json"
-        words = ["--standalone", "--nproc-per-node", "2", WORKERS, program, str(file), backend, schedule]
-        run_python(machine, "-m", "torch.distributed.run", *words, env=env).check()
-        return json.loads(file.read_text())
+        start(program, env).check()
+        return json.loads(file_of(program, env).read_text())
 
     losses_by_run = {"plain": losses("plain", {}), "paused": losses("pause", {})}
-    if machine.device_type == "cuda":
-        losses_by_run["blocking"] = losses("plain", {"CUDA_LAUNCH_BLOCKING": "1"})
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
+    if backend == "host_copies":
+        losses_by_run["blocking"] = losses("plain", blocking)
+    elif backend == "nccl":
+        rejected = start("plain", blocking)
+        assert rejected.code and "CUDA_LAUNCH_BLOCKING must not be set" in rejected.text, rejected.text[-2000:]
     return f"{judge_equal(losses_by_run)}; over {backend}", {}
 
 

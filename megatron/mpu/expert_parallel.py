@@ -37,10 +37,11 @@ class Exchange:
 
     Attributes:
         group: expert-parallel group.
-        sends, receives: number of rows sent to and received from each rank.
+        send_counts, receive_counts: number of rows sent to and received from each rank.
         order: indices that sort the received rows, which arrive in the order of senders, by expert.
         inverse_order: position of each received row after sorting: the inverse of ``order``.
         counts: number of rows of each of this rank's experts, int64.
+        row_counts: ``counts`` on the host.
     """
 
     group: Group
@@ -49,20 +50,24 @@ class Exchange:
     order: torch.Tensor
     inverse_order: torch.Tensor
     counts: torch.Tensor
+    row_counts: list[int]
 
     @classmethod
     def from_counts(cls, counts: torch.Tensor, group: Group) -> Exchange:
-        """Return the exchange of rows with ``counts`` [E] rows per expert. Collective; the host waits for it."""
+        """Return the exchange of rows with ``counts`` [E] rows per expert. Collective; the host waits for it once."""
         all_counts = counts.new_empty(group.size, len(counts))
         all_gather_single(all_counts.view(-1), counts.contiguous(), group=group.handle)
         counts_by_rank = all_counts.unflatten(1, (group.size, -1))  # [sender, receiver, E/n]
         local_counts = counts_by_rank[:, group.rank]  # [sender, E/n]
-        send_counts, receive_counts = counts_by_rank[group.rank].sum(1).tolist(), local_counts.sum(1).tolist()
+        host_counts = torch.cat([counts_by_rank[group.rank].sum(1), local_counts.sum(1), local_counts.sum(0)]).tolist()
+        send_counts, receive_counts = host_counts[: group.size], host_counts[group.size : 2 * group.size]
         expert_ids = torch.arange(local_counts.shape[1], device=counts.device).repeat(group.size)
         experts = expert_ids.repeat_interleave(local_counts.reshape(-1), output_size=sum(receive_counts))
         order = experts.sort(dim=0, stable=True).indices
         inverse_order = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        return cls(group, send_counts, receive_counts, order, inverse_order, local_counts.sum(0))
+        return cls(
+            group, send_counts, receive_counts, order, inverse_order, local_counts.sum(0), host_counts[2 * group.size :]
+        )
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         """Send ``rows``, sorted by expert; return the rows of this rank's experts, sorted by expert. Collective."""

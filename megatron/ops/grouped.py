@@ -22,36 +22,39 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Slots:
-    """The n k choices of experts, sorted by expert and then by row.
+    """The n k choices of experts, sorted by expert and then by row. Dropped choices have the last slots.
+
+    The number of dropped choices is known on the device only, so that the host does not wait. Functions therefore
+    accept tensors with all n k slots as well as tensors without the slots of dropped choices.
 
     Attributes:
-        order: choice in each slot, [m]; m is n k minus the number of dropped choices.
-        slot_of_choice: slot of each choice, [n k]; m for a dropped choice.
-        counts: number of slots of each expert, [E], int64.
+        order: choice in each slot, [n k].
+        slot_of_choice: slot of each choice, [n k]; n k for a dropped choice.
+        counts: number of slots of each expert, [E], int64; dropped choices are not counted.
         num_choices: number k of choices per row.
+        has_dropped: whether choices may have been dropped.
     """
 
     order: torch.Tensor
     slot_of_choice: torch.Tensor
     counts: torch.Tensor
     num_choices: int
+    has_dropped: bool = False
 
     @classmethod
     def from_experts(cls, experts: torch.Tensor, num_experts: int, *, has_dropped: bool = False) -> Slots:
         """Return the slots of ``experts`` [n, k].
 
         Args:
-            has_dropped: an expert index equal to ``num_experts`` marks a dropped choice. The host then waits for the
-                device.
+            has_dropped: an expert index equal to ``num_experts`` marks a dropped choice.
         """
         flat = experts.reshape(-1)
         order = flat.sort(dim=0, stable=True).indices
         slot_of_choice = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         counts = count_rows(flat, num_experts + has_dropped)[:num_experts]
         if has_dropped:
-            num_slots = int(counts.sum())
-            order, slot_of_choice = order[:num_slots], slot_of_choice.clamp(max=num_slots)
-        return cls(order, slot_of_choice, counts, experts.shape[-1])
+            slot_of_choice = slot_of_choice.masked_fill_(flat == num_experts, flat.numel())
+        return cls(order, slot_of_choice, counts, experts.shape[-1], has_dropped)
 
 
 def count_rows(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -60,59 +63,77 @@ def count_rows(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def dispatch_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the row of each slot, [m, h], given rows ``x`` [n, h]."""
-    return _Dispatch.apply(x, slots)
+def dispatch_rows(x: torch.Tensor, slots: Slots, num_slots: int | None = None) -> torch.Tensor:
+    """Return the row of each slot, [m, h], given rows ``x`` [n, h].
+
+    Args:
+        num_slots: number m of slots, without those of dropped choices; None: all slots.
+    """
+    return _Dispatch.apply(x, slots, num_slots)
 
 
 def combine_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the result of each choice, [n, k, h], given results ``x`` [m, h] of the slots."""
+    """Return the result of each choice, [n, k, h], given results ``x`` [m, h] of the slots.
+
+    The results of dropped choices are zeros; the values of their slots, if ``x`` has them, are not read.
+    """
     return _Combine.apply(x, slots)
 
 
 def _look_up(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    if slots.order.numel() < slots.slot_of_choice.numel():
+    slot_of_choice = slots.slot_of_choice
+    if slots.has_dropped:
+        slot_of_choice = slot_of_choice.clamp(max=len(x))
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    return x.index_select(0, slots.slot_of_choice).view(-1, slots.num_choices, x.shape[1])
+    return x.index_select(0, slot_of_choice).view(-1, slots.num_choices, x.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, slots: Slots, num_slots: int | None) -> torch.Tensor:
         ctx.slots = slots
-        return x.index_select(0, slots.order // slots.num_choices)
+        return x.index_select(0, slots.order[:num_slots] // slots.num_choices)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _look_up(grads[0], ctx.slots).sum(1), None
+        return _look_up(grads[0], ctx.slots).sum(1), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, slots: Slots) -> torch.Tensor:
-        ctx.slots = slots
+        ctx.slots, ctx.num_slots = slots, len(x)
         return _look_up(x, slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0].reshape(-1, grads[0].shape[-1]).index_select(0, ctx.slots.order), None
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        return rows.index_select(0, ctx.slots.order[: ctx.num_slots]), None
 
 
 # Products of the rows of each expert with its weight. fp64 has no grouped product.
 #
 # | implementation | products | counts |
 # |---|---|---|
-# | loop | one for each expert with rows | on the host, which waits for the device |
+# | loop | one for each expert with rows | on the host, which waits for the device unless it knows them |
 # | grouped | ``torch.nn.functional.grouped_mm`` after stacking the weights | on the device |
 
 LOOP, GROUPED = "loop", "grouped"
 IMPLEMENTATION: str | None = None
-"""Implementation for tests and measurements; None: grouped for bf16 on CUDA, otherwise the loop."""
+"""Implementation for tests and measurements; None: the one that ``select_implementation`` describes."""
+ALIGNED_ELEMENTS = 8
+"""Rows of the factors of a grouped product must be multiples of 16 bytes long: 8 elements of bf16."""
 
 
-def select_implementation(x: torch.Tensor) -> str:
-    """Return the implementation of ``grouped_linear`` for ``x``."""
-    if x.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
+def select_implementation(x: torch.Tensor, output_size: int) -> str:
+    """Return the implementation of the product of ``x`` [m, input_size] with weights of ``output_size`` rows.
+
+    The grouped product is used for bf16 on CUDA if ``x`` has rows and both sizes are multiples of
+    ``ALIGNED_ELEMENTS``, which CUDA's kernel requires.
+    """
+    if x.dtype == torch.float64 or not hasattr(F, "grouped_mm") or not len(x):
+        return LOOP
+    if x.shape[1] % ALIGNED_ELEMENTS or output_size % ALIGNED_ELEMENTS:
         return LOOP
     if IMPLEMENTATION is not None:
         return IMPLEMENTATION
@@ -124,34 +145,51 @@ DeferredGrad = Callable[[], None]
 
 
 def grouped_linear(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, deferred: list[DeferredGrad] | None = None
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: torch.Tensor,
+    deferred: list[DeferredGrad] | None = None,
+    row_counts: list[int] | None = None,
 ) -> torch.Tensor:
     """Return ``x W_e^T`` for the rows of each weight. A weight without rows gets a gradient of zeros.
+
+    Rows after the last weight's rows (slots of dropped choices) have undefined results and gradients.
 
     Args:
         deferred: list to which backward appends a function that computes the weights' gradients; None: backward
             computes them.
+        row_counts: ``counts`` on the host, if known; otherwise the loop waits for the device.
 
     Shapes:
         x       [m, input_size], sorted by weight
         weights [output_size, input_size] each
-        counts  int64, number of rows of each weight; their sum is m
+        counts  int64, number of rows of each weight; their sum is at most m
         output  [m, output_size]
     """
-    return _GroupedLinear.apply(x, counts, deferred, *weights)
+    implementation = select_implementation(x, weights[0].shape[0])
+    if implementation == LOOP and row_counts is None:
+        row_counts = counts.tolist()
+    return _GroupedLinear.apply(x, counts, row_counts, implementation, deferred, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, counts: torch.Tensor, deferred: list[DeferredGrad] | None, *weights: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        row_counts: list[int] | None,
+        implementation: str,
+        deferred: list[DeferredGrad] | None,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.way, ctx.delayed, ctx.leaves = select_implementation(x), deferred, weights if deferred is not None else ()
+        ctx.row_counts = row_counts if implementation == LOOP else None
+        ctx.deferred, ctx.leaves = deferred, weights if deferred is not None else ()
         ctx.save_for_backward(x, counts, *weights)
-        if ctx.way == GROUPED:
+        if ctx.row_counts is None:
             return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
         outputs = x.new_empty(len(x), weights[0].shape[0])
-        for rows, out, weight in zip(*_split_by_expert(counts, x, outputs), weights, strict=True):
+        for rows, out, weight in zip(*_split_by_expert(ctx.row_counts, x, outputs), weights, strict=True):
             if len(rows):
                 torch.mm(rows, weight.t(), out=out)
         return outputs
@@ -160,45 +198,49 @@ class _GroupedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, counts, *weights = ctx.saved_tensors
-        grad, implementation, is_wanted = grads[0].contiguous(), ctx.way, ctx.needs_input_grad[3:]
-        x_grad = _input_grad(grad, weights, counts, implementation) if ctx.needs_input_grad[0] else None
-        if ctx.delayed is None:
-            return x_grad, None, None, *_weight_grads(x, grad, counts, is_wanted, implementation)
+        grad, row_counts, is_wanted = grads[0].contiguous(), ctx.row_counts, ctx.needs_input_grad[5:]
+        x_grad = _input_grad(grad, weights, counts, row_counts) if ctx.needs_input_grad[0] else None
+        if ctx.deferred is None:
+            weight_grads = _weight_grads(x, grad, counts, is_wanted, row_counts)
+            return x_grad, None, None, None, None, *weight_grads
         leaves = ctx.leaves  # the parameters themselves: under recompute, saved_tensors are detached copies
 
         def add() -> None:
-            for leaf, weight_grad in zip(
-                leaves, _weight_grads(x, grad, counts, is_wanted, implementation), strict=True
-            ):
+            weight_grads = _weight_grads(x, grad, counts, is_wanted, row_counts)
+            for leaf, weight_grad in zip(leaves, weight_grads, strict=True):
                 if weight_grad is not None:
                     leaf.grad = weight_grad if leaf.grad is None else leaf.grad + weight_grad
 
-        ctx.delayed.append(add)
-        return x_grad, None, None, *[None] * len(weights)
+        ctx.deferred.append(add)
+        return x_grad, None, None, None, None, *[None] * len(weights)
 
 
 def _input_grad(
-    grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, implementation: str
+    grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, row_counts: list[int] | None
 ) -> torch.Tensor:
-    """Return the gradient of the input, [m, input_size]."""
-    if implementation == GROUPED:
+    """Return the gradient of the input, [m, input_size], by a grouped product if ``row_counts`` is None."""
+    if row_counts is None:
         return F.grouped_mm(grad, torch.stack(tuple(weights)), offs=_ends(counts))
     x_grad = grad.new_empty(len(grad), weights[0].shape[1])
-    for row_grads, out, weight in zip(*_split_by_expert(counts, grad, x_grad), weights, strict=True):
+    for row_grads, out, weight in zip(*_split_by_expert(row_counts, grad, x_grad), weights, strict=True):
         if len(row_grads):
             torch.mm(row_grads, weight, out=out)
     return x_grad
 
 
 def _weight_grads(
-    x: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor, is_wanted: Sequence[bool], implementation: str
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    counts: torch.Tensor,
+    is_wanted: Sequence[bool],
+    row_counts: list[int] | None,
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradient of each weight that requires one (``is_wanted``), otherwise None."""
     if not any(is_wanted):
         return [None] * len(is_wanted)
-    if implementation == GROUPED:
+    if row_counts is None:
         return F.grouped_mm(grad.t(), x, offs=_ends(counts)).unbind()
-    rows_by_expert = zip(*_split_by_expert(counts, x, grad), is_wanted, strict=True)
+    rows_by_expert = zip(*_split_by_expert(row_counts, x, grad), is_wanted, strict=True)
     return [row_grads.t().mm(rows) if wanted else None for rows, row_grads, wanted in rows_by_expert]
 
 
@@ -206,6 +248,6 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def _split_by_expert(counts: torch.Tensor, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    row_counts = counts.tolist()
-    return [x.split(row_counts) for x in tensors]
+def _split_by_expert(row_counts: list[int], *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Split the rows of each tensor by expert; rows of dropped choices, at the end, are left out."""
+    return [x[: sum(row_counts)].split(row_counts) for x in tensors]

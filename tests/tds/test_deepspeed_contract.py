@@ -186,7 +186,8 @@ def test_torch_has_expected_private_names() -> None:
     assert hasattr(dist.ProcessGroupGloo._Options, "_timeout")
     assert isinstance(dist.ProcessGroup.bound_device_id, property)
     split = inspect.signature(dist.split_group).parameters
-    assert {"split_ranks", "timeout", "pg_options", "backend"} <= set(split)
+    assert {"split_ranks", "timeout", "pg_options"} <= set(split)
+    assert ("backend" in split) == (torch.torch_version.TorchVersion(torch.__version__) >= "2.12")
     assert "default_pg.bound_device_id" in _source(dist.split_group)
     if dist.is_nccl_available():
         options = torch_api.nccl_options(4, timedelta(seconds=7))

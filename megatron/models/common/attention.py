@@ -197,11 +197,10 @@ class SelfAttention(Attention):
             packed = packed.clamp(-self.clip, self.clip)
         length, batch_size, _ = packed.shape
         heads_per_group = self.num_heads // self.num_groups
-        groups = packed.view(
-            length, batch_size, self.num_groups, heads_per_group + 2, self.head_size
-        )  # [s, b, g/t, a/g + 2, d]
-        query = groups[:, :, :, :heads_per_group].flatten(2, 3)  # [s, b, a/t, d]
-        key, value = groups[:, :, :, heads_per_group], groups[:, :, :, heads_per_group + 1]  # 2 x [s, b, g/t, d]
+        groups = packed.view(length, batch_size, self.num_groups, heads_per_group + 2, self.head_size)
+        # one split, so that backward concatenates the three gradients instead of adding three zero-padded tensors
+        query, key, value = groups.split([heads_per_group, 1, 1], dim=3)  # [s, b, g/t, a/g, d], 2 x [s, b, g/t, 1, d]
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)  # [s, b, a/t, d], 2 x [s, b, g/t, d]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
 

@@ -16,7 +16,15 @@ from megatron.mpu.expert_parallel import Exchange, set_expert
 from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_region, leave_tensor_region
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
-from megatron.ops.grouped import DeferredGrad, Slots, combine_rows, dispatch_rows, grouped_linear
+from megatron.ops.grouped import (
+    LOOP,
+    DeferredGrad,
+    Slots,
+    combine_rows,
+    dispatch_rows,
+    grouped_linear,
+    select_implementation,
+)
 from tds.linear_function import linear
 
 # Each expert has separate weights, named by its index: ``experts.5.up.weight`` [2f/t, h] and
@@ -91,11 +99,12 @@ class MoE(nn.Module):
             else experts
         )
         slots = Slots.from_experts(experts.flatten(0, 1), self.model_args.num_experts, has_dropped=has_drops)
-        rows = dispatch_rows(x.flatten(0, 1), slots)  # [m, h]
         if expert_parallel.expert.size > 1:
             exchange = Exchange.from_counts(slots.counts, expert_parallel.expert)
-            outputs = exchange.combine(self.experts(exchange.dispatch(rows), exchange.counts))
+            rows = dispatch_rows(x.flatten(0, 1), slots, sum(exchange.send_counts))  # [m, h]
+            outputs = exchange.combine(self.experts(exchange.dispatch(rows), exchange.counts, exchange.row_counts))
         else:
+            rows = dispatch_rows(x.flatten(0, 1), slots)  # [m, h]
             outputs = self.experts(rows, slots.counts)
         choice_outputs = combine_rows(outputs, slots)  # [s b, k, h]
         y = (choice_outputs * weights.flatten(0, 1).unsqueeze(-1).to(choice_outputs.dtype)).sum(1).view_as(x)
@@ -109,7 +118,7 @@ class Experts(nn.Module):
     is called. Experts are not called individually.
 
     Shapes:
-        rows   [m, h], sorted by expert; ``counts`` [E] rows per expert
+        rows   [m, h], sorted by expert; ``counts`` [E] rows per expert, ``row_counts`` the same on the host if known
         output [m, h]
 
     Attributes:
@@ -125,18 +134,20 @@ class Experts(nn.Module):
         for idx, expert in experts.items():
             self.add_module(str(idx), expert)
 
-    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, row_counts: list[int] | None = None) -> torch.Tensor:
         experts: list[Any] = list(self.children())
+        up, down = [expert.up.weight for expert in experts], [expert.down.weight for expert in experts]
+        if row_counts is None and select_implementation(rows, down[0].shape[1]) == LOOP:
+            row_counts = counts.tolist()  # once for both products
         delayed_grads = self._delayed_grads if self.delay_wgrad else None
-        # [m, f/t], or [m, 2f/t] with a gated activation
-        hidden = grouped_linear(rows, [expert.up.weight for expert in experts], counts, delayed_grads)
+        hidden = grouped_linear(rows, up, counts, delayed_grads, row_counts)  # [m, f/t], or [m, 2f/t] if gated
         activation = experts[0].activation
         if experts[0].is_gated:
             gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
             hidden = activation(gate) * value
         else:
             hidden = activation(hidden)
-        return grouped_linear(hidden, [expert.down.weight for expert in experts], counts, delayed_grads)
+        return grouped_linear(hidden, down, counts, delayed_grads, row_counts)
 
     def backward_dw(self) -> None:
         """Accumulate the deferred weight gradients of the oldest pending backward into ``grad``."""

@@ -248,6 +248,50 @@ def test_grouped_gemm_matches_loop(dtype: torch.dtype, monkeypatch: pytest.Monke
         )
 
 
+@pytest.mark.parametrize(
+    ("rows", "input_size", "output_size", "expected"),
+    [(4, 16, 24, GROUPED), (0, 16, 24, LOOP), (4, 12, 24, LOOP), (4, 16, 20, LOOP)],
+)
+def test_grouped_gemm_needs_rows_and_sizes_divisible_by_8(
+    monkeypatch: pytest.MonkeyPatch, rows: int, input_size: int, output_size: int, expected: str
+) -> None:
+    """CUDA's kernel raises an error within a step otherwise."""
+    monkeypatch.setattr(grouped, "IMPLEMENTATION", GROUPED)
+    x = torch.randn(rows, input_size, dtype=torch.bfloat16)
+    assert grouped.select_implementation(x, output_size) == expected
+    weights = [torch.randn(output_size, input_size, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    y = grouped_linear(x, weights, torch.tensor([0, rows]))
+    y.sum().backward()
+    assert y.shape == (rows, output_size) and weights[0].grad is not None and not weights[0].grad.any()
+
+
+@pytest.mark.parametrize("implementation", [LOOP, GROUPED])
+def test_slots_of_dropped_choices_have_no_effect(monkeypatch: pytest.MonkeyPatch, implementation: str) -> None:
+    """NaN in the undefined rows after the experts' rows reaches neither results nor gradients."""
+    monkeypatch.setattr(grouped, "IMPLEMENTATION", implementation)
+    experts = torch.tensor([[0, 2], [2, 1], [2, 2], [1, 0]])  # 2: dropped, of 2 experts
+    x = torch.randn(4, 8, requires_grad=True)
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    slots = grouped.Slots.from_experts(experts, 2, has_dropped=True)
+    rows = grouped.dispatch_rows(x, slots)
+    y = grouped_linear(rows, weights, slots.counts)
+    poisoned = torch.where(torch.arange(8).unsqueeze(1) < 4, y, torch.full_like(y, float("nan")))
+    poisoned.register_hook(lambda grad: grad.masked_fill(torch.arange(8).unsqueeze(1) >= 4, float("nan")))
+    results = grouped.combine_rows(poisoned, slots)
+    results.square().sum().backward()
+    expected_x, *expected_weights = (t.detach().clone().requires_grad_() for t in (x, *weights))
+    kept = [(0, 0, 0), (1, 1, 1), (3, 0, 1), (3, 1, 0)]  # row, choice, expert
+    expected = torch.zeros(4, 2, 8)
+    for row, choice, expert in kept:
+        expected = expected.index_put(
+            (torch.tensor(row), torch.tensor(choice)), expected_weights[expert] @ expected_x[row]
+        )
+    expected.square().sum().backward()
+    torch.testing.assert_close(results, expected)
+    for actual, reference in zip((x, *weights), (expected_x, *expected_weights), strict=True):
+        torch.testing.assert_close(actual.grad, reference.grad)
+
+
 INVALID_FLAGS = "--num-experts 6 --moe-router-topk 7 --moe-layer-freq [1,0] --hidden-bias --moe-shared-expert-gate"
 
 

@@ -263,6 +263,31 @@ def test_few_world_splits_create_all_message_groups(
         assert len(set(ranks)) == len(ranks), "the pairs of one split are disjoint"
 
 
+@pytest.mark.parametrize("has_backend", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_split_world_passes_backend_only_where_torch_accepts_it(
+    monkeypatch: pytest.MonkeyPatch, has_backend: bool
+) -> None:
+    world = SimpleNamespace(bound_device_id=None)
+    calls: list[dict[str, Any]] = []
+
+    def split_with_backend(*, split_ranks: Any, timeout: Any, pg_options: Any, backend: str) -> str:
+        calls.append({"backend": backend, "ranks": split_ranks, "device": world.bound_device_id})
+        return "group"
+
+    def split_without_backend(*, split_ranks: Any, timeout: Any, pg_options: Any) -> str:
+        calls.append({"ranks": split_ranks, "device": world.bound_device_id})
+        return "group"
+
+    api = process_groups.torch_api
+    monkeypatch.setattr(api.distributed_c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(api.dist, "split_group", split_with_backend if has_backend else split_without_backend)
+    device = torch.device("cuda", 1)
+    assert api.split_world([[0, 1], [2, 3]], device, "nccl", "options", None) == "group"
+    expected = {"ranks": [[0, 1], [2, 3]], "device": device}
+    assert calls == [{"backend": "cuda:nccl", **expected} if has_backend else expected]
+    assert world.bound_device_id is None
+
+
 def test_gloo_is_rejected_for_gpu_pipeline() -> None:
     with pytest.raises(ValueError, match="a pipeline on GPUs needs nccl.*got the backend gloo with 2 stages"):
         process_groups.check_backend("gloo", 2, torch.device("cuda", 0))
