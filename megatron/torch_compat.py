@@ -76,8 +76,9 @@ MAX_GRAPHS = 64
 """Maximum number of ``flex_attention`` graphs per process: one per shape, with and without gradients (torch: 8)."""
 
 
+@functools.cache
 def has_triton() -> bool:
-    """Return True if Triton is installed, which torch needs for kernels of ``flex_attention`` on CUDA."""
+    """Return True if Triton is installed; torch's ``flex_attention`` also requires it on CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron import triton_launch
 from megatron.device import default_generator
 
 MAX_GROUPS = 256
 """Maximum number of counters, of 4 columns each, per program of the kernel."""
 NUM_WORDS = 2**32
-
-
-@functools.cache
-def is_available() -> bool:
-    """Return True if Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,6 @@ class _FusedDropout(torch.autograd.Function):
 
 def run_kernel(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> torch.Tensor:
     """Apply ``drop`` without autograd."""
-    from megatron.mpu.triton_kernels import dropout_kernel  # imported on use, because it requires Triton
-
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     out = torch.empty_like(x)
@@ -73,10 +64,11 @@ def run_kernel(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> to
     num_groups = -(-(width + mask.origin[3] % 4) // 4)
     groups_per_program = min(MAX_GROUPS, 1 << (num_groups - 1).bit_length())
     key = mask.key - 2**64 if mask.key >= 2**63 else mask.key  # as a signed integer, so that all keys have one type
-    dropout_kernel[(x.numel() // width, -(-num_groups // groups_per_program))](
+    triton_launch.launch(
+        "megatron.mpu.triton_kernels:dropout_kernel", (x.numel() // width, -(-num_groups // groups_per_program)),
         x, x if residual is None else residual, out, key, round(mask.probability * NUM_WORDS),
         1.0 / (1.0 - mask.probability), width, inner, middle, *mask.origin,
-        HAS_RESIDUAL=residual is not None, IS_ATTENTION=mask.is_attention, GROUPS=groups_per_program,
+        writes=(out,), HAS_RESIDUAL=residual is not None, IS_ATTENTION=mask.is_attention, GROUPS=groups_per_program,
     )  # fmt: skip
     return out
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from megatron import triton_launch
 from megatron.device import default_generator
 from megatron.mpu import fused_dropout
 from megatron.mpu.activation_storage import ActivationStorage
@@ -93,8 +94,7 @@ class DropoutStreams:
 
     def uses_kernel(self, x: torch.Tensor) -> bool:
         """Return True if the kernel applies dropout to ``x``. It is not used for fp64, which would lose precision."""
-        is_on_cuda = self.has_kernels and x.device.type == "cuda"
-        return is_on_cuda and x.dtype != torch.float64 and fused_dropout.is_available()
+        return self.has_kernels and x.dtype != torch.float64 and triton_launch.is_available(x.device)
 
     @contextmanager
     def generator(self, device: torch.device, layer: int, site: str, is_sharded: bool) -> Iterator[None]:

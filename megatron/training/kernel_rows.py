@@ -12,15 +12,15 @@ from megatron.config import Config
 from megatron.config.decoder import ALIBI
 from megatron.costs.decoder_cost import mask_reason
 from megatron.models import registry
-from megatron.mpu import fused_dropout
 from megatron.ops.attention import attention_kernels
+from megatron.torch_compat import has_triton
 
 
 def uses_dropout_kernel(config: Config, device_type: str) -> bool:
     """Return True if a Triton kernel generates the dropout masks."""
     model, is_fp64 = config.model, config.precision.dtype == "fp64"
     is_enabled = device_type == "cuda" and config.parallel.fused_kernels != "torch" and not is_fp64
-    return is_enabled and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_available()
+    return is_enabled and bool(model.hidden_dropout or model.attention_dropout) and has_triton()
 
 
 def dropout_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:

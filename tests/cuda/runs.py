@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron import device
+from megatron import device, triton_launch
 from megatron.arguments import resolve_dtype
 from megatron.checkpoint import shard_file
 from megatron.checkpoint.staging_buffer import StagingBuffer
 from megatron.config import parse
 from megatron.config.batch import Share
 from megatron.models.registry import FAMILIES
-from megatron.mpu import data, fused_dropout
+from megatron.mpu import data
 from megatron.ops import document_attention, flex_attention
 from megatron.training import capture, global_vars, initialize, setup, train_progress
 from megatron.training.data import RunData
@@ -325,5 +325,5 @@ def _patch(run: Run) -> None:
 
     document_attention.can_use_flash_attention = can_use_flash
     document_attention.has_triton = lambda: True
-    fused_dropout.is_available = lambda: False  # the simulated device runs no Triton kernels
+    triton_launch.has_triton = lambda: False
     flex_attention.flexible_attention = block_attention

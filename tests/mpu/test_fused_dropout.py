@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron import triton_launch
 from megatron.mpu import fused_dropout
 from megatron.mpu.random import DropoutKey, DropoutStreams
 from tests.helpers.runs import ROOT
@@ -64,9 +65,9 @@ def test_kernel_requires_cuda_and_excludes_fp64(monkeypatch: pytest.MonkeyPatch)
     class OnCuda(torch.Tensor):
         device = torch.device("cuda")  # type: ignore[assignment]
 
-    monkeypatch.setattr(fused_dropout, "is_available", lambda: True)
+    monkeypatch.setattr(triton_launch, "has_triton", lambda: True)
     assert not DropoutStreams().uses_kernel(torch.ones(2))
     assert DropoutStreams().uses_kernel(torch.ones(2).as_subclass(OnCuda))
     assert not DropoutStreams().uses_kernel(torch.ones(2, dtype=torch.float64).as_subclass(OnCuda))
-    monkeypatch.setattr(fused_dropout, "is_available", lambda: False)
+    monkeypatch.setattr(triton_launch, "has_triton", lambda: False)
     assert not DropoutStreams().uses_kernel(torch.ones(2).as_subclass(OnCuda))

@@ -174,7 +174,7 @@ def make_dropout_config(*flags: str) -> Config:
 
 
 def test_start_table_names_cuda_dropout_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_rows.fused_dropout, "is_available", lambda: True)
+    monkeypatch.setattr(kernel_rows, "has_triton", lambda: True)
     by_kernel, by_torch = (
         make_dropout_config("--attention-dropout", "0"),
         make_dropout_config("--fused-kernels", "torch"),
@@ -189,5 +189,5 @@ def test_start_table_names_cuda_dropout_kernel(monkeypatch: pytest.MonkeyPatch) 
     assert kernel_rows.dropout_warning(by_kernel, "cpu") is None
     plain_config = parse(DRY_RUN_ARGS, world_size=1, env={})
     assert kernel_rows.dropout_warning(plain_config, "cuda") is None
-    monkeypatch.setattr(kernel_rows.fused_dropout, "is_available", lambda: False)
+    monkeypatch.setattr(kernel_rows, "has_triton", lambda: False)
     assert not list(kernel_rows.dropout_rows(by_kernel, "cuda"))
