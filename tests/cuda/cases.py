@@ -1,4 +1,4 @@
-"""The runs over the device without CUDA: families, tensor ranks, stages, ZeRO and formats; all, or all pairs."""
+"""Cases of the simulated device: families, tensor ranks, stages, ZeRO stages and precisions, and further features."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ Row = tuple[str, ...]
 
 
 def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
-    """Return the command line of a small model; what is said last counts.
+    """Return the command line of a small model. If a flag is repeated, the last value is used.
 
     Args:
-        layers: of an encoder and of a decoder each.
+        extra: further flags.
+        layers: number of layers; for T5 of the encoder and of the decoder each.
     """
     family_flags = (
         f"{T5} --enc-layers {layers} --dec-layers {layers}"
@@ -40,32 +41,32 @@ def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
 
 
 def is_valid_row(row: Row) -> bool:
-    """Return whether there is such a run: a pipeline has no ZeRO 2 and 3."""
+    """Return True if the combination is supported: pipelines do not support ZeRO 2 and 3."""
     return row[2] == "one" or row[3] in ("0", "1")
 
 
 def all_rows() -> list[Row]:
-    """Return the whole product."""
+    """Return all valid combinations of the axes."""
     return [row for row in itertools.product(*AXES) if is_valid_row(row)]
 
 
 def all_layouts() -> list[Row]:
-    """Return the whole product but for the precisions, which take turns along every other axis."""
+    """Return all valid combinations except the precision, which alternates along every other axis."""
     return [row for row in all_rows() if sum(axis.index(value) for axis, value in zip(AXES, row, strict=True)) % 2]
 
 
 def pairs_of(row: Row) -> set[tuple[int, str, int, str]]:
-    """Return the pairs of values, each with its axis, that a row has."""
+    """Return all pairs of values of a row as (axis, value, axis, value)."""
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
 
 
 def values_of(row: Row) -> set[tuple[int, str]]:
-    """Return the values of a row, each with its axis."""
+    """Return the values of a row as (axis, value)."""
     return set(enumerate(row))
 
 
 def covering_subset(rows: list[Row], items: Callable[[Row], set[Any]]) -> list[Row]:
-    """Return few of ``rows`` that together have every item of all rows, always the same ones."""
+    """Return a small deterministic subset of ``rows`` that has every item of all rows."""
     missing = {item for row in rows for item in items(row)}
     chosen = []
     while missing:
@@ -77,18 +78,18 @@ def covering_subset(rows: list[Row], items: Callable[[Row], set[Any]]) -> list[R
 
 @functools.cache
 def all_pairs() -> list[Row]:
-    """Return few rows that have every pair that some row has."""
+    """Return a small subset of ``all_rows`` with every pair of values."""
     return covering_subset(all_rows(), pairs_of)
 
 
 @functools.cache
 def short_rows() -> list[Row]:
-    """Return few of ``all_pairs`` that have every value of every axis."""
+    """Return a small subset of ``all_pairs`` with every value of every axis."""
     return covering_subset(all_pairs(), values_of)
 
 
 def make_case(row: Row, idx: int) -> Case:
-    """Return the run of a row: with two replicas, and as processes one rank of each stage, by turns another one."""
+    """Return the run of a row with two replicas. One rank per stage runs as a process; ``idx`` selects which one."""
     family, tensor, pipe, zero, precision = row
     parallel_sizes = 1 + (tensor != "one"), 1 + (pipe != "one"), 2
     topology = Topology.from_world_size(
@@ -106,6 +107,6 @@ def make_case(row: Row, idx: int) -> Case:
 
 
 def named_cases(rows: Iterable[Row]) -> Iterator[tuple[str, Case]]:
-    """Yield the cases with a name each."""
+    """Yield the name and the case of each row."""
     for idx, row in enumerate(rows):
         yield "-".join(row), make_case(row, idx)

@@ -1,4 +1,4 @@
-"""The processes with the device without CUDA for all tests of a file."""
+"""Fixture of the processes with the simulated device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cuda.worker import Worker
 @pytest.fixture(scope="session")
 def worker() -> Iterator[Worker]:
     if fake_cuda.find_compiler() is None:
-        pytest.skip("no C++ compiler: the device without CUDA cannot be built")
+        pytest.skip("no C++ compiler: the simulated device cannot be built")
     fake_cuda.build()
     with Worker() as running_worker:
         yield running_worker

@@ -1,21 +1,21 @@
-"""Tensors of the device without CUDA, and a watch over all that is done with them.
+"""Tensors of the simulated CUDA device, and a record of the operators that process them.
 
-| a tensor of | is | and its numbers |
+| tensor on | implementation | values |
 |---|---|---|
-| the host | as always | are there |
-| "cuda" | fake: shape, type, device | are there up to ``SMALL`` bytes of a storage, else nobody knows them |
+| the host | ordinary tensor | known |
+| "cuda" | fake tensor: shape, dtype, device | known for storages of up to ``SMALL`` bytes, otherwise unknown |
 
-So what hosts tell each other and write to disks is real, losses and counts that the host reads are numbers (1 where
-they come of unknown ones), and a step costs what Python costs. An operator that is given tensors of two devices fails,
-as it does on a GPU.
+Messages between hosts and files are therefore real. The host reads 1 for unknown values. A step only takes the time of
+its Python code. An operator with tensors on two devices fails, as on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cuda.fake_cuda import EventType, FakeCuda
 
 SMALL = 4096
-"""Bytes of the largest storage whose numbers are known."""
+"""Bytes of the largest storage whose values are known."""
 PROJECT_PACKAGES = ("megatron", "tds", "deepspeed")
 NON_WRITING_OPERATORS = (
     "empty",
@@ -37,23 +37,30 @@ NON_WRITING_OPERATORS = (
     "detach",
     "lift_fresh",
     "alias",
+    "_unsafe_view",
 )
-"""Operators that write nothing."""
+"""Operators that write nothing and launch no kernel."""
 SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+OVERWRITING_OPERATORS = ("copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_")
+"""Operators that write their first argument without reading it."""
 MIN_DIMENSION, ALIGNMENT = 8, 16
-"""Rows or columns of a matrix that is no matter; bytes that the fast kernels of cuBLAS load at once."""
+"""Rows and columns below which a matrix may be unaligned; alignment in bytes that cuBLAS's fast kernels require."""
+LOOKUP_OPERATORS = ("gather", "index_select", "index", "embedding")
+"""Operators that read only the elements of their first argument that they return."""
+SCATTER_OPERATORS = ("scatter", "scatter_add", "scatter_reduce")
+"""Operators that access only the elements of their first argument that an index selects, if they work in place."""
 HOST = -1
-"""The host, as a stream."""
+"""Stream index of the host."""
 
 
 def location_of(frame: Any) -> str:
-    """Return the innermost line of the project or DeepSpeed, as "tds/loss.py:read"; "" inside autograd."""
+    """Return the innermost function of the project or DeepSpeed, as "tds/loss.py:read"; "" within autograd."""
     while frame is not None:
         name = frame.f_code.co_filename
         for package in PROJECT_PACKAGES:
             start = name.rfind(f"/{package}/")
-            if start >= 0 and "/tests/" not in name[start:]:
+            if start >= 0 and "/tests/" not in name[start:] and not name.endswith("/triton_launch.py"):
                 return f"{name[start + 1 :]}:{frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -71,7 +78,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, function: Any) -> Any:
-    """Return nested arguments with each tensor replaced by what ``function`` returns for it."""
+    """Return nested arguments with ``function`` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -79,9 +86,30 @@ def map_tensors(value: Any, function: Any) -> Any:
     return value
 
 
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the distinct ``tensors``; elements of a broadcast dimension count once."""
+    num_bytes = 0
+    for tensor in {id(t): t for t in tensors}.values():
+        num_elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        num_bytes += num_elements * tensor.element_size()
+    return num_bytes
+
+
+def bytes_moved(name: str, args: Any, kwargs: Any, written: list[Any], outputs: list[Any]) -> int:
+    """Return the bytes that an operator reads and writes: its inputs, ``outputs``, and ``written`` arguments."""
+    inputs = list(tensors_in((args, [value for value in kwargs.values() if not any(value is t for t in written)])))
+    if name.removesuffix("_") in LOOKUP_OPERATORS:
+        return bytes_of(inputs[1:]) + 2 * bytes_of(outputs)
+    if name.removesuffix("_") in SCATTER_OPERATORS and written:
+        return bytes_of(inputs[1:]) + 2 * bytes_of(inputs[1:2]) * inputs[0].element_size() // inputs[1].element_size()
+    if name in OVERWRITING_OPERATORS:
+        inputs = inputs[1:]
+    return bytes_of(inputs) + bytes_of([*written, *outputs])
+
+
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return which positional arguments an operator writes to, and which named ones."""
+    """Return the indices and the names of the arguments that an operator writes."""
     arguments = func._schema.arguments
     writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
     indices = tuple(i for i, a in enumerate(arguments) if writes[i])
@@ -89,8 +117,10 @@ def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether rows of a matrix begin at multiples of 16 bytes, as those of other formats than 16 bits always do;
-    a matrix of a few rows or columns costs nothing."""
+    """Return True if all rows of a 16-bit matrix start at multiples of 16 bytes.
+
+    Other dtypes, and matrices with few rows or columns, count as aligned.
+    """
     if tensor.dim() < 2 or tensor.element_size() != 2 or min(tensor.shape) < MIN_DIMENSION:
         return True
     starts = [stride for stride in tensor.stride() if stride > 1] + [tensor.storage_offset()]
@@ -99,26 +129,31 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class Operator:
-    """What one operator on the device has read and written, storages by number."""
+    """Operator on the device: ids of the storages that it reads and writes, and the bytes that it moves.
+
+    ``num_bytes`` is 0 for copies between host and device, collectives and accesses by the host.
+    """
 
     name: str
     location: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    num_bytes: int = 0
 
 
 @dataclass
 class PhaseStats:
-    """What the watch has seen in one phase of a run; places as of ``location_of``.
+    """Events in one phase of a run, counted by operator and location.
 
     Attributes:
-        reads: waits of the host for the device, by what and where.
-        blocking: copies between host and device that hold the host.
-        mixed: operators on the device that were given a tensor of the host with dimensions.
-        launches: operators by name.
-        unaligned: products of 16-bit matrices of which one begins, or has rows, off the multiples of 16 bytes.
-        masks: calls of attention with a mask, and the elements of the largest one.
-        by_blocks: calls of flex_attention, and the elements of the lists of blocks of each.
+        reads: waits of the host for the device.
+        blocking: copies between host and device that block the host.
+        mixed: operators on the device with an input tensor on the host that has dimensions.
+        launches: launches by operator name.
+        unaligned: products of 16-bit matrices that are not aligned to 16 bytes.
+        masks: calls of attention with a mask, by location.
+        largest_mask: number of elements of the largest mask.
+        block_mask_sizes: number of elements of the block mask of each call of flex_attention.
     """
 
     reads: Counter[str] = field(default_factory=Counter)
@@ -128,19 +163,20 @@ class PhaseStats:
     unaligned: Counter[str] = field(default_factory=Counter)
     masks: Counter[str] = field(default_factory=Counter)
     largest_mask: int = 0
-    by_blocks: list[int] = field(default_factory=list)
+    block_mask_sizes: list[int] = field(default_factory=list)
 
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-"""One for a process and all that are forked from it, which know the shapes that it has seen."""
+"""Shared by all runs of a process and its forks, because it caches the results of operators by shape."""
 
 
 class Device(TorchDispatchMode):
-    """The device, within a ``with`` block.
+    """The simulated device, active in a ``with`` block.
 
     Attributes:
-        seen: of this phase; a run puts another one in its place where the next begins.
-        operators: all that ran, in the order of the log, whose rows name them by their place here.
+        stats: events of the current phase; a run replaces the object at the start of a phase.
+        operators: all operators so far; rows of the library's log contain indices into this list.
+        traces_backward: name the location of the forward operator for operators that autograd runs.
     """
 
     def __init__(self, library: FakeCuda) -> None:
@@ -148,13 +184,17 @@ class Device(TorchDispatchMode):
         self.library = library
         self.small = SMALL
         self.fake = FAKE
-        self.seen = PhaseStats()
+        self.stats = PhaseStats()
         self.operators: list[Operator] = []
         self._known_values: dict[int, torch.Tensor] = {}
-        self._shared: set[int] = set()  # page-locked memory that the device has read or written beside the host
+        self.traces_backward = False
+        self._location_by_sequence: dict[int, str] = {}
+        self._shared: set[int] = set()  # pinned memory that the device has accessed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.traces_backward and (location := location_of(sys._getframe(1))):
+            self._location_by_sequence[torch._C._autograd._get_sequence_nr() - 1] = location
         fakes = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)]
         target = kwargs.get("device")
         if not fakes and (target is None or torch.device(target).type != "cuda"):
@@ -173,7 +213,7 @@ class Device(TorchDispatchMode):
             if copied is not None:
                 return copied
         elif any(not isinstance(t, FakeTensor) and t.dim() for t in tensors_in((args, kwargs))):
-            self.seen.mixed[f"{name} in {self.location()}"] += 1
+            self.stats.mixed[f"{name} in {self.location()}"] += 1
         is_boolean_index = name in ("index", "index_put_", "index_put") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
@@ -182,7 +222,7 @@ class Device(TorchDispatchMode):
             or is_boolean_index
             or (name == "repeat_interleave" and func._overloadname == "Tensor")
         ):
-            self.seen.reads[f"{name} in {self.location()}"] += 1
+            self.stats.reads[f"{name} in {self.location()}"] += 1
         with self.fake:
             out = func(*args, **kwargs)
         self._record(func, name, args, kwargs, fakes, out)
@@ -192,46 +232,46 @@ class Device(TorchDispatchMode):
         return location_of(sys._getframe(2))
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Return the number of the storage of a tensor of the device."""
+        """Return the id of the storage of a tensor on the device."""
         storage_id: int = self.library.storage(tensor.untyped_storage()._cdata)
         return storage_id
 
     def pinned(self, tensor: torch.Tensor) -> int:
-        """Return a number for the place in page-locked memory where a tensor of the host begins; 0: it is elsewhere."""
+        """Return an id of the address in pinned memory where a host tensor starts; 0 if it is not in pinned memory."""
         if isinstance(tensor, FakeTensor) or not tensor.numel():
             return 0
         storage = tensor.untyped_storage().data_ptr()
         pinned_id: int = self.library.pinned(storage)
         return pinned_id and pinned_id * 2**40 + tensor.data_ptr() - storage
 
-    # What the host asks.
+    # Reads by the host.
 
     def _read(self, tensor: torch.Tensor, method: str) -> Any:
-        self.seen.reads[f"{method} in {self.location()}"] += 1
+        self.stats.reads[f"{method} in {self.location()}"] += 1
         self.library.log_event(EventType.HOST_STREAM, self.library.stream(), 0)
         return self.values_of(tensor).item()
 
     def record_host_read(self, tensor: torch.Tensor) -> None:
-        """Take note that the host reads a tensor of its own without an operator."""
+        """Record that the host reads a host tensor without calling an operator."""
         if self._shared and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
             pinned_id = self.pinned(tensor)
             if pinned_id in self._shared and pinned_id:
                 self.record_host_use("read", (pinned_id,))
 
     def tolist(self, tensor: torch.Tensor) -> Any:
-        """Return what ``tensor.tolist()`` gives."""
-        self.seen.reads[f"tolist in {self.location()}"] += 1
+        """Return ``tensor.tolist()`` and record the read."""
+        self.stats.reads[f"tolist in {self.location()}"] += 1
         self.library.log_event(EventType.HOST_STREAM, self.library.stream(), 0)
         return self.values_of(tensor).tolist()
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a tensor of the device, on the host: known ones where it is small, else ones."""
+        """Return the values of a device tensor on the host: known values if its storage is small, otherwise ones."""
         if tensor.untyped_storage().nbytes() > SMALL:
             return torch.ones(tensor.shape, dtype=tensor.dtype)
         return self._known_view(tensor)
 
     def _known_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the known numbers of a small storage as ``tensor`` has them."""
+        """Return a view of the known values of a small storage, with the shape and strides of ``tensor``."""
         storage_id = self.storage(tensor)
         nbytes, size = tensor.untyped_storage().nbytes(), tensor.element_size()
         known_bytes = self._known_values.get(storage_id)
@@ -241,10 +281,18 @@ class Device(TorchDispatchMode):
         flat = known_bytes[: known_bytes.numel() // size * size].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    # What moves between host and device.
+    def _forward_location(self) -> str:
+        """Return the location of the forward operator whose gradient is computed; "" without ``traces_backward``."""
+        node = torch._C._current_autograd_node() if self.traces_backward else None
+        if node is None:
+            return ""
+        location = self._location_by_sequence.get(node._sequence_nr(), "")
+        return f"{node.name()} of {location}"
+
+    # Copies between host and device.
 
     def _copy_across(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Return what a copy between host and device gives; None where it is none."""
+        """Copy between host and device; return the result, or None if both tensors are on the same side."""
         if name == "copy_":
             target, source = args[0], args[1]
             is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
@@ -276,9 +324,9 @@ class Device(TorchDispatchMode):
         location = self.location()
         direction = "to the device" if to_device else "to the host"
         if host_tensor.dim() and not (is_asynchronous and host_tensor.is_pinned()):
-            self.seen.blocking[f"{direction} in {location}"] += 1
+            self.stats.blocking[f"{direction} in {location}"] += 1
             if not to_device:
-                self.seen.reads[f"copy in {location}"] += 1
+                self.stats.reads[f"copy in {location}"] += 1
         pinned_id = self.pinned(host_tensor)
         self._shared.add(pinned_id)
         read, written = (
@@ -290,7 +338,7 @@ class Device(TorchDispatchMode):
         return out
 
     def _check_host_access(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Take note where the host looks at page-locked memory that the device reads or writes, or changes it."""
+        """Record host operators that read or write pinned memory which the device accesses as well."""
         if not self._shared or func.is_view:
             return
         pinned_ids = {
@@ -310,14 +358,14 @@ class Device(TorchDispatchMode):
         self.operators.append(Operator(name, location_of(sys._getframe(2)), reads, writes))
         self.library.log_event(EventType.OPERATOR, len(self.operators) - 1, HOST)
 
-    # What the device does.
+    # Operators on the device.
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, fakes: list[Any], out: Any) -> None:
         if func.is_view:
             return
         if name in NON_WRITING_OPERATORS:
             for output in tensors_in(out):
-                self.storage(output)  # of the stream that asks for the memory, which may not be the first to use it
+                self.storage(output)  # records the stream that allocates it, which may not be the first to use it
             return
         indices, names = written_arguments(func)
         written = [t for i in indices if i < len(args) for t in tensors_in(args[i])]
@@ -330,19 +378,32 @@ class Device(TorchDispatchMode):
         reads = known - (
             {storage_ids[id(t)] for t in written if id(t) in storage_ids} if name.endswith("zero_") else set()
         )
-        self._append_operator(name, tuple(reads), tuple(writes))
-        self.seen.launches[name] += 1
+        self._append_operator(name, tuple(reads), tuple(writes), bytes_moved(name, args, kwargs, written, outputs))
+        self.stats.launches[name] += 1
         if name in PRODUCTS and not all(map(is_aligned, tensors_in((args, kwargs, out)))):
-            self.seen.unaligned[f"{name} in {self.location()}"] += 1
+            self.stats.unaligned[f"{name} in {self.location()}"] += 1
         if all(t.untyped_storage().nbytes() <= SMALL for t in (*fakes, *outputs)):
             self._compute_known(func, args, kwargs, written, outputs)
 
-    def _append_operator(self, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        self.operators.append(Operator(name, location_of(sys._getframe(2)), reads, writes))
+    def launch_triton(self, kernel: str, args: Any, writes: Any, updates: Any) -> None:
+        """Record the launch of a Triton kernel, as ``megatron.triton_launch.hook``; nothing is computed."""
+        name = kernel.rpartition(":")[2]
+        tensors = list(tensors_in(args))
+        if not all(isinstance(t, FakeTensor) for t in tensors):
+            self.stats.mixed[f"{name} in {self.location()}"] += 1
+        written = {id(t) for t in writes}
+        reads = {self.storage(t) for t in tensors if id(t) not in written}
+        num_bytes = bytes_of(tensors) + bytes_of(updates)
+        self._append_operator(name, tuple(reads), tuple({self.storage(t) for t in (*writes, *updates)}), num_bytes)
+        self.stats.launches[name] += 1
+
+    def _append_operator(self, name: str, reads: tuple[int, ...], writes: tuple[int, ...], num_bytes: int = 0) -> None:
+        location = location_of(sys._getframe(2)) or self._forward_location()
+        self.operators.append(Operator(name, location, reads, writes, num_bytes))
         self.library.log_event(EventType.OPERATOR, len(self.operators) - 1, self.library.stream())
 
     def _compute_known(self, func: Any, args: Any, kwargs: Any, written: list[Any], outputs: list[Any]) -> None:
-        """Do the same with the known numbers."""
+        """Apply the operator to the known values."""
 
         def to_known(tensor: torch.Tensor) -> torch.Tensor:
             return self._known_view(tensor) if isinstance(tensor, FakeTensor) else tensor
@@ -352,11 +413,7 @@ class Device(TorchDispatchMode):
         }
         try:
             result = func(*map_tensors(args, to_known), **known_kwargs)
-        except (
-            RuntimeError,
-            NotImplementedError,
-            IndexError,
-        ):  # CUDA's own kernel, or unknown ids
+        except (RuntimeError, NotImplementedError, IndexError):  # an operator for CUDA only, or unknown indices
             return
         if not written:
             for tensor, values in zip(outputs, tensors_in(result), strict=False):

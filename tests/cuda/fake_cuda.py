@@ -1,7 +1,7 @@
-"""The device of fake_cuda.cpp: built once, and loaded ahead of torch, which then takes it for CUDA.
+"""Build and load the simulated device of fake_cuda.cpp, which torch uses as CUDA.
 
-``load()`` comes ahead of the first import of torch in a process, for torch asks only once what devices there are; the
-process can then do nothing with tensors of "cuda" but what a fake tensor can.
+A process must call ``load()`` before it imports torch, because torch queries devices only once. Tensors on "cuda" can
+then only be fake tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PRELOADED_LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so"
 
 
 class EventType(IntEnum):
-    """What a row of the log tells, and of which two numbers; as in fake_cuda.cpp."""
+    """Type of a row of the log, with the meaning of its two numbers; equal to the enumeration in fake_cuda.cpp."""
 
-    OPERATOR = 0  # number of the note
+    OPERATOR = 0  # index of the operator, stream
     RECORD = 1  # event, stream
     WAIT = 2  # event, stream
     HOST_STREAM = 3  # stream
     HOST_EVENT = 4  # event
     HOST_DEVICE = 5
     QUERY = 6  # event
-    MADE = 7  # storage, stream on which its memory was asked for
+    MADE = 7  # storage, stream that allocates it
     FREE = 8  # storage
     KEEP = 9  # storage, stream: Tensor.record_stream
 
@@ -43,10 +43,10 @@ def find_compiler() -> str | None:
 
 
 def build() -> Path:
-    """Return the library, which is compiled where there is none of this source and this torch.
+    """Return the path of the library; compile it unless it exists for this source and this version of torch.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails.
+        RuntimeError: no compiler is installed, or compilation fails.
     """
     release = importlib.metadata.version("torch")
     name = hashlib.sha256(SOURCE.read_bytes() + release.encode()).hexdigest()[:16]
@@ -55,7 +55,7 @@ def build() -> Path:
         return built
     compiler_path = find_compiler()
     if compiler_path is None:
-        raise RuntimeError("the device without CUDA needs a C++ compiler (g++ or $CXX), found none")
+        raise RuntimeError("the simulated device needs a C++ compiler (g++ or $CXX), found none")
     torch = _torch_folder()
     partial = built.with_suffix(f".{os.getpid()}")
     result = subprocess.run(
@@ -67,15 +67,15 @@ def build() -> Path:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if result.returncode:
-        raise RuntimeError(f"the device without CUDA cannot be compiled by {compiler_path}:\n{result.stderr[-4000:]}")
+        raise RuntimeError(f"the simulated device cannot be compiled by {compiler_path}:\n{result.stderr[-4000:]}")
     os.replace(partial, built)
     return built
 
 
 def load() -> FakeCuda:
-    """Make torch, which must not be imported yet, take this process for one with a GPU."""
+    """Load the library, so that torch, which must not be imported yet, finds a GPU."""
     if "torch" in sys.modules:
-        raise RuntimeError("the device without CUDA must be loaded ahead of torch, which is imported already")
+        raise RuntimeError("the simulated device must be loaded before torch, which is already imported")
     built = build()
     for name in PRELOADED_LIBRARIES:
         ctypes.CDLL(str(_torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
@@ -89,7 +89,7 @@ def _torch_folder() -> Path:
 
 
 class FakeCuda:
-    """The functions of the library."""
+    """Functions of the library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.log_event = library.fake_cuda_note
@@ -105,7 +105,7 @@ class FakeCuda:
         self._take = library.fake_cuda_take
 
     def take_log(self) -> list[tuple[int, int, int]]:
-        """Return the rows of the log so far, and empty it."""
+        """Return the rows of the log and clear it."""
         rows = (ctypes.c_int64 * (3 * self._length()))()
         self._take(rows)
         return list(zip(rows[0::3], rows[1::3], rows[2::3], strict=True))

@@ -1,15 +1,16 @@
-"""``torch.distributed`` on the device without CUDA: one process stands for its rank, the others are not there.
+"""``torch.distributed`` on the simulated device: most other ranks are simulated, too.
 
-| what | does |
+| element | implementation |
 |---|---|
-| a group | knows its ranks and the backend that was asked for |
-| NCCL | runs on a stream of its own for each communicator, behind what was given to the current stream; ``wait`` lets the current stream go on behind it |
-| gloo | is done at once |
-| sums | are this rank's numbers times the size; gathered parts are this rank's |
-| a broadcast, a message of the host | is sent where the other rank is a process, too: the stages of one pipeline are |
+| group | knows its ranks and the requested backend |
+| NCCL | uses one stream per communicator, which waits for the current stream; ``wait`` makes the current stream wait |
+| gloo | completes immediately |
+| sums | this rank's values times the group size |
+| gathered tensors | copies of this rank's tensor |
+| broadcasts, messages between hosts | sent to ranks that run as processes: the stages of one pipeline |
 
-What a backend cannot send is noted in ``wrong``.
-"""  # noqa: E501
+Tensors that a backend cannot send are recorded in ``wrong``.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +34,24 @@ from tests.cuda.device import Device, Operator, tensors_in
 from tests.cuda.fake_cuda import EventType
 
 FIRST_STREAM, FIRST_EVENT = 2**30, 2**40
-"""Numbers of NCCL's own streams and events, behind all others."""
+"""First ids of NCCL's streams and events, above all others."""
 COMPUTE_STREAM = 0
 SOURCES = {
     "all_reduce": (0,), "broadcast": (0,), "all_gather": (1,), "all_gather_into_tensor": (1,),
     "all_gather_single": (1,), "all_to_all_single": (1,), "reduce_scatter_tensor": (1,),
     "reduce_scatter_single": (1,), "reduce": (0,), "isend": (0,), "send": (0,), "irecv": (), "recv": (),
 }  # fmt: skip
-"""Which arguments a collective reads; all tensors of the first argument are written but for a send."""
+"""Indices of the arguments that a collective reads. It writes the tensors of the first argument, except for a send."""
 
 
 ORIGINAL = {
     name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")
 }
-"""torch's own functions."""
+"""Original functions of torch."""
 
 
 class PeerConnection:
-    """Messages to and from the process of another rank in one run, each under a key."""
+    """Messages to and from the process of another rank in one run, identified by keys."""
 
     def __init__(self, sock: socket.socket, run: int = 0) -> None:
         self._file, self._run = sock.makefile("rwb"), run
@@ -63,13 +64,13 @@ class PeerConnection:
     def receive(self, key: Any) -> Any:
         while not self._received[key]:
             run, message_key, value = pickle.load(self._file)
-            if run == self._run:  # else an earlier run left it
+            if run == self._run:  # otherwise a message of an earlier run
                 self._received[message_key].append(value)
         return self._received[key].popleft()
 
 
 class Work:
-    """An operation that was started; ``tensors`` are kept until it is waited for, as NCCL's are."""
+    """Handle of an asynchronous operation; like NCCL, it holds ``tensors`` until ``wait``."""
 
     def __init__(self, groups: Groups, event: int | None, tensors: Any = (), on_wait: Any = None) -> None:
         self._groups, self._event, self._tensors, self._on_wait = groups, event, tensors, on_wait
@@ -89,15 +90,15 @@ class Work:
 
 
 class Groups:
-    """What ``install`` puts in the place of torch's functions.
+    """Replacement of torch's collectives, installed by ``install``.
 
     Args:
-        connections: by rank, to those that are processes.
+        connections: connections to the ranks that run as processes, by rank.
 
     Attributes:
-        wrong: what a backend could not have sent: a tensor of the other device, or one that is not contiguous.
+        wrong: tensors that a backend cannot send: on the wrong device, or not contiguous.
         started: collectives by name and backend.
-        on_missing: given a tensor of the host that a rank sends which is no process; fills it.
+        on_missing: function that fills a host tensor which a simulated rank broadcasts.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Groups:
         self._events = itertools.count(FIRST_EVENT)
 
     def install(self) -> None:
-        """Let ``torch.distributed`` be this from now on."""
+        """Replace the functions of ``torch.distributed``."""
         init, new_group = ORIGINAL["init_process_group"], ORIGINAL["new_group"]
 
         def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +144,7 @@ class Groups:
         torch_api.split_world = lambda pairs, device, backend, *_: self._split(make_group, pairs, backend)
 
     def _split(self, make_group: Callable[..., Any], pairs: list[list[int]], backend: str) -> Any:
-        """Return the group of this rank among those of disjoint ``pairs``, or None."""
+        """Create a group for each of the disjoint ``pairs``; return the group of this rank, or None."""
         groups = [make_group(pair, backend=backend) for pair in pairs]
         self._count("split_group", None)
         return next((group for group, pair in zip(groups, pairs, strict=True) if self.rank in pair), None)
@@ -157,7 +158,7 @@ class Groups:
     def _ranks(self, group: Any) -> list[int]:
         return dist.get_process_group_ranks(group or dist.group.WORLD)
 
-    # Objects travel over the host.
+    # Objects.
 
     def _gather_objects(self, output: list[Any], value: Any, group: Any = None) -> None:
         self._count("all_gather_object", group)
@@ -218,11 +219,11 @@ class Groups:
         log_event(EventType.OPERATOR, len(self.device.operators) - 1, stream)
         log_event(EventType.RECORD, end_event, stream)
         work = Work(self, end_event, tensors, on_wait)
-        self._retained_works.append(work)  # what nobody waits for keeps its tensors
+        self._retained_works.append(work)  # works without a ``wait`` hold their tensors
         return work
 
     def _apply(self, name: str, args: Any, kwargs: Any, group: Any) -> Callable[[], None] | None:
-        """Give tensors the numbers that they get; return what is to be done when they are waited for."""
+        """Set the known values of a collective's outputs; return a function to be called by ``wait``, or None."""
         size = len(self._ranks(group))
         if name == "all_reduce":
             op = args[1] if len(args) > 1 else dist.ReduceOp.SUM

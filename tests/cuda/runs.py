@@ -1,4 +1,4 @@
-"""A run on the device without CUDA: the project's own start and engine, two steps, an evaluation, a copy for a save."""
+"""Training run on the simulated device: start, model and engine, two steps, an evaluation and a save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.config.batch import Share
 from megatron.models.registry import FAMILIES
 from megatron.mpu import data
 from megatron.ops import document_attention, flex_attention
-from megatron.training import capture, global_vars, initialize, setup, train_progress
+from megatron.training import capture, global_vars, initialize, kernel_rows, setup, train_progress
 from megatron.training.data import RunData
 from megatron.training.mock_data import mock_tokenizer, random_data
 from tests.cuda.device import Device, PhaseStats
@@ -45,7 +45,16 @@ PHASES = ("start", "build", "step 1", "step 2", "evaluation", "save")
 
 @dataclass
 class Outcome:
-    """What one rank has seen, by phase."""
+    """Result of one rank.
+
+    Attributes:
+        phases: events by phase.
+        wrong: tensors that a collective's backend cannot send.
+        started: collectives by name and backend.
+        faults: operators whose order on two streams is undefined.
+        loss: loss of the last step.
+        cpu_s: processor time of the run.
+    """
 
     phases: dict[str, PhaseStats] = field(default_factory=dict)
     wrong: Counter[str] = field(default_factory=Counter)
@@ -61,18 +70,18 @@ ORIGINAL_BROADCAST = data._broadcast
 
 
 def load_program(family: str) -> Any:
-    """Return the pretrain program of a family."""
+    """Return the module of a family's pretraining program."""
     folder = ROOT if family in ("gpt2", "t5") else ROOT / "examples" / family
     sys.path.insert(0, str(folder))
     return importlib.import_module(f"pretrain_{family}")
 
 
 def import_all() -> None:
-    """Import what runs import by themselves, once for all that are forked."""
+    """Import the modules that runs need, before the process forks."""
     import deepspeed.pipe
     import torch._dynamo  # noqa: F401
 
-    deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # of a compiler that costs 3 s to import
+    deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # it imports a compiler, which takes 3 s
     for family in FAMILIES:
         load_program(family)
         for module_path in (
@@ -86,12 +95,12 @@ def import_all() -> None:
 
 
 RESTORED_PACKAGES = ("megatron", "tds", "deepspeed", "torch.distributed")
-"""Packages whose modules a run leaves something in."""
+"""Packages whose modules a run changes."""
 
 
 @contextlib.contextmanager
 def restore_state(library: FakeCuda) -> Iterator[None]:
-    """Put back behind a run what it leaves in modules, in torch and in the environment, for the next one."""
+    """Restore the state of modules, torch and the environment after a run."""
     modules = [
         m for name, m in list(sys.modules.items()) if f"{name}.".startswith(tuple(f"{p}." for p in RESTORED_PACKAGES))
     ]
@@ -127,7 +136,7 @@ def restore_state(library: FakeCuda) -> Iterator[None]:
 
 
 def replace_parameter(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None:
-    """Let ``parameter`` be ``fake`` and stay the object that it is, with the attributes that it has."""
+    """Replace the tensor of ``parameter`` by ``fake``; the object and its attributes stay the same."""
     tensor_class, attributes = type(fake), dict(fake.__dict__)
     torch._C._swap_tensor_impl(parameter, fake)
     parameter.__class__ = tensor_class if tensor_class is FakeTensor else torch.nn.Parameter
@@ -135,7 +144,7 @@ def replace_parameter(parameter: torch.nn.Parameter, fake: torch.Tensor) -> None
 
 
 def set_parameter_tensor(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Let ``parameter`` hold ``tensor``, as ``megatron.device.replace_data`` does."""
+    """Set the tensor of ``parameter``, as ``megatron.device.replace_data`` does."""
     if isinstance(parameter, FakeTensor) == isinstance(tensor, FakeTensor):
         parameter.data = tensor
         return
@@ -143,7 +152,7 @@ def set_parameter_tensor(parameter: torch.nn.Parameter, tensor: torch.Tensor) ->
 
 
 def move_module(module: torch.nn.Module, target: torch.device) -> None:
-    """Put ``module`` on the device, as ``tds.device.move`` does where ``Parameter.data`` can be set."""
+    """Move ``module`` to ``target`` in place; replaces ``tds.device.move``, which sets ``Parameter.data``."""
     for parameter in module.parameters():
         if not isinstance(parameter, FakeTensor):
             replace_parameter(parameter, torch.nn.Parameter(parameter.detach().to(target), parameter.requires_grad))
@@ -154,7 +163,7 @@ def move_module(module: torch.nn.Module, target: torch.device) -> None:
 
 
 def fake_module_to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Take the place of ``Module.to``, which would put other objects in the place of the parameters."""
+    """Move ``module`` in place; replaces ``Module.to``, which would create new parameter objects for fake tensors."""
     target = next((torch.device(arg) for arg in args if isinstance(arg, (str, torch.device))), None)
     if target is not None and target.type == "cuda":
         move_module(module, target)
@@ -162,7 +171,7 @@ def fake_module_to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.
 
 
 class Run:
-    """One rank of a run."""
+    """Run of one rank."""
 
     def __init__(self, library: FakeCuda, case: Any, rank: int, connections: dict[int, PeerConnection]) -> None:
         self.case, self.rank = case, rank
@@ -173,16 +182,16 @@ class Run:
         self.shapes: dict[str, torch.Size] = {}
 
     def fill_shapes(self, table: torch.Tensor) -> None:
-        """Fill what the first tensor rank would tell, which is no process: the shapes of the tensors of a batch."""
+        """Fill ``table`` with the shapes of a batch's tensors, as a message from the first tensor rank would."""
         for row, name in zip(table, self.names, strict=True):
             shape = self.shapes[name]
             row[: len(shape)] = torch.tensor(shape)
 
     def phase(self, name: str) -> None:
-        self.device.seen = self.outcome.phases[name] = PhaseStats()
+        self.device.stats = self.outcome.phases[name] = PhaseStats()
 
     def execute(self) -> Outcome:
-        """Do all phases."""
+        """Run all phases."""
         self._start_cpu_s = time.process_time()
         self.groups.install()
         _patch(self)
@@ -230,7 +239,7 @@ class Run:
         self._save(capture.capture(progress, fingerprint=None, **state).records)
 
     def _save(self, records: list[Any]) -> None:
-        """Copy as for ``--async-save``, and look at the copies; then write as a save that is waited for."""
+        """Copy ``records`` as ``--async-save`` does and read the copies, then write a file as a blocking save does."""
         copies, _ = StagingBuffer().copy(records)
         for copy in copies:
             if copy.is_owner and not copy.tensor.is_meta:
@@ -241,7 +250,7 @@ class Run:
 
 
 def create_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.tensor``, which copies numbers to the device and waits."""
+    """Return ``torch.tensor`` or ``torch.as_tensor`` with a blocking copy to the device."""
 
     def make(values: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         tensor = original(values, *args, **kwargs)
@@ -254,9 +263,9 @@ def gpu_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Return ``scaled_dot_product_attention`` by the kernel that a GPU has for it, of which a CPU build has the shapes.
+    """Apply ``scaled_dot_product_attention`` by the kernel that CUDA selects, whose shape function a CPU build has.
 
-    16-bit numbers without a mask go to flash attention, all others to the memory-efficient kernel.
+    This is flash attention for 16-bit tensors without a mask, otherwise the memory-efficient kernel.
     """
     if enable_gqa:
         num_repeats = query.shape[1] // key.shape[1]
@@ -275,7 +284,7 @@ def gpu_attention(
 
 
 def watch_reads(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``original``, a method of tensors by which the host reads them, under the watch of ``device``."""
+    """Return the tensor method ``original``, by which the host reads values, such that ``device`` records the reads."""
 
     def watched_read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         device.record_host_read(tensor)
@@ -284,31 +293,21 @@ def watch_reads(device: Device, original: Callable[..., Any]) -> Callable[..., A
     return watched_read
 
 
-def _patch(run: Run) -> None:
-    """Put aside what fake tensors cannot do: a parameter's ``data`` cannot be a fake tensor where it was none."""
-    setup.move = move_module
-    device.replace_data = set_parameter_tensor
+def patch_torch(device: Device) -> None:
+    """Replace functions of torch and of the project that fake tensors or a CPU build of torch do not support."""
     for name in ORIGINAL_CONSTRUCTORS:
         setattr(torch, name, create_on_host(ORIGINAL_CONSTRUCTORS[name]))
-
-    def broadcast(names: list[str], *args: Any) -> Any:
-        run.names = names
-        return ORIGINAL_BROADCAST(names, *args)
-
-    data._broadcast = broadcast
-    run.groups.on_missing = run.fill_shapes
-    initialize.rendezvous = lambda *_: None
     torch.nn.Module.to = fake_module_to
-    for name, read in READ_METHODS.items():  # which no operator stands for
-        setattr(torch.Tensor, name, watch_reads(run.device, read))
-    FakeTensor.tolist = lambda tensor: run.device.tolist(tensor)
-    FakeTensor.data_ptr = lambda tensor: run.device.storage(tensor) * 2**40 + tensor.storage_offset()
+    for name, read in READ_METHODS.items():  # methods that call no operator
+        setattr(torch.Tensor, name, watch_reads(device, read))
+    FakeTensor.tolist = lambda tensor: device.tolist(tensor)
+    FakeTensor.data_ptr = lambda tensor: device.storage(tensor) * 2**40 + tensor.storage_offset()
     torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         if attn_mask is not None:
-            stats = run.device.seen
-            stats.masks[run.device.location()] += 1
+            stats = device.stats
+            stats.masks[device.location()] += 1
             stats.largest_mask = max(stats.largest_mask, attn_mask.numel())
         return gpu_attention(query, key, value, attn_mask, *args, **kwargs)
 
@@ -317,13 +316,30 @@ def _patch(run: Run) -> None:
     def block_attention(
         query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
     ) -> Any:
-        run.device.seen.by_blocks.append(sum(x.numel() for x in block_mask.as_tuple() if isinstance(x, torch.Tensor)))
+        device.stats.block_mask_sizes.append(
+            sum(x.numel() for x in block_mask.as_tuple() if isinstance(x, torch.Tensor))
+        )
         return gpu_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)  # Triton's has these shapes
 
-    def can_use_flash(parameters: Any) -> bool:  # a CPU build of torch denies all
+    def can_use_flash(parameters: Any) -> bool:  # a CPU build of torch returns False for all
         return parameters.query.dtype in (torch.bfloat16, torch.float16)
 
     document_attention.can_use_flash_attention = can_use_flash
-    document_attention.has_triton = lambda: True
-    triton_launch.has_triton = lambda: False
+    document_attention.has_triton = triton_launch.has_triton = kernel_rows.has_triton = lambda: True
+    triton_launch.hook = device.launch_triton
     flex_attention.flexible_attention = block_attention
+
+
+def _patch(run: Run) -> None:
+    """Replace the functions of the project by which ``run`` differs from a run on a GPU."""
+    patch_torch(run.device)
+    setup.move = move_module
+    device.replace_data = set_parameter_tensor  # ``parameter.data`` of a real parameter cannot be a fake tensor
+
+    def broadcast(names: list[str], *args: Any) -> Any:
+        run.names = names
+        return ORIGINAL_BROADCAST(names, *args)
+
+    data._broadcast = broadcast
+    run.groups.on_missing = run.fill_shapes
+    initialize.rendezvous = lambda *_: None

@@ -1,4 +1,4 @@
-"""Documents kept apart on the device without CUDA: by lengths that no host reads, with no mask of s x s."""
+"""Separate documents on the simulated device: no host reads, and no mask of s x s."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BLOCKS = -(-SEQ_LENGTH // BLOCK)
 
 
 def mark_slow_except(first: str, names: Iterable[str]) -> list[Any]:
-    """Return the cases, all but one of them slow."""
+    """Return the cases; all except ``first`` are marked slow."""
     return [pytest.param(name, id=name, marks=[] if name == first else pytest.mark.slow) for name in names]
 
 
@@ -63,7 +63,7 @@ def test_varlen_attention_runs_without_host_reads(worker: Worker, name: str) -> 
         assert step.launches[f"{KERNEL}_backward"] == case.gas * layers
         assert step.launches["scatter_"] == case.gas, "one plan for all layers of a stage"
         assert 0 < step.largest_mask <= ROWS * SEQ_LENGTH * 2 * SHORT, (
-            "only short documents have one, of the keys close by"
+            "only short documents have a mask, limited to nearby keys"
         )
 
 
@@ -76,9 +76,9 @@ def test_unsupported_cases_use_block_attention_without_mask(worker: Worker, name
         step = outcome.phases["step 2"]
         assert not step.blocking and not step.mixed and not outcome.faults and not step.masks
         assert {location: n for location, n in step.reads.items() if n > STEADY_READS.get(location, 0)} == {}
-        assert len(step.by_blocks) == case.gas * layers * num_runs and not step.launches[KERNEL]
+        assert len(step.block_mask_sizes) == case.gas * layers * num_runs and not step.launches[KERNEL]
         assert step.launches["argsort"] + step.launches["sort"] == 2 * case.gas, "one plan for all layers of a stage"
-        assert max(step.by_blocks) <= ROWS * 4 * (BLOCKS**2 + BLOCKS)
+        assert max(step.block_mask_sizes) <= ROWS * 4 * (BLOCKS**2 + BLOCKS)
 
 
 @pytest.mark.parametrize("name", mark_slow_except("dropout", MASK_CASES))
@@ -86,4 +86,4 @@ def test_cases_without_kernel_use_dense_mask(worker: Worker, name: str) -> None:
     family, extra = MASK_CASES[name]
     (outcome,) = worker.run(make_case(family, f"{extra} --num-layers 1", (1, (0,)))._replace(runs_all_phases=False))
     step = outcome.phases["step 2"]
-    assert step.masks and not step.launches[KERNEL] and not step.by_blocks
+    assert step.masks and not step.launches[KERNEL] and not step.block_mask_sizes

@@ -1,4 +1,4 @@
-"""Which kernels a step launches: few of them, and none of chance."""
+"""Kernels of a training step: their number, and determinism."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from tests.cuda.cases import flags
 from tests.cuda.worker import Case, Worker
 
 MAX_LAUNCHES = {"gpt2": 60, "llama": 145}
-"""Launches of one more layer in a step of one micro-batch, those of its norm and update included; RMSNorm and the
-gradient of SiLU, each a kernel on a GPU, are some thirty here, for fake tensors take them apart."""
+"""Maximum launches per layer in a step of one micro-batch, including the gradient norm and the optimizer."""
 NONDETERMINISTIC = {
     "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward",
     "avg_pool3d_backward",
@@ -23,11 +22,11 @@ NONDETERMINISTIC = {
     "_ctc_loss_backward", "_embedding_bag_dense_backward", "put_", "histc", "bincount", "kthvalue", "median",
     "grid_sampler_2d_backward", "grid_sampler_3d_backward", "cumsum", "scatter_reduce", "resize_",
 }  # fmt: skip
-"""Operators that ``torch.use_deterministic_algorithms`` refuses on CUDA, of which ``median`` and ``cumsum`` in part."""
+"""Operators that ``torch.use_deterministic_algorithms`` rejects on CUDA, ``median`` and ``cumsum`` only in part."""
 
 
 def run_second_step(worker: Worker, family: str, layers: int) -> Any:
-    """Return what the second step has seen, of one micro-batch in one process, under ``--deterministic``."""
+    """Return the events of the second step with one micro-batch, one rank and ``--deterministic``."""
     case = Case(family, flags(family, "--bf16 --deterministic --gas 1", layers), 1, (0,), gas=1, runs_all_phases=False)
     return worker.run(case)[0].phases["step 2"]
 

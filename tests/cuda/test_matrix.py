@@ -1,4 +1,4 @@
-"""Every family in every layout on the device without CUDA: two steps, an evaluation, both ways to save."""
+"""Every family in every layout on the simulated device: two steps, an evaluation and a save."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from tests.cuda.cases import all_layouts, all_pairs, all_rows, make_case, named_
 from tests.cuda.worker import Case, Worker
 
 FIRST_STEP_READS = {
-    "tolist in tds/loss_reduction.py:read": 1,  # losses and gradient norm at once: the one read of every step
-    "tolist in tds/bucket_reducer.py:_agree": 2,  # the order of the buckets, once in a run
+    "tolist in tds/loss_reduction.py:read": 1,  # losses and gradient norm in one copy, once per step
+    "tolist in tds/bucket_reducer.py:_agree": 2,  # the order of the buckets, once per run
 }
 STEADY_READS = {"tolist in tds/loss_reduction.py:read": 1}
 MASKED_FAMILIES = {"t5", "mpt", "bert"}
-"""Families whose attention has a bias, or padding."""
+"""Families whose attention has a bias or padding."""
 READ_BUDGET = {"step 1": FIRST_STEP_READS, "step 2": STEADY_READS, "evaluation": STEADY_READS}
-"""Phase -> what makes the host wait for the device, and how often at most. A new line needs a reason."""
+"""Phase -> operations for which the host waits for the device -> maximum number. A new line needs a reason."""
 
 
 def check_outcomes(case: Case, outcomes: list[Any]) -> None:
-    """Check what every run must hold to."""
+    """Check the requirements for all runs: host reads, copies, order of streams, alignment and masks."""
     for rank, outcome in zip(case.ranks, outcomes, strict=True):
-        assert not outcome.wrong, "a backend cannot send this"
-        assert not outcome.faults, "the order of two streams is left to chance"
+        assert not outcome.wrong, "a backend cannot send these tensors"
+        assert not outcome.faults, "the order of two streams is undefined"
         for phase, budget in READ_BUDGET.items():
             excess_reads = {
                 location: n for location, n in outcome.phases[phase].reads.items() if n > budget.get(location, 0)
             }
             assert not excess_reads, f"the host waits for the device in {phase}, on rank {rank}"
         for phase in ("step 2", "evaluation"):
-            assert not outcome.phases[phase].blocking, f"a copy holds the host in {phase}, on rank {rank}"
+            assert not outcome.phases[phase].blocking, f"a copy blocks the host in {phase}, on rank {rank}"
         mixed = {phase: dict(stats.mixed) for phase, stats in outcome.phases.items() if stats.mixed}
-        assert not mixed, "an operator of the device is given a tensor of the host"
+        assert not mixed, "an operator on the device has an input on the host"
         step = outcome.phases["step 2"]
-        assert step.reads["tolist in tds/loss_reduction.py:read"] == 1, "the watch sees nothing"
-        assert not step.unaligned, "cuBLAS takes slow kernels for these"
-        assert bool(step.masks) == (case.family in MASKED_FAMILIES), "with a mask attention is not the fast kernel"
+        assert step.reads["tolist in tds/loss_reduction.py:read"] == 1, "the read of the losses was not recorded"
+        assert not step.unaligned, "cuBLAS uses slow kernels for these products"
+        assert bool(step.masks) == (case.family in MASKED_FAMILIES), (
+            "attention with a mask does not use the fast kernel"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` and ``torch.accelerator`` say of the device without CUDA; nothing but answers."""
+"""Functions of ``torch.cuda`` and ``torch.accelerator`` that describe the simulated device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 TOTAL_BYTES = 140 * 2**30
 PROPERTIES = types.SimpleNamespace(
-    name="a device without CUDA", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132,
+    name="simulated CUDA device", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132,
     uuid=None, pci_domain_id=0, pci_bus_id=0, pci_device_id=0,
 )  # fmt: skip
 ANSWERS: dict[str, Any] = {
@@ -35,7 +35,7 @@ def returning(value: Any) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Let torch answer so from now on."""
+    """Replace the functions of torch for the rest of the process."""
     cuda, accelerator = torch.cuda, torch.accelerator
     for name, value in ANSWERS.items():
         setattr(cuda, name, returning(value))

@@ -1,7 +1,7 @@
-"""Two processes with the device without CUDA, for the first and the second rank of a case, which take case after case.
+"""Two processes with the simulated device, for the first and the second rank of a case; they run many cases.
 
-``python -m tests.cuda.worker`` imports all that a run needs and forks once. Each process reads pickled requests, a case
-and the number of the run, and answers with the outcome or with a traceback; behind one of these both end.
+``python -m tests.cuda.worker`` imports all modules of a run and forks once. Each process reads pickled requests (a case
+and the index of the run) and answers with the outcome or with a traceback. Both exit after a traceback.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import IO, Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
 MAX_RANKS = 2
-"""Of a case that are processes."""
+"""Maximum number of ranks of a case that run as processes."""
 GONE = "gone"
-"""A rank's words that the other one, or its process, is not there."""
+"""Start of an answer if the other rank, or its own process, has exited."""
 
 
 class Case(NamedTuple):
-    """One run.
+    """Training run.
 
     Args:
         size: number of ranks.
@@ -44,16 +44,30 @@ class Case(NamedTuple):
     runs_all_phases: bool = True
 
 
+class CostCase(NamedTuple):
+    """Request to count the kernels of one layer at full size, or of the chunked loss.
+
+    Args:
+        name: key of ``layer_cost.SHAPES``, or "loss".
+        extra: further flags of the layer.
+    """
+
+    name: str
+    extra: str = ""
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+
+
 class Failed(AssertionError):
-    """A rank of a case has failed; the text is its traceback."""
+    """A rank of a case failed; the text is its traceback."""
 
 
 class Worker:
-    """The processes, as a test run sees them; a ``with`` block ends them."""
+    """Handle of both processes; the end of a ``with`` block stops them."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._files: list[tuple[IO[bytes], IO[bytes]]] = []  # of each process: requests, answers
+        self._files: list[tuple[IO[bytes], IO[bytes]]] = []  # (requests, answers) of each process
         self._run_idx = 0
 
     def __enter__(self) -> Worker:
@@ -62,11 +76,11 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self._stop()
 
-    def run(self, case: Case) -> list[Any]:
-        """Return what each rank of ``case`` has seen.
+    def run(self, case: Case | CostCase) -> list[Any]:
+        """Return the outcome of each rank of ``case``, or the cost of a ``CostCase``.
 
         Raises:
-            Failed: of a rank.
+            Failed: a rank raised an exception.
         """
         if self._process is None:
             self._start()
@@ -112,19 +126,21 @@ def _answer(answers: IO[bytes]) -> Any:
 
 
 def serve(fds: list[int]) -> None:
-    """Load the device, import, become two processes and answer requests; ``fds`` are theirs of the pipes."""
+    """Load the device, import all modules, fork and answer requests; ``fds`` are the ends of the pipes."""
     from tests.cuda import fake_cuda
 
     library = fake_cuda.load()
-    os.dup2(2, 1)  # DeepSpeed talks
+    os.dup2(2, 1)  # DeepSpeed prints to stdout
     from tests.cuda import torch_cuda
 
     torch_cuda.install()
-    from tests.cuda import runs
+    from tests.cuda import fused_operators, runs
+
+    fused_operators.install()
 
     runs.import_all()
     gc.freeze()
-    gc.disable()  # what is left in cycles is freed between runs
+    gc.disable()  # garbage is collected between runs
     sockets = socket.socketpair()
     child_pid = os.fork()
     process_idx = 0 if child_pid else 1
@@ -151,7 +167,8 @@ def serve(fds: list[int]) -> None:
 
 
 def _outcome(library: Any, case: Case, run_idx: int, process_idx: int, sock: socket.socket) -> Any:
-    """Return what the rank of this process has seen, or a traceback."""
+    """Return the outcome of this process's rank, or a traceback."""
+    from tests.cuda import layer_cost
     from tests.cuda.groups import PeerConnection
     from tests.cuda.runs import Run, restore_state
 
@@ -162,6 +179,8 @@ def _outcome(library: Any, case: Case, run_idx: int, process_idx: int, sock: soc
         with restore_state(library):
             os.environ.update({name: str(value) for name, value in rank_environment.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+            if isinstance(case, layer_cost.CostCase):  # not this module's class, which is __main__'s in this process
+                return layer_cost.measure(library, case)
             return Run(library, case, rank, peers).execute()
     except BaseException as error:
         return f"{GONE if isinstance(error, EOFError) else 'failed'}: {traceback.format_exc()}"

@@ -1,0 +1,64 @@
+"""Budgets on the kernel launches and the memory traffic of layers and of the loss."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.cuda.device import bytes_moved
+from tests.cuda.worker import CostCase, Worker
+
+
+class Budget(NamedTuple):
+    """Upper bounds of forward and backward together: ``Cost.units`` and ``Cost.launches`` of ``layer_cost``."""
+
+    units: float
+    launches: int
+
+
+BUDGETS = {
+    "llama-7b": Budget(177, 57),
+    "gpt2-1.3b": Budget(57.1, 17),
+    "llama-3-8b": Budget(156.5, 62),
+    "moe": Budget(341, 109),
+    "loss": Budget(39, 92),
+}
+"""Case -> bytes moved, in bf16 tensors [s, b, h] or for the loss per logit, and launches; see ``layer_cost.SHAPES``."""
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_layer_stays_within_budget(worker: Worker, name: str) -> None:
+    (cost,) = worker.run(CostCase(name))
+    assert (cost.units <= BUDGETS[name].units, cost.launches <= BUDGETS[name].launches) == (True, True), (
+        f"{cost.units:.1f} units, {cost.launches} launches; python -m tests.cuda {name} lists the kernels"
+    )
+    assert cost.forward.num_products
+
+
+def test_triton_kernels_are_counted(worker: Worker) -> None:
+    plain, dropped = (worker.run(CostCase("gpt2-1.3b", f"--hidden-dropout {rate}"))[0] for rate in (0, 0.1))
+    assert dropped.count("dropout_kernel") == 4 and not plain.count("dropout_kernel")
+    assert dropped.launches == plain.launches + 4
+    assert dropped.units == pytest.approx(plain.units + 8)  # each launch reads and writes one tensor
+
+
+def make_bytes(operator: Any, *args: Any, written: int = 0) -> int:
+    """Return ``bytes_moved`` of an operator whose first ``written`` arguments are written."""
+    output = operator(*args)
+    outputs = [] if written else [output]
+    return bytes_moved(operator.__name__, args, {}, list(args[:written]), outputs)
+
+
+def test_bytes_of_operators() -> None:
+    x, y, row = torch.ones(4, 8), torch.ones(4, 8), torch.ones(8)
+    idx = torch.zeros(4, 1, dtype=torch.int64)
+    assert make_bytes(torch.add, x, y) == 3 * 128
+    assert make_bytes(torch.add, x, x) == 2 * 128
+    assert make_bytes(torch.add, x, row) == make_bytes(torch.add, x, row.expand(4, 8)) == 2 * 128 + 32
+    assert make_bytes(torch.Tensor.add_, x, y, written=1) == 3 * 128
+    assert make_bytes(torch.Tensor.copy_, x, y, written=1) == 2 * 128
+    assert make_bytes(torch.Tensor.zero_, x, written=1) == 128
+    assert make_bytes(torch.gather, x, 1, idx) == 4 * 8 + 2 * 16
+    assert make_bytes(torch.Tensor.scatter_add_, x, 1, idx, torch.ones(4, 1), written=1) == 4 * 8 + 3 * 16
