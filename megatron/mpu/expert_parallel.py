@@ -38,8 +38,8 @@ class Exchange:
     Attributes:
         group: expert-parallel group.
         send_counts, receive_counts: number of rows sent to and received from each rank.
-        order: indices that sort the received rows, which arrive in the order of senders, by expert.
-        inverse_order: position of each received row after sorting: the inverse of ``order``.
+        order: int32 indices that sort the received rows, which arrive in the order of senders, by expert.
+        inverse_order: position of each received row after sorting, int32: the inverse of ``order``.
         counts: number of rows of each of this rank's experts, int64.
         row_counts: ``counts`` on the host.
     """
@@ -61,10 +61,7 @@ class Exchange:
         local_counts = counts_by_rank[:, group.rank]  # [sender, E/n]
         host_counts = torch.cat([counts_by_rank[group.rank].sum(1), local_counts.sum(1), local_counts.sum(0)]).tolist()
         send_counts, receive_counts = host_counts[: group.size], host_counts[group.size : 2 * group.size]
-        expert_ids = torch.arange(local_counts.shape[1], device=counts.device).repeat(group.size)
-        experts = expert_ids.repeat_interleave(local_counts.reshape(-1), output_size=sum(receive_counts))
-        order = experts.sort(dim=0, stable=True).indices
-        inverse_order = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        order, inverse_order = block_orders(local_counts, sum(receive_counts))
         return cls(
             group, send_counts, receive_counts, order, inverse_order, local_counts.sum(0), host_counts[2 * group.size :]
         )
@@ -88,6 +85,28 @@ class Exchange:
     def combine_without_grad(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply ``combine`` without autograd."""
         return _all_to_all(rows.index_select(0, self.inverse_order), self.receive_counts, self.send_counts, self.group)
+
+
+def block_orders(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the permutation from blocks in the order (sender, expert) to (expert, sender), and its inverse.
+
+    All rows of a block move by the same number of positions.
+
+    Args:
+        counts: number of rows of each block, [sender, expert].
+        num_rows: number of all rows, known on the host.
+
+    Shapes:
+        outputs int32 [num_rows] each
+    """
+    by_sender, by_expert = counts.reshape(-1), counts.t().reshape(-1)
+    starts = (by_sender.cumsum(0) - by_sender).view_as(counts)  # [sender, expert]
+    new_starts = (by_expert.cumsum(0) - by_expert).view_as(counts.t()).t()
+    moves = (new_starts - starts).to(torch.int32)
+    moves_by_sender = moves.reshape(-1).repeat_interleave(by_sender, output_size=num_rows)
+    moves_by_expert = moves.t().reshape(-1).repeat_interleave(by_expert, output_size=num_rows)
+    positions = torch.arange(num_rows, dtype=torch.int32, device=counts.device)
+    return positions - moves_by_expert, positions + moves_by_sender
 
 
 def _all_to_all(rows: torch.Tensor, send_counts: list[int], receive_counts: list[int], group: Group) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.ops.stacked_weights import stacked
+
 # Routing of rows to slots and of results back to choices.
 #
 # | function | forward | backward |
@@ -28,8 +30,8 @@ class Slots:
     accept tensors with all n k slots as well as tensors without the slots of dropped choices.
 
     Attributes:
-        order: choice in each slot, [n k].
-        slot_of_choice: slot of each choice, [n k]; n k for a dropped choice.
+        order: choice in each slot, int32 [n k].
+        slot_of_choice: slot of each choice, int32 [n k]; n k for a dropped choice.
         counts: number of slots of each expert, [E], int64; dropped choices are not counted.
         num_choices: number k of choices per row.
         has_dropped: whether choices may have been dropped.
@@ -48,13 +50,25 @@ class Slots:
         Args:
             has_dropped: an expert index equal to ``num_experts`` marks a dropped choice.
         """
-        flat = experts.reshape(-1)
-        order = flat.sort(dim=0, stable=True).indices
-        slot_of_choice = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        counts = count_rows(flat, num_experts + has_dropped)[:num_experts]
+        keys = experts.reshape(-1).to(_key_dtype(num_experts))
+        sorted_keys, order = keys.sort(dim=0, stable=True)
+        slots = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
+        slot_of_choice = torch.empty_like(slots).scatter_(0, order, slots)
+        starts = torch.searchsorted(sorted_keys, torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device))
         if has_dropped:
-            slot_of_choice = slot_of_choice.masked_fill_(flat == num_experts, flat.numel())
-        return cls(order, slot_of_choice, counts, experts.shape[-1], has_dropped)
+            slot_of_choice = slot_of_choice.masked_fill_(keys == num_experts, keys.numel())
+        return cls(order.to(torch.int32), slot_of_choice, starts.diff(), experts.shape[-1], has_dropped)
+
+
+def _key_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest dtype of the expert indices and ``num_experts``: a GPU sorts one byte of the keys per pass.
+
+    The sort of up to 255 experts is therefore one counting pass. It moves less memory than cumulative sums of one-hot
+    vectors, which have E elements per choice.
+    """
+    if num_experts <= torch.iinfo(torch.uint8).max:
+        return torch.uint8
+    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def count_rows(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -116,7 +130,10 @@ class _Combine(torch.autograd.Function):
 # | implementation | products | counts |
 # |---|---|---|
 # | loop | one for each expert with rows | on the host, which waits for the device unless it knows them |
-# | grouped | ``torch.nn.functional.grouped_mm`` after stacking the weights | on the device |
+# | grouped | ``torch.nn.functional.grouped_mm`` of the stacked weights | on the device |
+#
+# ``grouped_mm`` returns gradients in the dtype of its factors and cannot add them to a tensor. The weights' gradients
+# are therefore accumulated by autograd, also with --gradient-accumulation-fusion.
 
 LOOP, GROUPED = "loop", "grouped"
 IMPLEMENTATION: str | None = None
@@ -131,13 +148,18 @@ def select_implementation(x: torch.Tensor, output_size: int) -> str:
     The grouped product is used for bf16 on CUDA if ``x`` has rows and both sizes are multiples of
     ``ALIGNED_ELEMENTS``, which CUDA's kernel requires.
     """
-    if x.dtype == torch.float64 or not hasattr(F, "grouped_mm") or not len(x):
-        return LOOP
-    if x.shape[1] % ALIGNED_ELEMENTS or output_size % ALIGNED_ELEMENTS:
-        return LOOP
+    return GROUPED if len(x) and is_grouped(x, x.shape[1], output_size) else LOOP
+
+
+def is_grouped(tensor: torch.Tensor, input_size: int, output_size: int) -> bool:
+    """Return True if products of rows in the dtype and on the device of ``tensor`` are grouped."""
+    if tensor.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
+        return False
+    if input_size % ALIGNED_ELEMENTS or output_size % ALIGNED_ELEMENTS:
+        return False
     if IMPLEMENTATION is not None:
-        return IMPLEMENTATION
-    return GROUPED if x.device.type == "cuda" and x.dtype == torch.bfloat16 else LOOP
+        return IMPLEMENTATION == GROUPED
+    return tensor.device.type == "cuda" and tensor.dtype == torch.bfloat16
 
 
 DeferredGrad = Callable[[], None]
@@ -150,6 +172,7 @@ def grouped_linear(
     counts: torch.Tensor,
     deferred: list[DeferredGrad] | None = None,
     row_counts: list[int] | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``x W_e^T`` for the rows of each weight. A weight without rows gets a gradient of zeros.
 
@@ -159,6 +182,7 @@ def grouped_linear(
         deferred: list to which backward appends a function that computes the weights' gradients; None: backward
             computes them.
         row_counts: ``counts`` on the host, if known; otherwise the loop waits for the device.
+        ends: ``ends_of(counts)``, if known.
 
     Shapes:
         x       [m, input_size], sorted by weight
@@ -167,29 +191,35 @@ def grouped_linear(
         output  [m, output_size]
     """
     implementation = select_implementation(x, weights[0].shape[0])
-    if implementation == LOOP and row_counts is None:
-        row_counts = counts.tolist()
-    return _GroupedLinear.apply(x, counts, row_counts, implementation, deferred, *weights)
+    if implementation == GROUPED:
+        return _GroupedLinear.apply(x, ends_of(counts) if ends is None else ends, None, deferred, *weights)
+    return _GroupedLinear.apply(x, None, counts.tolist() if row_counts is None else row_counts, deferred, *weights)
+
+
+def ends_of(counts: torch.Tensor) -> torch.Tensor:
+    """Return the index after the last row of each expert, int32 [E], given the number of its rows."""
+    return counts.cumsum(0).to(torch.int32)
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """The products of ``grouped_linear``: grouped if ``ends`` is given, otherwise a loop over ``row_counts``."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        counts: torch.Tensor,
+        ends: torch.Tensor | None,
         row_counts: list[int] | None,
-        implementation: str,
         deferred: list[DeferredGrad] | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.row_counts = row_counts if implementation == LOOP else None
+        ctx.ends, ctx.row_counts = ends, row_counts
         ctx.deferred, ctx.leaves = deferred, weights if deferred is not None else ()
-        ctx.save_for_backward(x, counts, *weights)
-        if ctx.row_counts is None:
-            return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
+        ctx.save_for_backward(x, *weights)
+        if row_counts is None:
+            return F.grouped_mm(x, stacked(weights).transpose(1, 2), offs=ends)
         outputs = x.new_empty(len(x), weights[0].shape[0])
-        for rows, out, weight in zip(*_split_by_expert(ctx.row_counts, x, outputs), weights, strict=True):
+        for rows, out, weight in zip(*_split_by_expert(row_counts, x, outputs), weights, strict=True):
             if len(rows):
                 torch.mm(rows, weight.t(), out=out)
         return outputs
@@ -197,30 +227,30 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, counts, *weights = ctx.saved_tensors
-        grad, row_counts, is_wanted = grads[0].contiguous(), ctx.row_counts, ctx.needs_input_grad[5:]
-        x_grad = _input_grad(grad, weights, counts, row_counts) if ctx.needs_input_grad[0] else None
+        x, *weights = ctx.saved_tensors
+        grad, ends, row_counts, is_wanted = grads[0].contiguous(), ctx.ends, ctx.row_counts, ctx.needs_input_grad[4:]
+        x_grad = _input_grad(grad, weights, ends, row_counts) if ctx.needs_input_grad[0] else None
         if ctx.deferred is None:
-            weight_grads = _weight_grads(x, grad, counts, is_wanted, row_counts)
-            return x_grad, None, None, None, None, *weight_grads
+            weight_grads = _weight_grads(x, grad, is_wanted, ends, row_counts)
+            return x_grad, None, None, None, *weight_grads
         leaves = ctx.leaves  # the parameters themselves: under recompute, saved_tensors are detached copies
 
         def add() -> None:
-            weight_grads = _weight_grads(x, grad, counts, is_wanted, row_counts)
+            weight_grads = _weight_grads(x, grad, is_wanted, ends, row_counts)
             for leaf, weight_grad in zip(leaves, weight_grads, strict=True):
                 if weight_grad is not None:
                     leaf.grad = weight_grad if leaf.grad is None else leaf.grad + weight_grad
 
         ctx.deferred.append(add)
-        return x_grad, None, None, None, None, *[None] * len(weights)
+        return x_grad, None, None, None, *[None] * len(weights)
 
 
 def _input_grad(
-    grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, row_counts: list[int] | None
+    grad: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor | None, row_counts: list[int] | None
 ) -> torch.Tensor:
     """Return the gradient of the input, [m, input_size], by a grouped product if ``row_counts`` is None."""
     if row_counts is None:
-        return F.grouped_mm(grad, torch.stack(tuple(weights)), offs=_ends(counts))
+        return F.grouped_mm(grad, stacked(weights), offs=ends)
     x_grad = grad.new_empty(len(grad), weights[0].shape[1])
     for row_grads, out, weight in zip(*_split_by_expert(row_counts, grad, x_grad), weights, strict=True):
         if len(row_grads):
@@ -231,21 +261,17 @@ def _input_grad(
 def _weight_grads(
     x: torch.Tensor,
     grad: torch.Tensor,
-    counts: torch.Tensor,
     is_wanted: Sequence[bool],
+    ends: torch.Tensor | None,
     row_counts: list[int] | None,
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradient of each weight that requires one (``is_wanted``), otherwise None."""
     if not any(is_wanted):
         return [None] * len(is_wanted)
     if row_counts is None:
-        return F.grouped_mm(grad.t(), x, offs=_ends(counts)).unbind()
+        return F.grouped_mm(grad.t(), x, offs=ends).unbind()
     rows_by_expert = zip(*_split_by_expert(row_counts, x, grad), is_wanted, strict=True)
     return [row_grads.t().mm(rows) if wanted else None for rows, row_grads, wanted in rows_by_expert]
-
-
-def _ends(counts: torch.Tensor) -> torch.Tensor:
-    return counts.cumsum(0).to(torch.int32)
 
 
 def _split_by_expert(row_counts: list[int], *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

@@ -13,6 +13,7 @@ from megatron import log
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.models.common.experts import stack_expert_weights
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.common.router import Routers
 from megatron.models.registry import model_parts
@@ -124,6 +125,7 @@ def build_weights(
     optimizer = make_optimizer(config, module, world, param_init)
     if param_init is not None:
         initialize_and_move(config, module, world)  # the remaining tensors: frozen weights and buffers
+    stack_expert_weights(module)
     return module, optimizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.mpu.expert_parallel import Exchange
+from megatron.mpu.expert_parallel import Exchange, block_orders
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from tests.helpers.harness import run_ranks
@@ -39,6 +39,18 @@ def test_rows_reach_experts_in_sender_order_and_return(size: int) -> None:
         assert counts.tolist() == [sum(COUNTS[s][e] for s in range(size)) for e in experts]
         assert torch.equal(returned, rows * 2)
         assert torch.equal(gradient, 2.0 * torch.arange(1, 1 + len(rows)).unsqueeze(1).expand(-1, 3))
+
+
+@pytest.mark.parametrize(("num_senders", "num_experts"), [(1, 1), (1, 5), (3, 1), (4, 3), (7, 16)])
+@pytest.mark.parametrize("largest_count", [0, 1, 6])
+def test_block_orders_equal_stable_sort_by_expert(num_senders: int, num_experts: int, largest_count: int) -> None:
+    generator = torch.Generator().manual_seed(num_senders)
+    counts = torch.randint(largest_count + 1, (num_senders, num_experts), generator=generator)
+    experts = torch.arange(num_experts).repeat(num_senders).repeat_interleave(counts.reshape(-1))
+    order, inverse_order = block_orders(counts, len(experts))
+    assert order.tolist() == experts.sort(stable=True).indices.tolist()
+    assert inverse_order[order].tolist() == list(range(len(experts)))
+    assert order.dtype == inverse_order.dtype == torch.int32
 
 
 def test_expert_axis_is_within_data_and_context() -> None:

@@ -12,10 +12,12 @@ import pretrain_gpt2
 from megatron.checkpoint import named_parameters, open_latest
 from megatron.checkpoint.manifest import CHECKPOINTS
 from megatron.config import parse
+from megatron.models.common.experts import Experts
 from megatron.models.common.router import Router
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
+from megatron.ops import grouped, stacked_weights
 from megatron.optim import GradScaler
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
@@ -111,6 +113,28 @@ def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(layout: Layout, extra
         assert all(torch.equal(resumed_weights[name][1], weight) for name, (_, weight) in weights.items())
         biases = [weight for name, (_, weight) in weights.items() if name.endswith("expert_bias")]
         assert all(bias.dtype == torch.float32 and bias.abs().sum() > 0 for bias in biases)
+
+
+def load_stacked(rank: int, layout: Layout, extra: str, folder: Path) -> tuple[list[Any], Any]:
+    """Load and train as ``load_and_continue``; the weights of experts must still be in one storage at the end."""
+    config, world, engine, source = start_run(layout, extra)
+    progress = load_state(folder, config=config, **state_kwargs(engine, world))
+    losses = train_steps(engine, config, world, source, progress.step, 5)
+    for layer in engine.module.modules():
+        if isinstance(layer, Experts):
+            for name in ("up", "down"):
+                weights = [getattr(expert, name).weight for expert in layer.children()]
+                assert stacked_weights.distance_of(weights) == weights[0].numel()
+    return losses, collect_weights(engine)
+
+
+@SLOW
+def test_resume_keeps_stacked_weights_in_one_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, extra = (1, 1, 1, ""), "--bf16"
+    monkeypatch.setattr(grouped, "IMPLEMENTATION", grouped.GROUPED)
+    ((expected, expected_weights),) = run_ranks(1, save_and_continue, layout, extra, tmp_path)
+    ((losses, weights),) = run_ranks(1, load_stacked, layout, extra, tmp_path)
+    assert losses == expected and all(torch.equal(weights[name][1], w) for name, (_, w) in expected_weights.items())
 
 
 LAYOUT_CHANGES = [

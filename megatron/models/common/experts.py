@@ -17,14 +17,18 @@ from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_regi
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from megatron.ops.grouped import (
-    LOOP,
+    GROUPED,
     DeferredGrad,
     Slots,
     combine_rows,
     dispatch_rows,
+    ends_of,
     grouped_linear,
+    is_grouped,
     select_implementation,
 )
+from megatron.ops.stacked_weights import share_storage
+from tds.gradients import WIDE_DTYPES
 from tds.linear_function import linear
 
 # Each expert has separate weights, named by its index: ``experts.5.up.weight`` [2f/t, h] and
@@ -137,23 +141,45 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, row_counts: list[int] | None = None) -> torch.Tensor:
         experts: list[Any] = list(self.children())
         up, down = [expert.up.weight for expert in experts], [expert.down.weight for expert in experts]
-        if row_counts is None and select_implementation(rows, down[0].shape[1]) == LOOP:
+        ends = None
+        if select_implementation(rows, down[0].shape[1]) == GROUPED:
+            ends = ends_of(counts)
+        elif row_counts is None:
             row_counts = counts.tolist()  # once for both products
         delayed_grads = self._delayed_grads if self.delay_wgrad else None
-        hidden = grouped_linear(rows, up, counts, delayed_grads, row_counts)  # [m, f/t], or [m, 2f/t] if gated
+        hidden = grouped_linear(rows, up, counts, delayed_grads, row_counts, ends)  # [m, f/t], or [m, 2f/t] if gated
         activation = experts[0].activation
         if experts[0].is_gated:
             gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
             hidden = activation(gate) * value
         else:
             hidden = activation(hidden)
-        return grouped_linear(hidden, down, counts, delayed_grads, row_counts)
+        return grouped_linear(hidden, down, counts, delayed_grads, row_counts, ends)
+
+    def stack_weights(self) -> None:
+        """Move the weights of all experts into one storage per projection if products on their device are grouped.
+
+        Must be called after the weights have their final dtype and device. Weights in fp32 are not moved, because main
+        params may be views of them; nor are weights without memory, which ZeRO 3 gathers.
+        """
+        for name in ("up", "down"):
+            weights = [getattr(expert, name).weight for expert in self.children()]
+            can_move = all(weight.dtype not in WIDE_DTYPES and weight.is_contiguous() for weight in weights)
+            if can_move and is_grouped(weights[0], *reversed(weights[0].shape)):
+                share_storage(weights)
 
     def backward_dw(self) -> None:
         """Accumulate the deferred weight gradients of the oldest pending backward into ``grad``."""
         for accumulate_grad in self._delayed_grads[:2]:  # down and up
             accumulate_grad()
         del self._delayed_grads[:2]
+
+
+def stack_expert_weights(module: nn.Module) -> None:
+    """Call ``Experts.stack_weights`` on all layers of ``module``."""
+    for layer in module.modules():
+        if isinstance(layer, Experts):
+            layer.stack_weights()
 
 
 class Gate(nn.Module):

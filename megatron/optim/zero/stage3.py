@@ -43,6 +43,7 @@ from megatron.mpu.groups import Group
 from megatron.optim.zero.gather import Gather, ShardedWeight, buckets_of_weights
 from megatron.optim.zero.gather_order import TRAINING, GatherOrder
 from megatron.optim.zero.layers import layers_of
+from megatron.optim.zero.unit_memory import allocate_weights
 from tds import backward_state
 
 OTHER_WEIGHTS = "weights outside of layers"
@@ -67,7 +68,7 @@ class Unit:
         self.was_called = False
         self.num_calls = 0
         self._group = group
-        self._full = {p: torch.empty_like(p, memory_format=torch.contiguous_format).detach() for p in weights}
+        self._full, self._memory = allocate_weights(weights)
         self._weights = [ShardedWeight(full, weights[p].shard, weights[p].partition) for p, full in self._full.items()]
         self._num_grads = self._num_expected_grads = 0
         self.is_gathered = True
@@ -95,8 +96,8 @@ class Unit:
     def finish(self, gathers: Iterable[Gather]) -> None:
         """Allocate the full weights and copy the results of ``start`` into them."""
         self.is_gathered = True
-        for full in self._full.values():
-            full.untyped_storage().resize_(full.numel() * full.element_size())
+        for memory in self._memory:
+            memory.untyped_storage().resize_(memory.numel() * memory.element_size())
         for gather in gathers:
             gather.finish()
             del gather  # frees its memory before the next gather allocates
@@ -111,7 +112,8 @@ class Unit:
         self.is_gathered = False
         for parameter, full in self._full.items():
             parameter.data = full.new_full((), torch.nan).expand(full.shape)
-            full.untyped_storage().resize_(0)
+        for memory in self._memory:
+            memory.untyped_storage().resize_(0)
 
     def count_grad(self) -> None:
         """Count a gradient that backward has computed for one of the weights; free the weights after the last one."""
@@ -127,7 +129,7 @@ class Unit:
 
     def storages(self) -> Iterator[int]:
         """Yield the addresses of the full weights' storages."""
-        return (full.untyped_storage().data_ptr() for full in self._full.values())
+        return (memory.untyped_storage().data_ptr() for memory in self._memory)
 
 
 class ParamUnits:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import parse
 from megatron.errors import ConfigError
-from megatron.models.common.experts import MoE
+from megatron.models.common.experts import MoE, stack_expert_weights
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
@@ -18,7 +21,7 @@ from megatron.models.common.router import Router, Routers
 from megatron.models.common.transformer import MLP
 from megatron.mpu.groups import single_grid
 from megatron.mpu.random import checkpoint
-from megatron.ops import grouped
+from megatron.ops import grouped, stacked_weights
 from megatron.ops.grouped import GROUPED, LOOP, grouped_linear
 from tds.engine.weight_grad_store import WeightGradStore
 
@@ -263,6 +266,74 @@ def test_grouped_gemm_needs_rows_and_sizes_divisible_by_8(
     y = grouped_linear(x, weights, torch.tensor([0, rows]))
     y.sum().backward()
     assert y.shape == (rows, output_size) and weights[0].grad is not None and not weights[0].grad.any()
+
+
+@pytest.mark.parametrize("num_experts", [1, 6, 255, 256, 300])
+@pytest.mark.parametrize("has_dropped", [False, True])
+def test_slots_equal_stable_sort_by_expert(num_experts: int, has_dropped: bool) -> None:
+    """Keys of one byte end at 255 experts: the index after the last expert is a key, too."""
+    generator = torch.Generator().manual_seed(num_experts)
+    experts = torch.randint(num_experts + has_dropped, (150, 2), generator=generator)
+    experts[0] = torch.tensor([num_experts - 1 + has_dropped, 0])
+    slots = grouped.Slots.from_experts(experts, num_experts, has_dropped=has_dropped)
+    order = experts.flatten().sort(stable=True).indices
+    slot_of_choice = torch.empty_like(order).scatter_(0, order, torch.arange(300))
+    slot_of_choice[experts.flatten() == num_experts] = 300
+    assert slots.order.tolist() == order.tolist() and slots.slot_of_choice.tolist() == slot_of_choice.tolist()
+    assert slots.counts.tolist() == experts.flatten().bincount(minlength=num_experts + 1)[:num_experts].tolist()
+    assert slots.order.dtype == slots.slot_of_choice.dtype == torch.int32 and slots.counts.dtype == torch.int64
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("defers", [False, True])
+def test_stacked_weights_are_not_copied_and_bitwise_equal(
+    monkeypatch: pytest.MonkeyPatch, recompute: bool, defers: bool
+) -> None:
+    monkeypatch.setattr(grouped, "IMPLEMENTATION", GROUPED)
+    results, num_stacks, num_bytes = [], [], []
+    for is_stacked in (False, True):
+        moe = make_layer(hidden_size=16, moe_ffn_hidden_size=24, activation="gated-silu").bfloat16()
+        names, originals = list(moe.state_dict()), list(moe.parameters())
+        if is_stacked:
+            stack_expert_weights(moe)
+            assert list(moe.state_dict()) == names
+            assert all(p is original for p, original in zip(moe.parameters(), originals, strict=True))
+        moe.experts.delay_wgrad = defers
+        x = torch.randn(S, B, 16, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        with OperatorCounter() as counter:
+            y = checkpoint(ParallelContext().streams, moe, x) if recompute else moe(x)
+            y.float().square().sum().backward()
+            if defers:
+                moe.experts.backward_dw()
+        torch.save(moe.state_dict(), file := io.BytesIO())
+        num_bytes.append(file.tell())
+        num_stacks.append(counter.counts["stack"] + counter.counts["cat"])
+        results.append([y, x.grad, *(parameter.grad for parameter in moe.parameters())])
+    for expected, actual in zip(*results, strict=True):
+        assert expected.equal(actual) and actual.isfinite().all()
+    assert num_stacks[0] - num_stacks[1] == (6 if recompute else 4) and num_bytes[1] <= num_bytes[0]
+
+
+def test_loop_and_wide_weights_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A main param may be a view of a weight in fp32; the loop does not need a common storage."""
+    for dtype, implementation in ((torch.float32, GROUPED), (torch.bfloat16, None), (torch.bfloat16, LOOP)):
+        monkeypatch.setattr(grouped, "IMPLEMENTATION", implementation)
+        moe = make_layer(hidden_size=16, moe_ffn_hidden_size=24).to(dtype)
+        stack_expert_weights(moe)
+        experts: list[Any] = list(moe.experts.children())
+        assert stacked_weights.distance_of([expert.up.weight for expert in experts]) is None
 
 
 @pytest.mark.parametrize("implementation", [LOOP, GROUPED])
