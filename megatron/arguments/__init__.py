@@ -9,3 +9,4 @@ from megatron.arguments.flag_values import config_from_values as config_from_val
 from megatron.arguments.parser import parse as parse
 from megatron.arguments.validate import check_device as check_device
 from megatron.arguments.validate import resolve_dtype as resolve_dtype
+from megatron.arguments.validate import resolve_fusion as resolve_fusion

@@ -454,6 +454,12 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
     return replace(config, notes=(*notes, *unused_flags.scaling_notes(config)))
 
 
+def resolve_fusion(config: Config, device_type: str) -> Config:
+    """Return ``config`` with the choice of ``--gradient-accumulation-fusion`` on this device type, for the records."""
+    fuses = config.fuses_accumulation(device_type)
+    return replace(config, parallel=replace(config.parallel, gradient_accumulation_fusion=fuses))
+
+
 def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
     """Return the idle fraction of equally slow stages; for the schedule "auto", the lowest of its candidates."""
     parallel, m = config.parallel, num_micro_batches or config.batch.gas

@@ -215,6 +215,12 @@ class Config:
         flat.update(self.extra)
         return Namespace(**flat)
 
+    def fuses_accumulation(self, device_type: str) -> bool:
+        """Return the value of ``--gradient-accumulation-fusion``, or its default on a device of this type."""
+        if self.parallel.gradient_accumulation_fusion is not None:
+            return self.parallel.gradient_accumulation_fusion
+        return device_type == "cuda" and self.optimizer.zero_stage < 2 and not self.parallel.compile
+
     def with_vocab(self, vocab_size: int) -> Config:
         """Return this Config with the vocabulary of the tokenizer or data; ``--vocab-size`` may be larger.
 

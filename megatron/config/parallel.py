@@ -159,11 +159,12 @@ class ParallelConfig:
         flag="",
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
     )
-    gradient_accumulation_fusion: bool = option(
-        False,
+    gradient_accumulation_fusion: bool | None = option(
+        None,
         "accumulate weight gradients inside the matrix products of linear layers: less memory, slightly faster; "
         "the rounding changes the last bits of losses. Not supported with --zero-stage 2 and 3 and with --compile",
         constants={"--no-gradient-accumulation-fusion": False},
+        shown_default="on for CUDA with --zero-stage 0 or 1 and without --compile, otherwise off",
     )
     reduce_bucket_size: int = option(
         0,

@@ -121,8 +121,9 @@ RULES = (
         "the same weights produce other outputs", applies_to_weights=True,
     ),
     Rule(
-        "--compile, --fused-kernels, --cpu-adam, --loss-chunk-tokens",
-        ("parallel.compile", "parallel.fused_kernels", "optimizer.cpu_adam", "model.loss_chunk_tokens"), WARNED,
+        "--compile, --fused-kernels, --gradient-accumulation-fusion, --cpu-adam, --loss-chunk-tokens",
+        ("parallel.compile", "parallel.fused_kernels", "parallel.gradient_accumulation_fusion", "optimizer.cpu_adam",
+         "model.loss_chunk_tokens"), WARNED,
         "other kernels round differently from the next step on",
     ),
     Rule(

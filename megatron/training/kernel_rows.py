@@ -1,4 +1,4 @@
-"""Rows of the start table on the kernels of dropout and attention."""
+"""Rows of the start table on the kernels of weight gradients, dropout and attention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ from megatron.costs.decoder_cost import mask_reason
 from megatron.models import registry
 from megatron.ops.attention import attention_kernels
 from megatron.torch_compat import has_triton
+
+
+def fusion_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the row on the accumulation of weight gradients; none on other devices than CUDA if it is not fused."""
+    if config.fuses_accumulation(device_type):
+        turn_off = "--no-gradient-accumulation-fusion turns this off"
+        untested = "which has not been run on a GPU yet; " if device_type == "cuda" else ""
+        yield "weight gradients", f"accumulated inside matrix products ({untested}{turn_off})"
+    elif device_type == "cuda":
+        exclusions = [
+            (config.optimizer.zero_stage > 1, f"--zero-stage {config.optimizer.zero_stage}"),
+            (config.parallel.compile, "--compile"),
+        ]
+        reasons = [flag for applies, flag in exclusions if applies] or ["--no-gradient-accumulation-fusion"]
+        yield "weight gradients", f"accumulated by autograd, with {' and '.join(reasons)}"
 
 
 def uses_dropout_kernel(config: Config, device_type: str) -> bool:

@@ -74,7 +74,7 @@ def make_optimizer(
         reduce_bucket_size=config.parallel.reduce_bucket_size,
         allgather_bucket_size=config.parallel.allgather_bucket_size,
         prefetches=config.parallel.stage3_prefetch_bucket_size > 0,
-        fuses_accumulation=config.parallel.gradient_accumulation_fusion,
+        fuses_accumulation=config.fuses_accumulation(world.device_type),
         muon=_muon_args(settings),
         bf16_states=settings.bf16_states,
         rates={parameter: rate for _, parameter, rate in named_rates if rate is not None},

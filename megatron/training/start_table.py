@@ -67,6 +67,7 @@ def start_rows(
     if not config.parallel.has_pipeline and (reasons := reasons_for_deepspeed(config, module)):
         yield "engine", f"DeepSpeed's, for {', '.join(reasons)}"
     yield from fused_kernels.fused_kernel_rows(config, world.device_type)
+    yield from kernel_rows.fusion_rows(config, world.device_type)
     yield from kernel_rows.dropout_rows(config, world.device_type)
     yield from kernel_rows.attention_rows(config, world.device)
     yield from kernel_rows.document_rows(config, world.device)

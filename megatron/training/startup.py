@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron import log
-from megatron.arguments import parse, resolve_dtype
+from megatron.arguments import parse, resolve_dtype, resolve_fusion
 from megatron.arguments.elastic_fit import fit_to_ranks
 from megatron.arguments.scan import Scan
 from megatron.config import Config, elastic
@@ -173,6 +173,7 @@ def run(
     from megatron.training.trainer import Trainer
     from megatron.training.vocabulary import with_tokenizer
 
+    config = resolve_fusion(config, world.device_type)
     with closing(RunPhases(world, config)) as phases:
         # Tokenizer, layout of the chunks, dropout streams: scripts read them through get_args and similar functions.
         tokenizer, config = with_tokenizer(config, world.grid.host)

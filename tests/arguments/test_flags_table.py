@@ -234,7 +234,6 @@ SHARED_OPTION_FLAGS = (
     "--normalization",
     "--no-norm-bias",
     "--overlap-grad-reduce",
-    "--no-gradient-accumulation-fusion",
     "--disable-bias-linear",
     "--muon-nesterov",
     "--muon-use-nesterov",

@@ -39,7 +39,7 @@ class Console(Callback):
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
         self._started_at = time.monotonic()
-        self._should_log_fusion = config.parallel.gradient_accumulation_fusion
+        self._should_log_fusion = config.fuses_accumulation(trainer.world.device_type)
         trainer.print_line = self.screen.line
         for note in config.notes:
             log.info(note)
