@@ -337,7 +337,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return linear(x, self.weight, self.bias)
-        y = leave_tensor_region(linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
+        partial_sum = linear(x, self.weight)
+        y = leave_tensor_region(partial_sum, self.group, self.sequence_parallel, in_place=True)  # [s, b, output_size]
         return y if self.bias is None else add_bias(y, self.bias)  # after the sum, or b would be added t times
 
 
@@ -383,4 +384,4 @@ class VocabParallelEmbedding(nn.Module):
         is_remote = (local_ids < 0) | (local_ids >= self.num_real)
         rows = embedding_lookup(local_ids.masked_fill(is_remote, 0), self.weight)  # [..., h]
         local_rows = rows.masked_fill(is_remote.unsqueeze(-1), 0.0)
-        return leave_tensor_region(local_rows, self.group, self.sequence_parallel)
+        return leave_tensor_region(local_rows, self.group, self.sequence_parallel, in_place=True)

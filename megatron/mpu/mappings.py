@@ -37,9 +37,15 @@ def copy_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
-def reduce_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of ``x`` over ``group``."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+def reduce_from_tensor_region(x: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+    """Return the sum of ``x`` over ``group``.
+
+    Args:
+        in_place: overwrite ``x``, the result of an operation that does not save it for backward. Tensors that are not
+            contiguous, and those in compiled layers, are copied nevertheless.
+    """
+    in_place = in_place and not torch.compiler.is_compiling() and x.is_contiguous()
+    return x if group.size == 1 else _Reduce.apply(x, group, in_place)
 
 
 def scatter_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -71,9 +77,17 @@ def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool =
     return gather_from_sequence_region(x, group) if sequence_parallel else copy_to_tensor_region(x, group)
 
 
-def leave_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
-    """Return the sum of ``x`` over ``group``, or with ``sequence_parallel`` this rank's slice of the sum."""
-    return reduce_scatter_to_sequence_region(x, group) if sequence_parallel else reduce_from_tensor_region(x, group)
+def leave_tensor_region(
+    x: torch.Tensor, group: Group, sequence_parallel: bool = False, *, in_place: bool = False
+) -> torch.Tensor:
+    """Return the sum of ``x`` over ``group``, or with ``sequence_parallel`` this rank's slice of the sum.
+
+    Args:
+        in_place: see ``reduce_from_tensor_region``.
+    """
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_region(x, group)
+    return reduce_from_tensor_region(x, group, in_place=in_place)
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -169,17 +183,21 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # A copy, because autograd may pass the same gradient to other nodes.
         return all_reduce(grads[0].contiguous().clone(), ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
+        if in_place:
+            ctx.mark_dirty(x)
+            return all_reduce(x, group)
         return all_reduce(x.contiguous().clone(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None
+        return grads[0], None, None
 
 
 class _Scatter(torch.autograd.Function):

@@ -78,6 +78,32 @@ def test_reduce_all_reduces_input_and_preserves_gradient(size):
     check_all_ranks(size, "reduce", 1, lambda rank: make_grad("reduce", rank, size))
 
 
+def reduce_in_place(rank, size):
+    """Sum products in place and by copies; return both results and gradients, and whether the memory is the same."""
+    group, results = group_of_all_ranks(rank, size), []
+    for in_place in (False, True):
+        x = random_tensor(1 + rank, ROWS, COLUMNS).requires_grad_()
+        partial_sum = 3 * x
+        pointer = partial_sum.data_ptr()
+        y = mappings.reduce_from_tensor_region(partial_sum, group, in_place=in_place)
+        assert (y.data_ptr() == pointer) == in_place
+        (y + 1).square().sum().backward()
+        results.append((y.detach(), x.grad))
+    x = random_tensor(1, ROWS, COLUMNS).requires_grad_()
+    y = mappings.reduce_from_tensor_region(x.exp(), group, in_place=True)  # exp saves its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.no_grad():
+        x = random_tensor(1 + rank, ROWS, COLUMNS) * 3
+        assert mappings.reduce_from_tensor_region(x, group, in_place=True) is x and x.equal(results[0][0])
+    return results
+
+
+def test_in_place_reduction_equals_copy_and_detects_saved_inputs():
+    for copied, overwritten in run_ranks(2, reduce_in_place, 2):
+        assert all(map(torch.equal, copied, overwritten))
+
+
 @WORLD_SIZES
 def test_scatter_slices_columns_and_gathers_gradients(size):
     check_all_ranks(size, "scatter", 0, lambda rank: rank_columns(random_tensor(1, ROWS, COLUMNS), rank, size))

@@ -44,12 +44,12 @@ EXPERT_AXIS = "tests/mpu/test_expert_parallel.py::test_expert_axis_is_within_dat
 
 @mutant("megatron.mpu.mappings:_Reduce.forward", LINEAR)
 def row_parallel_output_is_not_summed(original: Any) -> Any:
-    return lambda ctx, x, group: x.clone()
+    return lambda ctx, x, *_: x.clone()
 
 
 @mutant("megatron.mpu.mappings:_Reduce.backward", LINEAR)
 def row_parallel_gradient_is_doubled(original: Any) -> Any:
-    return lambda ctx, *grads: (2 * grads[0], None)
+    return lambda ctx, *grads: (2 * grads[0], None, None)
 
 
 @mutant("megatron.mpu.mappings:_Copy.backward", f"{MAPPINGS}::test_copy_preserves_input_and_all_reduces_gradient[2]")
