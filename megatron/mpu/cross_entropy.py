@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.fused_cross_entropy import logits_gradient, row_statistics, uses_kernels
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
 from megatron.mpu.mappings import all_reduce
@@ -14,7 +15,7 @@ from megatron.mpu.mappings import all_reduce
 
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE,
-    z_loss: float = 0.0,
+    z_loss: float = 0.0, has_kernels: bool = True,
 ) -> Any:  # fmt: skip
     """Return ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
 
@@ -25,8 +26,13 @@ def vocab_parallel_cross_entropy(
         logits  [..., v/t] of this rank, padded columns last
         targets [...] token ids below ``vocab_size``, the same on every rank
         output  [...], the same on every rank
+
+    Args:
+        has_kernels: use the Triton kernels on CUDA if Triton is installed.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
+    if uses_kernels(logits, has_kernels):
+        return _FusedCrossEntropy.apply(logits, targets - start, num_real, group, z_loss)
     real_logits = logits[..., :num_real] if logits.shape[-1] != num_real else logits
     real_logits = real_logits if real_logits.dtype == torch.float64 else real_logits.float()
     if group.size == 1:
@@ -161,3 +167,42 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             is_local = (~is_remote).to(softmax.dtype).unsqueeze(-1)
             softmax.scatter_add_(-1, local_targets.unsqueeze(-1), -is_local)
         return softmax.mul_(grads[0].unsqueeze(-1)), None, None, None, None
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy by Triton kernels, with or without sharding of the vocabulary.
+
+    Forward reads the logits once and saves them instead of the softmax. Backward reads them again and writes their
+    gradient in their dtype. With 16-bit logits, both move 6 bytes per logit.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, num_columns: int, group: Group, z_loss: float
+    ) -> Any:
+        rows, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)  # [n, v/t], [n]
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        local_max, exp_sum, target_logits = row_statistics(rows, targets, num_columns).unbind()
+        max_logits = local_max
+        if group.size > 1:
+            max_logits = all_reduce(local_max.clone(), group, dist.ReduceOp.MAX)
+            stacked = torch.stack([exp_sum * (local_max - max_logits).exp(), target_logits])
+            exp_sum, target_logits = all_reduce(stacked, group).unbind()  # one all-reduce for both sums
+        log_z = exp_sum.log() + max_logits
+        saved = rows, targets, max_logits, exp_sum
+        ctx.num_columns, ctx.shape = num_columns, logits.shape
+        losses = (log_z - target_logits).view(logits.shape[:-1])
+        if z_loss:
+            return _save_with_z_loss(ctx, saved, losses, log_z.view_as(losses), z_loss)
+        ctx.save_for_backward(*saved)
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows, targets, max_logits, exp_sum, *grad_scales = ctx.saved_tensors
+        factor = grads[0].reshape(-1).contiguous()
+        softmax_factor = factor * grad_scales[0].view(-1) if grad_scales else factor
+        grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        logits_gradient(rows, targets, ctx.num_columns, max_logits, softmax_factor / exp_sum, factor, grad)
+        return grad.view(ctx.shape), None, None, None, None

@@ -13,10 +13,21 @@ forward, so backward only multiplies the gradients by the gradient of the loss. 
 recomputed, and [n, h] and [v/t, h] are saved for backward instead of [n, v/t]. Without gradients only the sum is
 computed.
 
-Logits of 16-bit inputs are products in 16 bits, as in a linear layer; on CUDA they are written in fp32. Everything else
-is computed in fp32 (fp64 for fp64), including the sum of the table's gradients over chunks. The gradient of the table
-from one chunk is again a product in 16 bits. As a sum over tokens it could overflow in fp16 at any loss scale, so the
+Precision: everything except the products of 16-bit inputs is computed in fp32 (fp64 for fp64), including the sum of the
+table's gradients over chunks.
+
+| product of 16-bit inputs | on CUDA | on other devices |
+|---|---|---|
+| logits | written in fp32 | in 16 bits, as in a linear layer |
+| gradient of the table | accumulated in fp32 by the product | in 16 bits for each chunk, then added in fp32 |
+| gradient of hidden states | in 16 bits | in 16 bits |
+
+A 16-bit product for the gradient of the table, as a sum over tokens, could overflow in fp16 at any loss scale, so the
 hidden states in this product are divided by a power of two.
+
+On CUDA, Triton kernels compute the softmax in two passes over the logits (``megatron.mpu.chunk_softmax``). With fp32
+logits and a bf16 gradient, they move 10 bytes per logit; torch operators move 42. Logits in bf16 would save another 4
+bytes, about 1 ms per 10^9 logits at 4 TB/s, but would be rounded to 8 bits.
 
 On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. On
 devices other than the CPU, the logits therefore have additional columns (``aligned_width``), computed from padding rows
@@ -35,10 +46,13 @@ from typing import Any
 
 import torch
 
+from megatron.mpu.chunk_softmax import FusedSoftmax, TorchSoftmax
 from megatron.mpu.cross_entropy import softmax_grad_scale, validate_targets
+from megatron.mpu.fused_cross_entropy import uses_kernels
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import aligned_width, resize_rows, vocab_range
 from megatron.torch_compat import all_gather_single
+from tds.linear_function import add_product
 
 FP16_SCALE = 8.0
 """Scale of the logits' gradients in fp16, where a probability of 1e-5 has few bits; divided out in fp32."""
@@ -59,6 +73,7 @@ def linear_cross_entropy(
     divisible_by: int = 1,
     group: Group = SINGLE,
     z_loss: float = 0.0,
+    has_kernels: bool = True,
 ) -> Any:
     """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
 
@@ -66,8 +81,8 @@ def linear_cross_entropy(
     ``vocab_parallel_cross_entropy``, this second sum is not differentiable, and backward of the first sum computes the
     gradient of both.
 
-    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. The derivatives of a chunk's capped logits, [c, v/t],
-    need additional memory.
+    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. Without kernels, the derivatives of a chunk's capped
+    logits, [c, v/t], need additional memory.
 
     The gradient of ``x`` is a partial sum on each rank, as in a linear layer sharded by output rows. Backward of the
     preceding ``copy_to_tensor_region`` or of the gather of the sequence reduces it. Padded rows of the table get no
@@ -83,6 +98,7 @@ def linear_cross_entropy(
 
     Args:
         chunk_tokens: tokens per chunk, the same on all ranks of the group.
+        has_kernels: use the Triton kernels on CUDA if Triton is installed.
 
     Raises:
         RuntimeError: in a second backward, because the first one overwrites the gradients.
@@ -95,6 +111,7 @@ def linear_cross_entropy(
         targets.reshape(-1) - start, validate_targets(weights.detach().to(wide_dtype), targets, vocab_size).reshape(-1),
         num_real, chunk_tokens, cap, group, z_loss,
         has_backward=torch.is_grad_enabled(),
+        uses_kernels=uses_kernels(x, has_kernels),
     )  # fmt: skip
     return _LinearCrossEntropy.apply(x, table, bias, args)
 
@@ -104,7 +121,8 @@ class _LossArgs:
     """Arguments of the loss.
 
     ``targets`` [n] are relative to the first token id of this rank's shard, whose table has ``num_real`` rows without
-    padding. ``weights`` are [n]. ``has_backward``: gradients are enabled.
+    padding. ``weights`` are [n]. ``has_backward``: gradients are enabled. ``uses_kernels``: Triton kernels compute the
+    softmax.
     """
 
     targets: torch.Tensor
@@ -115,6 +133,7 @@ class _LossArgs:
     group: Group
     z_loss: float
     has_backward: bool
+    uses_kernels: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -159,19 +178,11 @@ def _grad_scale(dtype: torch.dtype) -> float:
 class _PendingChunk:
     """A chunk of tokens ``rows`` whose softmax statistics are being gathered from all ranks.
 
-    ``local_stats`` [3, c] contains this rank's statistics: maximum, sum of exponentials, logit of the target.
-    ``gathered_stats`` [t, 3, c] contains the statistics of all ranks once ``handle`` is done. ``exponentials`` [c, v/t]
-    is a view of ``buffer``, which may have additional columns. ``local_targets`` [c, 1] contains the targets relative
-    to this rank's shard, and ``is_local`` [c] is True for targets within the shard.
+    ``gathered_stats`` [t, 3, c] contains the ``statistics`` of every rank's ``softmax`` once ``handle`` is done.
     """
 
     rows: slice
-    buffer: torch.Tensor
-    exponentials: torch.Tensor
-    cap_derivatives: torch.Tensor | None  # derivatives of capped logits; None without a cap or without gradients
-    local_targets: torch.Tensor
-    is_local: torch.Tensor
-    local_stats: torch.Tensor
+    softmax: TorchSoftmax | FusedSoftmax
     gathered_stats: torch.Tensor
     handle: Any
 
@@ -196,9 +207,9 @@ class _ChunkedLoss:
         num_rows = max(len(table), self.width)
         self.table_grad = table.new_empty((num_rows, table.shape[1]), dtype=self.wide_dtype) if needs[1] else None
         if self.table_grad is not None:
-            # without a dtype conversion, the first chunk overwrites the table's rows, so only the others are zeroed
-            num_overwritten = self.width if len(x) and table.dtype == self.wide_dtype else 0
-            self.table_grad[num_overwritten:].zero_()
+            # the first chunk overwrites the table's rows if the product accumulates, so only the others are zeroed
+            is_overwritten = len(x) and accumulates_in_product(x, self.wide_dtype)
+            self.table_grad[self.width if is_overwritten else 0 :].zero_()
         self.bias_grad = torch.zeros_like(bias, dtype=self.wide_dtype) if needs[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
@@ -220,45 +231,29 @@ class _ChunkedLoss:
             yield slice(first, min(first + self.args.chunk_tokens, len(self.x)))
 
     def _start_chunk(self, rows: slice, buffer: torch.Tensor) -> _PendingChunk:
-        buffer = buffer[: rows.stop - rows.start]
-        logits = self._logits(self.x[rows], buffer)  # [c, v/t]
-        cap_derivatives = self._cap(logits) if self.args.cap else None
-        targets = self.args.targets[rows]
-        is_local = (targets >= 0) & (targets < self.args.num_real)
-        local_targets = targets.masked_fill(~is_local, 0).unsqueeze(-1)
-        if self.args.num_real:
-            max_logits = logits.amax(dim=-1)
-            target_logits = logits.gather(-1, local_targets).squeeze(-1).masked_fill(~is_local, 0.0)
+        args, x, buffer = self.args, self.x[rows], buffer[: rows.stop - rows.start]
+        inputs = buffer, args.targets[rows], args.num_real
+        softmax: TorchSoftmax | FusedSoftmax
+        if args.uses_kernels:
+            self._write_logits(x, None, buffer)
+            softmax = FusedSoftmax(*inputs, bias=self.bias, cap=args.cap)
         else:
-            max_logits, target_logits = (
-                self.total.new_full((len(logits),), float("-inf")),
-                self.total.new_zeros(len(logits)),
-            )
-        exp_logits = logits.sub_(max_logits.unsqueeze(-1)).exp_()
-        statistics = torch.stack([max_logits, exp_logits.sum(dim=-1), target_logits])  # [3, c]
-        gathered, handle = self._start_gather(statistics)
-        return _PendingChunk(
-            rows, buffer, exp_logits, cap_derivatives, local_targets, is_local, statistics, gathered, handle
-        )
+            self._write_logits(x, self.bias, buffer)
+            softmax = TorchSoftmax(*inputs, cap=args.cap, needs_gradient=self._needs_gradients())
+        return _PendingChunk(rows, softmax, *self._start_gather(softmax.statistics))
 
-    def _logits(self, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the logits [c, v/t] as a view of ``buffer`` [c, width], whose additional columns align the product."""
+    def _write_logits(self, x: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor) -> None:
+        """Write ``x table^T + bias`` to ``buffer`` [c, width], whose additional columns align the product."""
         out = buffer if x.dtype == buffer.dtype else None
         if out is None and supports_fp32_output(x):
             logits = torch.mm(x, self.table.t(), out_dtype=buffer.dtype, out=buffer)
-            logits = logits if self.bias is None else logits.add_(self.bias)
-        elif self.bias is None:
+            logits = logits if bias is None else logits.add_(bias)
+        elif bias is None:
             logits = torch.mm(x, self.table.t(), out=out)
         else:
-            logits = torch.addmm(self.bias, x, self.table.t(), out=out)
-        return (logits if logits is buffer else buffer.copy_(logits))[:, : self.args.num_real]
-
-    def _cap(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Cap ``logits`` in place; return the derivative of each capped logit if gradients are computed."""
-        tangents = logits.div_(self.args.cap).tanh_()
-        derivatives = 1.0 - tangents.square() if self._needs_gradients() else None
-        tangents.mul_(self.args.cap)
-        return derivatives
+            logits = torch.addmm(bias, x, self.table.t(), out=out)
+        if logits is not buffer:
+            buffer.copy_(logits)
 
     def _needs_gradients(self) -> bool:
         return any(grad is not None for grad in (self.x_grad, self.table_grad, self.bias_grad))
@@ -278,59 +273,48 @@ class _ChunkedLoss:
     def _finish_chunk(self, chunk: _PendingChunk) -> None:
         if chunk.handle is not None:
             chunk.handle.wait()
-        weights = self.args.weights[chunk.rows]
+        weights, z_loss = self.args.weights[chunk.rows], self.args.z_loss
         local_maxima, exp_sums, target_logits = chunk.gathered_stats.unbind(1)  # 3 x [t, c]
         max_logits = local_maxima.amax(dim=0)
         denominator = (exp_sums * (local_maxima - max_logits).exp()).sum(dim=0)
-        losses = denominator.log() + max_logits - target_logits.sum(dim=0)
-        self.total += (losses * weights).sum()
-        z_loss, log_z = self.args.z_loss, denominator.log() + max_logits
+        log_z = denominator.log() + max_logits
+        self.total += ((log_z - target_logits.sum(dim=0)) * weights).sum()
         if z_loss:
             self.total_z_loss += (z_loss * log_z.square() * weights).sum()
         if self._needs_gradients():
             factor = weights * _grad_scale(self.x.dtype)
             softmax_factor = factor * softmax_grad_scale(log_z, z_loss) if z_loss else factor
-            self._add_gradients(chunk, factor, softmax_factor * (chunk.local_stats[0] - max_logits).exp() / denominator)
+            exp_factor = softmax_factor * (chunk.softmax.statistics[0] - max_logits).exp() / denominator
+            self._add_gradients(chunk, factor, exp_factor)
 
     def _add_gradients(self, chunk: _PendingChunk, factor: torch.Tensor, exp_factor: torch.Tensor) -> None:
-        """Convert the exponentials into the gradient of the logits; accumulate the gradients of x, table and bias.
+        """Compute the gradient of the logits; accumulate the gradients of x, table and bias.
 
         Args:
             factor: [c], weight of each token, times the fp16 scale.
             exp_factor: [c], factor that converts a token's exponentials into its softmax times ``factor`` (with a
                 z-loss also times ``softmax_grad_scale``).
         """
-        wide_grad = chunk.exponentials.mul_(exp_factor.unsqueeze(-1))  # [c, v/t], softmax times weight
-        if self.args.num_real:
-            wide_grad.scatter_add_(-1, chunk.local_targets, -(factor * chunk.is_local).unsqueeze(-1))
-        if chunk.cap_derivatives is not None:
-            wide_grad.mul_(chunk.cap_derivatives)
         x = self.x[chunk.rows]
-        logits_grad = self._aligned_gradient(chunk.buffer, wide_grad, x.dtype)  # [c, width]
+        logits_grad = chunk.softmax.gradient(factor, exp_factor, x.dtype)  # [c, width]
         if self.x_grad is not None:
             torch.mm(logits_grad, self.table, out=self.x_grad[chunk.rows])
         if self.table_grad is not None:
-            divisor = _fp16_divisor(x, self.args.weights[chunk.rows]) if x.dtype == torch.float16 else None
+            is_fp16 = x.dtype == torch.float16 and not accumulates_in_product(x, self.wide_dtype)
+            divisor = _fp16_divisor(x, self.args.weights[chunk.rows]) if is_fp16 else None
             _add_product(self.table_grad[: self.width], logits_grad.t(), x, divisor, is_first=chunk.rows.start == 0)
         if self.bias_grad is not None:
-            self.bias_grad[: self.args.num_real] += wide_grad.sum(dim=0)
-
-    def _aligned_gradient(self, buffer: torch.Tensor, wide_grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of the logits in the dtype of the products, with zeros in the additional columns."""
-        if self.width == self.args.num_real:
-            return wide_grad.to(dtype)
-        if dtype == buffer.dtype:
-            padded = buffer
-        else:
-            padded = buffer.new_empty(buffer.shape, dtype=dtype)
-            padded[:, : self.args.num_real].copy_(wide_grad)
-        padded[:, self.args.num_real :].zero_()
-        return padded
+            self.bias_grad[: self.args.num_real] += chunk.softmax.bias_gradient()
 
 
 def supports_fp32_output(x: torch.Tensor) -> bool:
-    """Return True if torch can write a 16-bit product in fp32 on this device, so that logits are not rounded."""
-    return x.device.type == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
+    """Return True if torch can write a product of 16-bit matrices on the device of ``x`` in fp32, without rounding."""
+    return x.device.type == "cuda"
+
+
+def accumulates_in_product(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a product of matrices like ``x`` can add its result to a matrix of ``dtype``."""
+    return x.dtype == dtype or supports_fp32_output(x)
 
 
 def _fp16_divisor(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -347,14 +331,15 @@ def _fp16_divisor(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _add_product(
     total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, divisor: torch.Tensor | None = None, *, is_first: bool
 ) -> None:
-    """Add the product ``a b`` to ``total``. The product of 16-bit factors is computed in 16 bits.
+    """Add the product ``a b`` to ``total``.
 
     Args:
-        divisor: factor by which ``b`` is divided before the product, and the product multiplied afterwards; None: 1.
-        is_first: overwrite ``total`` if it has the dtype of ``b``, because it is uninitialized then.
+        divisor: factor by which ``b`` is divided before a 16-bit product, and the product multiplied afterwards; None:
+            1.
+        is_first: overwrite ``total`` if the product accumulates, because ``total`` is uninitialized then.
     """
-    if total.dtype == b.dtype:
-        torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)
+    if accumulates_in_product(b, total.dtype):
+        add_product(total, a, b, is_first=is_first)
     elif divisor is not None:
         total.addcmul_(torch.mm(a, (b / divisor.to(total.dtype).expand(len(b), 1)).to(b.dtype)), divisor)
     else:

@@ -178,12 +178,14 @@ class Embedding(nn.Module):
 # The language-model loss: a sum and a count, so that every split into micro-batches gives the same mean.
 
 
-class _VocabSharding(TypedDict):
-    """Vocabulary sharding over the tensor group."""
+class _LossOptions(TypedDict):
+    """Options that both cross-entropies have: the sharding of the vocabulary, the z-loss, and the use of kernels."""
 
     vocab_size: int
     divisible_by: int
     group: Group
+    z_loss: float
+    has_kernels: bool
 
 
 SumAndCount = tuple[torch.Tensor, torch.Tensor]
@@ -208,26 +210,23 @@ def model_loss(
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
     z_loss = args.z_loss if torch.is_grad_enabled() else 0.0
-    vocab_sharding = _VocabSharding(
-        vocab_size=args.vocab_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group
-    )
+    options = _LossOptions(
+        vocab_size=args.vocab_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group, z_loss=z_loss,
+        has_kernels=parallel.streams.has_kernels,
+    )  # fmt: skip
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
-        inputs = logits.x, logits.weight, targets, weights
-        options: dict[str, Any] = {
-            "bias": logits.bias,
-            "chunk_tokens": logits.chunk_tokens,
-            "cap": logits.softcap,
-            "z_loss": z_loss,
-        }
-        total, count = linear_cross_entropy(*inputs, **options, **vocab_sharding), weights.sum()
+        total, count = (
+            linear_cross_entropy(
+                logits.x, logits.weight, targets, weights,
+                bias=logits.bias, chunk_tokens=logits.chunk_tokens, cap=logits.softcap, **options,
+            ),
+            weights.sum(),
+        )  # fmt: skip
         return _named_losses(total[0], total[1], count) if z_loss else (total, count)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     weights = validate_targets(weights.to(dtype), targets, args.vocab_size)
-    losses, count = (
-        vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **vocab_sharding),
-        loss_mask.to(dtype).sum(),
-    )
+    losses, count = vocab_parallel_cross_entropy(logits, targets, **options), loss_mask.to(dtype).sum()
     if z_loss:
         return _named_losses((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
     return (losses * weights).sum(), count  # losses, weights [s, b]
