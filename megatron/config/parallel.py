@@ -229,8 +229,8 @@ class ParallelConfig:
     device: str = option("auto", "device: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
     fused_kernels: str = option(
         "auto",
-        "fused norms, AdamW and dropout on a GPU: torch: torch's kernels; apex: apex's norms and AdamW; auto: "
-        "torch's kernels, and dropout in Triton",
+        "fused kernels on a GPU: torch: torch's kernels; apex: apex's norms and AdamW; auto: torch's kernels, and "
+        "Triton kernels for dropout and the loss",
         choices=("auto", "torch", "apex"),
     )
     distributed_backend: str | None = option(

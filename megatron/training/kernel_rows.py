@@ -1,4 +1,4 @@
-"""Rows of the start table on the kernels of weight gradients, dropout and attention."""
+"""Rows of the start table on the kernels of weight gradients, dropout, loss and attention."""
 
 from __future__ import annotations
 
@@ -31,11 +31,25 @@ def fusion_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
         yield "weight gradients", f"accumulated by autograd, with {' and '.join(reasons)}"
 
 
+def uses_triton_kernels(config: Config, device_type: str) -> bool:
+    """Return True if the Triton kernels of this project are used: on CUDA, with Triton, except in fp64."""
+    is_permitted = config.parallel.fused_kernels != "torch" and config.precision.dtype != "fp64"
+    return device_type == "cuda" and is_permitted and has_triton()
+
+
+def loss_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table on the kernels of the cross-entropy on CUDA."""
+    if uses_triton_kernels(config, device_type):
+        yield (
+            "cross-entropy",
+            "by Triton kernels that have not been run on a GPU yet (--fused-kernels torch uses torch's)",
+        )
+
+
 def uses_dropout_kernel(config: Config, device_type: str) -> bool:
     """Return True if a Triton kernel generates the dropout masks."""
-    model, is_fp64 = config.model, config.precision.dtype == "fp64"
-    is_enabled = device_type == "cuda" and config.parallel.fused_kernels != "torch" and not is_fp64
-    return is_enabled and bool(model.hidden_dropout or model.attention_dropout) and has_triton()
+    has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
+    return has_dropout and uses_triton_kernels(config, device_type)
 
 
 def dropout_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
