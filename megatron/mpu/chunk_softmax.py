@@ -2,7 +2,7 @@
 
 | class | implementation | memory traffic per fp32 logit with a bf16 gradient |
 |---|---|---|
-| ``TorchSoftmax`` | torch operators, in the memory of the logits | 42 bytes |
+| ``TorchSoftmax`` | torch operators, in the memory of the logits | 38 bytes |
 | ``FusedSoftmax`` | two Triton kernels, on CUDA | 10 bytes: reads of 4 and 4, a write of 2 |
 
 Both classes have the same methods. The constructor computes ``statistics`` of this rank's columns. When the statistics

@@ -22,12 +22,12 @@ table's gradients over chunks.
 | gradient of the table | accumulated in fp32 by the product | in 16 bits for each chunk, then added in fp32 |
 | gradient of hidden states | in 16 bits | in 16 bits |
 
-A 16-bit product for the gradient of the table, as a sum over tokens, could overflow in fp16 at any loss scale, so the
-hidden states in this product are divided by a power of two.
+A 16-bit product for the gradient of the table is a sum over tokens that could overflow in fp16 at any loss scale.
+Therefore the hidden states in this product are divided by a power of two.
 
 On CUDA, Triton kernels compute the softmax in two passes over the logits (``megatron.mpu.chunk_softmax``). With fp32
-logits and a bf16 gradient, they move 10 bytes per logit; torch operators move 42. Logits in bf16 would save another 4
-bytes, about 1 ms per 10^9 logits at 4 TB/s, but would be rounded to 8 bits.
+logits and a bf16 gradient they move 10 bytes per logit; torch operators move 38. Logits in bf16 would save another 4
+bytes, but would be rounded to 8 bits.
 
 On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. On
 devices other than the CPU, the logits therefore have additional columns (``aligned_width``), computed from padding rows
@@ -40,7 +40,7 @@ losses in large-vocabulary language models", recomputes the logits in backward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +166,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _multiply(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``gradient * factor``, multiplied in the dtype of ``factor``; may overwrite ``gradient``."""
-    return gradient.to(factor.dtype).mul_(factor).to(dtype)
+    """Return ``gradient * factor`` in ``dtype``, multiplied in the dtype of ``factor``; may overwrite ``gradient``."""
+    if gradient.device.type == "cpu":
+        return gradient.to(factor.dtype).mul_(factor).to(dtype)
+    out = gradient if gradient.dtype == dtype else gradient.new_empty(gradient.shape, dtype=dtype)
+    # one kernel that converts on reading and writing; a factor without dimensions would be rounded to 16 bits
+    return torch.mul(gradient, factor.view(1), out=out)
 
 
 def _grad_scale(dtype: torch.dtype) -> float:
@@ -202,6 +206,7 @@ class _ChunkedLoss:
         self.table = resize_rows(table, self.width)
         self.bias = None if bias is None else resize_rows(bias, self.width)
         self.wide_dtype = args.weights.dtype
+        self.factors = args.weights * _grad_scale(x.dtype)
         self.total, self.total_z_loss = args.weights.new_zeros(()), args.weights.new_zeros(())
         self.x_grad = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         num_rows = max(len(table), self.width)
@@ -274,18 +279,17 @@ class _ChunkedLoss:
         if chunk.handle is not None:
             chunk.handle.wait()
         weights, z_loss = self.args.weights[chunk.rows], self.args.z_loss
-        local_maxima, exp_sums, target_logits = chunk.gathered_stats.unbind(1)  # 3 x [t, c]
-        max_logits = local_maxima.amax(dim=0)
-        denominator = (exp_sums * (local_maxima - max_logits).exp()).sum(dim=0)
-        log_z = denominator.log() + max_logits
-        self.total += ((log_z - target_logits.sum(dim=0)) * weights).sum()
+        max_logits, exp_sum, target_logits = _combine_statistics(chunk.gathered_stats)  # 3 x [c]
+        log_z = exp_sum.log() + max_logits
+        self.total += ((log_z - target_logits) * weights).sum()
         if z_loss:
             self.total_z_loss += (z_loss * log_z.square() * weights).sum()
         if self._needs_gradients():
-            factor = weights * _grad_scale(self.x.dtype)
+            factor = self.factors[chunk.rows]
             softmax_factor = factor * softmax_grad_scale(log_z, z_loss) if z_loss else factor
-            exp_factor = softmax_factor * (chunk.softmax.statistics[0] - max_logits).exp() / denominator
-            self._add_gradients(chunk, factor, exp_factor)
+            if self.args.group.size > 1:
+                softmax_factor = softmax_factor * (chunk.softmax.statistics[0] - max_logits).exp()
+            self._add_gradients(chunk, factor, softmax_factor / exp_sum)
 
     def _add_gradients(self, chunk: _PendingChunk, factor: torch.Tensor, exp_factor: torch.Tensor) -> None:
         """Compute the gradient of the logits; accumulate the gradients of x, table and bias.
@@ -300,11 +304,21 @@ class _ChunkedLoss:
         if self.x_grad is not None:
             torch.mm(logits_grad, self.table, out=self.x_grad[chunk.rows])
         if self.table_grad is not None:
-            is_fp16 = x.dtype == torch.float16 and not accumulates_in_product(x, self.wide_dtype)
-            divisor = _fp16_divisor(x, self.args.weights[chunk.rows]) if is_fp16 else None
+            can_overflow = x.dtype == torch.float16 and not accumulates_in_product(x, self.wide_dtype)
+            divisor = _fp16_divisor(x, self.args.weights[chunk.rows]) if can_overflow else None
             _add_product(self.table_grad[: self.width], logits_grad.t(), x, divisor, is_first=chunk.rows.start == 0)
         if self.bias_grad is not None:
             self.bias_grad[: self.args.num_real] += chunk.softmax.bias_gradient()
+
+
+def _combine_statistics(statistics: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the softmax statistics of all ranks' columns together, 3 x [c], from those of each rank, [t, 3, c]."""
+    if len(statistics) == 1:
+        return statistics[0].unbind()
+    local_maxima, exp_sums, target_logits = statistics.unbind(1)  # 3 x [t, c]
+    max_logits = local_maxima.amax(dim=0)
+    exp_sum = (exp_sums * (local_maxima - max_logits).exp()).sum(dim=0)
+    return max_logits, exp_sum, target_logits.sum(dim=0)
 
 
 def supports_fp32_output(x: torch.Tensor) -> bool:

@@ -149,8 +149,9 @@ def loss_formula(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Ten
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("chunk", [None, 20, 77], ids=["logits", "chunks", "one chunk"])
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernels", "torch"])
 def test_losses_match_formula_without_padded_rows(
-    chunk: int | None, dtype: torch.dtype, torch_device: torch.device
+    has_kernels: bool, chunk: int | None, dtype: torch.dtype, torch_device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     targets = torch.randint(0, V, (N,), generator=generator)
@@ -158,7 +159,7 @@ def test_losses_match_formula_without_padded_rows(
     x, table, bias = (random_values(i, *shape, dtype=dtype) for i, shape in ((6, (N, H)), (7, (256, H)), (8, (256,))))
 
     def implementation(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        vocab_args = {"vocab_size": V, "divisible_by": 128}
+        vocab_args = {"vocab_size": V, "divisible_by": 128, "has_kernels": has_kernels}
         device_targets, loss_dtype = targets.to(torch_device), torch.promote_types(dtype, torch.float32)
         device_weights = weights.to(loss_dtype).to(torch_device)
         if chunk is not None:

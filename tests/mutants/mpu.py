@@ -25,6 +25,7 @@ ENTROPY = f"{VOCABULARY}::test_cross_entropy_matches_torch_and_ignores_padded_co
 ENTROPY_1, ENTROPY_2 = (f"{ENTROPY}[vocabulary 101 by {case}]" for case in ("8-1", "1-2"))
 HALF_PRECISION = "tests/mpu/test_embedding_lookup.py::test_repeated_rows_round_once_and_other_rows_are_zero[bf16]"
 CHUNKS = "tests/mpu/test_linear_cross_entropy.py"
+FUSED = "tests/mpu/test_fused_cross_entropy.py::test_loss_and_gradients_match_formula_with_and_without_kernels"
 CHUNKED = f"{CHUNKS}::test_loss_and_gradients_match_torch_for_any_sharding"
 Z_LOSS = "tests/mpu/test_z_loss.py::test_loss_and_gradients_match_formula_on_any_ranks[1]"
 SHARD = "tests/mpu/test_shard.py"
@@ -225,6 +226,16 @@ def chunked_softmax_ignores_other_tensor_ranks(original: Any) -> Any:
 @mutant("megatron.mpu.linear_cross_entropy:_ChunkedLoss._add_gradients", f"{CHUNKED}[64-4-weighed-1]")
 def chunked_gradient_of_the_target_is_not_weighted(original: Any) -> Any:
     return lambda self, chunk, factor, exp_factor: original(self, chunk, torch.ones_like(factor), exp_factor)
+
+
+@mutant("megatron.mpu.chunk_softmax:FusedSoftmax.gradient", f"{FUSED}[64-20-float32]")
+def fused_gradient_of_the_target_is_not_weighted(original: Any) -> Any:
+    return lambda self, factor, exp_factor, dtype: original(self, torch.ones_like(factor), exp_factor, dtype)
+
+
+@mutant("megatron.mpu.cross_entropy:_FusedCrossEntropy.backward", f"{FUSED}[101-0-float32]")
+def fused_gradient_is_that_of_the_sum_of_losses(original: Any) -> Any:
+    return lambda ctx, *grads: original(ctx, torch.ones_like(grads[0]), *grads[1:])
 
 
 # Groups and their order
