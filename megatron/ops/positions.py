@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -177,12 +178,45 @@ def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
         x, output    [b, a/t, s, d]
         cosine, sine [s, d/2] or [b, 1, s, d/2]; with fewer columns only the first pairs of a head are rotated
     """
-    size = 2 * cosine.shape[-1]
+    if torch.compiler.is_compiling():
+        size = 2 * cosine.shape[-1]
+        first, second = x[..., :size].to(cosine.dtype).chunk(2, dim=-1)
+        halves = first * cosine - second * sine, second * cosine + first * sine
+        return torch.cat((*(half.to(x.dtype) for half in halves), x[..., size:]), dim=-1)
+    rotated: torch.Tensor = _ApplyRotary.apply(x, cosine, sine)
+    return rotated
+
+
+class _ApplyRotary(torch.autograd.Function):
+    """Rotation that saves only cosine and sine; its backward rotates the gradient by minus the angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _rotate(x, cosine, sine)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        cosine, sine = ctx.saved_tensors
+        return _rotate(grads[0], cosine, -sine), None, None
+
+
+def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Return the rotated ``x``, with each product written where it is needed: faster than a concatenation."""
+    half, size = cosine.shape[-1], 2 * cosine.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second, first_out, second_out = x[..., :half], x[..., half:size], out[..., :half], out[..., half:size]
+    if x.dtype == cosine.dtype:
+        torch.mul(first, cosine, out=first_out).sub_(second * sine)
+        torch.mul(second, cosine, out=second_out).add_(first * sine)
+    else:
+        first, second = first.to(cosine.dtype), second.to(cosine.dtype)
+        first_out.copy_((first * cosine).sub_(second * sine))
+        second_out.copy_(second.mul_(cosine).add_(first.mul_(sine)))
     if size < x.shape[-1]:
-        return torch.cat((apply_rotary(x[..., :size], cosine, sine), x[..., size:]), dim=-1)
-    first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-    result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return result.to(x.dtype)
+        out[..., size:] = x[..., size:]
+    return out
 
 
 # ALiBi: scores decrease with the distance between query and key, by a fixed slope per head. Nothing is learned.

@@ -119,6 +119,38 @@ def test_16_bit_inputs_rotate_in_fp32() -> None:
     )
 
 
+def rotate_by_operators(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Return the rotated heads by operators that autograd differentiates one by one."""
+    size = 2 * cosine.shape[-1]
+    first, second = x[..., :size].to(cosine.dtype).chunk(2, dim=-1)
+    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
+    return torch.cat((rotated, x[..., size:]), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_rotation_and_gradient_have_the_bits_of_single_operators(
+    dtype: torch.dtype, percent: float, has_positions: bool
+) -> None:
+    x = random(5, 2, 3, 8).to(dtype).permute(1, 2, 0, 3).requires_grad_()  # a view, as of packed queries
+    positions = torch.tensor([[0, 1, 2, 0, 1], [4, 3, 2, 1, 0]]) if has_positions else None
+    cosine, sine = rotary_cos_sin(replace(SMALL_ROTARY, percent=percent), x, positions)
+    grad = random(2, 3, 5, 8, seed=1).to(dtype)
+    outputs = apply_rotary(x, cosine, sine), rotate_by_operators(x, cosine, sine)
+    grads = [torch.autograd.grad(output, x, grad)[0] for output in outputs]
+    assert torch.equal(*outputs) and torch.equal(*grads) and not torch.equal(grads[0], grad)
+
+
+def test_rotation_saves_only_cosine_and_sine() -> None:
+    x = random(2, 3, 5, 8).bfloat16().requires_grad_()
+    saved: list[torch.Tensor] = []
+    cosine, sine = rotary_cos_sin(SMALL_ROTARY, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda saved: saved):
+        apply_rotary(x, cosine, sine)
+    assert {tensor.data_ptr() for tensor in saved} == {cosine.data_ptr(), sine.data_ptr()} and len(saved) == 2
+
+
 def test_layers_share_one_table() -> None:
     table, same_table = (rotary_cos_sin(Rotary(head_size=8), random(1, 1, 6, 8))[0] for _ in range(2))
     assert table.data_ptr() == same_table.data_ptr()
