@@ -56,3 +56,8 @@ def find_kernel(kernel: str) -> Any:
     """Import the module of ``kernel``, "module:function", and return the function."""
     module, _, function = kernel.partition(":")
     return getattr(importlib.import_module(module), function)
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``: the size of a block of ``n`` elements."""
+    return 1 << (n - 1).bit_length()

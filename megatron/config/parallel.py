@@ -229,8 +229,8 @@ class ParallelConfig:
     device: str = option("auto", "device: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
     fused_kernels: str = option(
         "auto",
-        "fused kernels on a GPU: torch: torch's kernels; apex: apex's norms and AdamW; auto: torch's kernels, and "
-        "Triton kernels for dropout and the loss",
+        "fused operations on a GPU: auto: torch's kernels, and Triton's for dropout, rotary positions, gated "
+        "activations, norms and the loss; torch: only torch's kernels; apex: as auto, with apex's norms and AdamW",
         choices=("auto", "torch", "apex"),
     )
     distributed_backend: str | None = option(

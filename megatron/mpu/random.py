@@ -49,7 +49,8 @@ class DropoutStreams:
         tensor: tensor-parallel group, whose ranks draw different masks for sharded tensors.
 
     Attributes:
-        has_kernels: use the Triton kernel on CUDA if Triton is installed.
+        has_kernels: use Triton kernels on CUDA if Triton is installed, for dropout and in layers
+            (``ParallelContext.uses_kernels``).
     """
 
     def __init__(self, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE) -> None:
@@ -93,7 +94,7 @@ class DropoutStreams:
         )
 
     def uses_kernel(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel applies dropout to ``x``. It is not used for fp64, which would lose precision."""
+        """Return True if a Triton kernel processes ``x``: on CUDA, except for fp64, which would lose precision."""
         return self.has_kernels and x.dtype != torch.float64 and triton_launch.is_available(x.device)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Rows of the start table on the kernels of weight gradients, dropout, loss and attention."""
+"""Rows of the start table on the kernels of weight gradients, dropout, loss, layers and attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch.nn.attention import SDPBackend
 
 from megatron import device
 from megatron.config import Config
-from megatron.config.decoder import ALIBI
+from megatron.config.decoder import ALIBI, ROPE
 from megatron.costs.decoder_cost import mask_reason
 from megatron.models import registry
 from megatron.ops.attention import attention_kernels
+from megatron.ops.fused_norm import MAX_WIDTH
 from megatron.torch_compat import has_triton
 
 
@@ -31,25 +32,50 @@ def fusion_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
         yield "weight gradients", f"accumulated by autograd, with {' and '.join(reasons)}"
 
 
-def uses_triton_kernels(config: Config, device_type: str) -> bool:
-    """Return True if the Triton kernels of this project are used: on CUDA, with Triton, except in fp64."""
-    is_permitted = config.parallel.fused_kernels != "torch" and config.precision.dtype != "fp64"
-    return device_type == "cuda" and is_permitted and has_triton()
+def uses_triton(config: Config, device_type: str) -> bool:
+    """Return True if Triton kernels are used where the project has them."""
+    is_fp64 = config.precision.dtype == "fp64"
+    return device_type == "cuda" and config.parallel.fused_kernels != "torch" and not is_fp64 and has_triton()
 
 
 def loss_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table on the kernels of the cross-entropy on CUDA."""
-    if uses_triton_kernels(config, device_type):
+    if uses_triton(config, device_type):
         yield (
             "cross-entropy",
             "by Triton kernels that have not been run on a GPU yet (--fused-kernels torch uses torch's)",
         )
 
 
+def triton_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table on the Triton kernels of layers; dropout has its own row."""
+    operations = list(_operations_in_triton(config)) if uses_triton(config, device_type) else []
+    if operations:
+        yield (
+            "Triton kernels",
+            f"{', '.join(operations)}, by kernels that have not been run on a GPU yet (--fused-kernels torch uses "
+            "torch's operators)",
+        )
+
+
+def _operations_in_triton(config: Config) -> Iterator[str]:
+    """Yield the operations of uncompiled transformer layers that have a Triton kernel."""
+    model = config.model
+    if config.parallel.compile and not model.num_experts:
+        return
+    if model.position_embedding_type == ROPE:
+        yield "rotary positions"
+    if model.activation.startswith("gated-"):
+        yield "gated activation"
+    has_kernel = model.hidden_size <= MAX_WIDTH and config.parallel.fused_kernels != "apex"
+    is_encoder = registry.family_of(config.family).model_type == "encoder"  # BERT's norms follow the residual sum
+    if has_kernel and config.optimizer.zero_stage < 3 and not is_encoder:
+        yield "norms with residual connections"
+
+
 def uses_dropout_kernel(config: Config, device_type: str) -> bool:
     """Return True if a Triton kernel generates the dropout masks."""
-    has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
-    return has_dropout and uses_triton_kernels(config, device_type)
+    return bool(config.model.hidden_dropout or config.model.attention_dropout) and uses_triton(config, device_type)
 
 
 def dropout_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:

@@ -70,6 +70,7 @@ def start_rows(
     yield from kernel_rows.fusion_rows(config, world.device_type)
     yield from kernel_rows.dropout_rows(config, world.device_type)
     yield from kernel_rows.loss_rows(config, world.device_type)
+    yield from kernel_rows.triton_rows(config, world.device_type)
     yield from kernel_rows.attention_rows(config, world.device)
     yield from kernel_rows.document_rows(config, world.device)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)

@@ -191,3 +191,27 @@ def test_start_table_names_cuda_dropout_kernel(monkeypatch: pytest.MonkeyPatch) 
     assert kernel_rows.dropout_warning(plain_config, "cuda") is None
     monkeypatch.setattr(kernel_rows, "has_triton", lambda: False)
     assert not list(kernel_rows.dropout_rows(by_kernel, "cuda"))
+
+
+LLAMA_ARGS = "--position-embedding-type rope --normalization RMSNorm --activation gated-silu --bf16 --dry-run".split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "rotary positions, gated activation, norms with residual connections, by kernels"),
+        ("--zero-stage 3", "rotary positions, gated activation, by kernels"),
+        ("--fused-kernels apex", "rotary positions, gated activation, by kernels"),
+        ("--activation gelu --position-embedding-type alibi", "norms with residual connections, by kernels"),
+        ("--fused-kernels torch", None),
+        ("--compile", None),
+    ],
+)
+def test_start_table_names_triton_kernels(flags: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_rows, "has_triton", lambda: True)
+    config = parse([*LLAMA_ARGS, *flags.split()], world_size=1, env={})
+    rows = dict(kernel_rows.triton_rows(config, "cuda"))
+    assert rows["Triton kernels"].startswith(expected) if expected else not rows
+    assert not list(kernel_rows.triton_rows(config, "cpu"))
+    monkeypatch.setattr(kernel_rows, "has_triton", lambda: False)
+    assert not list(kernel_rows.triton_rows(config, "cuda"))

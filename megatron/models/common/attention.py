@@ -17,10 +17,11 @@ from megatron.models.common.norms import make_head_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.matrices import set_matrices
+from megatron.ops import fused_rotary
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, split_packed
 from megatron.ops.document_attention import document_attention
-from megatron.ops.positions import alibi_slopes, apply_rotary, rotary_cos_sin
+from megatron.ops.positions import Rotary, alibi_slopes, apply_rotary, rotary_cos_sin
 from megatron.ops.softcapped_attention import softcapped_attention
 
 
@@ -159,31 +160,57 @@ class SelfAttention(Attention):
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the context [s, b, a d / t], computed from separate queries, keys and values."""
-        query, key, value = self.split_groups(packed)  # [b, a/t, s, d], 2 x [b, g/t, s, d]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary is not None:
-            max_positions = self.max_positions
-            if cache is not None:
-                positions, max_positions = cache.slots.positions, cache.slots.stop
-            elif self.parallel.context.size > 1:
-                positions, max_positions = self._full_sequence_positions(query, positions)
-            cosine, sine = rotary_cos_sin(self.rotary, query, positions, max_positions)
-            query, key = apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)
+        if self.rotary is None:
+            query, key, value = self._split_and_norm(packed)
+        else:
+            query, key, value = self._split_and_rotate(self.rotary, packed, cache, positions)
         if cache is not None:
             key, value = cache.update(key, value)  # 2 x [b, g/t, s_k, d]
         if mask is not None and mask.dtype == torch.int32:
             return self.attend(self.document_function, query, key, value, mask)
         return self.attend(self.attention_function, query, key, value, mask=mask)
 
-    def _full_sequence_positions(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    def _split_and_norm(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values in the shapes of ``split_groups``, after the norms of queries and keys."""
+        query, key, value = self.split_groups(packed)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
+
+    def _split_and_rotate(
+        self, rotary: Rotary, packed: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the results of ``_split_and_norm`` with queries and keys rotated by their positions."""
+        uses_kernel = self.parallel.uses_kernels(packed)
+        if uses_kernel and self.query_norm is None:
+            groups = self.view_by_group(packed)
+            cosine, sine = self._cos_sin(rotary, groups.select(3, 0).permute(1, 2, 0, 3), cache, positions)
+            return fused_rotary.split_and_rotate(groups, cosine, sine)
+        query, key, value = self._split_and_norm(packed)
+        cosine, sine = self._cos_sin(rotary, query, cache, positions)
+        if uses_kernel:
+            return *fused_rotary.rotate(query, key, cosine, sine), value
+        return apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine), value
+
+    def _cos_sin(
+        self, rotary: Rotary, heads: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``rotary_cos_sin`` for the positions of ``heads`` [b, any number, s, d]."""
+        max_positions = self.max_positions
+        if cache is not None:
+            positions, max_positions = cache.slots.positions, cache.slots.stop
+        elif self.parallel.context.size > 1:
+            positions, max_positions = self._full_sequence_positions(heads, positions)
+        return rotary_cos_sin(rotary, heads, positions, max_positions)
+
+    def _full_sequence_positions(self, heads: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
         """Return the rotary positions of this rank's tokens and their exclusive upper bound.
 
         The positions are ``positions`` if given, otherwise indices into the full sequence.
         """
-        local_length = query.shape[2]
+        local_length = heads.shape[2]
         if positions is None:
-            positions = self.parallel.positions(local_length, query.device).unsqueeze(0)
+            positions = self.parallel.positions(local_length, heads.device).unsqueeze(0)
         return positions, max(self.max_positions, local_length * self.parallel.context.size)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -193,15 +220,19 @@ class SelfAttention(Attention):
             packed [s, b, (a + 2 g) d / t]
             output [b, a/t, s, d], 2 x [b, g/t, s, d]
         """
-        if self.clip:
-            packed = packed.clamp(-self.clip, self.clip)
-        length, batch_size, _ = packed.shape
+        groups = self.view_by_group(packed)
         heads_per_group = self.num_heads // self.num_groups
-        groups = packed.view(length, batch_size, self.num_groups, heads_per_group + 2, self.head_size)
         # one split, so that backward concatenates the three gradients instead of adding three zero-padded tensors
         query, key, value = groups.split([heads_per_group, 1, 1], dim=3)  # [s, b, g/t, a/g, d], 2 x [s, b, g/t, 1, d]
         query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)  # [s, b, a/t, d], 2 x [s, b, g/t, d]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+
+    def view_by_group(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return ``packed``, clamped if the model requires it, as [s, b, g/t, a/g + 2, d]."""
+        if self.clip:
+            packed = packed.clamp(-self.clip, self.clip)
+        heads_per_group = self.num_heads // self.num_groups
+        return packed.view(*packed.shape[:2], self.num_groups, heads_per_group + 2, self.head_size)
 
 
 def _attention_function(args: ModelArgs) -> Callable[..., torch.Tensor]:

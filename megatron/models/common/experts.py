@@ -16,6 +16,7 @@ from megatron.mpu.expert_parallel import Exchange, set_expert
 from megatron.mpu.mappings import enter_tensor_region, gather_from_sequence_region, leave_tensor_region
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
+from megatron.ops import gated_activation
 from megatron.ops.grouped import (
     GROUPED,
     DeferredGrad,
@@ -148,12 +149,10 @@ class Experts(nn.Module):
             row_counts = counts.tolist()  # once for both products
         delayed_grads = self._delayed_grads if self.delay_wgrad else None
         hidden = grouped_linear(rows, up, counts, delayed_grads, row_counts, ends)  # [m, f/t], or [m, 2f/t] if gated
-        activation = experts[0].activation
         if experts[0].is_gated:
-            gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
-            hidden = activation(gate) * value
+            hidden = experts[0].gate(*gated_activation.split(hidden), experts[0].parallel.uses_kernels(hidden))
         else:
-            hidden = activation(hidden)
+            hidden = experts[0].activation(hidden)
         return grouped_linear(hidden, down, counts, delayed_grads, row_counts, ends)
 
     def stack_weights(self) -> None:

@@ -16,6 +16,7 @@ from megatron.mpu.groups import Group
 from megatron.mpu.layers import divide
 from megatron.mpu.mappings import copy_to_tensor_region, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, set_partial, set_shard
+from megatron.ops import fused_norm
 
 # Root-mean-square normalisation.
 
@@ -172,6 +173,44 @@ def upcast_with_offset(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Ten
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.to(dtype), 1.0 + weight.to(dtype)
+
+
+# Residual connection and norm in one Triton kernel.
+
+
+def add_and_norm(
+    norm: nn.Module, x: torch.Tensor, branch: torch.Tensor | None, parallel: ParallelContext
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x + branch`` (``x`` if ``branch`` is None) and its norm, by a kernel if there is one.
+
+    The kernel also adds the gradients of both outputs, which autograd would do in a separate pass.
+
+    Shapes:
+        x, branch, output [s, b, h], or this rank's shard of the sequence
+    """
+    if isinstance(norm, (LayerNorm, RMSNorm)) and parallel.uses_kernels(x) and _has_kernel(norm):
+        return fused_norm.add_and_norm(
+            x,
+            branch,
+            norm.weight,
+            norm.bias if isinstance(norm, LayerNorm) else None,
+            norm.epsilon,
+            is_centred=isinstance(norm, LayerNorm),
+            is_offset=norm.is_offset,
+        )
+    total = x if branch is None else x + branch
+    return total, norm(total)
+
+
+def _has_kernel(norm: LayerNorm | RMSNorm) -> bool:
+    """Return True if a kernel can replace the call of ``norm``.
+
+    It cannot if the norm has another kernel (apex's), or if hooks must see the call: those of megatron.debug, and of
+    ZeRO 3, which gathers weights.
+    """
+    is_default = norm.kernel is (layer_norm if isinstance(norm, LayerNorm) else rms_norm)
+    hooks = norm._forward_pre_hooks, norm._forward_hooks, norm._backward_pre_hooks, norm._backward_hooks
+    return is_default and not any(hooks) and len(norm.weight) <= fused_norm.MAX_WIDTH
 
 
 # Construction of a model's norms.

@@ -54,11 +54,24 @@ class ParallelContext:
         """``ParallelContext`` of a layer's experts; it has no tensor parallelism if experts are not sharded."""
         return self if self.has_sharded_experts else replace(self, group=SINGLE, sequence_parallel=False)
 
-    def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
-        """Apply dropout to hidden states with the mask of ``layer`` and ``site``."""
+    def dropout(
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Apply dropout to hidden states with the mask of ``layer`` and ``site``, and add ``residual`` if given."""
         return self.streams.dropout(
-            x, probability, training=training, layer=layer, site=site, is_sequence_slice=self.sequence_parallel
+            x,
+            probability,
+            training=training,
+            layer=layer,
+            site=site,
+            is_sequence_slice=self.sequence_parallel,
+            residual=residual,
         )
+
+    def uses_kernels(self, x: torch.Tensor) -> bool:
+        """Return True if layers process ``x`` by Triton kernels; compiled layers use torch's operators."""
+        return not torch.compiler.is_compiling() and self.streams.uses_kernel(x)
 
     def shard_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``x`` [s, ...] that belong to this rank's shard of the sequence.

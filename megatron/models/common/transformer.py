@@ -15,12 +15,13 @@ from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
 from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.model_args import ModelArgs
-from megatron.models.common.norms import make_norm
+from megatron.models.common.norms import add_and_norm, make_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.random import checkpoint
+from megatron.ops import gated_activation
 from megatron.ops.activations import activation, is_gated
 from tds.linear_function import accumulates_in_place
 from tds.schedule.simulate import in_flight
@@ -107,16 +108,22 @@ class GatedLinear(ColumnParallelLinear):
 
     num_outputs = 2
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, uses_kernel: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one product with the even rows and one with the odd rows.
 
-        A single product with the full weight would return gate and value as strided views. If weight gradients are
-        accumulated in place, a single product is used nevertheless, and both views are copied to contiguous tensors.
+        A single product with the full weight returns gate and value as strided views, which only the kernel of
+        ``gated_activation`` reads fast. If weight gradients are accumulated in place, a single product is used
+        nevertheless, and both views are copied to contiguous tensors.
+
+        Args:
+            uses_kernel: gate and value are passed to ``gated_activation``.
         """
-        if accumulates_in_place(self.weight):
+        if uses_kernel or accumulates_in_place(self.weight):
             (interleaved,) = self.products(x, (self.weight, self.bias))
-            gated, values = interleaved.unflatten(-1, (-1, 2)).unbind(-1)
-            return gated.contiguous(), values.contiguous()
+            gated, values = gated_activation.split(interleaved)
+            return (gated, values) if uses_kernel else (gated.contiguous(), values.contiguous())
         gate, value = self.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [output_size/2t, input_size]
         gate_bias, value_bias = (None, None) if self.bias is None else self.bias.unflatten(0, (-1, 2)).unbind(1)
         gated, values = self.products(x, (gate, gate_bias), (value, value_bias))
@@ -139,7 +146,7 @@ class MLP(nn.Module):
     def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         h, f = args.hidden_size, args.ff_hidden_size
-        self.is_gated = is_gated(args.activation)
+        self.activation_name, self.is_gated = args.activation, is_gated(args.activation)
         self.layer, self.dropout = layer, dropout
         self.parallel = parallel
         linear_class, num_rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
@@ -151,11 +158,17 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
-            gate, value = self.up(x)  # 2 x [s, b, f/t]
-            hidden = self.activation(gate) * value
+            uses_kernel = self.parallel.uses_kernels(x)
+            hidden = self.gate(*self.up(x, uses_kernel), uses_kernel)  # [s, b, f/t]
         else:
             hidden = self.activation(self.up(x))  # [s, b, f/t]
         return self.down(self._apply_dropout(hidden))
+
+    def gate(self, gate: torch.Tensor, value: torch.Tensor, uses_kernel: bool) -> torch.Tensor:
+        """Return ``activation(gate) * value``."""
+        if uses_kernel:
+            return gated_activation.gated_activation(self.activation_name, gate, value)
+        return self.activation(gate) * value
 
     def _apply_dropout(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parallel.streams.dropout(
@@ -216,21 +229,45 @@ class TransformerLayer(nn.Module):
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None, window_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        normed = x if self.input_norm is None else self.input_norm(x)
+        x, normed = self._norm(self.input_norm, x)
         branch = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
         branch = branch if self.attention_output_norm is None else self.attention_output_norm(branch)
-        x = self._residual(x, normed) + self._dropout(branch, "attention output")
-        normed = x if self.post_attention_norm is None else self.post_attention_norm(x)
+        x, normed = self._add_and_norm(
+            self.post_attention_norm, self._residual(x, normed), branch, site="attention output"
+        )
         branch = self.mlp(normed)
         branch = branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
-        return self._residual(x, normed) + self._dropout(branch, "mlp output")
+        return self._add(self._residual(x, normed), branch, "mlp output")
 
     def _residual(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed if self.is_residual_normed else x
 
-    def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        x = x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
-        return self.parallel.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+    def _add(self, residual: torch.Tensor, branch: torch.Tensor, site: str) -> torch.Tensor:
+        """Return ``residual`` plus ``branch``, multiplied by ``residual_multiplier`` and after dropout."""
+        return self.parallel.dropout(
+            self._scale(branch),
+            self.hidden_dropout,
+            training=self.training,
+            layer=self.layer,
+            site=site,
+            residual=residual,
+        )
+
+    def _scale(self, branch: torch.Tensor) -> torch.Tensor:
+        return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
+
+    def _add_and_norm(
+        self, norm: nn.Module | None, residual: torch.Tensor, branch: torch.Tensor, site: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result of ``_add``, and its norm."""
+        has_dropout = self.training and self.hidden_dropout > 0.0
+        if norm is None or has_dropout:
+            return self._norm(norm, self._add(residual, branch, site))
+        return add_and_norm(norm, residual, self._scale(branch), self.parallel)
+
+    def _norm(self, norm: nn.Module | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``x`` for the residual connection, and its norm; ``x`` twice without a norm."""
+        return (x, x) if norm is None else add_and_norm(norm, x, None, self.parallel)
 
 
 # A sequence of transformer layers.

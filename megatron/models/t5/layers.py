@@ -10,7 +10,7 @@ from torch import nn
 from megatron.models.common.attention import Attention, SelfAttention
 from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.model_args import ModelArgs
-from megatron.models.common.norms import LayerNorm, RMSNorm
+from megatron.models.common.norms import LayerNorm, RMSNorm, add_and_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import MLP
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
@@ -209,15 +209,19 @@ class T5Layer(nn.Module):
         cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
         """Apply the self-attention block, including its residual connection."""
-        return x + self.apply_dropout(self.attention(self.input_norm(x), mask, table, cache), "attention output")
+        x, normed = add_and_norm(self.input_norm, x, None, self.parallel)
+        return self.add(x, self.attention(normed, mask, table, cache), "attention output")
 
     def apply_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the feed-forward block, including its residual connection."""
-        return x + self.apply_dropout(self.mlp(self.post_attention_norm(x)), "mlp output")
+        x, normed = add_and_norm(self.post_attention_norm, x, None, self.parallel)
+        return self.add(x, self.mlp(normed), "mlp output")
 
-    def apply_dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Apply dropout to the output of a block before it is added to the residual."""
-        return self.parallel.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+    def add(self, residual: torch.Tensor, branch: torch.Tensor, site: str) -> torch.Tensor:
+        """Return ``residual`` plus ``branch``, the output of a block, after dropout."""
+        return self.parallel.dropout(
+            branch, self.hidden_dropout, training=self.training, layer=self.layer, site=site, residual=residual
+        )
 
 
 class T5EncoderLayer(T5Layer):
@@ -272,7 +276,6 @@ class T5DecoderLayer(T5Layer):
         if cache is not None:
             self_mask = cache.slots.mask
         x = self.apply_self_attention(x, self_mask, table, cache)
-        x = x + self.apply_dropout(
-            self.cross_attention(self.cross_norm(x), memory, cross_mask, cache), "cross attention output"
-        )
+        x, normed = add_and_norm(self.cross_norm, x, None, self.parallel)
+        x = self.add(x, self.cross_attention(normed, memory, cross_mask, cache), "cross attention output")
         return self.apply_feed_forward(x)

@@ -1,0 +1,225 @@
+"""Comparisons of the functions that launch Triton kernels with torch's operators in fp64.
+
+They run with emulated kernels (``tests.kernels.emulated``) in the short tests, and with Triton's interpreter as
+``TRITON_INTERPRET=1 python -m tests.kernels.checks NAME``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron import triton_launch
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.parameters import gpt2_rule, initialize
+from megatron.models.common.transformer import TransformerLayer
+from megatron.mpu.random import DropoutStreams, checkpoint
+from megatron.ops import fused_norm, fused_rotary, gated_activation
+from megatron.ops.positions import Rotary, apply_rotary, rotary_cos_sin
+
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
+"""Relative to the largest element; the interpreter truncates to bf16."""
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return a leaf of normally distributed values that ``dtype`` represents exactly."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def compare(
+    kernel: Callable[..., Any], plain: Callable[..., Any], *leaves: torch.Tensor, tolerance: float | None = None
+) -> None:
+    """Check values and gradients of ``kernel`` against those of ``plain`` in fp64."""
+    wide_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    outputs, expected = as_tuple(kernel(*leaves)), as_tuple(plain(*wide_leaves))
+    grads = [random(*output.shape, dtype=output.dtype, seed=9 + i) for i, output in enumerate(outputs)]
+    actual_grads = torch.autograd.grad(outputs, leaves, grads)
+    expected_grads = torch.autograd.grad(expected, wide_leaves, [grad.double() for grad in grads])
+    tolerance = tolerance or TOLERANCES[leaves[0].dtype]
+    for actual, wide in zip((*outputs, *actual_grads), (*expected, *expected_grads), strict=True):
+        error = float((actual.detach().double() - wide.detach()).abs().max() / wide.detach().abs().max())
+        assert error <= tolerance, f"relative error {error:.2e} of a tensor {tuple(actual.shape)} in {actual.dtype}"
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return ``value``, or a tuple of it."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+# Operations.
+
+
+def rotary() -> None:
+    """Rotary positions with and without grouped keys, for part of the head, and with positions per sample."""
+    positions = torch.tensor([[0, 1, 2, 0, 1], [7, 3, 9, 1, 0]])
+    cases = itertools.product((torch.float32, torch.bfloat16), ((2, 3), (3, 1)), (1.0, 0.5), (None, positions))
+    for dtype, (num_groups, heads_per_group), percent, ids in cases:
+        groups = random(5, 2, num_groups, heads_per_group + 2, 12, dtype=dtype)
+        angles = Rotary(head_size=12, percent=percent)
+
+        def split_plainly(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            heads = groups.split([groups.shape[3] - 2, 1, 1], dim=3)
+            query, key, value = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in heads)
+            cosine, sine = rotary_cos_sin(angles, query.float(), ids, 10)  # noqa: B023
+            return apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine), value
+
+        cosine, sine = rotary_cos_sin(angles, groups.select(3, 0).permute(1, 2, 0, 3), ids, 10)
+        compare(lambda groups: fused_rotary.split_and_rotate(groups, cosine, sine), split_plainly, groups)  # noqa: B023
+        query = random(2, num_groups * heads_per_group, 5, 12, dtype=dtype)
+        key = random(5, 2, num_groups, 12, dtype=dtype, seed=1)  # not contiguous as [b, g, s, d]
+        compare(
+            lambda query, key: fused_rotary.rotate(query, key.permute(1, 2, 0, 3), cosine, sine),  # noqa: B023
+            lambda query, key: (
+                apply_rotary(query, cosine, sine),  # noqa: B023
+                apply_rotary(key.permute(1, 2, 0, 3), cosine, sine),  # noqa: B023
+            ),
+            query,
+            key,
+        )
+
+
+def gates() -> None:
+    """Gated activations of odd sizes, of sizes beyond one program, and of no rows."""
+    for dtype, name, shape in itertools.product(
+        (torch.float32, torch.bfloat16), ("gated-silu", "gated-gelu"), ((3, 2, 7), (2, 1, 1030))
+    ):
+        pairs = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        compare(
+            lambda pairs: gated_activation.gated_activation(name, *gated_activation.split(pairs)),  # noqa: B023
+            lambda pairs: activate_plainly(name, *pairs.unflatten(-1, (-1, 2)).unbind(-1)),  # noqa: B023
+            pairs,
+        )
+        gate, value = (random(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+        compare(
+            lambda gate, value: gated_activation.gated_activation(name, gate, value),  # noqa: B023
+            lambda gate, value: activate_plainly(name, gate, value),  # noqa: B023
+            gate,
+            value,
+        )
+    empty = torch.zeros(0, 6, requires_grad=True)
+    gated_activation.gated_activation("gated-silu", *gated_activation.split(empty)).sum().backward()
+    assert empty.grad is not None and empty.grad.shape == (0, 6)
+
+
+def activate_plainly(name: str, gate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a gated activation by torch's operators."""
+    return (F.gelu(gate, approximate="tanh") if name == "gated-gelu" else F.silu(gate)) * value
+
+
+def norms() -> None:
+    """Both norms with and without a branch, a bias and an offset, in rows of a width that is no power of two."""
+    cases = itertools.product((torch.float32, torch.bfloat16), *[(False, True)] * 4)
+    for dtype, has_branch, has_bias, is_centred, is_offset in cases:
+        leaves = [random(19, 2, 37, dtype=dtype), random(37, dtype=dtype, seed=1)]
+        leaves += [random(37, dtype=dtype, seed=2)] if has_bias else []
+        leaves += [random(19, 2, 37, dtype=dtype, seed=3)] if has_branch else []
+
+        def norm_by_kernel(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> Any:
+            bias, branch = split_optional(others, has_bias, has_branch)  # noqa: B023
+            flags = {"is_centred": is_centred, "is_offset": is_offset}  # noqa: B023
+            return fused_norm.add_and_norm(x, branch, weight, bias, 1e-5, **flags)
+
+        def norm_plainly(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> Any:
+            bias, branch = split_optional(others, has_bias, has_branch)  # noqa: B023
+            total = x * 1 if branch is None else x + branch
+            scale = 1.0 + weight if is_offset else weight  # noqa: B023
+            norm: Any = F.layer_norm if is_centred else F.rms_norm  # noqa: B023
+            normed = norm(total, (37,), weight=scale, eps=1e-5)
+            return total, normed if bias is None else normed + bias
+
+        # the sum is rounded before the norm
+        compare(norm_by_kernel, norm_plainly, *leaves, tolerance=0.03 if dtype == torch.bfloat16 else None)
+    x, weight = random(3, 5, dtype=torch.float32), random(5, dtype=torch.float32, seed=1)
+    for idx in (0, 1):  # one of the outputs is not used
+        compare(
+            lambda x: fused_norm.add_and_norm(x, x, weight, None, 1e-5, is_centred=True, is_offset=False)[idx],  # noqa: B023
+            lambda x: (2 * x, F.layer_norm(2 * x, (5,), weight.double()))[idx],  # noqa: B023
+            x,
+        )
+
+
+def split_optional(others: Sequence[torch.Tensor], has_bias: bool, has_branch: bool) -> Any:
+    """Return (bias, branch), each of which may be missing in ``others``."""
+    return others[0] if has_bias else None, others[-1] if has_branch else None
+
+
+# Layers: with kernels and without.
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "kv_hidden_size": 6, "ff_hidden_size": 20,
+    "vocab_size": 11, "max_position_embeddings": 16, "hidden_bias": False, "normalization": "RMSNorm",
+    "position_embedding_type": "rope", "activation": "gated-silu",
+}  # fmt: skip
+LAYERS: dict[str, dict[str, Any]] = {
+    "LLaMA": {},
+    "GPT-2": {
+        "position_embedding_type": "learned_absolute", "activation": "gelu-tanh", "normalization": "LayerNorm",
+        "hidden_bias": True,
+    },
+    "grouped keys, a part of the head, gated GELU": {
+        "num_query_groups": 2, "rotary_percent": 0.5, "activation": "gated-gelu", "clip_qkv": 0.7,
+    },
+    "query and key norms, norms with offset after the branches too": {
+        "qk_norm": "head", "norm_placement": "both", "layernorm_1p": True, "residual_scale": 1.4,
+    },
+    "norms after the branches": {"norm_placement": "after", "normalization": "LayerNorm", "hidden_bias": True},
+    "normed residual": {"apply_residual_connection_post_layernorm": True},
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 8},
+    "recompute": {},
+}  # fmt: skip
+
+
+def make_layer(dtype: torch.dtype = torch.float32, **settings: Any) -> TransformerLayer:
+    """Return a layer with weights that are not near 0."""
+    layer = TransformerLayer(ModelArgs(**{**LLAMA, **settings}), ParallelContext(), 0).to(dtype)
+    initialize(layer.named_parameters(), seed=3, rule=gpt2_rule(0.3, 2))
+    for i, parameter in enumerate(layer.parameters()):
+        if parameter.dim() == 1:
+            parameter.data.add_(random(len(parameter), dtype=dtype, seed=i).detach(), alpha=0.2)
+    return layer
+
+
+def run_layer(name: str, layer: TransformerLayer) -> dict[str, torch.Tensor]:
+    """Return the output of a layer and all gradients."""
+    x = random(7, 2, LLAMA["hidden_size"], dtype=torch.float32)
+    if name == "recompute":
+        y = checkpoint(DropoutStreams(), layer, x * 1)
+    else:
+        y = layer(x * 1)
+    (y * random(*y.shape, dtype=torch.float32, seed=1)).sum().backward()
+    assert x.grad is not None
+    grads = {f"gradient of {key}": p.grad for key, p in layer.named_parameters() if p.grad is not None}
+    return {"output": y, "gradient of the input": x.grad, **grads}
+
+
+def check_layer(name: str) -> None:
+    """Check that kernels change values and gradients of a layer by rounding only."""
+    layer = make_layer(**LAYERS[name])
+    with_kernels = run_layer(name, layer)
+    layer.zero_grad()
+    layer.parallel.streams.has_kernels = False
+    without_kernels = run_layer(name, layer)
+    assert with_kernels.keys() == without_kernels.keys()
+    for key, expected in without_kernels.items():
+        error = float((with_kernels[key].detach() - expected.detach()).abs().max() / expected.detach().abs().max())
+        assert error < 2e-5, f"{key}: {error:.1e}"
+
+
+def layers() -> None:
+    """All layers of ``LAYERS``."""
+    for name in LAYERS:
+        check_layer(name)
+
+
+CHECKS: dict[str, Callable[[], None]] = {"rotary": rotary, "gates": gates, "norms": norms, "layers": layers}
+
+
+if __name__ == "__main__":
+    triton_launch.is_available = lambda device: True
+    CHECKS[sys.argv[1]]()
