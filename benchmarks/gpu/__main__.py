@@ -1,14 +1,17 @@
 """Test and benchmark the project on the GPU of this machine, and save the results.
 
-    bash benchmarks/gpu/run.sh                          # all parts without results, at most 26 minutes
+    bash benchmarks/gpu/run.sh                          # cases without results, at most 9 minutes; start it again
+    bash benchmarks/gpu/run.sh --minutes 26             # all parts in one start
     bash benchmarks/gpu/run.sh --out seen train speed   # only the parts train and speed; results in the folder "seen"
     bash benchmarks/gpu/run.sh --device cpu             # a dry run with toy sizes, to test the benchmark itself
 
 Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time), and a failure does not
 stop the other cases. Results are written to gpu-<device>-<date>.json in --out. A second start with the same device and
-commit runs only missing cases; with --failed it also repeats failed ones. Unused time of a part is available to later
-parts.
-The exit code is 1 if a case failed.
+commit runs only missing cases; with --failed it also repeats failed ones. If --minutes is shorter than the budgets of
+all parts together, each part gets its proportion. Unused time of a part is available to later parts.
+
+The complete output of failed cases is archived in gpu-<device>-<date>-logs.tgz in --out. The exit code is 1 if a case
+failed. ``benchmarks/gpu/first.sh`` runs the most important cases in 11 minutes.
 """
 
 from __future__ import annotations
@@ -26,22 +29,24 @@ from pathlib import Path
 from typing import Any
 
 import megatron.environment  # noqa: F401  isort: skip  reports missing packages in one line
-from benchmarks.gpu.part import FAILED, FINAL, Machine, Part, Results, run_part
+from benchmarks.gpu.part import FAILED, FINAL, ROOT, Machine, Part, Results, is_selected, run_part
+from benchmarks.gpu.references import REFERENCES_DIR
 
 PART_OBJECTS = {
+    "speed": "speed.PART",
     "tests": "checks.TESTS_PART",
     "train": "train.PART",
     "layouts": "checks.LAYOUTS_PART",
     "faults": "faults.PART",
-    "speed": "speed.PART",
     "tables": "publish.PART",
 }
 """Name of a part -> module and object that define it, in the order of execution."""
 PART_NAMES = tuple(PART_OBJECTS)
 UNKNOWN = "unknown"
 """Commit that ``run_record.commit`` returns if git is not available."""
-TOTAL_S, MAX_PART_S = 26 * 60.0, 8 * 60.0
-"""Maximum seconds of all parts together, which is the sum of their budgets, and maximum seconds of a single part."""
+TOTAL_S, MAX_PART_S = 9 * 60.0, 8 * 60.0
+"""Default maximum of the seconds of all parts together, below the 10 minutes that a command may take on lent machines,
+and maximum seconds of a single part."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,7 +64,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=Path("runs/gpu"), help="folder of the results (default: %(default)s)"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run at toy sizes")
-    parser.add_argument("--only", default="", metavar="TEXT", help="run only cases whose names contain TEXT")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="run only cases whose names contain TEXT; may be repeated to select the cases of several texts",
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="do not run cases whose names contain TEXT; may be repeated",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder of the output of all commands (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--references",
+        type=Path,
+        default=ROOT / REFERENCES_DIR,
+        metavar="DIR",
+        help="folder of CPU runs that `benchmarks/gpu/first.sh prepare` has computed (default: %(default)s)",
+    )
     repeat_group = parser.add_mutually_exclusive_group()
     repeat_group.add_argument(
         "--again", action="store_const", dest="again", const=FINAL, help="repeat cases with a verdict"
@@ -144,13 +172,16 @@ def describe_run(machine: Machine, commit: str = "") -> dict[str, Any]:
 def time_limit_s(parts: Sequence[Part], remaining_s: float) -> float:
     """Return the time limit in seconds of the first of ``parts``, if ``remaining_s`` seconds are left for all of them.
 
-    The limit is the part's own budget, or the time that the other parts do not need if this is longer, but at most
-    ``MAX_PART_S``. The budgets of parts that always run are reserved.
+    The limit is in proportion to the budgets, at most ``MAX_PART_S``. The budgets of parts that always run are
+    reserved.
     """
     current_part, *others = parts
     reserved_s = sum(other_part.budget_s for other_part in others if other_part.always_runs)
-    later_s = sum(other_part.budget_s for other_part in others)
-    return max(0.0, min(MAX_PART_S, remaining_s - reserved_s, max(current_part.budget_s, remaining_s - later_s)))
+    if current_part.always_runs:
+        return max(0.0, min(MAX_PART_S, current_part.budget_s, remaining_s))
+    total_s = sum(part.budget_s for part in parts if not part.always_runs)
+    proportion = current_part.budget_s / total_s if total_s else 0.0
+    return max(0.0, min(MAX_PART_S, proportion * (remaining_s - reserved_s)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,9 +190,12 @@ def main(argv: list[str] | None = None) -> int:
     names = args.parts or list(PART_NAMES)
     with tempfile.TemporaryDirectory(prefix="megatron-gpu-") as work:
         machine = make_machine(args.device, Path(work), args.out)
+        machine.logs, machine.references = args.logs or Path(work) / "logs", args.references
         if args.list:
             for name in names:
-                print(*(f"{name}: {case.name}" for case in load_part(name).cases(machine)), sep="\n")
+                cases = load_part(name).cases(machine)
+                selected = [case for case in cases if is_selected(case.name, only=args.only, skip=args.skip)]
+                print(*(f"{name}: {case.name}" for case in selected), sep="\n")
             return 0
         run_info = describe_run(machine, args.commit)
         results = machine.results = Results.continue_or_start(args.out, run_info)
@@ -179,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
                 results,
                 repeated_statuses=args.again,
                 only=args.only,
+                skip=args.skip,
                 print_line=lambda line: print(line, flush=True),
             )
     return summary(results, names)

@@ -165,7 +165,6 @@ def run_pytest(
     report.unlink(missing_ok=True)
     options = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
     process = run_command(machine, [sys.executable, "-m", "pytest", *options, *words, *paths], env)
-    (folder / "output").write_text(process.text, encoding="utf-8")
     return judge_pytest(process, report)
 
 

@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import ROOT, Case, CompletedCommand, Machine, Part, Skip, run_python
-from benchmarks.gpu.train import (
+from benchmarks.gpu.train_run import (
     STEPS,
     Run,
     flags,
     judge_bits,
     last_step,
     limit_s,
+    log_path,
     read_run,
     run_script,
     start_in_background,
@@ -292,7 +293,7 @@ def killed_rank(machine: Machine, folder: Path) -> CaseResult:
     )
     fault = ["nan@0"] if backend == "nccl" or machine.device_type == "cpu" else ["one-gpu"]
     words = [WORKERS, *fault, *flags(machine, "gpt2", run, extra)]
-    live = launch_ranks(machine, 2, words, log=folder / "log")
+    live = launch_ranks(machine, 2, words, log=log_path(machine, folder))
     try:
         live.wait_until(lambda: last_step(run) >= 3, "step 3")
         os.kill(pid_of_rank(live.process.pid, 1), signal.SIGKILL)

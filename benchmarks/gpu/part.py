@@ -5,6 +5,8 @@ The verdicts are saved in one JSON file, ``gpu-<device>-<date>.json``, so that a
     {"device": "NVIDIA H200", "kind": "cuda", "date": "2026-11-24", "commit": "...", "versions": {...}, "is_dry": false,
      "parts": {"train": {"seconds": 61.2, "cases": {"gpt2 bf16": {"status": "passed", "text": "...", "figures": {...},
      "seconds": 8.1}}}}}
+
+Every command of a case writes its complete output to a file in the folder of logs (``benchmarks.gpu.logs``).
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,6 +28,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
+
+from benchmarks.gpu import logs
 
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 FINAL = (PASSED, FAILED, SKIPPED)
@@ -144,7 +150,9 @@ class Machine:
         device_type: "cuda", or "cpu" in a dry run.
         is_dry: toy sizes to test the benchmark itself; the figures have no meaning.
         work: folder for the files of cases.
-        out: folder of the JSON file and the tables.
+        out: folder of the JSON file, the tables and the archive of logs.
+        logs: folder of the output of the commands; ``run_part`` passes each case a subfolder.
+        references: folder of CPU runs that were computed beforehand (``benchmarks.gpu.references``).
         deadline: time on ``time.monotonic()`` by which all commands must have ended.
     """
 
@@ -158,6 +166,8 @@ class Machine:
     out: Path
     deadline: float = float("inf")
     results: Results | None = None
+    logs: Path | None = None
+    references: Path | None = None
     _shared: dict[str, Any] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -178,17 +188,24 @@ def run_part(
     results: Results,
     *,
     repeated_statuses: Container[str] = (),
-    only: str = "",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     print_line: Callable[[str], None] = print,
 ) -> None:
     """Run the cases of a part that have no final verdict yet, and print a line for each.
 
     Args:
         repeated_statuses: statuses, such as FAILED, whose cases are repeated although they are final.
-        only: run only cases whose names contain this text; parts with ``always_runs`` run all their cases.
+        only: run only cases whose names contain one of these texts; empty: all. Parts with ``always_runs`` run all
+            their cases.
+        skip: do not run cases whose names contain one of these texts.
     """
     start, known = time.monotonic(), results.of(test_part.name)
-    cases = [case for case in test_part.cases(machine) if test_part.always_runs or only in case.name]
+    cases = [
+        case
+        for case in test_part.cases(machine)
+        if test_part.always_runs or is_selected(case.name, only=only, skip=skip)
+    ]
     final = () if test_part.always_runs else [status for status in FINAL if status not in repeated_statuses]
     to_do = [case for case in cases if case.name not in known or known[case.name].status not in final]
     print_line(f"== {test_part.name}: {test_part.description} ({len(to_do)} of {len(cases)} cases to run)")
@@ -200,12 +217,19 @@ def run_part(
             verdict = _judge(case, machine, test_part, *start_window)
         with gate.printing:
             results.add(test_part.name, case.name, verdict)
+            if machine.logs is not None and verdict.status in logs.ARCHIVED:
+                logs.write_archive(machine.logs, results)
             print_line(f"{verdict.status:8} {test_part.name}: {case.name} ({verdict.seconds:.1f} s): {verdict.text}")
 
     with ThreadPoolExecutor(test_part.num_concurrent) as pool:
         for future in [pool.submit(run_case, case) for case in to_do]:
             future.result()
     results.add_seconds(test_part.name, time.monotonic() - start)
+
+
+def is_selected(name: str, *, only: Sequence[str], skip: Sequence[str]) -> bool:
+    """Return True if ``name`` contains a text of ``only`` (or that is empty), and contains no text of ``skip``."""
+    return (not only or any(text in name for text in only)) and not any(text in name for text in skip)
 
 
 def _judge(case: Case, machine: Machine, test_part: Part, latest: float, end: float) -> Verdict:
@@ -218,18 +242,20 @@ def _judge(case: Case, machine: Machine, test_part: Part, latest: float, end: fl
     start = time.monotonic()
     if start >= latest:
         return Verdict(NOT_RUN, f"not started within the part's {test_part.budget_s:.0f} s; the next start runs it")
-    folder = machine.work / test_part.name / "".join(c if c.isalnum() else "-" for c in case.name)
+    folder = machine.work / test_part.name / logs.folder_name(case.name)
     folder.mkdir(parents=True, exist_ok=True)
+    case_logs = None if machine.logs is None else logs.start_case(machine.logs, test_part.name, case.name)
     case_end = start + case.limit_s
     try:
-        text, figures = case.run(replace(machine, deadline=min(case_end, end)), folder)
+        text, figures = case.run(replace(machine, deadline=min(case_end, end), logs=case_logs), folder)
         verdict = Verdict(PASSED, text, figures)
     except Skip as skip:
         verdict = Verdict(SKIPPED, str(skip))
     except AssertionError as error:
         verdict = Verdict(FAILED, _join_lines(str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:])))
     except Exception as error:
-        (folder / "traceback").write_text(traceback.format_exc(), encoding="utf-8")
+        if case_logs is not None:
+            (case_logs / "traceback.log").write_text(traceback.format_exc(), encoding="utf-8")
         verdict = Verdict(FAILED, _join_lines(f"{type(error).__name__}: {error}"))
     now = time.monotonic()
     if verdict.status == FAILED and end < case_end and now >= end:  # it may have failed only for lack of time
@@ -359,19 +385,30 @@ def run_command(
 ) -> CompletedCommand:
     """Run ``words`` until the command ends or the time of the case is over; no process remains afterwards."""
     start = time.monotonic()
-    process = start_command(machine, words, subprocess.PIPE, env, cwd)
-    try:
-        text, _ = process.communicate(timeout=min(max(1.0, machine.deadline - start), _MAX_COMMAND_S))
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text, _ = process.communicate()
-        code = TIMED_OUT
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return CompletedCommand(code, text, time.monotonic() - start)
+    with open_log(machine, words) as log:
+        first = log.tell()
+        process = start_command(machine, words, log, env, cwd)
+        try:
+            code = process.wait(min(max(1.0, machine.deadline - start), _MAX_COMMAND_S))
+        except subprocess.TimeoutExpired:
+            code = TIMED_OUT
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(first)
+        return CompletedCommand(code, log.read(), time.monotonic() - start)
+
+
+def open_log(machine: Machine, words: Sequence[str]) -> IO[str]:
+    """Return a new file for the output of a command, which begins with the command; temporary without ``logs``."""
+    if machine.logs is not None:
+        file = logs.open_new(machine.logs)
+    else:
+        file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - the caller closes it
+    file.write(f"$ {shlex.join(words)}\n")
+    file.flush()
+    return file
 
 
 def run_python(

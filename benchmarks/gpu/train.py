@@ -1,8 +1,5 @@
 """The training scripts on the device: compared with the CPU, repeated bitwise, stopped, killed and resumed.
 
-The first half of this module runs scripts on texts of the repository, as users start them, and compares two runs. The
-second half defines the part ``train``.
-
 The losses of 20 steps are compared with those of the CPU in fp32, with the same seed, texts and flags. The table shows
 the largest allowed difference in nats, and differences that were observed on a CPU with these flags:
 
@@ -16,308 +13,41 @@ the largest allowed difference in nats, and differences that were observed on a 
 from __future__ import annotations
 
 import functools
-import math
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import ROOT, Case, CompletedCommand, Machine, Part, Skip, run_python, start_command
-from benchmarks.scripts import SCRIPTS
-
-TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
-STEPS = 20
-COMMON = (
-    "--warmup 0.1 --log-interval 1 --eval-interval 0 --eval-iters 0 --split 1,0,0 --progress plain --seed 1234 "
-    f"--num-attention-heads 4 --gas 2 --train-iters {STEPS}"
+from benchmarks.gpu import references
+from benchmarks.gpu.part import ROOT, Case, Machine, Part, Skip
+from benchmarks.gpu.train_run import (
+    DROPOUT,
+    Run,
+    cached_run,
+    comparable_flags,
+    flags,
+    judge_bits,
+    judge_losses,
+    judge_weights,
+    last_step,
+    limit_s,
+    log_path,
+    max_loss_difference,
+    read_run,
+    start_in_background,
+    train,
 )
-NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --layout-independent-dropout"
-DEVICE_SIZES = {
-    "gpt2": "--num-layers 4 --seq-length 128 --hidden-bias",
-    "t5": "--num-layers 2 --enc-seq-length 128",
-    "llama": "--num-layers 4 --seq-length 128 --num-query-groups 2 --ff-hidden-size 704",
-    "mpt": "--num-layers 4 --seq-length 128",
-    "bert": "--num-layers 4 --seq-length 128 --lr 2e-4",
-}
-"""Family -> flags. BERT's learning rate is low: at 1e-3 its loss jumps, and bf16 on a CPU differs by 0.36 in step 4."""
-DRY_SIZES = {
-    "gpt2": "--num-layers 2 --seq-length 32 --hidden-bias",
-    "t5": "--num-layers 1 --enc-seq-length 32",
-    "llama": "--num-layers 2 --seq-length 32 --num-query-groups 2",
-    "mpt": "--num-layers 2 --seq-length 32",
-    "bert": "--num-layers 2 --seq-length 32",
-}
-
-
-def limit_s(machine: Machine) -> float:
-    """Return the time limit of a case in seconds, longer for a dry run, which may share a few cores with other work."""
-    return 480.0 if machine.is_dry else 120.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run: its folder, and loss and gradient norm of each step."""
-
-    folder: Path
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
-    num_skipped: int
-    seconds: float
-
-    @property
-    def bits(self) -> list[tuple[int, str, str]]:
-        """(step, loss, norm) of each step, with all bits of each number."""
-        return [
-            (step, loss.hex(), norm.hex())
-            for step, loss, norm in zip(self.steps, self.losses, self.grad_norms, strict=True)
-        ]
-
-
-def token_files(machine: Machine) -> Path:
-    """Return the prefix of the token files of examples/corpus, which are created once without a network."""
-    return machine.compute_once("texts", lambda: write_token_files(machine.work / "texts"))
-
-
-def write_token_files(folder: Path) -> Path:
-    """Tokenize texts of this repository into ``folder``, as for the golden losses; return the prefix."""
-    import numpy as np
-
-    from megatron.data import IndexedDatasetBuilder
-    from megatron.tokenizer import build
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = build(tokenizer_path=TOKENIZER)
-    prefix = folder / "texts"
-    metadata = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
-    with IndexedDatasetBuilder(prefix, **metadata) as writer:
-        for text in sorted((ROOT / "examples" / "corpus").glob("*/*.txt")):
-            writer.add(np.array([*tokenizer.encode(text.read_text(encoding="utf-8")), tokenizer.eod_id]))
-    return prefix
-
-
-def flags(machine: Machine, family: str, folder: Path, extra: str = "", device: str | None = None) -> list[str]:
-    """Return the command line of a run of ``family`` in the run folder ``folder``; later flags take precedence."""
-    size_flags = (DRY_SIZES if machine.is_dry else DEVICE_SIZES)[family]
-    common = (
-        "--hidden-size 32 --batch-size 2 --lr 3e-3" if machine.is_dry else "--hidden-size 256 --batch-size 8 --lr 1e-3"
-    )
-    return [
-        *f"{common} {COMMON} {NO_DROPOUT} {size_flags}".split(),
-        *("--data-path", str(token_files(machine)), "--tokenizer-path", str(TOKENIZER), "--save", str(folder)),
-        *("--device", device or machine.device_type, *extra.split()),
-    ]
-
-
-def cpu_environment(machine: Machine) -> dict[str, str]:
-    """Return the environment variables of a CPU run that is concurrent with runs on the device."""
-    threads = max(1, min(4, machine.num_cores // 4))
-    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
-
-
-def run_script(
-    machine: Machine,
-    family: str,
-    folder: Path,
-    extra: str = "",
-    *,
-    device: str | None = None,
-    env: Mapping[str, str] | None = None,
-) -> CompletedCommand:
-    """Run the script of ``family`` to its end, successful or not."""
-    variables = (cpu_environment(machine) if device == "cpu" else {}) | dict(env or {})
-    return run_python(
-        machine, str(ROOT / SCRIPTS[family]), *flags(machine, family, folder, extra, device), env=variables
-    )
-
-
-def train(machine: Machine, family: str, folder: Path, extra: str = "", **options: Any) -> Run:
-    """Run the script of ``family`` to its last step and return its records.
-
-    Raises:
-        AssertionError: the exit code of the script is not 0.
-    """
-    return read_run(folder, run_script(machine, family, folder, extra, **options).check().seconds)
-
-
-def read_run(folder: Path, seconds: float = 0.0) -> Run:
-    """Return the records of the run in ``folder``."""
-    from megatron.training.callbacks.metrics_writer import read_metrics
-
-    records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
-    values = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
-    num_skipped = max((record["skipped"] for record in records), default=0)
-    return Run(folder, tuple(r["step"] for r in records), tuple(values[0]), tuple(values[1]), num_skipped, seconds)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def reference(machine: Machine, family: str, extra: str = "") -> Run:
-    """Return the fp32 CPU run of ``family`` with these flags; the result is cached."""
-    return cached_run(machine, f"on cpu {family} {extra}", family, f"--fp32 {extra}", device="cpu")
-
-
-def cached_run(machine: Machine, name: str, family: str, extra: str, **options: Any) -> Run:
-    """Return the run ``name``, which serves as a reference for several cases; the result is cached."""
-    folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
-
-    def make() -> Run:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
-        return train(machine, family, folder, extra, **options)
-
-    return machine.compute_once(name, make)
-
-
-def max_loss_difference(run: Run, other: Run) -> float:
-    """Return the largest difference between the losses of two runs.
-
-    Raises:
-        AssertionError: they have different steps, or a loss is not finite.
-    """
-    assert run.steps == other.steps, (
-        f"the steps {format_steps(run.steps)} were run, expected {format_steps(other.steps)}"
-    )
-    assert run.steps, "no step was recorded"
-    assert all(map(math.isfinite, run.losses + other.losses)), f"a loss is not finite: {run.losses}"
-    return max(abs(loss - other_loss) for loss, other_loss in zip(run.losses, other.losses, strict=True))
-
-
-def format_steps(steps: Sequence[int]) -> str:
-    """Return steps as text, such as "1 to 20 (20)"."""
-    return f"{steps[0]} to {steps[-1]} ({len(steps)})" if steps else "none"
-
-
-def judge_losses(run: Run, other: Run, allowed: float, fall: float = 0.3) -> str:
-    """Check that the losses of ``run`` are close to those of ``other``.
-
-    Args:
-        fall: minimum decrease from the first to the last loss.
-
-    Raises:
-        AssertionError: the difference exceeds ``allowed``, the losses have not decreased, or a step was skipped.
-    """
-    largest = max_loss_difference(run, other)
-    assert not run.num_skipped, f"{run.num_skipped} steps were skipped due to an overflow"
-    fallen = run.losses[0] - run.losses[-1]
-    summary = f"losses of {len(run.steps)} steps within {largest:.2g}, allowed {allowed:.2g}"
-    assert largest <= allowed, f"{summary}: got {_format_losses(run.losses)}, expected {_format_losses(other.losses)}"
-    assert fallen >= fall, f"the loss must decrease by {fall:g}, got {run.losses[0]:.4f} to {run.losses[-1]:.4f}"
-    return f"{summary}; {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
-
-
-def _format_losses(losses: Sequence[float]) -> str:
-    return " ".join(f"{loss:.5f}" for loss in losses)
-
-
-def judge_bits(run: Run, other: Run) -> str:
-    """Check that losses and gradient norms of two runs are bitwise identical.
-
-    Raises:
-        AssertionError: the runs differ; the message has the first step that differs.
-    """
-    assert run.steps == other.steps, (
-        f"the steps {format_steps(run.steps)} were run, expected {format_steps(other.steps)}"
-    )
-    assert run.steps, "no step was recorded"
-    for bits, other_bits in zip(run.bits, other.bits, strict=True):
-        assert bits == other_bits, f"step {bits[0]} has loss and norm {bits[1:]}, expected {other_bits[1:]}"
-    return f"losses and norms of {len(run.steps)} steps bitwise identical"
-
-
-def judge_weights(machine: Machine, checkpoint: Path, other_checkpoint: Path) -> str:
-    """Check that two checkpoints are bitwise identical, including the optimizer states.
-
-    Raises:
-        AssertionError: the checkpoints differ; the message has the differences.
-    """
-    process = run_python(
-        machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(checkpoint), "--compare", str(other_checkpoint)
-    )
-    assert process.code == 0, (
-        f"the checkpoints differ or were not compared (code {process.code}): {process.text[-600:]}"
-    )
-    return "weights and moments bitwise identical"
-
-
-@dataclass
-class RunningScript:
-    """A script that is running."""
-
-    process: subprocess.Popen[str]
-    log: Path
-    end: float
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait_until(self, condition: Callable[[], bool], description: str) -> None:
-        """Wait until ``condition()`` is true while the script runs; ``description`` describes the condition in errors.
-
-        Raises:
-            AssertionError: the script ends, or the time of the case is over, before the condition is true.
-        """
-        while not condition():
-            assert self.process.poll() is None, (
-                f"ended with {self.process.returncode} before {description}: {self.text[-900:]}"
-            )
-            assert time.monotonic() < self.end, f"timed out before {description}: {self.text[-900:]}"
-            time.sleep(0.005)
-
-    def signal(self, signal_number: signal.Signals) -> None:
-        """Send a signal to the script's own process."""
-        self.process.send_signal(signal_number)
-
-    def finish(self, within_s: float = math.inf) -> int:
-        """Wait for the script and return its exit code.
-
-        Raises:
-            AssertionError: the script did not end within ``within_s`` seconds or the time of the case.
-        """
-        limit = min(within_s, self.end - time.monotonic())
-        try:
-            return self.process.wait(max(limit, 0.1))
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"did not end within {limit:.0f} s: {self.text[-900:]}") from None
-
-    def close(self) -> None:
-        """Kill the script's processes if they still run."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
-def start_in_background(
-    machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-) -> RunningScript:
-    """Start ``words`` in the background; the caller must call ``close``."""
-    with open(log, "w") as file:
-        process = start_command(machine, words, file, env)
-    return RunningScript(process, log, machine.deadline)
-
-
-def last_step(folder: Path) -> int:
-    """Return the last step that the run in ``folder`` has recorded; 0 if there is none."""
-    from megatron.training.callbacks.metrics_writer import read_metrics
-
-    return max((r["step"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"), default=0)
-
-
-# The part.
+from benchmarks.scripts import SCRIPTS
 
 CaseResult = tuple[str, dict[str, Any]]
 
 TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
 """Format -> largest allowed difference of a loss from the CPU's in fp32."""
+VARIANT_TOLERANCES: dict[str, dict[str, float]] = {}
+"""Variant -> format -> larger tolerance, because rounding decides which expert a token is sent to."""
 COMPILED_TOLERANCE = 5e-3
 """Largest allowed difference between the losses of a compiled run and the eager run, in bf16."""
 MIN_FALL, MIN_DRY_FALL = 0.3, 0.05
@@ -329,11 +59,98 @@ REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
 """Flags of runs that are compared bitwise. With torch's dropout, a resume must also restore the random state."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A run with flags for which the device has other code than the CPU.
+
+    Args:
+        extra: flags of the run on the device.
+        reference_extra: flags of the run on the CPU.
+        covers: code that runs on the device only.
+    """
+
+    family: str
+    extra: str
+    reference_extra: str
+    covers: str
+    formats: tuple[str, ...] = ("fp32", "bf16")
+
+
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 128 --moe-layer-freq [0]+[1]*3"
+)
+"""The flags of ``KIND=glm4`` in examples/moe/run_moe.sh, for 4 layers."""
+DRY_EXPERTS = EXPERTS.replace("[1]*3", "[1]*1")
+DOCUMENTS = "--reset-position-ids --reset-attention-mask --seq-length 640 --batch-size 2"
+"""Samples longer than the 512 tokens from which FlashAttention is used for documents."""
+SOFT_CAPS = "--attn-logit-softcapping 20 --final-logit-softcapping 30"
+CAPACITY = "--moe-expert-capacity-factor 1 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+VARIANTS = {
+    "experts": Variant("llama", EXPERTS, EXPERTS, "grouped_mm in bf16, with experts without rows"),
+    "experts with capacity": Variant(
+        "llama", f"{EXPERTS} {CAPACITY}", f"{EXPERTS} {CAPACITY}", "grouped_mm with rows after the last expert"
+    ),
+    "--gradient-accumulation-fusion": Variant(
+        "gpt2", "--gradient-accumulation-fusion", "", "addmm and baddbmm with out_dtype fp32 into the gradients"
+    ),
+    "Muon": Variant("gpt2", "--optimizer muon", "--optimizer muon", "Newton-Schulz in bf16 by cuBLAS"),
+    "ZeRO 1": Variant("gpt2", "--zero-stage 1", "", "fused AdamW on shards, reduce-scatter in place over NCCL"),
+    "documents": Variant("llama", DOCUMENTS, DOCUMENTS, "varlen_attn in bf16, flex_attention in fp32"),
+    "soft-caps": Variant("llama", SOFT_CAPS, SOFT_CAPS, "flex_attention with a score_mod"),
+}
+"""Name of a case -> its runs."""
+REFERENCES: tuple[tuple[str, str], ...] = (
+    *((family, "") for family in SCRIPTS),
+    ("gpt2", DROPOUT),
+    *dict.fromkeys(
+        (variant.family, variant.reference_extra) for variant in VARIANTS.values() if variant.reference_extra
+    ),
+)
+"""(family, flags) of every run on the CPU with which runs on the device are compared."""
+
+
+def reference(machine: Machine, family: str, extra: str = "") -> Run:
+    """Return the fp32 CPU run of ``family`` with these flags; the result is cached.
+
+    A run that was computed beforehand (``benchmarks.gpu.references``) is used if it has the same flags and sources.
+    """
+    checksum = machine.compute_once("sources", references.sources_checksum)
+    words = reference_words(machine, family, extra)
+    carried = references.load_reference(machine.references, family, words, checksum)
+    if carried is not None:
+        return carried
+    return cached_run(machine, f"on cpu {family} {extra}", family, f"--fp32 {_sized(machine, extra)}", device="cpu")
+
+
+def reference_words(machine: Machine, family: str, extra: str = "") -> list[str]:
+    """Return the command line of ``reference`` without paths, by which a reference is found."""
+    return comparable_flags(machine, family, f"--fp32 {_sized(machine, extra)}", "cpu")
+
+
+def _sized(machine: Machine, extra: str) -> str:
+    """Return the flags of a variant with toy sizes in a dry run."""
+    if not machine.is_dry:
+        return extra
+    return extra.replace(EXPERTS, DRY_EXPERTS).replace("--seq-length 640", "--seq-length 64")
+
+
 def on_device(machine: Machine, family: str, number_format: str) -> Run:
     """Return the run of ``family`` on the device; the result is cached."""
     if machine.device_type == "cpu" and number_format == "fp16":
         raise Skip("a CPU trains in fp32 and bf16; fp16 needs a GPU")
     return cached_run(machine, f"on device {family} {number_format}", family, FORMATS[number_format])
+
+
+def variant_matches_cpu(machine: Machine, folder: Path, *, name: str, number_format: str) -> CaseResult:
+    """Check that the losses of a variant on the device agree with those of the CPU in fp32."""
+    variant = VARIANTS[name]
+    extra = _sized(machine, variant.extra)
+    run = train(machine, variant.family, folder / "run", f"{FORMATS[number_format]} {extra}")
+    tolerance = VARIANT_TOLERANCES.get(name, {}).get(number_format, TOLERANCES[number_format])
+    expected = reference(machine, variant.family, variant.reference_extra)
+    text, figures = compare_losses(run, expected, tolerance, machine)
+    return f"{text} ({variant.covers})", figures
 
 
 def matches_cpu(machine: Machine, folder: Path, *, family: str, number_format: str) -> CaseResult:
@@ -432,7 +249,7 @@ def interrupted(
     run, extra = folder / "run", repeated_flags(machine, "--resume --load-if-exists")
     run.mkdir()
     words = [sys.executable, str(ROOT / SCRIPTS["gpt2"]), *flags(machine, "gpt2", run, extra)]
-    live = start_in_background(machine, words, folder / "log")
+    live = start_in_background(machine, words, log_path(machine, folder))
     try:
         live.wait_until(lambda: is_due(machine, run), "the moment of the signal")
         live.signal(signal_number)
@@ -477,6 +294,16 @@ def cases(machine: Machine) -> Sequence[Case]:
         *(
             Case(f"{family} --deterministic twice", functools.partial(repeats_bitwise, family=family), usual_s)
             for family in both
+        ),
+        *(
+            Case(
+                f"{name} {number_format}",
+                functools.partial(variant_matches_cpu, name=name, number_format=number_format),
+                usual_s,
+            )
+            for number_format in ("bf16", "fp32")
+            for name, variant in VARIANTS.items()
+            if number_format in variant.formats
         ),
         Case("SIGTERM and resume", stop, long_s),
         Case("kill -9 and resume", kill, long_s),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.part import Machine
-from benchmarks.gpu.train import Run
+from benchmarks.gpu.train_run import Run
 
 
 def make_dry_machine(folder: Path, limit_s: float = 900.0, device_type: str = "cpu") -> Machine:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import faults, train
+from benchmarks.gpu import faults, train_run
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.part import TIMED_OUT, CompletedCommand, Machine, Skip
 from tests.benchmarks.gpu.made import make_dry_machine, make_run
@@ -136,7 +136,7 @@ def test_end_requires_exit_code_and_message(judge: Any, result: CompletedCommand
 def test_nan_ends_run_or_skips_only_its_step() -> None:
     with pytest.raises(AssertionError, match="5 steps were recorded, not 4"):
         faults.judge_ended(CompletedCommand(5, ENDED, 9.0), make_run([7.0] * 5))
-    falling = [7.0 - step / 100 for step in range(train.STEPS)]
+    falling = [7.0 - step / 100 for step in range(train_run.STEPS)]
     falling[4] = math.nan
     assert faults.judge_skipped(CompletedCommand(0, "", 9.0), make_run(falling)).startswith(
         "step 5 skipped, 20 steps run"
@@ -158,7 +158,7 @@ def test_rank_is_found_among_launcher_children(tmp_path: Path) -> None:
         "import os, subprocess, sys, time; "
         "subprocess.Popen(['sleep', '60'], env={'RANK': '1'}); print('up', flush=True); time.sleep(60)"
     )
-    live = train.start_in_background(make_dry_machine(tmp_path), [sys.executable, "-c", code], tmp_path / "log")
+    live = train_run.start_in_background(make_dry_machine(tmp_path), [sys.executable, "-c", code], tmp_path / "log")
     try:
         live.wait_until(lambda: "up" in live.text, "its child")
         assert b"RANK=1" in Path(f"/proc/{faults.pid_of_rank(live.process.pid, 1)}/environ").read_bytes()

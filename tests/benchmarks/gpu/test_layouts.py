@@ -45,7 +45,7 @@ def run_layouts(folder: Path, only: str = "", budget_s: float = 480.0) -> dict[s
     metadata = {"device": "CPU", "kind": "cpu", "is_dry": True, "date": "2026-11-24", "commit": "abc"}
     results = Results.continue_or_start(folder / "out", metadata)
     part = replace(checks.LAYOUTS_PART, budget_s=budget_s)
-    run_part(part, make_machine(folder), results, only=only, print_line=lambda _: None)
+    run_part(part, make_machine(folder), results, only=[only] if only else [], print_line=lambda _: None)
     return dict(results.of("layouts"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import train
+from benchmarks.gpu import train, train_run
 from benchmarks.gpu.part import CompletedCommand, Machine, Skip
 from tests.benchmarks.gpu.made import make_dry_machine, make_run, write_metrics
 
@@ -39,7 +39,7 @@ def test_losses_within_tolerance_pass() -> None:
         (make_run(FALLING, num_skipped=1), "1 steps were skipped due to an overflow"),
     ],
 )
-def test_losses_beyond_tolerance_fail(run: train.Run, expected: str) -> None:
+def test_losses_beyond_tolerance_fail(run: train_run.Run, expected: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(expected)):
         train.judge_losses(run, make_run(FALLING), 0.011)
 
@@ -66,12 +66,14 @@ def test_one_bit_difference_fails() -> None:
 @pytest.mark.parametrize("code", [1, 3, -1])
 def test_different_checkpoints_fail(code: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(train, "run_python", lambda _, *words: commands.append(words) or CompletedCommand(0, "", 1.0))
-    train.judge_weights(machine, Path("one"), Path("other"))
+    monkeypatch.setattr(
+        train_run, "run_python", lambda _, *words: commands.append(words) or CompletedCommand(0, "", 1.0)
+    )
+    train_run.judge_weights(machine, Path("one"), Path("other"))
     assert commands[0][1:] == ("one", "--compare", "other") and Path(commands[0][0]).exists()
-    monkeypatch.setattr(train, "run_python", lambda *_: CompletedCommand(code, "verdict: 2 tensors differ", 1.0))
+    monkeypatch.setattr(train_run, "run_python", lambda *_: CompletedCommand(code, "verdict: 2 tensors differ", 1.0))
     with pytest.raises(AssertionError, match=rf"not compared \(code {code}\): verdict: 2 tensors differ"):
-        train.judge_weights(machine, Path("one"), Path("other"))
+        train_run.judge_weights(machine, Path("one"), Path("other"))
 
 
 def test_read_run_reads_missing_losses_as_nan(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_cases_cover_every_family_and_dtype(machine: Machine) -> None:
     names = [case.name for case in train.cases(machine)]
     assert len(set(names)) == len(names)
     assert {f"{family} {dtype}" for family in train.SCRIPTS for dtype in ("fp32", "bf16", "fp16")} < set(names)
-    assert all((train.ROOT / script).exists() for script in train.SCRIPTS.values())
+    assert all((train_run.ROOT / script).exists() for script in train.SCRIPTS.values())
     with pytest.raises(Skip, match="fp16 needs a GPU"):
         train.on_device(machine, "gpt2", "fp16")
 
