@@ -29,7 +29,7 @@ MAX_TOTAL_BYTES = 96 * 2**20
 
 def folder_name(case_name: str) -> str:
     """Return the name of a case as the name of a folder."""
-    return "".join(c if c.isalnum() else "-" for c in case_name)
+    return "".join(c if c.isalnum() else "-" for c in case_name)[:100]
 
 
 def start_case(folder: Path, part_name: str, case_name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -166,7 +167,8 @@ def _number(value: float | None) -> float:
 
 def cached_run(machine: Machine, name: str, family: str, extra: str, **options: Any) -> Run:
     """Return the run ``name``, which serves as a reference for several cases; the result is cached."""
-    folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]  # names of runs with many flags are too long for a folder
+    folder = machine.work / "kept" / f"{''.join(c if c.isalnum() else '-' for c in name)[:40]}-{digest}"
 
     def make() -> Run:
         shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt

@@ -1,0 +1,158 @@
+"""The canary: rows can fail, and a row that ends its process does not hide the rows after it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu import canary, canary_rows
+from benchmarks.gpu.canary_rows import BF16, FP32, ROWS, NeedsCuda, compare
+
+CPU = torch.device("cpu")
+SAMPLES = "tests.benchmarks.gpu.canary_samples"
+ON_CPU = 20
+"""Minimum number of rows that exist on a CPU."""
+
+
+def row_of(name: str) -> Callable[[torch.device], str]:
+    (row,) = [row for row in ROWS if row.name == name]
+    return row.run
+
+
+def test_rows_pass_on_cpu_or_need_cuda() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    statuses = {row.name: canary.judge_row(row, CPU) for row in ROWS}
+    failed = {name: text for name, (status, text) in statuses.items() if status == canary.FAILED}
+    assert not failed
+    on_cpu = [name for name, (status, _) in statuses.items() if status != canary.NEEDS_CUDA]
+    assert len(on_cpu) >= ON_CPU and "NCCL with one rank" not in on_cpu
+    assert statuses["grouped_mm with rows after the last expert"][1].startswith("grouped: out ")
+
+
+class ScriptedWorker:
+    """The second process, with made-up answers; a number ends it with this exit code, None does not answer."""
+
+    scripts: list[list[Any]]
+    first_rows: list[int]
+
+    def __init__(self, args: argparse.Namespace, first: int) -> None:
+        self.first_rows.append(first)
+        self.answers, self.code = iter(self.scripts.pop(0)), 0
+
+    def answer(self, within_s: float) -> dict[str, Any] | None:
+        answer = next(self.answers)
+        if answer is None:
+            raise TimeoutError
+        if isinstance(answer, int):
+            self.code = answer
+            return None
+        return answer
+
+    def close(self) -> int:
+        return self.code
+
+
+def end_of(idx: int, status: str = canary.PASSED) -> dict[str, Any]:
+    return {"end": idx, "status": status, "text": "", "seconds": 0.0}
+
+
+def test_rows_after_dead_hanging_and_failed_devices_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = {"rows": list("abcde"), "about": {}}
+    ScriptedWorker.first_rows = []
+    ScriptedWorker.scripts = [
+        [ready, {"begin": 0}, end_of(0), {"begin": 1}, -11],
+        [ready, {"begin": 2}, None],
+        [ready, {"begin": 3}, end_of(3, canary.FAILED), canary.DEVICE_FAILED],
+        [ready, {"begin": 4}, end_of(4), 0],
+    ]
+    monkeypatch.setattr(canary, "Worker", ScriptedWorker)
+    answers = list(canary.answers(canary.parse_args(["--row-s", "5"])))
+    assert answers[0] == ready and [answer["end"] for answer in answers[1:]] == [0, 1, 2, 3, 4]
+    assert [answer["status"] for answer in answers[1:]] == ["passed", "failed", "failed", "failed", "passed"]
+    assert (answers[2]["text"], answers[3]["text"]) == ("the process ended with code -11", "did not end in 5 s")
+    assert ScriptedWorker.first_rows == [0, 2, 3, 4]
+    ScriptedWorker.scripts = [[1]]
+    with pytest.raises(SystemExit, match="ended with code 1 before its first row"):
+        list(canary.answers(canary.parse_args([])))
+
+
+@pytest.mark.slow
+def test_dead_and_hanging_rows_fail_and_later_rows_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--device", "cpu", "--rows", SAMPLES, "--row-s", "2", "--out", str(tmp_path)]
+    assert canary.main(args) == 1
+    content = json.loads((tmp_path / "canary.json").read_text())
+    assert content["about"]["torch"] == torch.__version__
+    assert {name: (row["status"], row["text"]) for name, row in content["rows"].items()} == {
+        "fine": ("passed", "on cpu"),
+        "lacking": ("needs CUDA", ""),
+        "dies": ("failed", "the process ended with code 9"),
+        "hangs": ("failed", "did not end in 2 s"),
+        "wrong": ("failed", "AssertionError: out 1.0e+00; | allowed 1e-02"),
+        "wrong but recorded": ("recorded", "AssertionError: out 1.0e+00; | allowed 1e-02"),
+    }
+    assert "== canary: 1 passed, 3 failed, 1 recorded, 1 needs CUDA" in capsys.readouterr().out
+
+
+def test_only_selects_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert canary.run_rows("cpu", 0, ["fine", "lacking"], SAMPLES) == 0
+    lines = [json.loads(line.removeprefix(canary.ANSWER)) for line in capsys.readouterr().out.splitlines()]
+    assert [line["status"] for line in lines if "end" in line] == ["passed", "needs CUDA"]
+    assert canary.run_rows("cpu", 1, ["fine"], SAMPLES) == 0 and '"end"' not in capsys.readouterr().out
+
+
+def test_comparison_rejects_wrong_values_shapes_and_nan() -> None:
+    expected = torch.ones(4, dtype=torch.float64)
+    assert compare({"out": expected.float()}, {"out": expected}, FP32) == "out 0.0e+00"
+    for actual in (expected * 1.02, expected * torch.nan, expected[:3], torch.zeros(4)):
+        with pytest.raises(AssertionError, match="allowed 1e-02"):
+            compare({"out": actual}, {"out": expected}, BF16)
+    compare({"out": expected * 1.02}, {"out": expected}, BF16, factor=3)
+
+
+def test_sum_in_bf16_fails_embedding_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.mpu.embedding_lookup.embedding_lookup", F.embedding)
+    with pytest.raises(AssertionError, match=r"row 1\.\de-01"):
+        row_of("embedding gradient of a token that occurs 2,000 times")(CPU)
+
+
+def test_rows_of_dropped_choices_in_weights_fail_grouped_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.ops import grouped
+
+    def with_dropped_rows(counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        ends[-1] = 128
+        return ends
+
+    monkeypatch.setattr(grouped, "_ends", with_dropped_rows)
+    with pytest.raises(AssertionError, match="dweights"):
+        row_of("grouped_mm with rows after the last expert")(CPU)
+
+
+def test_missing_guard_fails_grouped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.ops import grouped
+
+    monkeypatch.setattr(grouped, "select_implementation", lambda x, output_size: grouped.GROUPED)
+    for name in ("0 rows", "sizes not divisible by 8"):
+        with pytest.raises(AssertionError, match="the implementation is grouped, expected loop"):
+            row_of(f"grouped_mm with {name} (guarded)")(CPU)
+
+
+def test_attention_that_sees_later_keys_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron.ops.attention.attention", lambda q, k, v, mask=None: F.scaled_dot_product_attention(q, k, v)
+    )
+    with pytest.raises(AssertionError, match="allowed 1e-02"):
+        row_of("causal attention, d = 64")(CPU)
+
+
+def test_rows_that_need_cuda_say_so() -> None:
+    with pytest.raises(NeedsCuda):
+        canary_rows.require_cuda(CPU)
+    assert canary_rows.relative_error(torch.zeros(2), torch.zeros(3)) == float("inf")
