@@ -10,6 +10,10 @@ Every contender runs in a separate process on the same tokens from the same weig
 first losses must agree. Contenders take turns of a few steps in rotating order. The benchmark reports medians over
 rounds and ratios within rounds.
 
+With --alone, one contender at a time is in memory, so that each can use all of a GPU. Ratios then compare turns at
+different times, which is accurate on a GPU with a steady clock. A contender that fails is reported, and the others are
+measured.
+
 MFU is relative to products of two square matrices (2048 x 2048 on a CPU, 8192 x 8192 on a GPU), which take turns with
 the contenders. It counts the causal half of GPT-2's attention (6 L a d s) and all of T5's. "whole" counts all of
 GPT-2's attention (12 L a d s), as nanoGPT and PaLM do. "sheet" is relative to the peak in the data sheet of known GPUs.
@@ -132,6 +136,38 @@ def take_turns(
         for name in profiled_names:
             (records[name].profile,) = teams[name].ask("look")
         return records
+
+
+def take_turns_alone(
+    names: Sequence[str], work: Work, rounds: int, start_method: str, profiled_names: Sequence[str],
+    save: Callable[[dict[str, Record], dict[str, str]], object],
+) -> tuple[dict[str, Record], dict[str, str]]:  # fmt: skip
+    """Return records as ``take_turns`` does, while only one contender and the matrix product are in memory.
+
+    Args:
+        save: function that is called with the results so far after each contender, because the run may be killed.
+
+    Returns:
+        The records, and the errors of contenders that failed.
+
+    Raises:
+        RuntimeError: the first contender failed; the message has its traceback.
+    """
+    records: dict[str, Record] = {}
+    errors: dict[str, str] = {}
+    product = Record()
+    for name in names:
+        try:
+            by_name = take_turns([name], work, rounds, start_method, [name] if name in profiled_names else [])
+        except RuntimeError as error:
+            if not records:
+                raise
+            errors[name] = str(error).strip().splitlines()[-1]
+        else:
+            product.turns_s += by_name[PRODUCT].turns_s
+            records[name] = by_name[name]
+        save({**records, PRODUCT: product}, errors)
+    return {**records, PRODUCT: product}, errors
 
 
 class StepWorker:
@@ -300,6 +336,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     parser.add_argument("--product-side", type=int, default=0, help="matrix size (default: 2048; on a GPU 8192)")
     parser.add_argument("--look", action="store_true", help="profile one more step of ours")
+    parser.add_argument("--alone", action="store_true", help="keep only one contender at a time in memory")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if a bar is not met")
     return parser.parse_args(words)
@@ -414,6 +451,7 @@ def table(result: dict[str, Any]) -> str:
             by_cpu = row["cpu_speed_of_ours"][our_name][1]
             spread = f"quartiles {low:.3f}, {high:.3f}"
             lines.append(f"{our_name} is {middle:.3f} times as fast as {name} ({spread}); by CPU time {by_cpu:.3f}")
+    lines += [f"{name} failed: {error}" for name, error in result.get("errors", {}).items()]
     for name, row in result["contenders"].items():
         lines += _kernels(name, row["looked"]) if row["looked"] else []
     lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
@@ -427,12 +465,23 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     work = work_of(args)
     conditions = measurement_conditions(work)  # before the turns, so that an error here does not lose measurements
     profiled_names = [name for name in ("ours",) if args.look and name in args.contenders]
-    records = take_turns(args.contenders, work, args.rounds, start_method, profiled_names)
-    result = conditions | summarize(records, work)
+
+    def write(records: dict[str, Record], errors: dict[str, str]) -> dict[str, Any]:
+        result = conditions | summarize(records, work) | {"errors": errors}
+        if args.json:
+            temporary = args.json.with_suffix(".tmp")
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+            os.replace(temporary, args.json)
+        return result
+
+    if args.alone:
+        records, errors = take_turns_alone(args.contenders, work, args.rounds, start_method, profiled_names, save=write)
+    else:
+        records, errors = take_turns(args.contenders, work, args.rounds, start_method, profiled_names), {}
+    result = write(records, errors)
     print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    check_first_losses({name: records[name].first_loss for name in args.contenders}, LOSS_TOLERANCE[work.dtype])
+    first_losses = {name: record.first_loss for name, record in records.items() if name != PRODUCT}
+    check_first_losses(first_losses, LOSS_TOLERANCE[work.dtype])
     if args.strict and not all(bar["is_met"] for bar in result["bars"]):
         sys.exit(1)
     return result

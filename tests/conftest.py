@@ -7,7 +7,8 @@
 | --gpu-device cpu | the CPU in the device's place: the dry form |
 | --gpu-device sim | the simulated device of examples/accelerator_sim, which refuses tensors of two devices at once |
 
-``@pytest.mark.gpu(only="why")`` is CUDA's own, and has no dry form.
+``@pytest.mark.gpu(only="why")`` is CUDA's own, and has no dry form. ``--gpu-shard 2/4`` runs every fourth of the
+selected tests, from the second on, so that a file with many compilations can be split over several processes.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ os.register_at_fork(after_in_child=_prepare_forked_child)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run what is marked slow; of many layouts a third a day")
     parser.addoption("--every", action="store_true", help="with --all: all layouts")
+    parser.addoption("--gpu-shard", default="1/1", metavar="I/N", help="run test I, I + N, ... of the selected ones")
     parser.addoption("--gpu-device", choices=("cuda", "cpu", "sim"), help="what tests marked gpu run on; see above")
 
 
@@ -189,6 +191,18 @@ def _is_full_suite(config: pytest.Config) -> bool:
     return config.args in (["tests"], [str(ROOT / "tests")])
 
 
+def select_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that belong to other shards than --gpu-shard."""
+    idx, _, num_shards = config.getoption("--gpu-shard").partition("/")
+    if not (idx.isdecimal() and num_shards.isdecimal() and 1 <= int(idx) <= int(num_shards)):
+        raise pytest.UsageError(f"--gpu-shard must be I/N with I from 1 to N, got {idx}/{num_shards}")
+    dropped = [item for position, item in enumerate(items) if position % int(num_shards) != int(idx) - 1]
+    if dropped:
+        items[:] = [item for item in items if item not in set(dropped)]
+        config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     positions = {f"tests/{file}": position for position, file in enumerate(SLOWEST_FILES)}
     items.sort(
@@ -200,6 +214,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=slow)
     elif not config.getoption("--every") and _is_full_suite(config):
         _deselect_layouts_of_other_days(config, items)
+    select_shard(config, items)
     has_gpu, gpu_device = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):

@@ -96,6 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--failed", action="store_const", dest="again", const=(FAILED,), help="repeat cases that failed"
     )
     parser.set_defaults(again=())
+    parser.add_argument("--known", action="store_true", help="do not run cases that have no verdict yet")
     parser.add_argument(
         "--commit", default="", metavar="ID", help="commit of this code if git is not available: git rev-parse HEAD"
     )
@@ -214,6 +215,7 @@ def main(argv: list[str] | None = None) -> int:
                 repeated_statuses=args.again,
                 only=args.only,
                 skip=args.skip,
+                known_only=args.known,
                 print_line=lambda line: print(line, flush=True),
             )
     return summary(results, names)

@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.gpu.part import tie_to_parent
+
 if TYPE_CHECKING:
     from benchmarks.gpu.canary_rows import Row
 
@@ -150,7 +152,7 @@ class Worker:
         for text in args.only:
             words += ["--only", text]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.canary", *words],
+            tie_to_parent([sys.executable, "-m", "benchmarks.gpu.canary", *words]),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,

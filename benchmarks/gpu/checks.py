@@ -2,7 +2,7 @@
 
 | part | case | runs | on |
 |---|---|---|---|
-| tests | gpu: FILE | ``pytest -m gpu --all`` of every file that has such tests | the device |
+| tests | gpu: FILE | ``pytest -m gpu --all`` of every file that has such tests, in shards if it is long | the device |
 | tests | suite: FOLDER | folders of the ordinary suite | the CPU, with this machine's Python and torch |
 | layouts | one process twice, every layout over gloo | tools/check_layout.py | the device, which all ranks share |
 | layouts | nccl | every collective with one rank; tools/check_layout.py over all GPUs | the device |
@@ -48,6 +48,11 @@ SUITE: dict[str, tuple[str, ...]] = {
     "checkpoints": ("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_background.py"),
 }
 DRY_SUITE = {"ops": ("tests/models/common/test_norm.py", "tests/ops/test_gelu.py")}
+NUM_SHARDS = {"tests/gpu/test_documents.py": 5}
+"""File -> number of cases that it is split into: its 40 compilations of flex_attention take minutes in one process.
+
+The number has no factor in common with the numbers of parameters (2, 3 and 7), so that each shard has all kinds.
+"""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 """Environment variables that hide the GPU from the ordinary suite, which expects machines without one."""
 MAX_LISTED_NAMES, MAX_REASON_CHARS = 6, 150
@@ -189,8 +194,12 @@ def suite_cases(machine: Machine) -> list[Case]:
     suite = []
     for file in gpu_files():
         words = [*options, *([] if machine.is_dry else ["--all"])]
-        run = partial(run_pytest, [file], words, env={"DS_ACCELERATOR": machine.device_type})
-        suite.append(Case(f"gpu: {file.removeprefix('tests/')}", run, limit_s=200.0))
+        num_shards = NUM_SHARDS.get(file, 1)
+        for shard in range(1, num_shards + 1):
+            shard_words = [*words, f"--gpu-shard={shard}/{num_shards}"] if num_shards > 1 else words
+            run = partial(run_pytest, [file], shard_words, env={"DS_ACCELERATOR": machine.device_type})
+            suffix = f" {shard}/{num_shards}" if num_shards > 1 else ""
+            suite.append(Case(f"gpu: {file.removeprefix('tests/')}{suffix}", run, limit_s=200.0))
     workers = max(1, min(4, machine.num_cores // 4))
     words = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else ["-p", "no:xdist"]
     for name, paths in (DRY_SUITE if machine.is_dry else SUITE).items():
@@ -221,12 +230,18 @@ MICRO_BATCHES = 4
 SIZES = {
     "gpt2": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --batch-size 2 --steps 5",
     "t5": "--model t5 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --enc-seq-length 128 --steps 5",
+    "llama": "--model llama --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --batch-size 2 "
+    "--steps 5 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128",
 }
+"""Family -> flags. LLaMA's layers have experts."""
 TOY_SIZES = {
     "gpt2": "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --batch-size 1 --steps 2",
     "t5": "--model t5 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --enc-seq-length 16 --steps 2",
+    "llama": "--model llama --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --batch-size 1 "
+    "--steps 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16",
 }
 TENSOR, PIPE, DATA = "--model-parallel-size 2", "--pipe-parallel-size 2", "--data-parallel-size 2"
+CONTEXT, EXPERT = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 LAYOUTS = {
     "gpt2 fp64 tp 2": TENSOR,
     "gpt2 fp64 pp 2, 1f1b": PIPE,
@@ -244,6 +259,8 @@ LAYOUTS = {
     "gpt2 fp32 tp 2 x pp 2": f"{TENSOR} {PIPE}",
     "gpt2 fp32 dp 2, ZeRO 3": f"{DATA} --zero-stage 3",
     "t5 fp64 tp 2 x pp 2": f"{TENSOR} {PIPE}",
+    "gpt2 fp64 cp 2": CONTEXT,
+    "llama fp64 dp 2 x ep 2": f"{DATA} {EXPERT}",
     "gpt2 fp64 tp 2 x pp 2 x dp 2": f"{TENSOR} {PIPE} {DATA}",
 }
 """Name of a case, which starts with its model and number format -> flags of the layout."""

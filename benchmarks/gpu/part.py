@@ -190,6 +190,7 @@ def run_part(
     repeated_statuses: Container[str] = (),
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
+    known_only: bool = False,
     print_line: Callable[[str], None] = print,
 ) -> None:
     """Run the cases of a part that have no final verdict yet, and print a line for each.
@@ -199,6 +200,7 @@ def run_part(
         only: run only cases whose names contain one of these texts; empty: all. Parts with ``always_runs`` run all
             their cases.
         skip: do not run cases whose names contain one of these texts.
+        known_only: do not run cases that have no verdict yet.
     """
     start, known = time.monotonic(), results.of(test_part.name)
     cases = [
@@ -208,6 +210,8 @@ def run_part(
     ]
     final = () if test_part.always_runs else [status for status in FINAL if status not in repeated_statuses]
     to_do = [case for case in cases if case.name not in known or known[case.name].status not in final]
+    if known_only and not test_part.always_runs:
+        to_do = [case for case in to_do if case.name in known]
     print_line(f"== {test_part.name}: {test_part.description} ({len(to_do)} of {len(cases)} cases to run)")
     start_window = (start + test_part.budget_s * (1 - _NO_START_FRACTION), start + test_part.budget_s)
     gate = _Gate()
@@ -314,7 +318,7 @@ class _Gate:
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = -1
 _MAX_COMMAND_S = 86400.0
-_RUN_TIED_TO_PARENT = (
+RUN_TIED_TO_PARENT = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}, 0, 0, 0); "  # PR_SET_PDEATHSIG
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -361,6 +365,11 @@ def environment(machine: Machine, extra: Mapping[str, str] | None = None) -> dic
     return env | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
 
 
+def tie_to_parent(words: Sequence[str]) -> list[str]:
+    """Return a command that runs ``words`` and is killed if the thread that starts it ends."""
+    return [sys.executable, "-I", "-S", "-c", RUN_TIED_TO_PARENT, *words]
+
+
 def start_command(
     machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
 ) -> subprocess.Popen[str]:
@@ -369,7 +378,7 @@ def start_command(
     The processes die with the thread that starts them, so that a killed benchmark leaves nothing on the device.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _RUN_TIED_TO_PARENT, *words],
+        tie_to_parent(words),
         cwd=cwd,
         env=environment(machine, env),
         stdout=output,

@@ -1,15 +1,17 @@
 """Speed and memory of a step: ours, Hugging Face's model and a plain loop in the same run.
 
-Each case is one run of ``benchmarks/step_time.py`` (dropout 0, bf16), whose contenders take turns and are in memory at
-the same time. If they do not fit, the batch is reduced first, then contenders are removed from the end of the list,
-then the model is reduced to fewer layers. If nothing fits, the case is skipped. Figures of a case:
+Each case is one run of ``benchmarks/step_time.py --alone`` (dropout 0, bf16), whose contenders follow one another, so
+that each has the whole memory of the device. If one does not fit, the batch is reduced first, then contenders are
+removed from the end of the list, then the model is reduced to fewer layers. If nothing fits, the case is skipped. A
+case whose later contenders fail, or that is killed after the first one, has the figures of the others. Figures:
 
 | key | meaning |
 |---|---|
 | title, family, seq_length, batch_size, sizes, parameters | the model of the run; ``sizes`` reconstructs it |
 | product_flops, sheet_flops | FLOP/s of the matrix products of this run, and of the data sheet (None: unknown) |
-| expected_bytes | expected memory of all contenders together |
+| expected_bytes | expected memory of the largest contender |
 | contenders | name -> the row below |
+| errors | name -> error of a contender that was not measured |
 | kernels, kernels_ms | of one step of ours: name, ms, share, count of the ten slowest; ms of all |
 | attention | kernel that torch selects for each shape: kernel, query, key, dtype, has_mask, calls |
 | attention_kernels | names of the attention kernels in the profile |
@@ -42,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes, make_config
-from benchmarks.gpu.part import PASSED, Case, CompletedCommand, Machine, Part, Skip, run_python
+from benchmarks.gpu.part import PASSED, TIMED_OUT, Case, CompletedCommand, Machine, Part, Skip, run_python
 from megatron.costs.memory import Memory, peak_flops
 from megatron.models import registry
 from megatron.mpu.topology import Topology
@@ -95,7 +97,7 @@ class Model:
 
 @dataclass(frozen=True)
 class FittedRun:
-    """The configuration of a run that fits: sizes, sequences per step, contenders, and expected bytes in total."""
+    """The configuration of a run that fits: sizes, sequences per step, contenders, and bytes of the largest one."""
 
     model_sizes: Sizes
     batch_size: int
@@ -230,12 +232,13 @@ def fit_model(model: Model, memory_bytes: int, below: int | None = None) -> Fitt
         for num_contenders in range(len(model.contenders), 0, -1):
             for batch in batches:
                 names = model.contenders[:num_contenders]
-                expected = sum(expected_bytes(model_sizes, batch, name) for name in names)
+                expected = max(expected_bytes(model_sizes, batch, name) for name in names)
                 if expected <= available_bytes:
                     return FittedRun(model_sizes, batch, names, int(expected))
     return None
 
 
+STEP_TIME_JSON = "step_time.json"
 PLANNER = "planner"
 PLANNED_AFTER = 5
 """Number of cases that run before the case "planner", which compares its estimates with them."""
@@ -265,8 +268,13 @@ def measure(model: Model, machine: Machine, folder: Path) -> tuple[str, dict[str
         if smaller is None:
             break
         run = smaller
-    process.check()
-    result = json.loads((folder / "step_time.json").read_text(encoding="utf-8"))
+    is_killed = process.code == TIMED_OUT and (folder / STEP_TIME_JSON).exists()
+    if not is_killed:
+        process.check()
+    result = json.loads((folder / STEP_TIME_JSON).read_text(encoding="utf-8"))
+    if is_killed:
+        missing = set(run.contenders) - set(result["contenders"])
+        result["errors"] = dict.fromkeys(sorted(missing), "did not end in time") | result["errors"]
     figures = figures_of(model, run, result, machine)
     check(figures, machine.device_type)
     return summary_line(figures), figures
@@ -310,7 +318,8 @@ def run_benchmark(model: Model, run: FittedRun, machine: Machine, folder: Path) 
     words += ["--model", run.model_sizes.family, "--batch-size", str(run.batch_size), "--contenders", *run.contenders]
     words += ["--steps", str(model.steps), "--rounds", str(model.rounds), "--device", machine.device_type]
     words += ["--product-side", "128", "--threads", "1"] * machine.is_dry
-    words += ["--look"] * model.should_profile + ["--json", str(folder / "step_time.json")]
+    words += ["--look"] * model.should_profile + ["--alone", "--json", str(folder / STEP_TIME_JSON)]
+    (folder / STEP_TIME_JSON).unlink(missing_ok=True)
     return run_python(machine, "benchmarks/step_time.py", *words)
 
 
@@ -342,6 +351,7 @@ def figures_of(model: Model, run: FittedRun, result: Mapping[str, Any], machine:
         "attention": profile.get("attention", []),
         "attention_kernels": profile.get("attention_kernels", []),
         "look_error": profile.get("error"),
+        "errors": result["errors"],
     }
 
 
@@ -426,6 +436,7 @@ def summary_line(figures: Mapping[str, Any]) -> str:
         parts.append(f"attention {', '.join(kernels)}")
     if figures["look_error"]:
         parts.append(f"no profile: {figures['look_error']}")
+    parts += [f"{name} was not measured: {error}" for name, error in figures["errors"].items()]
     return "; ".join(parts)
 
 

@@ -16,10 +16,13 @@ SMOKE_COMMANDS = {
     "benchmarks/gpu/__main__.py": [
         "bash benchmarks/gpu/run.sh --device cpu --out seen train --only 'gpt2 fp32'",
     ],
+    "benchmarks/gpu/canary.py": ["python -m benchmarks.gpu.canary --device cpu --only grouped_mm"],
+    "benchmarks/gpu/first.py": ["bash benchmarks/gpu/first.sh A --list"],
     "benchmarks/gpu/publish.py": [
         "mkdir copy && cp -rL benchmarks docs megatron README.md copy",  # for the program rewrites its checkout's pages
         "cd copy && python -m benchmarks.gpu.publish",
     ],
+    "benchmarks/gpu/references.py": ["python -m benchmarks.gpu.references --list"],
     "benchmarks/gpu/wheels.py": [
         "python -m pip list --format=freeze > there.txt",
         "bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt --check --out wheels",

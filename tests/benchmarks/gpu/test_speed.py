@@ -15,7 +15,7 @@ from benchmarks import step_time
 from benchmarks.contenders import GPTSizes, LlamaSizes, T5Sizes
 from benchmarks.gpu import speed
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.part import PASSED, CompletedCommand, Machine, Results, Skip, Verdict
+from benchmarks.gpu.part import PASSED, TIMED_OUT, CompletedCommand, Machine, Results, Skip, Verdict
 from benchmarks.gpu.speed import (
     COMPILED,
     HF,
@@ -57,7 +57,12 @@ def make_step_time_result(**overrides: Any) -> dict[str, Any]:
         "compile_s": 0.0, "losses": [7.0, 6.9], "looked": {}, **overrides,
     }  # fmt: skip
     reference_row = row | {"speed_of_ours": {OURS: (1.1, 1.2, 1.3)}}
-    return {"peak_flops_per_s": 7e14, "sheet_flops_per_s": 9.89e14, "contenders": {OURS: row, "hf": reference_row}}
+    return {
+        "peak_flops_per_s": 7e14,
+        "sheet_flops_per_s": 9.89e14,
+        "contenders": {OURS: row, "hf": reference_row},
+        "errors": {},
+    }
 
 
 def test_kernel_shares_are_of_total_device_time() -> None:
@@ -193,11 +198,11 @@ def test_smaller_devices_get_smaller_cases() -> None:
     by_name = {model.name: model for model in MODELS}
     large, slices = by_name["gpt2 1.3b s2048"], by_name["llama 7b slice s2048"]
     fitted_runs = [fit_model(large, gigabytes * GIB) for gigabytes in (139, 80, 40, 16)]
-    assert [run and (run.batch_size, len(run.contenders)) for run in fitted_runs] == [(8, 2), (2, 2), (2, 1), None]
-    sliced_runs = [fit_model(slices, gigabytes * GIB) for gigabytes in (139, 24, 16)]
+    assert [run and (run.batch_size, len(run.contenders)) for run in fitted_runs] == [(8, 2), (8, 2), (2, 2), None]
+    sliced_runs = [fit_model(slices, gigabytes * GIB) for gigabytes in (139, 18, 16)]
     assert [run and (run.model_sizes.num_layers, run.contenders[-1]) for run in sliced_runs] == [
         (5, "hf"),
-        (2, OURS),
+        (2, "hf"),
         None,
     ]
     assert fit_model(large, 139 * GIB, below=8).batch_size == 4  # type: ignore[union-attr]
@@ -231,6 +236,49 @@ def test_out_of_memory_retries_with_smaller_batch(tmp_path: Path, monkeypatch: p
     )
     with pytest.raises(AssertionError, match="no such device"):
         speed.measure(MODEL, make_machine(tmp_path), tmp_path)
+
+
+def test_killed_case_has_figures_of_finished_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_until_killed(device_machine: Machine, *args: str) -> CompletedCommand:
+        result = make_step_time_result()
+        del result["contenders"]["hf"]
+        (tmp_path / "step_time.json").write_text(json.dumps(result))
+        return CompletedCommand(TIMED_OUT, "", 1.0)
+
+    monkeypatch.setattr(speed, "require_bf16", lambda: None)
+    monkeypatch.setattr(speed, "run_python", run_until_killed)
+    text, figures = speed.measure(MODEL, make_machine(tmp_path), tmp_path)
+    assert list(figures["contenders"]) == [OURS] and figures["errors"] == {"hf": "did not end in time"}
+    assert text.endswith("hf was not measured: did not end in time")
+    monkeypatch.setattr(speed, "run_python", lambda *_: CompletedCommand(TIMED_OUT, "", 1.0))
+    with pytest.raises(AssertionError, match="did not end in time"):  # the file of the first run must not be used
+        speed.measure(MODEL, make_machine(tmp_path), tmp_path)
+
+
+def test_contenders_are_alone_in_memory_and_later_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    teams: list[list[str]] = []
+    saved: list[tuple[list[str], list[str]]] = []
+
+    def take_turns(names: list[str], work: Work, rounds: int, method: str, profiled: list[str]) -> dict[str, Record]:
+        teams.append([*names, *profiled])
+        if names == ["hf"]:
+            raise RuntimeError('"hf", rank 0: Traceback\n  ...\nOutOfMemoryError: CUDA out of memory\n')
+        return {names[0]: Record(turns_s=[1.0]), PRODUCT: Record(turns_s=[0.5])}
+
+    def alone(names: list[str]) -> Any:
+        work = Work(sizes=SIZES, batch_size=4, steps=2, kind="cuda", dtype="bf16", threads=1)
+        return step_time.take_turns_alone(
+            names, work, 1, "spawn", [OURS], lambda records, errors: saved.append((list(records), list(errors)))
+        )
+
+    monkeypatch.setattr(step_time, "take_turns", take_turns)
+    records, errors = alone([OURS, "hf", "plain"])
+    assert teams == [[OURS, OURS], ["hf"], ["plain"]]
+    assert list(records) == [OURS, "plain", PRODUCT] and records[PRODUCT].turns_s == [0.5, 0.5]
+    assert errors == {"hf": "OutOfMemoryError: CUDA out of memory"}
+    assert saved == [([OURS, PRODUCT], []), ([OURS, PRODUCT], ["hf"]), ([OURS, "plain", PRODUCT], ["hf"])]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        alone(["hf", OURS])
 
 
 def test_every_case_runs_step_time_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

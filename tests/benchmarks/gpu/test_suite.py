@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,10 +115,40 @@ def test_cases_cover_every_gpu_test_file(tmp_path: Path) -> None:
     assert {"tests/mpu/test_uploads.py", "tests/tds/test_clock.py", "tests/training/test_host_reads.py"} < set(files)
     assert [Path(file).name for file in files[:3]] == list(checks.FIRST_FILES)
     names = [case.name for case in checks.suite_cases(make_machine(tmp_path))]
-    assert len(names) == len(set(names)) == len(files) + len(checks.DRY_SUITE)
+    num_cases = len(files) + sum(number - 1 for number in checks.NUM_SHARDS.values()) + len(checks.DRY_SUITE)
+    assert len(names) == len(set(names)) == num_cases and set(checks.NUM_SHARDS) <= set(files)
     assert all(
         (ROOT / path).exists() for paths in (*checks.SUITE.values(), *checks.DRY_SUITE.values()) for path in paths
     )
+
+
+def test_shards_have_each_test_once(tmp_path: Path) -> None:
+    from tests.conftest import select_shard
+
+    class Config:
+        def __init__(self, shard: str) -> None:
+            self.shard, self.dropped = shard, list[int]()
+            self.hook = SimpleNamespace(pytest_deselected=lambda items: self.dropped.extend(items))
+
+        def getoption(self, name: str) -> str:
+            return self.shard
+
+    shards, all_items = [], list(range(13))
+    for idx in range(1, 6):
+        config, items = Config(f"{idx}/5"), list(all_items)
+        select_shard(config, items)  # type: ignore[arg-type]
+        assert sorted([*items, *config.dropped]) == all_items
+        shards.append(items)
+    assert sorted(sum(shards, [])) == all_items and {len(items) for items in shards} == {2, 3}
+    for wrong in ("0/5", "6/5", "1", "a/b"):
+        with pytest.raises(pytest.UsageError, match="--gpu-shard must be I/N"):
+            select_shard(Config(wrong), [])  # type: ignore[arg-type]
+    words = [
+        case.run.args[1][-1]  # type: ignore[attr-defined]
+        for case in checks.suite_cases(make_machine(tmp_path))
+        if "test_documents.py" in case.name and "gpu/" in case.name
+    ]
+    assert words == [f"--gpu-shard={idx}/5" for idx in range(1, 6)]
 
 
 def test_tests_extend_pythonpath() -> None:
