@@ -248,14 +248,18 @@ def count_executed_lines(function: Callable[[], Any]) -> int:
 
 
 def test_grid_construction_is_linear_in_ranks() -> None:
-    """On the last rank, which DeepSpeed's own finds last."""
-    few, many = (
-        count_executed_lines(
-            partial(_grid_of, deepspeed_api.Grid, pipe_topology.PipeDataParallelTopology(2, n // 2), n - 1, n)
-        )
-        for n in (64, 256)
-    )
-    assert many < 2.5 * few
+    """On the last rank, which DeepSpeed's own finds last.
+
+    The differences leave out the constant number of lines of mock, which depends on the version of Python.
+    """
+
+    def count_lines(n: int) -> int:
+        topology = pipe_topology.PipeDataParallelTopology(2, n // 2)
+        return count_executed_lines(partial(_grid_of, deepspeed_api.Grid, topology, n - 1, n))
+
+    count_lines(8)  # the first call also executes lines of imports
+    few, middle, many = map(count_lines, (64, 128, 256))
+    assert many - middle < 2.2 * (middle - few)  # twice if linear, four times if quadratic
 
 
 def _grid_module(rank: int) -> tuple[str, bool]:
