@@ -94,10 +94,8 @@ CALLS: dict[str, tuple[Step, ...]] = {
         Step("machine", 10, "nvidia-smi"),
         Step("canary", 75, "canary"),
         Step("speed of GPT-2 1.3B", 110, "benchmark", ("speed", *only("gpt2 1.3b s2048"))),
-        Step(
-            "speed of LLaMA and GPT-2 125M", 90, "benchmark",
-            ("speed", *only("llama 7b slice s2048", "gpt2 125m s1024")),
-        ),
+        Step("speed of a LLaMA 7B slice", 55, "benchmark", ("speed", *only("llama 7b slice s2048"))),
+        Step("speed of GPT-2 125M", 40, "benchmark", ("speed", *only("gpt2 125m s1024"))),
         Step(
             "tests on the device", 110, "benchmark", ("tests", *only("gpu: "), *skip("documents", "compiled")),
             dry_words=("tests", *only("gpu/test_ops", "gpu/test_optimizer", "gpu/test_documents.py 1/")),
