@@ -15,8 +15,9 @@ The output goes to $OUT (or --out, otherwise runs/gpu-first): at most eight file
 | gpu-<device>-<date>.json, .md | verdicts and figures of all cases; tables |
 | gpu-<device>-<date>-logs.tgz | the complete output of failed cases |
 
-Results and logs are also kept in --state, outside of $OUT, so that a later call on the same machine continues them. A
-step that reaches its limit is killed with all its processes, and the next step starts.
+Results and logs are also kept in --state, outside of $OUT, so that a later call on the same machine continues them. To
+continue them on another machine, put gpu-<device>-<date>.json into .gpu-references. A step that reaches its limit is
+killed with all its processes, and the next step starts.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def run_call(name: str, args: argparse.Namespace) -> int:
     """Run the steps of a call and print a table of them; return 1 if a step failed."""
     start = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    copy_results(args.state, args.out)
+    copy_results(args.state if any(args.state.glob("gpu-*.json")) else ROOT / REFERENCES_DIR, args.out)
     log, rows, code = Log(args.out / f"first-{name.lower()}.log"), [], 0
     factor = DRY_FACTOR if args.dry else 1.0
     end = start + factor * (CALL_LIMITS_S[name] - RESERVED_S)

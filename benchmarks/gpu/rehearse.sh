@@ -2,9 +2,10 @@
 # Rehearse benchmarks/gpu/first.sh on a machine without a GPU, with the software of a GPU machine:
 #   bash benchmarks/gpu/rehearse.sh [FOLDER] [STEP...]
 #
-# FOLDER (default: ~/.cache/megatron-gpu-rehearsal) receives an environment of 5 GB: Python 3.12, torch 2.11.0 with CUDA
-# 13 (which imports without a GPU), transformers 5.17, triton 3.6, and no DeepSpeed, which comes from .gpu-wheels as on
-# a GPU machine. It also receives a copy of the working tree without .git, and the logs. PYTHON312 selects a Python 3.12.
+# FOLDER (default: ~/.cache/megatron-gpu-rehearsal) receives an environment of 5 GB: Python 3.12, torch 2.11.0 with
+# CUDA 13 (which imports without a GPU), transformers 5.17 and triton 3.6. DeepSpeed is not installed, but comes from
+# wheels as on a GPU machine. FOLDER also receives a copy of the working tree without .git, and the logs. PYTHON312
+# selects a Python 3.12.
 # The steps run one after another, and a table of them is printed at the end. The exit code is 1 if a step failed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -20,9 +21,10 @@ packages=(
 )
 
 find_python() {
-  local candidate
+  local candidate version
+  version=$(pyenv versions --bare 2> /dev/null | grep '^3\.12' | tail -n 1 || true)
   for candidate in "${PYTHON312:-}" "$(command -v python3.12 || true)" \
-    "$(pyenv prefix "$(pyenv versions --bare 2> /dev/null | grep '^3\.12' | tail -n 1)" 2> /dev/null || true)/bin/python3.12"; do
+    "$(pyenv prefix "$version" 2> /dev/null || true)/bin/python3.12"; do
     if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2> /dev/null; then
       printf '%s' "$candidate"
       return 0
@@ -39,9 +41,8 @@ if [ "${packages[*]}" != "$(cat "$folder/venv/.stamp" 2> /dev/null)" ]; then
   "$PYTHON" -m pip install --quiet --no-compile "${packages[@]}"
   printf '%s\n' "${packages[*]}" > "$folder/venv/.stamp"
 fi
-"$PYTHON" -c 'import sys, torch, transformers, triton
-print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton.__version__}, "
-      f"transformers {transformers.__version__}")
+"$PYTHON" -c 'import sys, torch, transformers as t, triton
+print("Python", sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (torch, t, triton)))
 sys.exit(torch.version.cuda is None)' || { echo "error: torch 2.11.0 must be a build for CUDA" >&2; exit 1; }
 
 export GPU_WHEELS="$folder/wheels" GPU_SITE="$folder/site"

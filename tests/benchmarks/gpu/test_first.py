@@ -97,6 +97,19 @@ def test_results_continue_in_next_call(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert json.loads((tmp_path / "b" / "gpu-x.json").read_text()) == {"runs": 2}
 
 
+def test_results_of_another_machine_are_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    carried = tmp_path / first.REFERENCES_DIR
+    carried.mkdir()
+    (carried / "gpu-x.json").write_text("carried")
+    monkeypatch.setattr(first, "ROOT", tmp_path)
+    options = ["--out", str(tmp_path / "out"), "--state", str(tmp_path / "state")]
+    assert run_plan(monkeypatch, options, ("a", 20, "print('a')")) == 0
+    assert (tmp_path / "out" / "gpu-x.json").read_text() == "carried" == (tmp_path / "state" / "gpu-x.json").read_text()
+    (tmp_path / "state" / "gpu-x.json").write_text("newer")
+    assert run_plan(monkeypatch, options, ("a", 20, "print('a')")) == 0
+    assert (tmp_path / "out" / "gpu-x.json").read_text() == "newer"
+
+
 def test_log_is_limited_and_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first, "MAX_LOG_BYTES", 30)
     log = first.Log(tmp_path / "log")
