@@ -257,6 +257,7 @@ LAYOUTS = {
     "gpt2 fp64 pp 2, dualpipev": f"{PIPE} --pipeline-schedule dualpipev",
     "gpt2 fp64 pp 2, zb-h1 with chunks": f"{PIPE} --pipeline-chunks 2 --pipeline-schedule zb-h1",
     "gpt2 fp32 tp 2 x pp 2": f"{TENSOR} {PIPE}",
+    "gpt2 fp32 dp 2, ZeRO 1": f"{DATA} --zero-stage 1",
     "gpt2 fp32 dp 2, ZeRO 3": f"{DATA} --zero-stage 3",
     "t5 fp64 tp 2 x pp 2": f"{TENSOR} {PIPE}",
     "gpt2 fp64 cp 2": CONTEXT,

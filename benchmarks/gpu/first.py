@@ -103,7 +103,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
         ),
         Step(
             "training", 100, "benchmark", ("train", "tables", *only("fp32", "bf16", "twice", "kill -9")),
-            dry_words=("train", "tables", *only("gpt2 fp32", "gpt2 bf16", "experts", "Muon", "ZeRO 1", "documents")),
+            dry_words=("train", "tables", *only("gpt2 fp32", "gpt2 bf16", "experts", "Muon", "documents", "soft-caps")),
         ),
     ),
     "B": (

@@ -95,7 +95,6 @@ VARIANTS = {
         "gpt2", "--gradient-accumulation-fusion", "", "addmm and baddbmm with out_dtype fp32 into the gradients"
     ),
     "Muon": Variant("gpt2", "--optimizer muon", "--optimizer muon", "Newton-Schulz in bf16 by cuBLAS"),
-    "ZeRO 1": Variant("gpt2", "--zero-stage 1", "", "fused AdamW on shards, reduce-scatter in place over NCCL"),
     "documents": Variant("llama", DOCUMENTS, DOCUMENTS, "varlen_attn in bf16, flex_attention in fp32"),
     "soft-caps": Variant("llama", SOFT_CAPS, SOFT_CAPS, "flex_attention with a score_mod"),
 }
