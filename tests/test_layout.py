@@ -12,7 +12,18 @@ from tests.conftest import SLOWEST_FILES
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE_FILES = sorted(path for folder in ("megatron", "tds") for path in (ROOT / folder).rglob("*.py"))
 
-CROSS_PACKAGE_FOLDERS = ("cuda", "docs", "golden", "gpu", "helpers", "migration", "mutants", "parity", "reliability")
+CROSS_PACKAGE_FOLDERS = (
+    "cuda",
+    "docs",
+    "golden",
+    "gpu",
+    "helpers",
+    "kernels",
+    "migration",
+    "mutants",
+    "parity",
+    "reliability",
+)
 """Test folders that belong to no single package."""
 OUTSIDE_MEGATRON = ("benchmarks", "examples", "tds", "tools")
 """Test folders named after folders of the repository root; the others are named after packages of megatron."""

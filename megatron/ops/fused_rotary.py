@@ -49,7 +49,7 @@ class _SplitAndRotate(torch.autograd.Function):
         ctx.save_for_backward(cosine, sine)
         ctx.shape = groups.shape
         query, key, value = _split_groups(groups)
-        outputs = _new_heads(query, groups), _new_heads(key, groups)
+        outputs = query.new_empty(query.shape), key.new_empty(key.shape)
         _launch((query, key), outputs, cosine, sine, is_inverse=False)
         return *(_heads_first(x) for x in outputs), _heads_first(value)
 
@@ -80,7 +80,7 @@ def _rotate_pair(
     query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *, is_inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = tuple(_tokens_first(x, key.shape[1]) for x in (query, key))
-    outputs = tuple(_new_heads(x, x) for x in inputs)
+    outputs = tuple(x.new_empty(x.shape) for x in inputs)
     _launch(inputs, outputs, cosine, sine, is_inverse=is_inverse)
     return _heads_first(outputs[0]), _heads_first(outputs[1])
 
@@ -91,11 +91,6 @@ def _rotate_pair(
 def _split_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key, value = groups.split([groups.shape[3] - 2, 1, 1], dim=3)
     return query, key, value
-
-
-def _new_heads(like: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return memory for heads of the shape of ``like``."""
-    return source.new_empty(like.shape)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Comparisons of the functions that launch Triton kernels with torch's operators in fp64.
 
-They run with emulated kernels (``tests.kernels.emulated``) in the short tests, and with Triton's interpreter as
-``TRITON_INTERPRET=1 python -m tests.kernels.checks NAME``.
+They run with emulated kernels (``tests.kernels.emulated``) in the short tests, with Triton's interpreter as
+``TRITON_INTERPRET=1 python -m tests.kernels.checks NAME``, and on a GPU in tests/gpu.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from megatron.mpu.random import DropoutStreams, checkpoint
 from megatron.ops import fused_norm, fused_rotary, gated_activation
 from megatron.ops.positions import Rotary, apply_rotary, rotary_cos_sin
 
+CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
 """Relative to the largest element; the interpreter truncates to bf16."""
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return a leaf of normally distributed values that ``dtype`` represents exactly."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, device: torch.device = CPU) -> torch.Tensor:
+    """Return a leaf of normally distributed values, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
 
 
 def compare(
@@ -38,7 +39,9 @@ def compare(
     """Check values and gradients of ``kernel`` against those of ``plain`` in fp64."""
     wide_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     outputs, expected = as_tuple(kernel(*leaves)), as_tuple(plain(*wide_leaves))
-    grads = [random(*output.shape, dtype=output.dtype, seed=9 + i) for i, output in enumerate(outputs)]
+    grads = [
+        random(*output.shape, dtype=output.dtype, seed=9 + i, device=output.device) for i, output in enumerate(outputs)
+    ]
     actual_grads = torch.autograd.grad(outputs, leaves, grads)
     expected_grads = torch.autograd.grad(expected, wide_leaves, [grad.double() for grad in grads])
     tolerance = tolerance or TOLERANCES[leaves[0].dtype]
@@ -55,12 +58,12 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 # Operations.
 
 
-def rotary() -> None:
+def rotary(device: torch.device = CPU) -> None:
     """Rotary positions with and without grouped keys, for part of the head, and with positions per sample."""
-    positions = torch.tensor([[0, 1, 2, 0, 1], [7, 3, 9, 1, 0]])
+    positions = torch.tensor([[0, 1, 2, 0, 1], [7, 3, 9, 1, 0]], device=device)
     cases = itertools.product((torch.float32, torch.bfloat16), ((2, 3), (3, 1)), (1.0, 0.5), (None, positions))
     for dtype, (num_groups, heads_per_group), percent, ids in cases:
-        groups = random(5, 2, num_groups, heads_per_group + 2, 12, dtype=dtype)
+        groups = random(5, 2, num_groups, heads_per_group + 2, 12, dtype=dtype, device=device)
         angles = Rotary(head_size=12, percent=percent)
 
         def split_plainly(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -71,8 +74,8 @@ def rotary() -> None:
 
         cosine, sine = rotary_cos_sin(angles, groups.select(3, 0).permute(1, 2, 0, 3), ids, 10)
         compare(lambda groups: fused_rotary.split_and_rotate(groups, cosine, sine), split_plainly, groups)  # noqa: B023
-        query = random(2, num_groups * heads_per_group, 5, 12, dtype=dtype)
-        key = random(5, 2, num_groups, 12, dtype=dtype, seed=1)  # not contiguous as [b, g, s, d]
+        query = random(2, num_groups * heads_per_group, 5, 12, dtype=dtype, device=device)
+        key = random(5, 2, num_groups, 12, dtype=dtype, seed=1, device=device)  # not contiguous as [b, g, s, d]
         compare(
             lambda query, key: fused_rotary.rotate(query, key.permute(1, 2, 0, 3), cosine, sine),  # noqa: B023
             lambda query, key: (
@@ -84,25 +87,25 @@ def rotary() -> None:
         )
 
 
-def gates() -> None:
+def gates(device: torch.device = CPU) -> None:
     """Gated activations of odd sizes, of sizes beyond one program, and of no rows."""
     for dtype, name, shape in itertools.product(
         (torch.float32, torch.bfloat16), ("gated-silu", "gated-gelu"), ((3, 2, 7), (2, 1, 1030))
     ):
-        pairs = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        pairs = random(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)
         compare(
             lambda pairs: gated_activation.gated_activation(name, *gated_activation.split(pairs)),  # noqa: B023
             lambda pairs: activate_plainly(name, *pairs.unflatten(-1, (-1, 2)).unbind(-1)),  # noqa: B023
             pairs,
         )
-        gate, value = (random(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+        gate, value = (random(*shape, dtype=dtype, seed=seed, device=device) for seed in (1, 2))
         compare(
             lambda gate, value: gated_activation.gated_activation(name, gate, value),  # noqa: B023
             lambda gate, value: activate_plainly(name, gate, value),  # noqa: B023
             gate,
             value,
         )
-    empty = torch.zeros(0, 6, requires_grad=True)
+    empty = torch.zeros(0, 6, device=device, requires_grad=True)
     gated_activation.gated_activation("gated-silu", *gated_activation.split(empty)).sum().backward()
     assert empty.grad is not None and empty.grad.shape == (0, 6)
 
@@ -112,13 +115,13 @@ def activate_plainly(name: str, gate: torch.Tensor, value: torch.Tensor) -> torc
     return (F.gelu(gate, approximate="tanh") if name == "gated-gelu" else F.silu(gate)) * value
 
 
-def norms() -> None:
+def norms(device: torch.device = CPU) -> None:
     """Both norms with and without a branch, a bias and an offset, in rows of a width that is no power of two."""
     cases = itertools.product((torch.float32, torch.bfloat16), *[(False, True)] * 4)
     for dtype, has_branch, has_bias, is_centred, is_offset in cases:
-        leaves = [random(19, 2, 37, dtype=dtype), random(37, dtype=dtype, seed=1)]
-        leaves += [random(37, dtype=dtype, seed=2)] if has_bias else []
-        leaves += [random(19, 2, 37, dtype=dtype, seed=3)] if has_branch else []
+        leaves = [random(19, 2, 37, dtype=dtype, device=device), random(37, dtype=dtype, seed=1, device=device)]
+        leaves += [random(37, dtype=dtype, seed=2, device=device)] if has_bias else []
+        leaves += [random(19, 2, 37, dtype=dtype, seed=3, device=device)] if has_branch else []
 
         def norm_by_kernel(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> Any:
             bias, branch = split_optional(others, has_bias, has_branch)  # noqa: B023
@@ -135,7 +138,7 @@ def norms() -> None:
 
         # the sum is rounded before the norm
         compare(norm_by_kernel, norm_plainly, *leaves, tolerance=0.03 if dtype == torch.bfloat16 else None)
-    x, weight = random(3, 5, dtype=torch.float32), random(5, dtype=torch.float32, seed=1)
+    x, weight = random(3, 5, dtype=torch.float32, device=device), random(5, dtype=torch.float32, seed=1, device=device)
     for idx in (0, 1):  # one of the outputs is not used
         compare(
             lambda x: fused_norm.add_and_norm(x, x, weight, None, 1e-5, is_centred=True, is_offset=False)[idx],  # noqa: B023
@@ -175,49 +178,49 @@ LAYERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_layer(dtype: torch.dtype = torch.float32, **settings: Any) -> TransformerLayer:
+def make_layer(dtype: torch.dtype = torch.float32, device: torch.device = CPU, **settings: Any) -> TransformerLayer:
     """Return a layer with weights that are not near 0."""
-    layer = TransformerLayer(ModelArgs(**{**LLAMA, **settings}), ParallelContext(), 0).to(dtype)
+    layer = TransformerLayer(ModelArgs(**{**LLAMA, **settings}), ParallelContext(), 0).to(device, dtype)
     initialize(layer.named_parameters(), seed=3, rule=gpt2_rule(0.3, 2))
     for i, parameter in enumerate(layer.parameters()):
         if parameter.dim() == 1:
-            parameter.data.add_(random(len(parameter), dtype=dtype, seed=i).detach(), alpha=0.2)
+            parameter.data.add_(random(len(parameter), dtype=dtype, seed=i, device=device).detach(), alpha=0.2)
     return layer
 
 
-def run_layer(name: str, layer: TransformerLayer) -> dict[str, torch.Tensor]:
+def run_layer(name: str, layer: TransformerLayer, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the output of a layer and all gradients."""
-    x = random(7, 2, LLAMA["hidden_size"], dtype=torch.float32)
+    x = random(7, 2, LLAMA["hidden_size"], dtype=torch.float32, device=device)
     if name == "recompute":
         y = checkpoint(DropoutStreams(), layer, x * 1)
     else:
         y = layer(x * 1)
-    (y * random(*y.shape, dtype=torch.float32, seed=1)).sum().backward()
+    (y * random(*y.shape, dtype=torch.float32, seed=1, device=device)).sum().backward()
     assert x.grad is not None
     grads = {f"gradient of {key}": p.grad for key, p in layer.named_parameters() if p.grad is not None}
     return {"output": y, "gradient of the input": x.grad, **grads}
 
 
-def check_layer(name: str) -> None:
+def check_layer(name: str, device: torch.device = CPU) -> None:
     """Check that kernels change values and gradients of a layer by rounding only."""
-    layer = make_layer(**LAYERS[name])
-    with_kernels = run_layer(name, layer)
+    layer = make_layer(device=device, **LAYERS[name])
+    with_kernels = run_layer(name, layer, device)
     layer.zero_grad()
     layer.parallel.streams.has_kernels = False
-    without_kernels = run_layer(name, layer)
+    without_kernels = run_layer(name, layer, device)
     assert with_kernels.keys() == without_kernels.keys()
     for key, expected in without_kernels.items():
         error = float((with_kernels[key].detach() - expected.detach()).abs().max() / expected.detach().abs().max())
         assert error < 2e-5, f"{key}: {error:.1e}"
 
 
-def layers() -> None:
+def layers(device: torch.device = CPU) -> None:
     """All layers of ``LAYERS``."""
     for name in LAYERS:
-        check_layer(name)
+        check_layer(name, device)
 
 
-CHECKS: dict[str, Callable[[], None]] = {"rotary": rotary, "gates": gates, "norms": norms, "layers": layers}
+CHECKS: dict[str, Callable[..., None]] = {"rotary": rotary, "gates": gates, "norms": norms, "layers": layers}
 
 
 if __name__ == "__main__":
