@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.models.registry import FAMILIES
-from megatron.mpu.topology import Topology
+from megatron.mpu.topology import Coordinate, Topology
 from tests.cuda.worker import Case
 
 SIZES = (
@@ -110,3 +110,104 @@ def named_cases(rows: Iterable[Row]) -> Iterator[tuple[str, Case]]:
     """Yield the name and the case of each row."""
     for idx, row in enumerate(rows):
         yield "-".join(row), make_case(row, idx)
+
+
+# Features beyond the axes above, one or several per case.
+
+
+class Feature(NamedTuple):
+    """Run with two replicas of ``tensor * pipe * context`` ranks each.
+
+    Args:
+        extra: flags in addition to sizes and axes; the precision is bf16 without ``--fp16``.
+        is_short: run the case in the short run; otherwise the test is slow.
+    """
+
+    family: str
+    extra: str
+    tensor: int = 1
+    pipe: int = 1
+    context: int = 1
+    is_short: bool = False
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
+FULL, SELECTIVE = "--checkpoint-activations", "--recompute-granularity selective"
+FUSION = "--gradient-accumulation-fusion"
+FEATURES = {
+    "experts ep 1, selective recompute, fusion": Feature(
+        "llama", f"{EXPERTS} --moe-expert-capacity-factor 1.25 --zero-stage 0 {SELECTIVE} {FUSION}", is_short=True
+    ),
+    "experts ep 2, sequence parallel, recompute on the host": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 {FULL} --checkpoint-in-cpu", tensor=2,
+        is_short=True,
+    ),
+    "context, Muon": Feature("llama", "--optimizer muon --zero-stage 1", context=2, is_short=True),
+    "offloaded optimizer, full recompute": Feature(
+        "gpt2", f"--offload-optimizer --zero-stage 1 {FULL}", is_short=True
+    ),
+    "experts ep 1": Feature("llama", f"{EXPERTS} --zero-stage 1"),
+    "experts ep 1, ZeRO 3": Feature("llama", f"{EXPERTS} --zero-stage 3"),
+    "experts ep 1, fp16, capacity": Feature(
+        "llama", f"{EXPERTS} --fp16 --moe-expert-capacity-factor 1.25 --zero-stage 1"
+    ),
+    "experts ep 2, ZeRO 2, shared expert": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 2 --moe-shared-expert-intermediate-size 64"
+    ),
+    "experts ep 2, stages": Feature("llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1", pipe=2),
+    "experts ep 2, stages, split backward, fusion": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 --pipeline-schedule zb-h1 {FUSION}", pipe=2
+    ),
+    "experts ep 4, context": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 4 --zero-stage 1", context=2
+    ),
+    "experts ep 2, Muon": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 --optimizer muon"
+    ),
+    "context": Feature("gpt2", "--zero-stage 1", context=2),
+    "context, fp16, ALiBi": Feature("mpt", "--fp16 --zero-stage 0", context=2),
+    "context, all-to-all": Feature("llama", "--zero-stage 2 --cp-comm-type a2a", context=2),
+    "context, tensor, stages": Feature("llama", "--zero-stage 1 --sequence-parallel", 2, 2, 2),
+    "context, documents": Feature("llama", "--zero-stage 1 --reset-attention-mask", context=2),
+    "context, selective recompute": Feature("llama", f"--zero-stage 3 {SELECTIVE}", context=2),
+    "Muon": Feature("gpt2", "--optimizer muon --zero-stage 0"),
+    "Muon, tensor": Feature("llama", "--optimizer muon --zero-stage 2", tensor=2),
+    "Muon, stages, fp16": Feature("gpt2", "--fp16 --optimizer muon --zero-stage 1", pipe=2),
+    "fusion": Feature("llama", f"--zero-stage 0 {FUSION}"),
+    "fusion, fp16, biases": Feature("gpt2", f"--fp16 --zero-stage 1 --hidden-bias {FUSION}", tensor=2),
+    "fusion, stages, split backward": Feature(
+        "llama", f"--zero-stage 1 --pipeline-schedule zb-h1 {FUSION}", pipe=2
+    ),
+    "full recompute": Feature("llama", f"--zero-stage 1 {FULL}", tensor=2),
+    "full recompute, stages": Feature("gpt2", f"--zero-stage 1 {FULL}", pipe=2),
+    "full recompute, ZeRO 3": Feature("llama", f"--zero-stage 3 {FULL}"),
+    "selective recompute": Feature("gpt2", f"--zero-stage 1 --attention-dropout 0.1 {SELECTIVE}"),
+    "selective recompute, stages": Feature("llama", f"--fp16 --zero-stage 1 {SELECTIVE}", pipe=2),
+    "recompute on the host": Feature("llama", f"--zero-stage 1 {FULL} --checkpoint-in-cpu"),
+    "recompute on the host, stages": Feature("gpt2", f"--zero-stage 1 {FULL} --checkpoint-in-cpu", pipe=2),
+    "partitioned recompute": Feature(
+        "llama", f"--zero-stage 1 {FULL} --partition-activations --checkpoint-in-cpu", tensor=2
+    ),
+    "offloaded optimizer": Feature("llama", "--offload-optimizer --zero-stage 2"),
+    "offloaded optimizer, fp16": Feature("gpt2", "--fp16 --offload-optimizer --zero-stage 1", tensor=2),
+    "offloaded parameters": Feature("llama", "--offload-optimizer --offload-parameters --zero-stage 3"),
+    "T5, full recompute": Feature("t5", f"--zero-stage 1 {FULL}", tensor=2),
+    "T5, Muon, offloaded optimizer": Feature("t5", "--zero-stage 1 --optimizer muon"),
+    "BERT, selective recompute": Feature("bert", f"--zero-stage 1 {SELECTIVE}"),
+    "torch's operators": Feature("gpt2", "--zero-stage 1 --fused-kernels torch"),
+    "layout-independent dropout": Feature("gpt2", "--zero-stage 1 --layout-independent-dropout", tensor=2),
+}  # fmt: skip
+
+
+def make_feature_case(feature: Feature) -> Case:
+    """Return the run of ``feature``; the first rank of each stage runs as a process."""
+    family, extra, tensor, pipe, context, _ = feature
+    size = 2 * tensor * pipe * context
+    topology = Topology.from_world_size(size, tensor, pipe, context)
+    ranks = tuple(
+        rank for rank in range(size)
+        if topology.coordinate(rank) == Coordinate(topology.coordinate(rank).pipe, data=0, tensor=0, context=0)
+    )  # fmt: skip
+    axes = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --context-parallel-size {context}"
+    precision = "" if "--fp16" in extra else "--bf16"
+    return Case(family, flags(family, f"{axes} {precision} {extra}", layers=2), size, ranks)

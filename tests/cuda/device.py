@@ -217,11 +217,8 @@ class Device(TorchDispatchMode):
         is_boolean_index = name in ("index", "index_put_", "index_put") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if (
-            name in SIZED_BY_DATA
-            or is_boolean_index
-            or (name == "repeat_interleave" and func._overloadname == "Tensor")
-        ):
+        has_unknown_repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in SIZED_BY_DATA or is_boolean_index or (has_unknown_repeats and func._overloadname == "Tensor"):
             self.stats.reads[f"{name} in {self.location()}"] += 1
         with self.fake:
             out = func(*args, **kwargs)
@@ -384,6 +381,8 @@ class Device(TorchDispatchMode):
             self.stats.unaligned[f"{name} in {self.location()}"] += 1
         if all(t.untyped_storage().nbytes() <= SMALL for t in (*fakes, *outputs)):
             self._compute_known(func, args, kwargs, written, outputs)
+        else:
+            self._forget_values(written)
 
     def launch_triton(self, kernel: str, args: Any, writes: Any, updates: Any) -> None:
         """Record the launch of a Triton kernel, as ``megatron.triton_launch.hook``; nothing is computed."""
@@ -396,11 +395,18 @@ class Device(TorchDispatchMode):
         num_bytes = bytes_of(tensors) + bytes_of(updates)
         self._append_operator(name, tuple(reads), tuple({self.storage(t) for t in (*writes, *updates)}), num_bytes)
         self.stats.launches[name] += 1
+        self._forget_values([*writes, *updates])
 
     def _append_operator(self, name: str, reads: tuple[int, ...], writes: tuple[int, ...], num_bytes: int = 0) -> None:
         location = location_of(sys._getframe(2)) or self._forward_location()
         self.operators.append(Operator(name, location, reads, writes, num_bytes))
         self.library.log_event(EventType.OPERATOR, len(self.operators) - 1, self.library.stream())
+
+    def _forget_values(self, written: Iterable[torch.Tensor]) -> None:
+        """Mark the values of ``written`` tensors as unknown."""
+        for tensor in written:
+            if isinstance(tensor, FakeTensor):
+                self._known_values.pop(self.storage(tensor), None)
 
     def _compute_known(self, func: Any, args: Any, kwargs: Any, written: list[Any], outputs: list[Any]) -> None:
         """Apply the operator to the known values."""
@@ -414,6 +420,7 @@ class Device(TorchDispatchMode):
         try:
             result = func(*map_tensors(args, to_known), **known_kwargs)
         except (RuntimeError, NotImplementedError, IndexError):  # an operator for CUDA only, or unknown indices
+            self._forget_values(written)
             return
         if not written:
             for tensor, values in zip(outputs, tensors_in(result), strict=False):

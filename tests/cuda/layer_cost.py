@@ -13,13 +13,16 @@ import torch
 
 from megatron.config import parse
 from megatron.config.loss_chunk import tokens_per_chunk
+from megatron.device import DTYPES
 from megatron.models.common.decoder import model_args
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import TransformerLayer
+from megatron.mpu.groups import Group
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from tests.cuda import runs
-from tests.cuda.device import Device, Operator
+from tests.cuda.device import Device, Operator, PhaseStats
 from tests.cuda.fake_cuda import FakeCuda
+from tests.cuda.groups import Groups
 from tests.cuda.worker import CostCase
 
 SHAPES = {
@@ -43,7 +46,11 @@ SHAPES = {
     ),
 }
 """Case -> family and flags of one layer."""
-LAYER_FLAGS = "--num-layers 1 --vocab-size 32000 --hidden-dropout 0 --attention-dropout 0 --bf16 --data-path none"
+LAYER_FLAGS = (
+    "--num-layers 1 --vocab-size 32000 --hidden-dropout 0 --attention-dropout 0 --train-iters 1 --data-path none"
+)
+EXPERT_PARALLEL = "--expert-model-parallel-size 2"
+"""Flag of a layer whose experts are distributed over two ranks, the second of which is simulated."""
 LOSS_TOKENS, LOSS_HIDDEN, LOSS_VOCAB = 8192, 64, 32000
 """Sizes of the loss. The hidden size is small, so that logits cause nearly all of the traffic."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
@@ -90,11 +97,13 @@ class Cost:
 
     Attributes:
         unit: bytes of one [s, b, h] in bf16 for a layer, number of logits for the loss.
+        reads: waits of the host for the device in both passes, by operator and location.
     """
 
     forward: PassCost
     backward: PassCost
     unit: int
+    reads: Counter[str]
 
     @property
     def units(self) -> float:
@@ -117,27 +126,41 @@ def measure(library: FakeCuda, case: CostCase) -> Cost:
     device.traces_backward = True
     runs.patch_torch(device)
     with device:
-        run, unit = make_loss() if case.name == "loss" else make_layer(*SHAPES[case.name], case.extra)
+        run, unit = make_loss() if case.name == "loss" else make_layer(device, *SHAPES[case.name], case.extra)
         run()  # fills caches, such as the table of rotary positions
+        device.stats = PhaseStats()
         start = len(device.operators)
         output, grad = run()
         middle = len(device.operators)
         output.backward(grad)
-    return Cost(PassCost.of(device.operators[start:middle]), PassCost.of(device.operators[middle:]), unit)
+    passes = device.operators[start:middle], device.operators[middle:]
+    return Cost(*map(PassCost.of, passes), unit, device.stats.reads)
 
 
-def make_layer(family: str, flags: str, extra: str) -> tuple[Run, int]:
-    """Return the forward pass of a layer in bf16 with one tensor-parallel rank, and the bytes of its input."""
-    config = parse(f"{LAYER_FLAGS} --train-iters 1 {flags} {extra}".split(), world_size=1, family=family)
+def make_layer(device: Device, family: str, flags: str, extra: str) -> tuple[Run, int]:
+    """Return the forward pass of a layer with one tensor-parallel rank, and the bytes of its input."""
+    num_ranks = 2 if EXPERT_PARALLEL in extra else 1
+    precision = "" if "--fp16" in extra else "--bf16"
+    config = parse(f"{LAYER_FLAGS} {precision} {flags} {extra}".split(), world_size=num_ranks, family=family)
+    parallel = ParallelContext() if num_ranks == 1 else ParallelContext(expert=make_group(device, num_ranks))
+    dtype = DTYPES[config.precision.dtype or "bf16"]
     with torch.device("meta"):
-        layer = TransformerLayer(model_args(config), ParallelContext(), 0)
+        layer = TransformerLayer(model_args(config), parallel, 0)
     for parameter in layer.parameters():
-        fake = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
+        fake = torch.empty(parameter.shape, dtype=dtype, device="cuda")
         runs.replace_parameter(parameter, torch.nn.Parameter(fake))
     shape = config.batch.seq_length, config.batch.batch_size, config.model.hidden_size
-    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    x = torch.empty(shape, dtype=dtype, device="cuda").requires_grad_()
     grad = torch.empty_like(x)
     return lambda: (layer(x), grad), x.numel() * x.element_size()
+
+
+def make_group(device: Device, num_ranks: int) -> Group:
+    """Return a process group in which this process is the first of ``num_ranks`` ranks; the others are simulated."""
+    Groups(device, 0, num_ranks).install()
+    torch.distributed.init_process_group("nccl")
+    ranks = tuple(range(num_ranks))
+    return Group(ranks, 0, torch.distributed.new_group(list(ranks)))
 
 
 def make_loss() -> tuple[Run, int]:

@@ -66,6 +66,8 @@ class Outcome:
 
 ORIGINAL_CONSTRUCTORS = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
 READ_METHODS = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy")}
+LOWER_RIGHT = object()
+"""Stands for torch's causal bias of the last queries, for which torch calls the kernel's causal variant, not a mask."""
 ORIGINAL_BROADCAST = data._broadcast
 
 
@@ -79,7 +81,8 @@ def load_program(family: str) -> Any:
 def import_all() -> None:
     """Import the modules that runs need, before the process forks."""
     import deepspeed.pipe
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+    import torch.nn.attention.bias  # noqa: F401
 
     deepspeed.DeepSpeedEngine.register_compile_pass = lambda *_: None  # it imports a compiler, which takes 3 s
     for family in FAMILIES:
@@ -305,6 +308,8 @@ def patch_torch(device: Device) -> None:
     torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if attn_mask is LOWER_RIGHT:
+            return gpu_attention(query, key, value, *args, is_causal=True, **kwargs)
         if attn_mask is not None:
             stats = device.stats
             stats.masks[device.location()] += 1
@@ -312,6 +317,7 @@ def patch_torch(device: Device) -> None:
         return gpu_attention(query, key, value, attn_mask, *args, **kwargs)
 
     torch.nn.functional.scaled_dot_product_attention = attention
+    torch.nn.attention.bias.causal_lower_right = lambda *_: LOWER_RIGHT
 
     def block_attention(
         query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any

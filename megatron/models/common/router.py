@@ -336,10 +336,9 @@ class Routers:
         num_experts = self._num_experts
         # in fp64, so that counts stay exact
         table = torch.zeros(len(self.layers), num_experts + 3, dtype=torch.float64, device=device)
-        counters = [
-            torch.cat([router_module.counts, router_module.dropped, router_module.loss_sums.to(device)])
-            for router_module in self._routers
-        ]
+        for router in self._routers:
+            router.loss_sums = router.loss_sums.to(device)  # copied in the first step only
+        counters = [torch.cat([router.counts, router.dropped, router.loss_sums]) for router in self._routers]
         for row, router, router_counts in zip(
             self._row_indices, self._routers, self._reduce_counters(counters), strict=True
         ):
