@@ -49,7 +49,7 @@ MARGIN_S = 8.0
 MAX_LOG_BYTES = 12 * 2**20
 """Bytes of a log in $OUT; a file of 16 MiB or more might not be returned."""
 DRY_FACTOR = 10.0
-"""Factor of all time limits in a dry run, which may share a few cores with other work."""
+"""Default factor of all time limits in a dry run, which may share a few cores with other work."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
 
 def command_of(step: Step, args: argparse.Namespace) -> list[str]:
     """Return the command line of a step."""
-    limit_s = step.limit_s * (DRY_FACTOR if args.dry else 1.0)
+    limit_s = step.limit_s * (args.dry_factor if args.dry else 1.0)
     device = ["--device", "cpu" if args.dry else "cuda"]
     words = step.dry_words if args.dry and step.dry_words is not None else step.words
     if step.program == "canary":
@@ -201,7 +201,7 @@ def run_call(name: str, args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     copy_results(args.state if any(args.state.glob("gpu-*.json")) else ROOT / REFERENCES_DIR, args.out)
     log, rows, code = Log(args.out / f"first-{name.lower()}.log"), [], 0
-    factor = DRY_FACTOR if args.dry else 1.0
+    factor = args.dry_factor if args.dry else 1.0
     end = start + factor * (CALL_LIMITS_S[name] - RESERVED_S)
     for step in CALLS[name]:
         command, limit_s = command_of(step, args), min(factor * step.limit_s, end - time.monotonic())
@@ -232,7 +232,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("call", choices=tuple(CALLS))
-    parser.add_argument("--dry", action="store_true", help="toy sizes on a CPU, with ten times the time limits")
+    parser.add_argument("--dry", action="store_true", help="toy sizes on a CPU, with longer time limits")
+    parser.add_argument(
+        "--dry-factor",
+        type=float,
+        default=DRY_FACTOR,
+        help="factor of the time limits with --dry (default: %(default)g)",
+    )
     parser.add_argument("--list", action="store_true", help="print the steps and exit")
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT") or "runs/gpu-first"),

@@ -5,7 +5,7 @@
 # FOLDER (default: ~/.cache/megatron-gpu-rehearsal) receives an environment of 5 GB: Python 3.12, torch 2.11.0 with
 # CUDA 13 (which imports without a GPU), transformers 5.17 and triton 3.6. DeepSpeed is not installed, but comes from
 # wheels as on a GPU machine. FOLDER also receives a copy of the working tree without .git, and the logs. PYTHON312
-# selects a Python 3.12.
+# selects a Python 3.12, and DRY_FACTOR multiplies the time limits of the steps A and B (default: 10).
 # The steps run one after another, and a table of them is printed at the end. The exit code is 1 if a step failed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -60,12 +60,12 @@ unset PYTHONPATH
 # shellcheck source=benchmarks/gpu/install.sh
 source benchmarks/gpu/install.sh
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-run_tests() { "$PYTHON" -m pytest -p no:cacheprovider -p no:xdist -vv "$@"; }
+run_tests() { "$PYTHON" -m pytest -p no:cacheprovider -p no:xdist --timeout=1200 -vv "$@"; }
 run_step() {
   case $1 in
     A) rm -rf "$folder/state" "$folder/out-a" "$folder/out-b"
-       bash benchmarks/gpu/first.sh A --dry --out "$folder/out-a" --state "$folder/state" ;;
-    B) bash benchmarks/gpu/first.sh B --dry --out "$folder/out-b" --state "$folder/state" ;;
+       bash benchmarks/gpu/first.sh A --dry --dry-factor "$factor" --out "$folder/out-a" --state "$folder/state" ;;
+    B) bash benchmarks/gpu/first.sh B --dry --dry-factor "$factor" --out "$folder/out-b" --state "$folder/state" ;;
     contract) run_tests tests/tds/test_deepspeed_contract.py tests/tds/test_private_names.py ;;
     torch_compat) run_tests tests/test_torch_compat.py ;;
     cuda) run_tests tests/cuda ;;
@@ -74,7 +74,7 @@ run_step() {
 }
 if [ $# -gt 0 ]; then steps=("$@"); else steps=(contract torch_compat A B cuda); fi
 
-rows=() code=0
+rows=() code=0 factor=${DRY_FACTOR:-10}
 for step in "${steps[@]}"; do
   begin=$SECONDS status=passed
   run_step "$step" > "$folder/logs/$step.log" 2>&1 || { status="failed, code $?"; code=1; }
