@@ -215,3 +215,15 @@ def test_start_table_names_triton_kernels(flags: str, expected: str | None, monk
     assert not list(kernel_rows.triton_rows(config, "cpu"))
     monkeypatch.setattr(kernel_rows, "has_triton", lambda: False)
     assert not list(kernel_rows.triton_rows(config, "cuda"))
+
+
+def test_start_table_names_cross_entropy_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_rows, "has_triton", lambda: True)
+    config, without_kernels, in_fp64 = (
+        parse(["--dry-run", *flags], world_size=1, env={}) for flags in ([], ["--fused-kernels", "torch"], ["--fp64"])
+    )
+    assert [name for name, _ in kernel_rows.loss_rows(config, "cuda")] == ["cross-entropy"]
+    for other_config, device_type in ((without_kernels, "cuda"), (in_fp64, "cuda"), (config, "cpu")):
+        assert not list(kernel_rows.loss_rows(other_config, device_type))
+    monkeypatch.setattr(kernel_rows, "has_triton", lambda: False)
+    assert not list(kernel_rows.loss_rows(config, "cuda"))
