@@ -23,15 +23,17 @@ from megatron.costs.cost import Product
 # | parameters on a rank | m h (E f / e + f') / t + E h |
 # | rows for the experts of a rank | n k |
 # | saved elements | 2 n k h for received rows and returned results, and activations of width k f + f' |
-# | saved bytes | 16 n k for the row permutation (twice if e > 1), 8 n k for expert indices, 4 n E per router table |
+# | saved bytes | 8 n k for the row permutation (twice if e > 1), 8 n k for expert indices, 4 n E per router table |
 # | ... in 16 bits | also fp32 copies of the router's input and weight |
 # | scratch of backward | two gradients of the returned results, or one weight's gradients for all experts |
 # | all-to-all | n k h elements to the experts and n k h back; the same for their gradients |
 #
 # The exchange of row counts (8 E bytes per rank and layer) is not counted.
 
-INDEX_BYTES = 8
-"""Bytes of a row index."""
+ROW_INDEX_BYTES = 4
+"""Bytes of the index of a row."""
+EXPERT_INDEX_BYTES = 8
+"""Bytes of the index of an expert."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class ExpertCosts:
         num_experts, k, local_tokens = model.num_experts, model.moe_router_topk, tokens // sequence
         rows = self._num_routed_tokens(tokens, tensor) * k
         between = tokens * self.saved_per_width * self.active_width * width // tensor
-        lists = rows * (2 * INDEX_BYTES * (2 if self.ranks > 1 else 1) + 2 * wide) + local_tokens * INDEX_BYTES * k
+        num_permutations = 2 if self.ranks > 1 else 1
+        lists = rows * (2 * ROW_INDEX_BYTES * num_permutations + 2 * wide) + local_tokens * EXPERT_INDEX_BYTES * k
         tables = self._num_tables * local_tokens * num_experts * wide
         gated = local_tokens * h * width if model.moe_shared_expert_gate else 0
         return (

@@ -20,6 +20,7 @@ from megatron.checkpoint.one_process import WEIGHTS, open_folder
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
+from megatron.models.common.experts import stack_expert_weights
 from megatron.models.common.generation import ModelStage, generation_layers
 from megatron.models.common.language_model import Head
 from megatron.models.common.model_args import ModelArgs
@@ -224,6 +225,7 @@ def load(
         _check_all_weights_used(checkpoint, config)
     with torch.no_grad():
         checkpoint.load(records)
+    stack_expert_weights(stage.module)
     return stage
 
 
