@@ -36,14 +36,14 @@ def gated_backward_kernel(grad, pairs, pairs_grad, num_outputs, IS_GELU: tl.cons
     value_grad = out_grad * gate * logistic
     element = 2 * start + tl.arange(0, 2 * BLOCK)
     grads = tl.interleave(gate_grad, value_grad).to(pairs_grad.dtype.element_ty)
-    tl.store(pairs_grad + element, grads, mask=element < 2 * num_outputs)
+    tl.store(pairs_grad + element, grads, mask=element < 2 * tl.cast(num_outputs, tl.int64))
 
 
 @triton.jit
 def _load_pairs(pairs, start, num_outputs, BLOCK: tl.constexpr):
     """Return ``BLOCK`` gates and values in fp32; loads of consecutive elements are wide."""
     element = 2 * start + tl.arange(0, 2 * BLOCK)
-    loaded = tl.load(pairs + element, mask=element < 2 * num_outputs, other=0.0).to(tl.float32)
+    loaded = tl.load(pairs + element, mask=element < 2 * tl.cast(num_outputs, tl.int64), other=0.0).to(tl.float32)
     return tl.split(tl.reshape(loaded, (BLOCK, 2)))
 
 

@@ -121,6 +121,7 @@ class Feature(NamedTuple):
     Args:
         extra: flags in addition to sizes and axes; the precision is bf16 without ``--fp16``.
         is_short: run the case in the short run; otherwise the test is slow.
+        has_mask: attention has a mask.
     """
 
     family: str
@@ -129,6 +130,7 @@ class Feature(NamedTuple):
     pipe: int = 1
     context: int = 1
     is_short: bool = False
+    has_mask: bool = False
 
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
@@ -151,8 +153,8 @@ FEATURES = {
     "experts ep 1, fp16, capacity": Feature(
         "llama", f"{EXPERTS} --fp16 --moe-expert-capacity-factor 1.25 --zero-stage 1"
     ),
-    "experts ep 2, ZeRO 2, shared expert": Feature(
-        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 2 --moe-shared-expert-intermediate-size 64"
+    "experts ep 2, ZeRO 0, shared expert": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 0 --moe-shared-expert-intermediate-size 64"
     ),
     "experts ep 2, stages": Feature("llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1", pipe=2),
     "experts ep 2, stages, split backward, fusion": Feature(
@@ -162,9 +164,9 @@ FEATURES = {
         "llama", f"{EXPERTS} --expert-model-parallel-size 4 --zero-stage 1", context=2
     ),
     "experts ep 2, Muon": Feature(
-        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 --optimizer muon"
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 0 --optimizer muon"
     ),
-    "context": Feature("gpt2", "--zero-stage 1", context=2),
+    "context": Feature("gpt2", "--zero-stage 1 --attention-dropout 0", context=2),
     "context, fp16, ALiBi": Feature("mpt", "--fp16 --zero-stage 0", context=2),
     "context, all-to-all": Feature("llama", "--zero-stage 2 --cp-comm-type a2a", context=2),
     "context, tensor, stages": Feature("llama", "--zero-stage 1 --sequence-parallel", 2, 2, 2),
@@ -191,9 +193,9 @@ FEATURES = {
     "offloaded optimizer": Feature("llama", "--offload-optimizer --zero-stage 2"),
     "offloaded optimizer, fp16": Feature("gpt2", "--fp16 --offload-optimizer --zero-stage 1", tensor=2),
     "offloaded parameters": Feature("llama", "--offload-optimizer --offload-parameters --zero-stage 3"),
-    "T5, full recompute": Feature("t5", f"--zero-stage 1 {FULL}", tensor=2),
-    "T5, Muon, offloaded optimizer": Feature("t5", "--zero-stage 1 --optimizer muon"),
-    "BERT, selective recompute": Feature("bert", f"--zero-stage 1 {SELECTIVE}"),
+    "T5, full recompute": Feature("t5", f"--zero-stage 1 {FULL}", tensor=2, has_mask=True),
+    "T5, Muon": Feature("t5", "--zero-stage 1 --optimizer muon", has_mask=True),
+    "BERT, selective recompute": Feature("bert", f"--zero-stage 1 {SELECTIVE}", has_mask=True),
     "torch's operators": Feature("gpt2", "--zero-stage 1 --fused-kernels torch"),
     "layout-independent dropout": Feature("gpt2", "--zero-stage 1 --layout-independent-dropout", tensor=2),
 }  # fmt: skip
@@ -201,7 +203,7 @@ FEATURES = {
 
 def make_feature_case(feature: Feature) -> Case:
     """Return the run of ``feature``; the first rank of each stage runs as a process."""
-    family, extra, tensor, pipe, context, _ = feature
+    family, extra, tensor, pipe, context, *_ = feature
     size = 2 * tensor * pipe * context
     topology = Topology.from_world_size(size, tensor, pipe, context)
     ranks = tuple(

@@ -221,7 +221,11 @@ class Device(TorchDispatchMode):
         if name in SIZED_BY_DATA or is_boolean_index or (has_unknown_repeats and func._overloadname == "Tensor"):
             self.stats.reads[f"{name} in {self.location()}"] += 1
         with self.fake:
-            out = func(*args, **kwargs)
+            if name in ("addmm", "baddbmm") and func._overloadname in ("dtype", "dtype_out"):
+                # torch's implementation for fake tensors would take the argument out_dtype for beta
+                out = kwargs["out"] if "out" in kwargs else args[0].to(args[3])
+            else:
+                out = func(*args, **kwargs)
         self._record(func, name, args, kwargs, fakes, out)
         return out
 

@@ -15,4 +15,4 @@ from tests.cuda.worker import Worker
 )
 def test_features_meet_gpu_requirements(worker: Worker, name: str) -> None:
     case = make_feature_case(FEATURES[name])
-    check_outcomes(case, worker.run(case))
+    check_outcomes(case, worker.run(case), has_mask=FEATURES[name].has_mask)

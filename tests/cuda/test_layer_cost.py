@@ -19,11 +19,11 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "llama-7b": Budget(177, 57),
-    "gpt2-1.3b": Budget(57.1, 17),
-    "llama-3-8b": Budget(156.5, 62),
-    "moe": Budget(341, 109),
-    "loss": Budget(39, 92),
+    "llama-7b": Budget(49.5, 15),
+    "gpt2-1.3b": Budget(53.5, 18),
+    "llama-3-8b": Budget(56.5, 19),
+    "moe": Budget(183.5, 60),
+    "loss": Budget(10.5, 31),
 }
 """Case -> bytes moved, in bf16 tensors [s, b, h] or for the loss per logit, and launches; see ``layer_cost.SHAPES``."""
 
@@ -40,8 +40,9 @@ def test_layer_stays_within_budget(worker: Worker, name: str) -> None:
 def test_triton_kernels_are_counted(worker: Worker) -> None:
     plain, dropped = (worker.run(CostCase("gpt2-1.3b", f"--hidden-dropout {rate}"))[0] for rate in (0, 0.1))
     assert dropped.count("dropout_kernel") == 4 and not plain.count("dropout_kernel")
-    assert dropped.launches == plain.launches + 4
-    assert dropped.units == pytest.approx(plain.units + 8)  # each launch reads and writes one tensor
+    # four launches that read and write one tensor each; one of them includes the residual sum, a kernel of 3 tensors
+    assert dropped.launches == plain.launches + 4 - 1
+    assert dropped.units == pytest.approx(plain.units + 8 - 3)
 
 
 def make_bytes(operator: Any, *args: Any, written: int = 0) -> int:

@@ -80,12 +80,12 @@ def specialize(kernel: Any, launch: Launch) -> tuple[dict[str, str], dict[str, A
         is_multiple = False
         if isinstance(value, torch.Tensor):
             signature[name] = POINTER_TYPES[value.dtype]
-            is_multiple = value.data_ptr() % 16 == 0
+            is_multiple = value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            is_multiple = value % 16 == 0
+            is_multiple = value % 16 == 0 and not parameter.do_not_specialize_on_alignment
         if is_multiple and not parameter.do_not_specialize:
             attributes[idx,] = [["tt.divisibility", 16]]
     return signature, constants, attributes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron import triton_launch
-from megatron.mpu import fused_dropout
+from megatron.mpu import fused_cross_entropy, fused_dropout
 from megatron.mpu.fused_dropout import Mask
 from megatron.ops import fused_norm, fused_rotary, gated_activation
 from megatron.ops.positions import Rotary, rotary_cos_sin
@@ -116,6 +116,16 @@ def dropout(shape: tuple[int, ...], *, is_attention: bool, dtype: torch.dtype = 
     _backward(fused_dropout.drop(_leaf(*shape, dtype=dtype), residual, mask))
 
 
+def cross_entropy(num_columns: int, width: int, *, has_bias: bool = False, cap: float = 0.0) -> None:
+    """Run both passes over the logits of a shard of the vocabulary, padded to ``width`` columns."""
+    logits, gradient = torch.zeros(ROWS, width, dtype=torch.bfloat16), torch.zeros(ROWS, width, dtype=torch.bfloat16)
+    targets = torch.zeros(ROWS, dtype=torch.int64)
+    bias = torch.zeros(width, dtype=torch.bfloat16) if has_bias else None
+    statistics = fused_cross_entropy.row_statistics(logits, targets, num_columns, bias=bias, cap=cap)
+    factors = statistics.unbind()
+    fused_cross_entropy.logits_gradient(logits, targets, num_columns, *factors, gradient, bias=bias, cap=cap)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "rotary, LLaMA 7B": partial(split_and_rotate, 32, 32, 128),
     "rotary, Llama 3 8B": partial(split_and_rotate, 32, 8, 128),
@@ -130,6 +140,10 @@ CASES: dict[str, Callable[[], None]] = {
     "residual and RMSNorm, Gemma 2 9B": partial(norm, 3584, is_centred=False, has_branch=True, is_offset=True),
     "residual and LayerNorm, GPT-2 1.3B": partial(norm, 2048, is_centred=True, has_branch=True),
     "residual and LayerNorm, MPT 30B": partial(norm, 7168, is_centred=True, has_branch=True),
+    "cross-entropy, GPT-2": partial(cross_entropy, 50257, 50304),
+    "cross-entropy, Llama 3 8B": partial(cross_entropy, 128256, 128256),
+    "cross-entropy with soft-cap, Gemma 2": partial(cross_entropy, 256000, 256000, cap=30.0),
+    "cross-entropy with bias, BERT": partial(cross_entropy, 30522, 30528, has_bias=True),
     "dropout and residual, GPT-2 1.3B": partial(dropout, (ROWS, 2, 2048), is_attention=False),
     "dropout of probabilities": partial(dropout, (2, 4, ROWS, 512), is_attention=True),
 }  # fmt: skip

@@ -141,8 +141,8 @@ def record_call(tensors: dict[str, Any], name: str, module: Any, args: Any, outp
 
 
 def test_every_kernel_is_compiled_ahead_of_time() -> None:
-    """Functions with a leading underscore are parts of kernels."""
-    kernels = {kernel for name, kernel in defined_kernels().items() if not name.startswith("_")}
+    """Functions with other names are parts of kernels."""
+    kernels = {kernel for name, kernel in defined_kernels().items() if name.endswith("_kernel")}
     launched = {launch.kernel for case in CASES.values() for launch in record(case)}
     assert launched == kernels
 
@@ -160,5 +160,5 @@ def test_kernels_compile_without_spills(case: str, tmp_path: Any, monkeypatch: p
             resources = compile_launch(launch, architecture)
             assert resources.spilled_bytes == resources.stack_bytes == 0, (launch.kernel, architecture, resources)
             assert resources.shared_bytes <= 48 * 1024
-            if "norm" not in launch.kernel:  # a norm loads statistics of a row
+            if launch.kernel.startswith(("megatron.ops.rotary", "megatron.ops.gated")):  # others load values of a row
                 assert not resources.num_narrow_accesses, (launch.kernel, architecture, resources)

@@ -130,7 +130,7 @@ def test_rows_of_dropped_choices_in_weights_fail_grouped_row(monkeypatch: pytest
         ends[-1] = 128
         return ends
 
-    monkeypatch.setattr(grouped, "_ends", with_dropped_rows)
+    monkeypatch.setattr(grouped, "ends_of", with_dropped_rows)
     with pytest.raises(AssertionError, match="dweights"):
         row_of("grouped_mm with rows after the last expert")(CPU)
 

@@ -66,8 +66,8 @@ def test_reference_runs_once_per_model_and_dtype(tmp_path: Path, fake_tool: list
     assert passed and set(passed) == {name for name in verdicts if not name.startswith("nccl")}
     assert {verdict.status for name, verdict in verdicts.items() if name.startswith("nccl")} == {SKIPPED}
     reference_lines = [line for line in fake_tool if "--distributed-backend" not in line]
-    assert len(reference_lines) == 3 and len(fake_tool) == 3 + len(checks.LAYOUTS)
-    assert len({line[line.index("--reference") + 1] for line in fake_tool}) == 3
+    assert len(reference_lines) == 4 and len(fake_tool) == 4 + len(checks.LAYOUTS)
+    assert len({line[line.index("--reference") + 1] for line in fake_tool}) == 4
     data_parallel_lines = [line for line in fake_tool if "--data-parallel-size" in line]
     assert data_parallel_lines and all(line[line.index("--gas") + 1] == "2" for line in data_parallel_lines), (
         "the same global batch"
