@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,7 +244,7 @@ def _score_positions(
     if logits is not None:
         logits_fp64, args = logits[:num_positions].double(), stage.args
         target_ids = torch.tensor(targets, device=logits_fp64.device)
-        vocabulary = {"vocab_size": args.vocab_size, "divisible_by": args.make_vocab_size_divisible_by}
+        vocabulary: dict[str, Any] = {"vocab_size": args.vocab_size, "divisible_by": args.make_vocab_size_divisible_by}
         loss = vocab_parallel_cross_entropy(
             logits_fp64.unsqueeze(1), target_ids.unsqueeze(1), **vocabulary, group=parallel.group
         )

@@ -159,7 +159,8 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
             uses_kernel = self.parallel.uses_kernels(x)
-            hidden = self.gate(*self.up(x, uses_kernel), uses_kernel)  # [s, b, f/t]
+            gate, value = self.up(x, uses_kernel)  # 2 x [s, b, f/t]
+            hidden = self.gate(gate, value, uses_kernel)  # [s, b, f/t]
         else:
             hidden = self.activation(self.up(x))  # [s, b, f/t]
         return self.down(self._apply_dropout(hidden))
