@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(logits, bias, columns, is_loaded, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Return ``columns`` of a row of logits in fp32, plus the bias, and capped to ``cap * tanh(logit / cap)``."""
+    """Return ``columns`` of a row of logits in fp32, plus the bias, and capped to ``cap * tanh(logit / cap)``.
+
+    Columns that are not loaded are 0.
+    """
     logit = tl.load(logits + columns, mask=is_loaded, other=0.0).to(tl.float32)
     if HAS_BIAS:
         logit += tl.load(bias + columns, mask=is_loaded, other=0.0).to(tl.float32)
@@ -58,7 +61,7 @@ def statistics_kernel(
     target_logit = load_logits(logits, bias, target, is_local, cap, HAS_BIAS, HAS_CAP)
     tl.store(statistics + row, row_max)
     tl.store(statistics + num_rows + row, tl.sum(sums, axis=0))
-    tl.store(statistics + 2 * num_rows + row, tl.where(is_local, target_logit, 0.0))
+    tl.store(statistics + 2 * num_rows + row, target_logit)
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "maxima", "exp_factors", "factors"])
