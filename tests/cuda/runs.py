@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention.bias
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron import device, triton_launch
