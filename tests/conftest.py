@@ -71,15 +71,15 @@ os.register_at_fork(after_in_child=_prepare_forked_child)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run what is marked slow; of many layouts a third a day")
-    parser.addoption("--every", action="store_true", help="with --all: all layouts")
+    parser.addoption("--all", action="store_true", help="also run what is marked slow; see DAYS_OF_ALL_CASES")
+    parser.addoption("--every", action="store_true", help="with --all: all cases, of every day")
     parser.addoption("--gpu-shard", default="1/1", metavar="I/N", help="run test I, I + N, ... of the selected ones")
     parser.addoption("--gpu-device", choices=("cuda", "cpu", "sim"), help="what tests marked gpu run on; see above")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Configure hypothesis: the same examples in each short run, new ones in a long run."""
-    os.environ.setdefault("TEST_LAYOUT_THIRD", str(date.today().toordinal() % 3))  # workers inherit it
+    os.environ.setdefault("TEST_DAY", str(date.today().toordinal()))  # workers inherit it
     if hasattr(config, "workerinput"):  # of pytest-xdist
         large_pages.enable()
     if config.getoption("--every") and not config.getoption("--all"):
@@ -166,22 +166,25 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.freeze()
 
 
-LAYOUT_PRODUCT_FILES = ("tests/parity/", "tests/cuda/test_matrix.py")
-"""Files whose slow tests are products of layouts, schedules and switches."""
+DAYS_OF_ALL_CASES = {"tests/parity/": 6, "tests/cuda/test_matrix.py": 6, "tests/mutants/test_mutants.py": 3}
+"""Paths of slow tests with hundreds of cases (layouts, schedules, mutants): the days in which ``--all`` runs all."""
 
 
-def _deselect_layouts_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect two thirds of the cases of each slow test with 6 cases or more in ``LAYOUT_PRODUCT_FILES``.
+def _deselect_cases_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each slow test with 6 cases or more under ``DAYS_OF_ALL_CASES``, keep the cases of today.
 
-    Each case runs every third day, because all of them take hours on two cores. ``--every`` runs all cases.
+    All of them take hours on two cores. ``--every`` runs all of them.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.nodeid.startswith(LAYOUT_PRODUCT_FILES) and item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    third = int(os.environ["TEST_LAYOUT_THIRD"])
-    sampled_items = [item for group in cases.values() if len(group) >= 6 for item in group]
-    dropped = {item for item in sampled_items if crc32(item.nodeid.encode()) % 3 != third}
+    today = int(os.environ["TEST_DAY"])
+    dropped = set()
+    for test, test_cases in cases.items():
+        num_days = next((days for path, days in DAYS_OF_ALL_CASES.items() if test.startswith(path)), 1)
+        if len(test_cases) >= 6:
+            dropped |= {item for item in test_cases if (crc32(item.nodeid.encode()) - today) % num_days}
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=sorted(dropped, key=lambda item: item.nodeid))
 
@@ -213,7 +216,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
     elif not config.getoption("--every") and _is_full_suite(config):
-        _deselect_layouts_of_other_days(config, items)
+        _deselect_cases_of_other_days(config, items)
     select_shard(config, items)
     has_gpu, gpu_device = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
