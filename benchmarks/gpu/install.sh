@@ -18,6 +18,8 @@ if compgen -G "$wheels/*.whl" > /dev/null && ! is_complete; then
         "bash benchmarks/gpu/run.sh wheels --python X.Y" >&2
       exit 1
     }
+    # now, by all cores: otherwise all processes of a step compile DeepSpeed at once at their first import
+    "$PYTHON" -m compileall -q -j 0 "$site" > /dev/null || true
     printf '%s\n' "$stamp" > "$site/.stamp"
   fi
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"

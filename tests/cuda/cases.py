@@ -119,7 +119,7 @@ class Feature(NamedTuple):
     """Run with two replicas of ``tensor * pipe * context`` ranks each.
 
     Args:
-        extra: flags in addition to sizes and axes; the precision is bf16 without ``--fp16``.
+        extra: flags in addition to sizes and axes; the precision is bf16 without ``--fp16`` and ``--fp32``.
         is_short: run the case in the short run; otherwise the test is slow.
         has_mask: attention has a mask.
     """
@@ -196,6 +196,12 @@ FEATURES = {
     "T5, full recompute": Feature("t5", f"--zero-stage 1 {FULL}", tensor=2, has_mask=True),
     "T5, Muon": Feature("t5", "--zero-stage 1 --optimizer muon", has_mask=True),
     "BERT, selective recompute": Feature("bert", f"--zero-stage 1 {SELECTIVE}", has_mask=True),
+    "fp32": Feature("llama", "--fp32 --zero-stage 1", tensor=2),
+    "fp32, T5": Feature("t5", "--fp32 --zero-stage 0", has_mask=True),
+    "loss in chunks": Feature("llama", "--zero-stage 1 --loss-chunk-tokens 32"),
+    "loss in chunks, stages, soft-cap, z-loss": Feature(
+        "gpt2", "--fp16 --zero-stage 1 --loss-chunk-tokens 32 --final-logit-softcapping 30 --z-loss 1e-4", 2, 2
+    ),
     "torch's operators": Feature("gpt2", "--zero-stage 1 --fused-kernels torch"),
     "layout-independent dropout": Feature("gpt2", "--zero-stage 1 --layout-independent-dropout", tensor=2),
 }  # fmt: skip
@@ -211,5 +217,5 @@ def make_feature_case(feature: Feature) -> Case:
         if topology.coordinate(rank) == Coordinate(topology.coordinate(rank).pipe, data=0, tensor=0, context=0)
     )  # fmt: skip
     axes = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --context-parallel-size {context}"
-    precision = "" if "--fp16" in extra else "--bf16"
+    precision = "" if "--fp16" in extra or "--fp32" in extra else "--bf16"
     return Case(family, flags(family, f"{axes} {precision} {extra}", layers=2), size, ranks)

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron import device as devices
 from megatron.config import parse
 from megatron.config.loss_chunk import tokens_per_chunk
 from megatron.device import DTYPES
 from megatron.models.common.decoder import model_args
+from megatron.models.common.experts import stack_expert_weights
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import TransformerLayer
 from megatron.mpu.groups import Group
@@ -149,6 +151,8 @@ def make_layer(device: Device, family: str, flags: str, extra: str) -> tuple[Run
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=dtype, device="cuda")
         runs.replace_parameter(parameter, torch.nn.Parameter(fake))
+    devices.replace_data = runs.set_parameter_tensor
+    stack_expert_weights(layer)  # as a run does after moving its model to the device
     shape = config.batch.seq_length, config.batch.batch_size, config.model.hidden_size
     x = torch.empty(shape, dtype=dtype, device="cuda").requires_grad_()
     grad = torch.empty_like(x)

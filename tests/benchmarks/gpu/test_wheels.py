@@ -42,6 +42,7 @@ def make_wheel(tmp_path: Path) -> MakeWheel:
         metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Python: {python}"]
         metadata += [f"Requires-Dist: {requirement}" for requirement in requires]
         with zipfile.ZipFile(folder / file, "w") as archive:
+            archive.writestr(f"{name}/__init__.py", "")
             archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(metadata) + "\n")
             archive.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
             archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
@@ -180,8 +181,9 @@ def test_missing_packages_are_installed_from_wheels_once(make_wheel: MakeWheel, 
     home, site, tools = tmp_path / "home", tmp_path / "site", tmp_path / "tools"
     (home / "benchmarks" / "gpu").mkdir(parents=True)
     tools.mkdir()
+    for name in ("run.sh", "install.sh"):
+        (home / "benchmarks" / "gpu" / name).write_text((ROOT / "benchmarks" / "gpu" / name).read_text())
     script = home / "benchmarks" / "gpu" / "run.sh"
-    script.write_text((ROOT / "benchmarks" / "gpu" / "run.sh").read_text())
     python = tools / "python3"
     python.write_text(
         '#!/usr/bin/env bash\ncase "$*" in\n  -c*) exit "$LACKS" ;;\n  *benchmarks.gpu*) echo "path $PYTHONPATH" ;;\n'
@@ -204,6 +206,7 @@ def test_missing_packages_are_installed_from_wheels_once(make_wheel: MakeWheel, 
     result = start(1)
     assert result.stdout == f"path {home}:{site}\n", result.stderr
     assert (site / "engine" / "data").is_file()
+    assert list((site / "engine" / "__pycache__").glob("__init__.*.pyc")), "modules are compiled beforehand"
     before = count_installs()
     assert start(1).stdout == result.stdout
     assert count_installs() == before + 1, "only --version was asked for"
