@@ -129,14 +129,17 @@ def command_of(step: Step, args: argparse.Namespace) -> list[str]:
     limit_s = step.limit_s * (args.dry_factor if args.dry else 1.0)
     device = ["--device", "cpu" if args.dry else "cuda"]
     words = step.dry_words if args.dry and step.dry_words is not None else step.words
+    limit_words = ["--limit-factor", f"{args.dry_factor:g}"] if args.dry else []
     if step.program == "canary":
-        return [sys.executable, "-m", "benchmarks.gpu.canary", *device, "--out", str(args.out), *words]
+        return [sys.executable, "-m", "benchmarks.gpu.canary", *device, "--out", str(args.out), *limit_words, *words]
     if step.program == "benchmark":
         paths = ["--out", str(args.out), "--logs", str(args.state / "logs")]
         minutes = ["--minutes", f"{(limit_s - MARGIN_S) / 60:.2f}"]
         commit = carried_commit(ROOT / REFERENCES_DIR)
         commit_words = ["--commit", commit] if commit and not (ROOT / ".git").exists() else []
-        return [sys.executable, "-m", "benchmarks.gpu", *words, *device, *paths, *minutes, *commit_words]
+        return [
+            *(sys.executable, "-m", "benchmarks.gpu", *words, *device, *paths, *minutes, *limit_words, *commit_words)
+        ]
     return [step.program, *words]
 
 
