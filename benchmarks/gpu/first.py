@@ -89,6 +89,7 @@ LAYOUT_NAMES = (
     "gpt2 fp64 cp 2",
     "llama fp64 dp 2 x ep 2",
 )
+VARIANT_TEXTS = ("experts", "fusion", "Muon", "documents", "soft-caps")
 FAULT_NAMES = ("waits of the host", "killed rank", "a batch that cannot fit", "NaN ends")
 CALLS: dict[str, tuple[Step, ...]] = {
     "A": (
@@ -103,7 +104,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
         ),
         Step(
             "training", 100, "benchmark", ("train", "tables", *only("fp32", "bf16", "twice", "kill -9")),
-            dry_words=("train", "tables", *only("gpt2 fp32", "gpt2 bf16", "experts", "Muon", "documents", "soft-caps")),
+            dry_words=("train", "tables", *only("gpt2 fp32", "gpt2 bf16", *VARIANT_TEXTS)),
         ),
     ),
     "B": (
