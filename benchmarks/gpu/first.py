@@ -127,15 +127,15 @@ CALLS: dict[str, tuple[Step, ...]] = {
 
 def command_of(step: Step, args: argparse.Namespace) -> list[str]:
     """Return the command line of a step."""
-    limit_s = step.limit_s * (args.dry_factor if args.dry else 1.0)
+    factor = args.dry_factor if args.dry else 1.0
     device = ["--device", "cpu" if args.dry else "cuda"]
     words = step.dry_words if args.dry and step.dry_words is not None else step.words
-    limit_words = ["--limit-factor", f"{args.dry_factor:g}"] if args.dry else []
+    limit_words = ["--limit-factor", f"{factor:g}"] if args.dry else []
     if step.program == "canary":
         return [sys.executable, "-m", "benchmarks.gpu.canary", *device, "--out", str(args.out), *limit_words, *words]
     if step.program == "benchmark":
         paths = ["--out", str(args.out), "--logs", str(args.state / "logs")]
-        minutes = ["--minutes", f"{(limit_s - MARGIN_S) / 60:.2f}"]
+        minutes = ["--minutes", f"{factor * (step.limit_s - MARGIN_S) / 60:.2f}"]
         commit = carried_commit(ROOT / REFERENCES_DIR)
         commit_words = ["--commit", commit] if commit and not (ROOT / ".git").exists() else []
         return [
