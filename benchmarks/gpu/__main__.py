@@ -104,6 +104,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=TOTAL_S / 60, help="time limit of all parts together (default: %(default)g)"
     )
+    parser.add_argument(
+        "--limit-factor",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="factor of the time limits of cases and parts, but not of --minutes, for a busy machine (default: "
+        "%(default)g)",
+    )
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.parts) - set(PART_NAMES)):
         parser.error(f"a part must be one of {', '.join(PART_NAMES)}, got {', '.join(unknown)}")
@@ -170,19 +178,23 @@ def describe_run(machine: Machine, commit: str = "") -> dict[str, Any]:
     }
 
 
-def time_limit_s(parts: Sequence[Part], remaining_s: float) -> float:
+def time_limit_s(parts: Sequence[Part], remaining_s: float, limit_factor: float = 1.0) -> float:
     """Return the time limit in seconds of the first of ``parts``, if ``remaining_s`` seconds are left for all of them.
 
     The limit is in proportion to the budgets, at most ``MAX_PART_S``. The budgets of parts that always run are
     reserved.
+
+    Args:
+        limit_factor: factor of ``MAX_PART_S`` and of the reserved budgets.
     """
     current_part, *others = parts
-    reserved_s = sum(other_part.budget_s for other_part in others if other_part.always_runs)
+    max_part_s = MAX_PART_S * limit_factor
+    reserved_s = limit_factor * sum(other_part.budget_s for other_part in others if other_part.always_runs)
     if current_part.always_runs:
-        return max(0.0, min(MAX_PART_S, current_part.budget_s, remaining_s))
+        return max(0.0, min(max_part_s, limit_factor * current_part.budget_s, remaining_s))
     total_s = sum(part.budget_s for part in parts if not part.always_runs)
     proportion = current_part.budget_s / total_s if total_s else 0.0
-    return max(0.0, min(MAX_PART_S, proportion * (remaining_s - reserved_s)))
+    return max(0.0, min(max_part_s, proportion * (remaining_s - reserved_s)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron-gpu-") as work:
         machine = make_machine(args.device, Path(work), args.out)
         machine.logs, machine.references = args.logs or Path(work) / "logs", args.references
+        machine.limit_factor = args.limit_factor
         if args.list:
             for name in names:
                 cases = load_part(name).cases(machine)
@@ -207,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
         parts = [load_part(name) for name in names]
         for part_idx, current_part in enumerate(parts):
             remaining_s = args.minutes * 60 - (time.monotonic() - start)
-            current_part = replace(current_part, budget_s=time_limit_s(parts[part_idx:], remaining_s))
+            limit_s = time_limit_s(parts[part_idx:], remaining_s, args.limit_factor)
+            current_part = replace(current_part, budget_s=limit_s)
             run_part(
                 current_part,
                 machine,

@@ -59,6 +59,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--row-s", type=float, default=40.0, help="time limit of a row in seconds (default: %(default)g)"
     )
+    parser.add_argument(
+        "--limit-factor",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="factor of --row-s and of the time limit of the start, for a busy machine (default: %(default)g)",
+    )
     parser.add_argument("--rows", default="benchmarks.gpu.canary_rows", metavar="MODULE", help="default: %(default)s")
     parser.add_argument("--from-row", type=int, default=-1, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -195,15 +202,16 @@ class Worker:
 def answers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the answers of all rows, from as many processes as are needed; the first one describes the device."""
     first, is_described = 0, False
+    start_s, row_s = START_S * args.limit_factor, args.row_s * args.limit_factor
     while True:
         worker, running = Worker(args, first), None
         reason = ""
         try:
             while True:
                 try:
-                    answer = worker.answer(args.row_s if running is not None else START_S)
+                    answer = worker.answer(row_s if running is not None else start_s)
                 except TimeoutError:
-                    reason = f"did not end in {args.row_s:.0f} s" if running is not None else "did not start in time"
+                    reason = f"did not end in {row_s:.0f} s" if running is not None else "did not start in time"
                     break
                 if answer is None:
                     break

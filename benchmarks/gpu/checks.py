@@ -56,6 +56,8 @@ The number has no factor in common with the numbers of parameters (2, 3 and 7), 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 """Environment variables that hide the GPU from the ordinary suite, which expects machines without one."""
 MAX_LISTED_NAMES, MAX_REASON_CHARS = 6, 150
+TEST_LIMIT_S = 120.0
+"""Time limit of a test in seconds, as in pyproject.toml."""
 RESULT = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>\w+) )?(?P<name>\S+\.py::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
     re.MULTILINE,
@@ -169,6 +171,8 @@ def run_pytest(
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
+    if machine.limit_factor != 1:
+        options.append(f"--timeout={TEST_LIMIT_S * machine.limit_factor:.0f}")
     process = run_command(machine, [sys.executable, "-m", "pytest", *options, *words, *paths], env)
     return judge_pytest(process, report)
 

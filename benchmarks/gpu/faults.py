@@ -298,8 +298,10 @@ def killed_rank(machine: Machine, folder: Path) -> CaseResult:
         live.wait_until(lambda: last_step(run) >= 3, "step 3")
         os.kill(pid_of_rank(live.process.pid, 1), signal.SIGKILL)
         killed_at = time.monotonic()
-        code = live.finish(4 * MAX_DEATH_S)
-        return judge_death(code, time.monotonic() - killed_at, live.text), {"seconds": time.monotonic() - killed_at}
+        allowed_s = MAX_DEATH_S * machine.limit_factor
+        code = live.finish(4 * allowed_s)
+        seconds = time.monotonic() - killed_at
+        return judge_death(code, seconds, live.text, allowed_s), {"seconds": seconds}
     finally:
         live.close()
 
@@ -316,14 +318,14 @@ def pid_of_rank(launcher: int, rank: int) -> int:
     raise AssertionError(f"the launcher has no rank {rank}")
 
 
-def judge_death(code: int, seconds: float, text: str) -> str:
+def judge_death(code: int, seconds: float, text: str, allowed_s: float = MAX_DEATH_S) -> str:
     """Check the end of a job after its rank 1 was killed.
 
     Raises:
         AssertionError: the code is not 4, it took too long, or the rank is not named.
     """
     assert code == 4, f"ended with code {code}, not 4: {text[-900:]}"
-    assert seconds <= MAX_DEATH_S, f"the other ranks ended only after {seconds:.1f} s"
+    assert seconds <= allowed_s, f"the other ranks ended only after {seconds:.1f} s"
     assert re.search(r"rank 1\b.*SIGKILL|SIGKILL.*rank 1\b", text), f"dead rank not named: {text[-900:]}"
     return f"code 4 {seconds:.1f} s after SIGKILL of rank 1"
 

@@ -89,6 +89,7 @@ LAYOUT_NAMES = (
     "gpt2 fp64 cp 2",
     "llama fp64 dp 2 x ep 2",
 )
+VARIANT_TEXTS = ("experts", "fusion", "Muon", "documents", "soft-caps")
 FAULT_NAMES = ("waits of the host", "killed rank", "a batch that cannot fit", "NaN ends")
 CALLS: dict[str, tuple[Step, ...]] = {
     "A": (
@@ -103,7 +104,7 @@ CALLS: dict[str, tuple[Step, ...]] = {
         ),
         Step(
             "training", 100, "benchmark", ("train", "tables", *only("fp32", "bf16", "twice", "kill -9")),
-            dry_words=("train", "tables", *only("gpt2 fp32", "gpt2 bf16", "experts", "Muon", "documents", "soft-caps")),
+            dry_words=("train", "tables", *only("gpt2 fp32", "gpt2 bf16", *VARIANT_TEXTS)),
         ),
     ),
     "B": (
@@ -126,17 +127,20 @@ CALLS: dict[str, tuple[Step, ...]] = {
 
 def command_of(step: Step, args: argparse.Namespace) -> list[str]:
     """Return the command line of a step."""
-    limit_s = step.limit_s * (args.dry_factor if args.dry else 1.0)
+    factor = args.dry_factor if args.dry else 1.0
     device = ["--device", "cpu" if args.dry else "cuda"]
     words = step.dry_words if args.dry and step.dry_words is not None else step.words
+    limit_words = ["--limit-factor", f"{factor:g}"] if args.dry else []
     if step.program == "canary":
-        return [sys.executable, "-m", "benchmarks.gpu.canary", *device, "--out", str(args.out), *words]
+        return [sys.executable, "-m", "benchmarks.gpu.canary", *device, "--out", str(args.out), *limit_words, *words]
     if step.program == "benchmark":
         paths = ["--out", str(args.out), "--logs", str(args.state / "logs")]
-        minutes = ["--minutes", f"{(limit_s - MARGIN_S) / 60:.2f}"]
+        minutes = ["--minutes", f"{factor * (step.limit_s - MARGIN_S) / 60:.2f}"]
         commit = carried_commit(ROOT / REFERENCES_DIR)
         commit_words = ["--commit", commit] if commit and not (ROOT / ".git").exists() else []
-        return [sys.executable, "-m", "benchmarks.gpu", *words, *device, *paths, *minutes, *commit_words]
+        return [
+            *(sys.executable, "-m", "benchmarks.gpu", *words, *device, *paths, *minutes, *limit_words, *commit_words)
+        ]
     return [step.program, *words]
 
 

@@ -154,6 +154,7 @@ class Machine:
         logs: folder of the output of the commands; ``run_part`` passes each case a subfolder.
         references: folder of CPU runs that were computed beforehand (``benchmarks.gpu.references``).
         deadline: time on ``time.monotonic()`` by which all commands must have ended.
+        limit_factor: factor of the time limits of all cases, larger than 1 on a machine that is busy with other work.
     """
 
     device_type: str
@@ -165,6 +166,7 @@ class Machine:
     work: Path
     out: Path
     deadline: float = float("inf")
+    limit_factor: float = 1.0
     results: Results | None = None
     logs: Path | None = None
     references: Path | None = None
@@ -249,7 +251,7 @@ def _judge(case: Case, machine: Machine, test_part: Part, latest: float, end: fl
     folder = machine.work / test_part.name / logs.folder_name(case.name)
     folder.mkdir(parents=True, exist_ok=True)
     case_logs = None if machine.logs is None else logs.start_case(machine.logs, test_part.name, case.name)
-    case_end = start + case.limit_s
+    case_end = start + case.limit_s * machine.limit_factor
     try:
         text, figures = case.run(replace(machine, deadline=min(case_end, end), logs=case_logs), folder)
         verdict = Verdict(PASSED, text, figures)

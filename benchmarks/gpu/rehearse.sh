@@ -5,7 +5,7 @@
 # FOLDER (default: ~/.cache/megatron-gpu-rehearsal) receives an environment of 5 GB: Python 3.12, torch 2.11.0 with
 # CUDA 13 (which imports without a GPU), transformers 5.17 and triton 3.6. DeepSpeed is not installed, but comes from
 # wheels as on a GPU machine. FOLDER also receives a copy of the working tree without .git, and the logs. PYTHON312
-# selects a Python 3.12, and DRY_FACTOR multiplies the time limits of the steps A and B (default: 10).
+# selects a Python 3.12, and DRY_FACTOR multiplies the time limits (default: 10).
 # The steps run one after another, and a table of them is printed at the end. The exit code is 1 if a step failed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -60,7 +60,7 @@ unset PYTHONPATH
 # shellcheck source=benchmarks/gpu/install.sh
 source benchmarks/gpu/install.sh
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-run_tests() { "$PYTHON" -m pytest -p no:cacheprovider -p no:xdist --timeout=1200 -vv "$@"; }
+run_tests() { "$PYTHON" -m pytest -p no:cacheprovider -p no:xdist --timeout=$((120 * factor)) -vv "$@"; }
 run_step() {
   case $1 in
     A) rm -rf "$folder/state" "$folder/out-a" "$folder/out-b"

@@ -252,7 +252,7 @@ def interrupted(
     try:
         live.wait_until(lambda: is_due(machine, run), "the moment of the signal")
         live.signal(signal_number)
-        exit_code = live.finish(limit_s(machine) / 2)
+        exit_code = live.finish(limit_s(machine) * machine.limit_factor / 2)
         assert exit_code == code, f"ended with code {exit_code}, not {code}: {live.text[-900:]}"
     finally:
         live.close()

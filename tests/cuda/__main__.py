@@ -12,6 +12,7 @@ def main(names: list[str]) -> None:
     library = fake_cuda.load()  # before torch is imported
     from tests.cuda import fused_operators, layer_cost, torch_cuda
 
+    library.set_guard()
     torch_cuda.install()
     fused_operators.install()
     for name in names or [*layer_cost.SHAPES, "loss"]:

@@ -1,4 +1,7 @@
-// A device type "cuda" without CUDA, for fake tensors on a CPU build of torch: a device guard, hooks, and one log.
+// A device type "cuda" without CUDA, for fake tensors: a device guard, hooks, and one log.
+//
+// A build of torch for CUDA has its own guard and hooks. Its hooks have a lower priority than those of this file. Its
+// guard replaces ours when torch is imported; fake_cuda_set_guard sets ours again.
 //
 // Streams and events have numbers. What is asked of them goes into the log in order, and between it what Python notes of
 // operators, so that one list tells what may overlap. A storage gets a number when Python first asks for it; the log
@@ -146,7 +149,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
 };
 
-const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, new Guard);
+const Guard* const guard = new Guard;
+const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, guard);
 
 struct Name {
   int64_t number;
@@ -160,10 +164,12 @@ void forget(void* name) {
 }  // namespace
 
 namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)  // torch looks for this name
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)  // torch uses this name
 }
 
 extern "C" {
+
+void fake_cuda_set_guard() { const c10::impl::DeviceGuardImplRegistrar again(c10::DeviceType::CUDA, guard); }
 
 void fake_cuda_set_devices(int number) { num_devices = number; }
 

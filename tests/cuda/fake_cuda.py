@@ -1,7 +1,7 @@
 """Build and load the simulated device of fake_cuda.cpp, which torch uses as CUDA.
 
-A process must call ``load()`` before it imports torch, because torch queries devices only once. Tensors on "cuda" can
-then only be fake tensors.
+A process must call ``load()`` before it imports torch, because torch queries devices only once, and ``set_guard()``
+afterwards, because a build of torch for CUDA has a guard of its own. Tensors on "cuda" can then only be fake tensors.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class FakeCuda:
         self.stream.argtypes, self.stream.restype = [], ctypes.c_int64
         self.pinned = library.fake_cuda_pinned
         self.pinned.argtypes, self.pinned.restype = [ctypes.c_void_p], ctypes.c_int64
+        self.set_guard = library.fake_cuda_set_guard
+        self.set_guard.argtypes, self.set_guard.restype = [], None
         self._length = library.fake_cuda_length
         self._length.restype = ctypes.c_int64
         self._take = library.fake_cuda_take

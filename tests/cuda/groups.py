@@ -45,7 +45,9 @@ SOURCES = {
 
 
 ORIGINAL = {
-    name: getattr(dist, name) for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")
+    name: getattr(dist, name)
+    for name in (*SOURCES, "init_process_group", "new_group", "destroy_process_group")
+    if hasattr(dist, name)  # torch 2.11 lacks the names that torch_compat replaces
 }
 """Original functions of torch."""
 
@@ -127,7 +129,9 @@ class Groups:
             self.backend_names[group] = backend or self.backend_names[dist.group.WORLD]
             return group
 
-        functions: dict[str, Callable[..., Any]] = {name: self._collective(name) for name in SOURCES}
+        functions: dict[str, Callable[..., Any]] = {
+            name: self._collective(name) for name in SOURCES if name in ORIGINAL
+        }
         functions |= {
             "init_process_group": init_process_group, "new_group": make_group, "get_backend": self.backend,
             "barrier": lambda group=None, **_: self._count("barrier", group),

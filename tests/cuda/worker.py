@@ -133,6 +133,7 @@ def serve(fds: list[int]) -> None:
     os.dup2(2, 1)  # DeepSpeed prints to stdout
     from tests.cuda import torch_cuda
 
+    library.set_guard()
     torch_cuda.install()
     from tests.cuda import fused_operators, runs
 

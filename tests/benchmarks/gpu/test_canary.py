@@ -78,6 +78,9 @@ def test_rows_after_dead_hanging_and_failed_devices_run(monkeypatch: pytest.Monk
     assert [answer["status"] for answer in answers[1:]] == ["passed", "failed", "failed", "failed", "passed"]
     assert (answers[2]["text"], answers[3]["text"]) == ("the process ended with code -11", "did not end in 5 s")
     assert ScriptedWorker.first_rows == [0, 2, 3, 4]
+    ScriptedWorker.scripts = [[ready, {"begin": 4}, None], [0]]
+    last_answer = list(canary.answers(canary.parse_args(["--row-s", "5", "--limit-factor", "3"])))[-1]
+    assert last_answer["text"] == "did not end in 15 s"
     ScriptedWorker.scripts = [[1]]
     with pytest.raises(SystemExit, match="ended with code 1 before its first row"):
         list(canary.answers(canary.parse_args([])))

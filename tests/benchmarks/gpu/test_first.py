@@ -58,6 +58,7 @@ def test_every_step_selects_cases(options: list[str], tmp_path: Path) -> None:
                 assert all(any(text in name for name in names) for text in [*parsed.only, *parsed.skip]), step.name
                 assert any(is_selected(name, only=parsed.only, skip=parsed.skip) for name in names), step.name
                 assert 0 < parsed.minutes * 60 < step.limit_s * (first.DRY_FACTOR if is_dry else 1)
+                assert parsed.limit_factor == (first.DRY_FACTOR if is_dry else 1)
                 assert parsed.device == ("cpu" if is_dry else "cuda") and parsed.logs == args.state / "logs"
     assert set(first.LAYOUT_NAMES) <= {case.name for case in program.load_part("layouts").cases(machine)}
 

@@ -158,6 +158,21 @@ def test_case_stopped_by_part_budget_is_not_failed(tmp_path: Path) -> None:
     assert run_cases(tmp_path, short, budget_s=60.0).of("train")["short"].status == FAILED
 
 
+def test_limit_factor_extends_deadline_of_cases(tmp_path: Path) -> None:
+    deadlines: list[float] = []
+
+    def note_deadline(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
+        deadlines.append(machine.deadline - time.monotonic())
+        return "", {}
+
+    machine = make_machine(tmp_path)
+    for limit_factor in (1.0, 30.0):
+        machine.limit_factor = limit_factor
+        results = Results(tmp_path / f"{limit_factor}.json", {})
+        run_part(make_part(Case("case", note_deadline, limit_s=10.0)), machine, results, print_line=lambda _: None)
+    assert 9 < deadlines[0] <= 10 and 290 < deadlines[1] <= 300
+
+
 def test_results_of_other_commit_or_device_are_preserved(tmp_path: Path) -> None:
     first = Results.continue_or_start(tmp_path, METADATA)
     first.add("train", "a", Verdict(PASSED, "seen"))
@@ -244,6 +259,8 @@ def test_parts_share_short_time_in_proportion_and_tables_always_run() -> None:
     assert program.time_limit_s(parts, 220.0) == 150 and program.time_limit_s(parts[1:], 70.0) == 50
     assert program.time_limit_s(parts[1:], 200.0) == 180, "the first part left some of its time"
     assert program.time_limit_s(parts, 9000.0) == program.MAX_PART_S
+    assert program.time_limit_s(parts, 9000.0, 30.0) == 0.75 * (9000 - 30 * 20), "not limited on a busy machine"
+    assert program.time_limit_s(parts[2:], 9000.0, 30.0) == 30 * 20
     assert program.time_limit_s(parts[1:], 10.0) == 0 and program.time_limit_s(parts[2:], 20.0) == 20
 
 
