@@ -184,7 +184,10 @@ def _gpt_oss_values(settings: Mapping[str, Any], has_window: list[bool]) -> tupl
 
 
 def _gpt_oss_fields(model: ModelConfig, has_window: tuple[bool, ...]) -> dict[str, Any]:
-    return {"swiglu_alpha": _SWIGLU_ALPHA, "swiglu_limit": model.activation_func_clamp_value}
+    fields: dict[str, Any] = {"swiglu_alpha": _SWIGLU_ALPHA, "swiglu_limit": model.activation_func_clamp_value}
+    if model.rotary_scaling == "none":  # without parameters the class scales by yarn
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
+    return fields
 
 
 def _gpt_oss_problems(model: ModelConfig, has_window: tuple[bool, ...]) -> Iterator[str]:
