@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from unittest.mock import patch
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
