@@ -66,6 +66,8 @@ class ModelArgs(DecoderFeatures):
             beta_fast=self.rotary_beta_fast,
             beta_slow=self.rotary_beta_slow,
             attention_factor=self.rotary_attention_factor,
+            is_truncated=self.rotary_truncate,
+            is_interleaved=self.rotary_interleaved,
         )
 
     @functools.cached_property
