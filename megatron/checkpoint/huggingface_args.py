@@ -172,7 +172,7 @@ def _used_headers(config: Config, tensors: Mapping[str, Header], model_type: str
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in by_full_name:
         by_full_name.setdefault(hf_format.head, by_full_name[hf_format.word])
-    redundant = copy_names(config, model_type)
+    redundant = {*copy_names(config, model_type), *hf_format.constants(config)}
     return {
         full: header
         for full, header in by_full_name.items()

@@ -82,8 +82,9 @@ class ModelConfig(DecoderFeatures):
     activation: str = option(
         "gelu",
         "activation of the feed-forward layer; gelu-tanh is GPT-2's approximation; a gated activation (gated-gelu "
-        "uses gelu-tanh) is multiplied by a second projection of the input",
-        choices=("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-gelu", "gated-silu"),
+        "uses gelu-tanh) is multiplied by a second projection of the input; xielu has two learned parameters per "
+        "layer and is supported in decoders without experts",
+        choices=("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-gelu", "gated-silu", "xielu"),
         constants={"--openai-gelu": "gelu-tanh", "--squared-relu": "squared-relu"},
     )
     make_vocab_size_divisible_by: int = option(

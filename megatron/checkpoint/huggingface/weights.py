@@ -90,9 +90,7 @@ def weights_from_huggingface(
     return {name: tensor for name, tensor in weights.items() if name in expected}
 
 
-def check_tensors(
-    tensors: Mapping[str, Named], config: Config, model_type: str | None = None
-) -> dict[str, Named]:
+def check_tensors(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
     """Check the ``tensors`` of a Hugging Face folder against the model; return them by full name, without copies.
 
     Args:
@@ -103,6 +101,7 @@ def check_tensors(
     """
     hf_format, hf_tensors = format_of(config, model_type), _by_full_name(tensors, config, model_type)
     expected = _weights_to_huggingface(expected_weights(config), config, model_type)
+    expected = {name: tensor for name, tensor in expected.items() if name not in hf_format.constants(config)}
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in hf_tensors:
         hf_tensors.setdefault(hf_format.head, hf_tensors[hf_format.word])
     _check_shapes(
@@ -136,10 +135,25 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config, model_t
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
 
+def _check_constant(name: str, tensor: Readable, value: float) -> None:
+    """Check that the tensor ``name`` is the scalar ``value``, rounded to the type of the tensor.
+
+    Raises:
+        CheckpointError: it has another value.
+    """
+    actual = tensor[...]
+    if not actual.eq(torch.tensor(value, dtype=torch.float32).to(actual.dtype)).all():
+        raise CheckpointError(f"{name} must be {value}, got {actual.tolist()}. Other values are not supported")
+
+
 def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
     """Return ``tensors`` by full name, without copies of the word table and without unused tensors."""
     hf_format = format_of(config, model_type)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
+    for name, value in hf_format.constants(config).items():
+        constant = by_full_name.pop(name, None)
+        if constant is not None:
+            _check_constant(name, constant, value)
     for name in copy_names(config, model_type):
         copy = by_full_name.pop(name, None)
         if copy is not None and not _equal(copy, by_full_name.setdefault(hf_format.word, copy)):
