@@ -93,12 +93,32 @@ def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     Raises:
         Exception: torch's own types: there are more than ``MAX_GRAPHS`` shapes, or no kernel supports the head sizes.
     """
+    output: torch.Tensor = _flex_function(query)(query, key, value, **options)
+    return output
+
+
+def flexible_attention_with_lse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``flexible_attention`` and the log-sum-exp of each query's scores; both have gradients.
+
+    Shapes:
+        query [b, a, s, d]; key, value [b, g, s_k, d]
+        output [b, a, s, d], [b, a, s] in fp32
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    output, auxiliary = _flex_function(query)(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    lse: torch.Tensor = auxiliary.lse
+    return output, lse
+
+
+def _flex_function(query: torch.Tensor) -> Any:
+    """Return torch's ``flex_attention``, compiled unless the caller is compiled or runs on a CPU."""
     from torch.nn.attention.flex_attention import flex_attention  # imported on use, since few runs need it
 
     is_uncompiled = torch.compiler.is_compiling() or query.device.type == "cpu"
-    function: Any = flex_attention if is_uncompiled else compiled_flex_attention()
-    output: torch.Tensor = function(query, key, value, **options)
-    return output
+    return flex_attention if is_uncompiled else compiled_flex_attention()
 
 
 @functools.cache

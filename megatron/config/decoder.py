@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts
+from megatron.config import experts, layer_features
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
+from megatron.config.layer_features import VANILLA, LayerFeatures, layer_feature_problems, unused_layer_features
 from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
@@ -52,7 +53,7 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(ExpertFeatures):
+class DecoderFeatures(ExpertFeatures, LayerFeatures):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -148,9 +149,9 @@ class DecoderFeatures(ExpertFeatures):
     qk_norm: str = _option(
         "none",
         "norms of queries and keys before the rotation: head: per head; per-head: per head, with a weight for each "
-        "head; all: over all heads together",
-        choices=("none", "head", "per-head", "all"),
-        constants={"--qk-layernorm": "head"},
+        "head; all: over all heads together; l2: per head, the root mean square without weights",
+        choices=("none", "head", "per-head", "all", "l2"),
+        constants={"--qk-layernorm": "head", "--qk-l2-norm": "l2"},
     )
     add_qkv_bias: bool = _option(False, "biases in the query, key and value projections only")
     window_size: int = _option(
@@ -286,7 +287,8 @@ class DecoderFeatures(ExpertFeatures):
     @property
     def has_plain_attention(self) -> bool:
         """True if attention is only the causal softmax of scaled products with one key per query."""
-        changed = self.qk_norm != "none" or self.window_size or self.clip_qkv
+        changed = self.qk_norm != "none" or self.window_size or self.clip_qkv or self.attention_output_gate
+        changed = changed or self.softmax_type != VANILLA
         scores = self.softmax_scale or self.attn_logit_softcapping
         is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
@@ -300,8 +302,8 @@ REFITTED = (
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
-    *experts.REFITTED, "rotary_short_factors", "rotary_long_factors", "logit_scale", "attention_temperature_scale",
-    "attention_temperature_floor",
+    *experts.REFITTED, *layer_features.REFITTED, "rotary_short_factors", "rotary_long_factors", "logit_scale",
+    "attention_temperature_scale", "attention_temperature_floor",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
@@ -312,7 +314,8 @@ ARCHITECTURE = (
     "normalization", "norm_bias", "layernorm_1p", "norm_placement", "embed_layernorm", "qk_norm", "add_qkv_bias",
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
-    "parallel_residual", "logit_scale", "attention_temperature_scale", "attention_temperature_floor",
+    *layer_features.ARCHITECTURE, "parallel_residual", "logit_scale", "attention_temperature_scale",
+    "attention_temperature_floor",
 )  # fmt: skip
 """Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
@@ -385,6 +388,7 @@ def feature_problems(config: Any) -> Iterator[str]:
     yield from _temperature_problems(model)
     if model.activation == "xielu" and model.num_experts:
         yield "--activation xielu has learned parameters and is not supported in experts. Use another activation"
+    yield from layer_feature_problems(model)
     yield from expert_problems(config)
     yield from _scale_problems(config)
 
@@ -431,6 +435,7 @@ def unused_features(config: Any) -> Iterator[str]:
             f"--window-size must not exceed --seq-length, got {model.window_size} and {config.batch.seq_length}: each "
             "token already attends to all previous tokens. Remove it, or raise --seq-length"
         )
+    yield from unused_layer_features(model, explicit)
     if config.data.reset_position_ids and not model.has_position_ids:
         yield (
             f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}, "

@@ -203,11 +203,6 @@ def expert_problems(config: Any) -> Iterator[str]:
             f"{model.num_layers} layers such as [0,1,1] or ([0]*1+[1]*2), got {model.moe_layer_freq!r}"
         )
     yield from _layout_problems(config)
-    if model.hidden_bias:
-        yield (
-            "experts have no biases, got --num-experts with --hidden-bias. Remove --hidden-bias; --add-qkv-bias adds "
-            "biases to queries, keys and values"
-        )
     if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
         yield (
             "--moe-shared-expert-gate has no effect without a shared expert. Add "

@@ -45,7 +45,11 @@ class ModelConfig(DecoderFeatures):
         shown_default="4 x hidden-size",
         aliases=("--ffn-hidden-size",),
     )
-    hidden_bias: bool = option(False, "biases in the linear layers", constants={"--disable-bias-linear": False})
+    hidden_bias: bool = option(
+        False,
+        "biases in the linear layers, including experts and their router",
+        constants={"--disable-bias-linear": False},
+    )
     max_position_embeddings: int = option(
         0,
         "number of learned positions; for a model without learned positions the longest supported sequence",
@@ -82,10 +86,24 @@ class ModelConfig(DecoderFeatures):
     activation: str = option(
         "gelu",
         "activation of the feed-forward layer; gelu-tanh is GPT-2's approximation; a gated activation (gated-gelu "
-        "uses gelu-tanh) is multiplied by a second projection of the input; xielu has two learned parameters per "
-        "layer and is supported in decoders without experts",
-        choices=("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-gelu", "gated-silu", "xielu"),
-        constants={"--openai-gelu": "gelu-tanh", "--squared-relu": "squared-relu"},
+        "uses gelu-tanh, gated-quick-gelu x sigmoid(1.702 x)) is multiplied by a second projection of the input; xielu "
+        "has two learned parameters per layer and is supported in decoders without experts",
+        choices=(
+            "gelu",
+            "gelu-tanh",
+            "relu",
+            "squared-relu",
+            "silu",
+            "gated-gelu",
+            "gated-silu",
+            "gated-quick-gelu",
+            "xielu",
+        ),  # fmt: skip
+        constants={
+            "--openai-gelu": "gelu-tanh",
+            "--squared-relu": "squared-relu",
+            "--quick-geglu": "gated-quick-gelu",
+        },
     )
     make_vocab_size_divisible_by: int = option(
         1, "pad the vocabulary to a multiple of this and of --model-parallel-size; padded rows are masked", minimum=1

@@ -8,8 +8,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from megatron.config.decoder import ALIBI, ROPE, SEQUENTIAL, SHARED_NORM, has_window
+from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_window
 from megatron.config.experts import expert_layers
+from megatron.config.layer_features import LEARNABLE, VANILLA, has_rotary
 from megatron.costs import memory
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
 from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_size
@@ -59,17 +60,23 @@ def attention_width(model: ModelDimensions) -> int:
 
 
 def attention_parameters(
-    model: ModelDimensions, tensor: int = 1, keys: int | None = None, has_entering_bias: bool = False
+    model: ModelDimensions,
+    tensor: int = 1,
+    keys: int | None = None,
+    has_entering_bias: bool = False,
+    gates: int = 0,
 ) -> int:
     """Return the number of parameters of attention on one of ``tensor`` ranks; the output bias is not sharded.
 
     Args:
         keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
         has_entering_bias: the query, key and value projections have biases even without ``hidden_bias``.
+        gates: total size of all output gates.
     """
     h, width = model.hidden_size, attention_width(model)
     keys = width if keys is None else keys
-    sharded = 2 * h * (width + keys) + (width + 2 * keys if model.hidden_bias or has_entering_bias else 0)
+    has_bias = model.hidden_bias or has_entering_bias
+    sharded = 2 * h * (width + keys) + h * gates + (width + 2 * keys + gates if has_bias else 0)
     return sharded // tensor + (h if model.hidden_bias else 0)
 
 
@@ -86,10 +93,10 @@ def table_parameters(model: ModelDimensions, tensor: int = 1) -> int:
     return -(-known_vocab_size(model) // tensor) * model.hidden_size
 
 
-def projections_flops(model: ModelDimensions, keys: int | None = None) -> int:
-    """Return the FLOPs per token of the four attention projections (8 h a d); ``keys``: see ``attention_products``."""
+def projections_flops(model: ModelDimensions, keys: int | None = None, gates: int = 0) -> int:
+    """Return the FLOPs per token of the attention projections (8 h a d); arguments as of ``attention_products``."""
     width = attention_width(model)
-    return 4 * model.hidden_size * (width + (width if keys is None else keys))
+    return 4 * model.hidden_size * (width + (width if keys is None else keys)) + 2 * model.hidden_size * gates
 
 
 def feed_forward_flops(model: ModelDimensions) -> int:
@@ -97,22 +104,25 @@ def feed_forward_flops(model: ModelDimensions) -> int:
     return 2 * _num_matrices(model) * model.hidden_size * model.ff_hidden_size
 
 
-def layer_products(model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+def layer_products(
+    model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None, gates: int = 0
+) -> tuple[Product, ...]:
     """Return a layer's products with weights on one of ``tensor`` ranks: attention and feed-forward."""
-    return (*attention_products(model, tokens, tensor, keys), *feed_forward_products(model, tokens, tensor))
+    return (*attention_products(model, tokens, tensor, keys, gates), *feed_forward_products(model, tokens, tensor))
 
 
 def attention_products(
-    model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None
+    model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None, gates: int = 0
 ) -> tuple[Product, ...]:
     """Return two products: the fused query, key and value projection, and the output projection.
 
     Args:
         keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
+        gates: total size of all output gates, which are part of the first product.
     """
     h, width = model.hidden_size, attention_width(model)
-    keys = width if keys is None else keys
-    return Product(tokens, h, (width + 2 * keys) // tensor, is_column=True), Product(tokens, width // tensor, h)
+    entering = width + 2 * (width if keys is None else keys) + gates
+    return Product(tokens, h, entering // tensor, is_column=True), Product(tokens, width // tensor, h)
 
 
 def feed_forward_products(model: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
@@ -131,13 +141,17 @@ def feed_forward_saved_numel(model: ModelDimensions) -> int:
     """Return the number of elements per token that a feed-forward layer saves between its two products.
 
     They are the input and output of the activation (2 f), but only the output with ReLU. A gated layer saves the gate,
-    the value, the activated gate and the product.
+    the value, the activated gate and the product; clamped gate and value are saved in addition, and quick-GELU saves
+    its logistic function.
     """
     return model.ff_hidden_size * _saved_per_width(model)
 
 
 def _saved_per_width(model: ModelDimensions) -> int:
-    return 4 if _is_gated(model) else 1 if model.activation == "relu" else 2
+    if not _is_gated(model):
+        return 1 if model.activation == "relu" else 2
+    has_clamp = bool(getattr(model, "activation_func_clamp_value", 0.0))  # T5 has none
+    return 4 + 2 * has_clamp + (model.activation == "gated-quick-gelu")
 
 
 def mean_visible_keys(length: int, window: int = 0) -> float:
@@ -174,7 +188,10 @@ def _is_gated(model: ModelDimensions) -> bool:
 # |---|---|---|
 # | g groups of a query heads | 2 h (a + g) d in attention | (2 a + 2 g) d elements per token |
 # | rotary positions | none | (a + g) d more elements per token |
-# | norms of queries and keys | 2 d per head, or (a + g) d over all heads | (a + g) d more elements per token |
+# | norms of queries and keys | 2 d per head, (a + g) d over all heads, or none | (a + g) d more elements per token |
+# | sinks | a | none |
+# | output gates | h a d | 2 a d more elements per token: the sigmoid and the product |
+# | layers without rotary positions | none | those of rotary positions less |
 # | norms before, after, both | 2, 2, 4 norms | the input of each norm |
 # | parallel attention and feed-forward | 1 norm less if they share it | h fewer elements per token, 2 h if shared |
 # | xIELU | 2 | none |
@@ -267,17 +284,22 @@ class DecoderCosts(Costs):
         return self.model.num_query_groups * self.model.kv_hidden_size
 
     @property
-    def attention_saved_numel(self) -> int:
-        """Number of elements per token that attention saves: queries, keys, values and its output.
+    def gates(self) -> int:
+        """Total size of all output gates of a layer."""
+        return attention_width(self.model) if self.model.attention_output_gate else 0
+
+    def attention_saved_numel(self, layer: int = 0) -> int:
+        """Return the number of elements per token that attention saves: queries, keys, values and its output.
 
         Rotary embedding saves another copy of queries and keys (except with context parallelism), as do norms of
-        queries and keys. With an all-to-all over the context ranks, another copy of the output is saved.
+        queries and keys. With an all-to-all over the context ranks, another copy of the output is saved. An output gate
+        saves its sigmoid and the gated output.
         """
-        both = attention_width(self.model) + self.keys
+        both, gated = attention_width(self.model) + self.keys, 2 * self.gates
         if self.context > 1:
             twice = attention_width(self.model) if self.cuts_heads else 0
-            return both * (2 + (self.model.qk_norm != "none")) + twice
-        return both * (2 + (self.model.position_embedding_type == ROPE) + (self.model.qk_norm != "none"))
+            return both * (2 + (self.model.qk_norm != "none")) + twice + gated
+        return both * (2 + has_rotary(self.model, layer) + (self.model.qk_norm != "none")) + gated
 
     @property
     def num_norm_vectors(self) -> int:
@@ -310,7 +332,7 @@ class DecoderCosts(Costs):
     @property
     def unit_costs(self) -> list[float]:
         model, h = self.model, self.model.hidden_size
-        attention = projections_flops(model, self.keys)
+        attention = projections_flops(model, self.keys, self.gates)
         products = [attention + self._feed_forward_flops(layer) for layer in range(model.num_layers)]
         layer_flops = zip(products, self.visible_keys_by_layer, strict=True)
         layers = [product_flops + 4 * keys * attention_width(model) for product_flops, keys in layer_flops]
@@ -337,7 +359,8 @@ class DecoderCosts(Costs):
         Args:
             is_active: count only the experts that a token uses.
         """
-        inner = attention_parameters(self.model, tensor, self.keys, self.model.add_qkv_bias)
+        inner = attention_parameters(self.model, tensor, self.keys, self.model.add_qkv_bias, self.gates)
+        inner += self.model.num_attention_heads // tensor if self.model.softmax_type == LEARNABLE else 0
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
         if self.with_experts[layer]:
             return inner + self.experts.parameters(tensor, is_active=is_active) + norms
@@ -352,7 +375,7 @@ class DecoderCosts(Costs):
         all_heads = (attention_width(self.model) + self.keys) // tensor
         if norm_type == "per-head":  # without a bias
             return all_heads
-        return self.num_norm_vectors * {"none": 0, "head": 2 * d, "all": all_heads}[norm_type]
+        return self.num_norm_vectors * {"none": 0, "l2": 0, "head": 2 * d, "all": all_heads}[norm_type]
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         model = self.model
@@ -389,15 +412,18 @@ class DecoderCosts(Costs):
         num_extra_inputs = self.num_norms - 2 - (model.parallel_residual != SEQUENTIAL)
         bytes_between += num_extra_inputs * h * width // sequence
         tokens, core = samples * self.local_length, self._core_saved_bytes(samples, tensor, width)
-        attention = tokens * (bytes_between + self.attention_saved_numel * width // tensor) + core
+        attention = [
+            tokens * (bytes_between + self.attention_saved_numel(layer) * width // tensor) + core
+            for layer in range(model.num_layers)
+        ]
         feed_forward = {False: tokens * feed_forward_saved_numel(model) * width // tensor}
         if model.num_experts:
             feed_forward[True] = self.experts.saved_bytes(
                 tokens, tensor, width, sequence, saves_gathered_inputs=saves_gathered_inputs
             )
         layers = [
-            SavedBytes(attention + feed_forward[has_experts], tokens * h * width // sequence, core)
-            for has_experts in self.with_experts
+            SavedBytes(attention_bytes + feed_forward[has_experts], tokens * h * width // sequence, core)
+            for attention_bytes, has_experts in zip(attention, self.with_experts, strict=True)
         ]
         hidden = tokens * h * width
         embedding = SavedBytes(tokens * h * (self.mask_bytes + (width if model.embed_layernorm else 0)) // sequence)
@@ -474,7 +500,7 @@ class DecoderCosts(Costs):
         vocabulary = -(-known_vocab_size(model) // tensor)
         hidden, scalars = tokens * h * width, 4 * tokens
         dense = Work(
-            products=layer_products(model, tokens, tensor, self.keys),
+            products=layer_products(model, tokens, tensor, self.keys, self.gates),
             core=self._scores(samples, tensor),
             operations=OPERATIONS["layer"],
             reduced_bytes=(hidden, hidden),
@@ -482,7 +508,7 @@ class DecoderCosts(Costs):
         )
         layers = [dense] * model.num_layers
         if model.num_experts:
-            attention = attention_products(model, tokens, tensor, self.keys)
+            attention = attention_products(model, tokens, tensor, self.keys, self.gates)
             num_all_reduces = 1 + self.experts.num_all_reduces  # one is for attention
             expert_layer = replace(
                 dense,
@@ -600,6 +626,7 @@ def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str
     if device_type != "cuda":
         return f"{device_type} has no variable-length attention"
     has_more = not is_causal or model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
+    has_more = has_more or model.softmax_type != VANILLA
     is_long = config.batch.seq_length > MIN_VARLEN_LENGTH
     if is_long and not has_more and dtype in ("bf16", "fp16") and model.kv_hidden_size % 8 == 0:
         return None
@@ -628,7 +655,7 @@ def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     model, has_segments = config.model, config.data.separates_documents
     is_plain = model.has_plain_attention and not model.attention_dropout
     distribution = distribution_costs(config)
-    needs_starts = has_segments or distribution["context"] > 1
+    needs_starts = has_segments or distribution["context"] > 1 or model.softmax_type != VANILLA
     return DecoderCosts(
         model,
         config.batch.seq_length,

@@ -21,6 +21,7 @@ from megatron.costs.cost import Product
 # | parameters in total | m h (E f + f') + E h, the latter for the router |
 # | active parameters, which a token uses | m h (k f + f') + E h |
 # | parameters on a rank | m h (E f / e + f') / t + E h |
+# | biases (--hidden-bias) | (m - 1) f / t + h per expert, E for the router |
 # | rows for the experts of a rank | n k |
 # | saved elements | 2 n k h for received rows and returned results, and activations of width k f + f' |
 # | saved bytes | 8 n k for the row permutation (twice if e > 1), 8 n k for expert indices, 4 n E per router table |
@@ -76,8 +77,10 @@ class ExpertCosts:
         experts = self._expert_parameters(
             tensor, model.moe_router_topk if is_active else model.num_experts // self.ranks
         )
-        shared = self.matrices * h * model.moe_shared_expert_intermediate_size // tensor
-        router = model.num_experts * (h + model.moe_router_enable_expert_bias) + h * model.moe_shared_expert_gate
+        shared_size = model.moe_shared_expert_intermediate_size
+        shared = self.matrices * h * shared_size // tensor + self._num_biases(shared_size, tensor)
+        router = model.num_experts * (h + model.moe_router_enable_expert_bias + model.hidden_bias)
+        router += h * model.moe_shared_expert_gate
         return int(experts + shared + router)
 
     def distributed_parameters(self, tensor: int = 1) -> int:
@@ -86,8 +89,15 @@ class ExpertCosts:
 
     def _expert_parameters(self, tensor: int, num_experts: int) -> int:
         """Return the number of parameters of ``num_experts`` experts on a tensor rank."""
-        width = num_experts * int(self.model.moe_ffn_hidden_size)
-        return self.matrices * int(self.model.hidden_size) * width // self._num_expert_shards(tensor)
+        f, num_shards = int(self.model.moe_ffn_hidden_size), self._num_expert_shards(tensor)
+        weights = self.matrices * int(self.model.hidden_size) * num_experts * f // num_shards
+        return weights + num_experts * self._num_biases(f, num_shards)
+
+    def _num_biases(self, size: int, num_shards: int) -> int:
+        """Return the number of biases of an expert of ``size``; those of its output are not sharded."""
+        if not self.model.hidden_bias or not size:
+            return 0
+        return (self.matrices - 1) * size // num_shards + int(self.model.hidden_size)
 
     def _num_expert_shards(self, tensor: int) -> int:
         """Return the number of ranks over which each expert is sharded."""

@@ -137,6 +137,14 @@ def _relu_gradient(ctx: Any, grad: torch.Tensor) -> Any:
 _relu.register_autograd(_relu_gradient, setup_context=_setup_relu_context)
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` times the logistic function of ``1.702 x``, an approximation of ``gelu``.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian error linear units", section 2.
+    """
+    return x * torch.sigmoid(1.702 * x)
+
+
 # Activation functions by name.
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -149,6 +157,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gated-gelu": partial(gelu, approximate="tanh"),  # activation of the gate, as in T5 v1.1 and mT5
     "gated-silu": F.silu,
+    "gated-quick-gelu": quick_gelu,
 }
 
 

@@ -103,20 +103,26 @@ def attention_with_dropout(
     drop: Drop,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``drop(softmax(q k^T * scale + bias)) v``, operator by operator; the softmax of 16-bit scores is in fp32.
 
     Shapes:
-        as in ``attention``; bias [b or 1, a/t or 1, s, s_k]
+        as in ``attention``; bias [b or 1, a/t or 1, s, s_k]; sinks [a/t]
 
     Args:
         cap: cap of ``softcap``, applied before ``bias``; 0: none.
+        sinks: scores of a further key without a value, one per head.
     """
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)  # [b, a/t, s, s_k]
     scores = softcap(scores, cap) if cap else scores
     scores = scores if bias is None else scores + bias
     softmax_dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
-    probabilities = torch.softmax(scores, dim=-1, dtype=softmax_dtype)
+    if sinks is None:
+        probabilities = torch.softmax(scores, dim=-1, dtype=softmax_dtype)
+    else:
+        sink_scores = sinks.to(softmax_dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        probabilities = torch.softmax(torch.cat((scores.to(softmax_dtype), sink_scores), dim=-1), dim=-1)[..., :-1]
     return drop(probabilities).to(value.dtype) @ value
 
 
@@ -131,6 +137,13 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return the mask with which query i sees the keys 0 to i: bool [s, s_k]."""
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+
+
+def lower_right_causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the causal mask of the last s positions of a sequence and all of its keys: bool [s, s_k]."""
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
+        key.shape[2] - query.shape[2]
+    )
 
 
 def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:

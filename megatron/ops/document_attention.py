@@ -57,6 +57,7 @@ def document_stops(starts: Tensor) -> Tensor:
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None = None, *, first: int = 0,
     window: int = 0, scale: float | None = None, cap: float = 0.0, slopes: list[float] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``softmax(q k^T * scale) v``; query i, at position first + i, sees the keys starts[i] to first + i.
 
@@ -65,6 +66,7 @@ def document_attention(
         key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads
         starts int32 [b, s], at most the position of the query and at least the start of the previous query
         stops  int32 [b, s], one more than the last key that each query sees; None: attention is causal
+        sinks  [a/t], see ``sink_attention``; None: no sinks
         output [b, a/t, s, d]
 
     Args:
@@ -78,13 +80,14 @@ def document_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.device.type == "cpu":
-        context: Tensor = _forward(query, key, value, starts, stops, slopes, first, window, scale, cap)
+        context: Tensor = _forward(query, key, value, starts, stops, slopes, first, window, scale, cap, sinks)
         return context
-    is_plain = stops is None and not cap and slopes is None
+    is_plain = stops is None and not cap and slopes is None and sinks is None
     if select_implementation(query, key.shape[2], query.shape[-1], is_plain=is_plain) == FLEX:
         return flex_document_attention(
-            query, key, value, starts, stops, first=first, window=window, scale=scale, cap=cap, slopes=slopes
-        )
+            query, key, value, starts, stops, first=first, window=window, scale=scale, cap=cap, slopes=slopes,
+            sinks=sinks,
+        )  # fmt: skip
     assert is_plain
     return varlen_document_attention(query, key, value, starts, first=first, window=window, scale=scale)
 
@@ -99,7 +102,7 @@ def select_implementation(x: Tensor, length: int, head_size: int, *, is_plain: b
 
     Args:
         length: length of samples.
-        is_plain: attention is causal, and scores have neither a cap nor a bias.
+        is_plain: attention is causal, scores have neither a cap nor a bias, and there are no sinks.
     """
     if x.device.type == "cpu":
         return TILES
@@ -158,12 +161,13 @@ class _TileScores:
 
     def __init__(
         self, query: Tensor, key: Tensor, starts: Tensor, stops: Tensor | None, slopes: list[float] | None, first: int,
-        window: int, scale: float, cap: float,
+        window: int, scale: float, cap: float, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.num_groups = query.shape, key.shape[1]
         self.first, self.scale, self.cap = first, scale, cap
         self.wide_dtype = torch.promote_types(query.dtype, torch.float32)
         self.slopes = None if slopes is None else torch.tensor(slopes, dtype=self.wide_dtype).view(-1, 1, 1)
+        self.sinks = None if sinks is None else sinks.to(self.wide_dtype).view(-1, 1, 1)
         positions = torch.arange(first, first + query.shape[2], dtype=torch.int32).expand_as(starts)
         self.starts = torch.maximum(starts, positions - window) if window else starts
         self.stops = positions + 1 if stops is None else stops
@@ -199,12 +203,12 @@ class _TileScores:
 
     def probabilities(
         self, query: Tensor, key: Tensor, head_slice: _HeadSlice, tile: _Tile
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the probabilities of a tile and, with a cap, the hyperbolic tangents in its scores.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the probabilities of a tile, with a cap the hyperbolic tangents in its scores, and those of the sinks.
 
         Shapes:
             query  [groups, n/groups q, d], key [groups, k, d]
-            output [groups, n/groups q, k]
+            output 2 x [groups, n/groups q, k], probabilities of the sinks [n, q, 1]
         """
         scores = torch.bmm(query, key.transpose(1, 2))
         tangents = None
@@ -226,7 +230,12 @@ class _TileScores:
         if tile.right < tile.keys.stop:
             keys = torch.arange(tile.right, tile.keys.stop)
             by_head[..., -len(keys) :].masked_fill_(keys >= high, mask_value(self.wide_dtype))
-        return torch.softmax(scores, dim=-1, out=scores), tangents
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1, out=scores), tangents, None
+        sinks = self.sinks[head_slice.heads]
+        log_denominators = torch.logaddexp(by_head.logsumexp(-1, keepdim=True), sinks)  # [n, q, 1]
+        by_head.sub_(log_denominators).exp_()
+        return scores, tangents, (sinks - log_denominators).exp()
 
     def _positions(self, tile: _Tile) -> Tensor:
         return torch.arange(self.first + tile.queries.start, self.first + tile.queries.stop)
@@ -246,17 +255,17 @@ def _context_like(query: Tensor) -> Tensor:
 @torch.library.custom_op("megatron_tds::document_attention", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None, slopes: list[float] | None,
-    first: int, window: int, scale: float, cap: float,
+    first: int, window: int, scale: float, cap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     context = _context_like(query)
-    scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap)
+    scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap, sinks)
     for head_slice in scores.head_slices():
         heads = scores.copy_heads(query, head_slice.row, head_slice.heads)  # [n, s, d]
         k, v = (scores.copy_heads(x, head_slice.row, head_slice.groups) for x in (key, value))  # 2 x [groups, s_k, d]
         context_of_heads = context[head_slice.row, head_slice.heads]
         for tile in head_slice.tiles:
             q = _by_group(heads[:, tile.queries], len(k))
-            probabilities, _ = scores.probabilities(q, k[:, tile.keys], head_slice, tile)
+            probabilities, _, _ = scores.probabilities(q, k[:, tile.keys], head_slice, tile)
             context_of_heads[:, tile.queries] = torch.bmm(probabilities, v[:, tile.keys]).view(
                 len(heads), -1, v.shape[-1]
             )
@@ -266,9 +275,11 @@ def _forward(
 @torch.library.custom_op("megatron_tds::document_attention_backward", mutates_args=())
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None,
-    slopes: list[float] | None, first: int, window: int, scale: float, cap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap)
+    slopes: list[float] | None, first: int, window: int, scale: float, cap: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of query, key, value and sinks; the last is empty if there are no sinks."""
+    scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap, sinks)
+    sinks_grad = query.new_zeros(0 if sinks is None else len(sinks), dtype=scores.wide_dtype)
     grads = [x.new_zeros(x.shape, dtype=scores.wide_dtype) for x in (query, key, value)]
     for head_slice in scores.head_slices():
         heads, grad_heads = (
@@ -281,9 +292,13 @@ def _backward(
         )
         for tile in head_slice.tiles:
             q, grad = (_by_group(x[:, tile.queries], len(k)) for x in (heads, grad_heads))
-            probabilities, tangents = scores.probabilities(q, k[:, tile.keys], head_slice, tile)
+            probabilities, tangents, sink_probabilities = scores.probabilities(q, k[:, tile.keys], head_slice, tile)
             value_grad[:, tile.keys] += torch.bmm(probabilities.transpose(1, 2), grad)
             score_grads = torch.bmm(grad, v[:, tile.keys].transpose(1, 2))  # gradient of the probabilities
+            if sink_probabilities is not None:
+                # softmax backward of a score whose probability has the gradient 0, because the sink has no value
+                means = torch.linalg.vecdot(probabilities, score_grads).view(len(heads), -1)  # [n, q]
+                sinks_grad[head_slice.heads] -= torch.linalg.vecdot(sink_probabilities.squeeze(-1), means)
             torch.ops.aten._softmax_backward_data.out(
                 score_grads, probabilities, -1, probabilities.dtype, grad_input=score_grads
             )
@@ -293,7 +308,7 @@ def _backward(
             query_grad[:, tile.queries] = torch.bmm(product_grads, k[:, tile.keys]).view(len(heads), -1, q.shape[-1])
             key_grad[:, tile.keys] += torch.bmm(product_grads.transpose(1, 2), q)
     q_out, k_out, v_out = (x.to(query.dtype) for x in grads)
-    return q_out, k_out, v_out
+    return q_out, k_out, v_out, sinks_grad if sinks is None else sinks_grad.to(sinks.dtype)
 
 
 @_forward.register_fake
@@ -302,18 +317,24 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 
 @_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, third = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    return first, second, third
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None,
+    slopes: list[float] | None, first: int, window: int, scale: float, cap: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q_grad, k_grad, v_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return q_grad, k_grad, v_grad, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.numbers = inputs[5:]
+    *_, sinks = inputs
+    ctx.save_for_backward(*inputs[:5], sinks)
+    ctx.numbers = inputs[5:-1]
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 7)
+    *tensors, sinks = ctx.saved_tensors
+    *grads, sinks_grad = _backward(grad, *tensors, *ctx.numbers, sinks)
+    return *grads, *[None] * 7, None if sinks is None else sinks_grad
 
 
 _forward.register_autograd(_gradient, setup_context=_save_for_backward)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops.plans import get_plan
-from megatron.torch_compat import flexible_attention
+from megatron.torch_compat import flexible_attention, flexible_attention_with_lse
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -50,21 +50,29 @@ def supports_flex(dtype: torch.dtype, head_size: int) -> bool:
 def flex_document_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None = None, *, first: int = 0,
     window: int = 0, scale: float | None = None, cap: float = 0.0, slopes: list[float] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``document_attention``, with all of its options.
+
+    The kernel knows no sinks. It returns the log-sum-exp of the scores of a query, from which a sink's effect follows:
+    the denominator of all probabilities becomes ``exp(lse) + exp(sink)``.
 
     Source: Dong et al. 2024, "Flex Attention: a programming model for generating optimized attention kernels".
     """
     s = query.shape[2]
     plan = get_plan(_plan, starts, stops, key.shape[2], first, window)
-    context = flexible_attention(
-        *(_pad_to_blocks(x) for x in (query, key, value)),
-        score_mod=_score_mod(cap, _slopes(query, slopes), plan.positions) if cap or slopes is not None else None,
-        block_mask=plan.blocks,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return context[:, :, :s]
+    padded = tuple(_pad_to_blocks(x) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "score_mod": _score_mod(cap, _slopes(query, slopes), plan.positions) if cap or slopes is not None else None,
+        "block_mask": plan.blocks,
+        "scale": scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    if sinks is None:
+        return flexible_attention(*padded, **options)[:, :, :s]
+    context, lse = flexible_attention_with_lse(*padded, **options)
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype).view(-1, 1))  # [b, a/t, s], exp(lse) / (exp(lse) + exp(sink))
+    return (context * kept.unsqueeze(-1)).to(context.dtype)[:, :, :s]
 
 
 def _pad_to_blocks(x: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from megatron import triton_launch
 KERNELS = "megatron.ops.gated_activation_kernels"
 BLOCK = 1024
 """Number of outputs per program."""
+NAMES = ("gated-silu", "gated-gelu")
+"""Activations that the kernels compute."""
 
 
 def split(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

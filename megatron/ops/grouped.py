@@ -277,3 +277,56 @@ def _weight_grads(
 def _split_by_expert(row_counts: list[int], *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """Split the rows of each tensor by expert; rows of dropped choices, at the end, are left out."""
     return [x[: sum(row_counts)].split(row_counts) for x in tensors]
+
+
+def add_grouped_bias(
+    x: torch.Tensor, biases: Sequence[torch.Tensor], counts: torch.Tensor, row_counts: list[int] | None = None
+) -> torch.Tensor:
+    """Return ``x`` plus each expert's bias on the rows of that expert. An expert without rows gets zeros as gradient.
+
+    The host does not wait unless it knows ``row_counts``. Rows after the last expert's rows are returned unchanged.
+
+    Args:
+        row_counts: ``counts`` on the host, if known.
+
+    Shapes:
+        x, output [m, size], sorted by expert
+        biases    [size] each
+        counts    int64 [E], number of rows of each expert; their sum is at most m
+    """
+    total: torch.Tensor = _AddGroupedBias.apply(x, counts, row_counts, *biases)
+    return total
+
+
+class _AddGroupedBias(torch.autograd.Function):
+    """Backward sums the rows of an expert in a fixed order: by slices, or by a product with a matrix of 0 and 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: torch.Tensor, row_counts: list[int] | None, *biases: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.counts, ctx.row_counts, ctx.dtype = counts, row_counts, biases[0].dtype
+        if row_counts is None:
+            table = torch.stack([*biases, torch.zeros_like(biases[0])])  # the last row is for dropped choices
+            return x + table.index_select(0, _experts_of_rows(counts, len(x)))
+        y = x.clone()
+        for rows, bias in zip(_split_by_expert(row_counts, y)[0], biases, strict=True):
+            rows += bias
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad, counts, row_counts = grads[0], ctx.counts, ctx.row_counts
+        if row_counts is None:
+            experts = torch.arange(len(counts), device=grad.device).unsqueeze(1)
+            is_row_of_expert = _experts_of_rows(counts, len(grad)) == experts  # [E, m]
+            sums = is_row_of_expert.to(grad.dtype) @ grad
+        else:
+            sums = torch.stack([rows.sum(0) for rows in _split_by_expert(row_counts, grad)[0]])
+        return grad, None, None, *sums.to(ctx.dtype)
+
+
+def _experts_of_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the expert of each row, int64 [m]; E for rows after the last expert's rows."""
+    return torch.searchsorted(counts.cumsum(0), torch.arange(num_rows, device=counts.device), right=True)

@@ -42,7 +42,7 @@ def relative_buckets(
 # distances.
 #
 # Elements i and i + d/2 of a head form a rotated pair (halves, as in Hugging Face's files). Meta's files, GPT-J's and
-# Megatron's ``--rotary-interleaved`` rotate elements 2 i and 2 i + 1. The result is the same if the rows of each head's
+# ``--rotary-interleaved`` rotate elements 2 i and 2 i + 1. The result is the same if the rows of each head's
 # query and key weights are reordered. If weights in one order are used with the other rule, the model generates
 # nonsense. Both rules train equally well from scratch, so that no loss curve reveals the mistake. A conversion must
 # permute the rows.
@@ -58,6 +58,8 @@ class Rotary:
 
     Args:
         is_long: longrope: the speeds are those of samples of more than ``original_positions`` tokens.
+        is_truncated: yarn's indices of the pairs of beta_fast and beta_slow are rounded outwards.
+        is_interleaved: neighbouring elements form a pair, not elements of the two halves.
     """
 
     head_size: int
@@ -74,6 +76,8 @@ class Rotary:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
+    is_truncated: bool = True
+    is_interleaved: bool = False
 
     @property
     def num_rotated(self) -> int:
@@ -101,7 +105,8 @@ class Rotary:
         high_frequency_factor and above.
 
         yarn: the weight falls linearly in the index of the pair, from 1 at the pair that turns beta_fast times over the
-        original length (index rounded down) to 0 at the pair that turns beta_slow times (index rounded up).
+        original length (index rounded down) to 0 at the pair that turns beta_slow times (index rounded up). Without
+        ``is_truncated`` the indices are not rounded.
 
         longrope: each original speed is divided by its factor in ``short_factors``, or in ``long_factors`` if
         ``is_long``.
@@ -133,8 +138,10 @@ class Rotary:
             waves = self.original_positions / (turns * 2.0 * math.pi)
             return self.num_rotated * math.log(waves) / (2.0 * math.log(self.base))
 
-        first = max(math.floor(pair_idx(self.beta_fast)), 0)
-        last = min(math.ceil(pair_idx(self.beta_slow)), self.num_rotated - 1)
+        first, last = pair_idx(self.beta_fast), pair_idx(self.beta_slow)
+        if self.is_truncated:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.num_rotated - 1)
         length = last - first or 0.001
         return [1.0 - min(max((pair - first) / length, 0.0), 1.0) for pair in range(self.num_rotated // 2)]
 
@@ -188,42 +195,58 @@ def _compute_table(
         return cosine.to(device, dtype), sine.to(device, dtype)
 
 
-def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def apply_rotary(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
     """Return ``x`` with its pairs rotated; 16-bit values are multiplied in fp32.
 
     Shapes:
         x, output    [b, a/t, s, d]
         cosine, sine [s, d/2] or [b, 1, s, d/2]; with fewer columns only the first pairs of a head are rotated
+
+    Args:
+        is_interleaved: elements 2 i and 2 i + 1 form pair i; otherwise elements i and i + r/2 of the r rotated ones.
     """
     if torch.compiler.is_compiling():
         size = 2 * cosine.shape[-1]
-        first, second = x[..., :size].to(cosine.dtype).chunk(2, dim=-1)
-        halves = first * cosine - second * sine, second * cosine + first * sine
-        return torch.cat((*(half.to(x.dtype) for half in halves), x[..., size:]), dim=-1)
-    rotated: torch.Tensor = _ApplyRotary.apply(x, cosine, sine)
-    return rotated
+        first, second = _pairs(x[..., :size].to(cosine.dtype), size, is_interleaved)
+        pair = [y.to(x.dtype) for y in (first * cosine - second * sine, second * cosine + first * sine)]
+        rotated = torch.stack(pair, dim=-1).flatten(-2) if is_interleaved else torch.cat(pair, dim=-1)
+        return torch.cat((rotated, x[..., size:]), dim=-1)
+    result: torch.Tensor = _ApplyRotary.apply(x, cosine, sine, is_interleaved)
+    return result
 
 
 class _ApplyRotary(torch.autograd.Function):
     """Rotation that saves only cosine and sine; its backward rotates the gradient by minus the angle."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate(x, cosine, sine)
+        ctx.is_interleaved = is_interleaved
+        return _rotate(x, cosine, sine, is_interleaved)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         cosine, sine = ctx.saved_tensors
-        return _rotate(grads[0], cosine, -sine), None, None
+        return _rotate(grads[0], cosine, -sine, ctx.is_interleaved), None, None, None
 
 
-def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _pairs(x: torch.Tensor, size: int, is_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the first and the second elements of the pairs in the first ``size`` columns of ``x``."""
+    if is_interleaved:
+        return x[..., 0:size:2], x[..., 1:size:2]
+    return x[..., : size // 2], x[..., size // 2 : size]
+
+
+def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
     """Return the rotated ``x``, with each product written where it is needed: faster than a concatenation."""
-    half, size = cosine.shape[-1], 2 * cosine.shape[-1]
+    size = 2 * cosine.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    first, second, first_out, second_out = x[..., :half], x[..., half:size], out[..., :half], out[..., half:size]
+    (first, second), (first_out, second_out) = (_pairs(y, size, is_interleaved) for y in (x, out))
     if x.dtype == cosine.dtype:
         torch.mul(first, cosine, out=first_out).sub_(second * sine)
         torch.mul(second, cosine, out=second_out).add_(first * sine)

@@ -35,9 +35,10 @@ def make_parallel_context(group: Group, **streams: Any) -> ParallelContext:
 
 
 def make_full_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random global values of the parameter ``name``, also for norms and biases."""
+    """Return random global values of the parameter ``name``, also for norms, biases and sinks, which are about 3."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) + (name.endswith("norm.weight"))
+    mean = 3.0 if name.endswith("sinks.weight") else float(name.endswith("norm.weight"))
+    return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) + mean
 
 
 def fill_weights(model: DecoderModel) -> DecoderModel:

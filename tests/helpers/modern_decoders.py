@@ -223,7 +223,10 @@ def rotary_frequencies(config: Any, layer_type: str | None = None) -> tuple[torc
     def dimension(num_rotations: float) -> float:
         return size * math.log(original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), size - 1)
+    first, last = dimension(fast), dimension(slow)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     last = last + 0.001 if first == last else last
     ramp = ((torch.arange(size // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
     scale = rope.get("attention_factor")

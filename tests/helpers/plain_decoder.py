@@ -100,22 +100,19 @@ def _attention(
     )
     prefix = f"layers.{layer_idx}.attention"
     packed = _linear(w, f"{prefix}.query_key_value", x)
+    per_group = a // g
+    gates = packed.view(s, g, -1, d)[:, :, per_group:-2].reshape(s, -1, d)  # [s, a, d], or empty
     if args.clip_qkv:
         packed = packed.clamp(-args.clip_qkv, args.clip_qkv)
-    per_group = a // g
-    heads = packed.view(s, g, per_group + 2, d)
-    query, key, value = heads[:, :, :per_group].reshape(s, a, d), heads[:, :, per_group], heads[:, :, per_group + 1]
-    if args.qk_norm == "head":
-        query, key = _norm(args, w, f"{prefix}.query_norm", query), _norm(args, w, f"{prefix}.key_norm", key)
-    elif args.qk_norm == "all":
-        query = _norm(args, w, f"{prefix}.query_norm", query.reshape(s, a * d)).view(s, a, d)
-        key = _norm(args, w, f"{prefix}.key_norm", key.reshape(s, g * d)).view(s, g, d)
-    elif args.qk_norm == "per-head":
-        query = _norm_of_heads(args, w[f"{prefix}.query_norm.weight"], query)
-        key = _norm_of_heads(args, w[f"{prefix}.key_norm.weight"], key)
+    heads = packed.view(s, g, -1, d)
+    query, key, value = heads[:, :, :per_group].reshape(s, a, d), heads[:, :, -2], heads[:, :, -1]
     window = args.window_size if args.window_size and has_window(args, layer_idx) else 10**9
-    if args.position_embedding_type == "rope":
+    if args.qk_norm_order == "before":
+        query, key = _norm_query_and_key(args, w, prefix, query, key)
+    if args.position_embedding_type == "rope" and not is_without_rotary(args, layer_idx):
         query, key = (_rotate(args, y, positions, is_local=window < 10**9) for y in (query, key))
+    if args.qk_norm_order == "after":
+        query, key = _norm_query_and_key(args, w, prefix, query, key)
     if args.attention_temperature_scale:
         steps = (positions // args.attention_temperature_floor).double()
         query = query * (1 + args.attention_temperature_scale * torch.log(1 + steps))[:, None, None]
@@ -130,9 +127,40 @@ def _attention(
         scores = _softcap(query[:, head] @ key[:, head // per_group].T * scale, args.attn_logit_softcapping)
         if args.position_embedding_type == "alibi":
             scores = scores - _slope(head, a, args.alibi_bias_max) * distance.double()
-        scores = scores.masked_fill(~is_visible, float("-inf"))
-        outputs.append(torch.softmax(scores, dim=-1) @ value[:, head // per_group])
+        weights = torch.exp(scores).masked_fill(~is_visible, 0.0)
+        denominator = weights.sum(-1, keepdim=True)
+        if args.softmax_type == "learnable":
+            denominator = denominator + torch.exp(w[f"{prefix}.sinks.weight"][head])
+        elif args.softmax_type == "off-by-one":
+            denominator = denominator + 1.0
+        output = weights / denominator @ value[:, head // per_group]
+        outputs.append(output / (1.0 + torch.exp(-gates[:, head])) if args.attention_output_gate else output)
     return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * d))
+
+
+def _norm_query_and_key(
+    args: Any, w: Weights, prefix: str, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries [s, a, d] and keys [s, g, d] after their norms, if there are any."""
+    if args.qk_norm == "head":
+        return _norm(args, w, f"{prefix}.query_norm", query), _norm(args, w, f"{prefix}.key_norm", key)
+    if args.qk_norm == "l2":
+        return tuple(y / torch.sqrt((y * y).mean(-1, keepdim=True) + args.layernorm_epsilon) for y in (query, key))
+    if args.qk_norm == "all":
+        query_row = _norm(args, w, f"{prefix}.query_norm", query.flatten(1))
+        return query_row.view_as(query), _norm(args, w, f"{prefix}.key_norm", key.flatten(1)).view_as(key)
+    if args.qk_norm == "per-head":
+        query = _norm_of_heads(args, w[f"{prefix}.query_norm.weight"], query)
+        return query, _norm_of_heads(args, w[f"{prefix}.key_norm.weight"], key)
+    return query, key
+
+
+def is_without_rotary(args: Any, layer_idx: int) -> bool:
+    """Return True if ``no_rope_freq`` names the layer. Supports the patterns in the tests: "", "N" and "[0,1,...]"."""
+    text = args.no_rope_freq
+    if text.isdecimal():
+        return (layer_idx + 1) % int(text) == 0
+    return bool(text) and text.strip("[]").split(",")[layer_idx] == "1"
 
 
 def has_window(args: Any, layer_idx: int) -> bool:
@@ -155,7 +183,7 @@ def _slope(head: int, num_heads: int, max_bias: float) -> float:
 
 
 def _rotate(args: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: bool) -> torch.Tensor:
-    """Rotate the pairs (i, i + r/2) of the first r elements of each head [s, n, d]."""
+    """Rotate the pairs of the first r elements of each head [s, n, d]: (i, i + r/2), or interleaved (2 i, 2 i + 1)."""
     size = int(args.kv_hidden_size * args.rotary_percent)
     local = is_local and args.rotary_local_base
     base = args.rotary_local_base if local else args.rotary_base
@@ -167,9 +195,9 @@ def _rotate(args: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: bo
             frequency, factor = _longrope_frequency(args, frequency, pair, len(x))
         angle = positions.double() * frequency
         cosine, sine = (factor * angle.cos())[:, None], (factor * angle.sin())[:, None]
-        first, second = x[:, :, pair], x[:, :, pair + size // 2]
-        rotated[:, :, pair] = first * cosine - second * sine
-        rotated[:, :, pair + size // 2] = second * cosine + first * sine
+        i, j = (2 * pair, 2 * pair + 1) if args.rotary_interleaved else (pair, pair + size // 2)
+        rotated[:, :, i] = x[:, :, i] * cosine - x[:, :, j] * sine
+        rotated[:, :, j] = x[:, :, j] * cosine + x[:, :, i] * sine
     return rotated
 
 
@@ -195,7 +223,8 @@ def _scaled_frequency(
             size * math.log(length / (num_rotations * 2 * math.pi)) / (2 * math.log(base))
             for num_rotations in (args.rotary_beta_fast, args.rotary_beta_slow)
         ]
-        low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), size - 1)
+        low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if args.rotary_truncate else bounds
+        low, high = max(low, 0), min(high, size - 1)
         ramp = min(max((pair - low) / ((high - low) or 0.001), 0.0), 1.0)
         scale = args.rotary_attention_factor or 0.1 * math.log(factor) + 1
         return unscaled / factor * ramp + unscaled * (1 - ramp), scale
@@ -216,8 +245,15 @@ def _mlp(args: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     activation = args.activation
     if activation.startswith("gated-"):
         gate, value = up[:, ::2], up[:, 1::2]
-        activate = F.silu(gate) if activation == "gated-silu" else F.gelu(gate, approximate="tanh")
-        return _linear(w, f"{name}.down", activate * value)
+        if args.activation_func_clamp_value:
+            limit = torch.tensor(args.activation_func_clamp_value, dtype=gate.dtype)
+            gate, value = torch.minimum(gate, limit), torch.maximum(torch.minimum(value, limit), -limit)
+        activate = {
+            "gated-silu": F.silu,
+            "gated-gelu": lambda y: F.gelu(y, approximate="tanh"),
+            "gated-quick-gelu": lambda y: y / (1.0 + torch.exp(-1.702 * y)),
+        }[activation](gate)
+        return _linear(w, f"{name}.down", activate * (value + args.glu_linear_offset))
     activate = {
         "gelu": F.gelu,
         "gelu-tanh": lambda y: F.gelu(y, approximate="tanh"),

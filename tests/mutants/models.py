@@ -13,13 +13,16 @@ import torch.nn.functional as F
 
 from megatron.models.common.kv_cache import KVCacheSlots
 from megatron.mpu.mappings import reduce_from_tensor_region
+from megatron.mpu.shard import Shard, set_shard
 from tests.mutants.mutant import call_after_init, mutant
 
 FEATURE = "tests/models/common/test_features.py::test_feature_matches_formula"
 TENSOR_RANKS = "tests/models/common/test_tensor_ranks.py::test_tensor_ranks_match_one_process"
 CONTEXT = "tests/models/common/test_context_parallel.py::test_every_family_matches_one_process_with_same_masks"
+CONTEXT_A2A = "tests/models/common/test_context_parallel.py::test_all_to_all_matches_one_process"
 PARTIAL = "tests/models/common/test_sequence_parallel.py::test_replicated_parameters_have_partial_gradients"
 CACHE = "tests/models/common/test_cache.py::test_decoder_cache_matches_full_forward[gpt2]"
+SINK_LAYOUT = "tests/parity/test_extras.py::test_every_layout_equals_single_process"
 SLOPES = "tests/models/common/test_mpt_model.py::test_tensor_ranks_use_slopes_of_their_heads"
 ONE_MASK = "tests/models/common/test_masks.py::test_stage_builds_document_mask_once_per_micro_batch[gpt2]"
 NORM = "tests/models/common/test_norm.py"
@@ -149,6 +152,43 @@ def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
         return original(*args, parallel=replace(parallel, context=replace(parallel.context, rank=0)), **kwargs)
 
     return loss
+
+
+# Sinks
+
+
+@mutant("megatron.models.common.attention_extras:Sinks.__init__", f"{SINK_LAYOUT}[gpt_oss-grid1---sequence-parallel]")
+def sinks_of_other_tensor_ranks_are_missing_from_the_gradient_norm(original: Any) -> Any:
+    """A weight that is not marked as a shard counts on the first tensor rank only."""
+    return call_after_init(original, lambda self: set_shard(self.weight, Shard(tuple(self.weight.shape))))
+
+
+@mutant("megatron.models.common.attention_extras:Sinks.forward", CONTEXT)
+def each_context_rank_adds_the_sink_to_the_denominator(original: Any) -> Any:
+    return lambda self, query: original(self, query) + math.log(self._parallel.context.size)
+
+
+@mutant("megatron.models.common.attention_extras:Sinks.forward", CONTEXT_A2A)
+def all_to_all_uses_the_sinks_of_the_first_heads(original: Any) -> Any:
+    return lambda self, query: self.weight[: len(original(self, query))]
+
+
+@mutant("megatron.ops.document_attention:_TileScores.__init__", f"{FEATURE}[sinks]")
+def sinks_are_scaled_like_scores(original: Any) -> Any:
+    def scale_sinks(self: Any) -> None:
+        self.sinks = None if self.sinks is None else self.sinks * self.scale
+
+    return call_after_init(original, scale_sinks)
+
+
+@mutant("megatron.ops.grouped:_AddGroupedBias.forward", f"{EXPERTS}::test_layer_matches_loop_over_tokens[biases]")
+def biases_of_experts_are_those_of_the_next(original: Any) -> Any:
+    return lambda ctx, x, counts, row_counts, *biases: original(ctx, x, counts, row_counts, *biases[1:], biases[0])
+
+
+@mutant("megatron.config.layer_features:no_rope_layers", f"{FEATURE}[rope, not in the first layer]")
+def layers_with_and_without_rotary_positions_are_swapped(original: Any) -> Any:
+    return lambda text, num_layers: tuple(not entry for entry in original(text, num_layers))
 
 
 # Norms

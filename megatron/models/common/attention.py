@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import ALIBI, has_window
+from megatron.config.layer_features import AFTER_ROTATION, VANILLA, has_rotary
+from megatron.models.common.attention_extras import make_sinks, split_gate
 from megatron.models.common.context_attention import ContextAttention
 from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.model_args import ModelArgs
@@ -24,6 +26,7 @@ from megatron.ops.attention_temperature import scale_queries
 from megatron.ops.causal_attention import causal_self_attention, split_packed
 from megatron.ops.document_attention import document_attention
 from megatron.ops.positions import Rotary, alibi_slopes, apply_rotary, rotary_cos_sin
+from megatron.ops.sink_attention import sink_attention
 from megatron.ops.softcapped_attention import softcapped_attention
 
 
@@ -124,8 +127,12 @@ class SelfAttention(Attention):
         self.parallel, self.clip = parallel, args.clip_qkv
         self.is_plain = args.has_plain_attention and parallel.context.size == 1
         self.rotary = args.local_rotary if has_window(args, layer) else args.rotary
-        has_long_factors = self.rotary is not None and self.rotary.scaling == "longrope"
-        self.long_rotary = replace(self.rotary, is_long=True) if has_long_factors else None
+        if not has_rotary(args, layer):
+            self.rotary = None
+        self.long_rotary: Rotary | None = None
+        if self.rotary is not None and self.rotary.scaling == "longrope":
+            self.long_rotary = replace(self.rotary, is_long=True)
+        self.is_normed_after_rotation = args.qk_norm_order == AFTER_ROTATION
         self.temperature = args.attention_temperature_scale, args.attention_temperature_floor
         self.max_positions = args.max_position_embeddings
         self.attention_function = _attention_function(args)
@@ -137,11 +144,14 @@ class SelfAttention(Attention):
                 context_attention.attend_within_documents,
             )
         bias, packed_size = args.hidden_bias or args.add_qkv_bias, (num_heads + 2 * num_groups) * args.kv_hidden_size
+        self.has_output_gate = args.attention_output_gate
+        packed_size += args.attention_width if self.has_output_gate else 0
         self.query_key_value = ColumnParallelLinear(args.hidden_size, packed_size, bias=bias, **parallel.layer_kwargs)
         head_size = args.kv_hidden_size
-        set_matrices(
-            self.query_key_value.weight, (num_heads // num_groups * head_size, head_size, head_size), head=head_size
-        )
+        query_rows = num_heads // num_groups * head_size
+        gate_rows = (query_rows,) if self.has_output_gate else ()
+        set_matrices(self.query_key_value.weight, (query_rows, *gate_rows, head_size, head_size), head=head_size)
+        self.sinks = make_sinks(args, parallel)
         self.dense = RowParallelLinear(
             args.attention_width, args.hidden_size, bias=args.hidden_bias, **parallel.layer_kwargs
         )
@@ -165,6 +175,19 @@ class SelfAttention(Attention):
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the context [s, b, a d / t], computed from separate queries, keys and values."""
+        if self.has_output_gate:
+            packed, gate = split_gate(packed, self.num_groups, self.head_size)
+            return self._attend_ungated(packed, mask, cache, positions) * torch.sigmoid(gate)
+        return self._attend_ungated(packed, mask, cache, positions)
+
+    def _attend_ungated(
+        self,
+        packed: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerKVCache | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the context [s, b, a d / t] before the output gate."""
         if self.rotary is None:
             query, key, value = self._split_and_norm(packed)
         else:
@@ -173,31 +196,41 @@ class SelfAttention(Attention):
             query = scale_queries(query, self._token_positions(query, cache, positions)[0], *self.temperature)
         if cache is not None:
             key, value = cache.update(key, value)  # 2 x [b, g/t, s_k, d]
+        sinks = {} if self.sinks is None else {"sinks": self.sinks(query)}
         if mask is not None and mask.dtype == torch.int32:
-            return self.attend(self.document_function, query, key, value, mask)
-        return self.attend(self.attention_function, query, key, value, mask=mask)
+            return self.attend(self.document_function, query, key, value, mask, **sinks)
+        return self.attend(self.attention_function, query, key, value, mask=mask, **sinks)
 
     def _split_and_norm(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values in the shapes of ``split_groups``, after the norms of queries and keys."""
         query, key, value = self.split_groups(packed)
+        return *self._norm_heads(query, key), value
+
+    def _norm_heads(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys after their norms, if the model has any."""
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return query, key, value
+            return self.query_norm(query), self.key_norm(key)
+        return query, key
 
     def _split_and_rotate(
         self, rotary: Rotary, packed: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the results of ``_split_and_norm`` with queries and keys rotated by their positions."""
-        uses_kernel = self.parallel.uses_kernels(packed)
-        if uses_kernel and self.query_norm is None:
+        """Return queries and keys, normed and rotated by their positions in the order of the model, and values."""
+        uses_kernel = self.parallel.uses_kernels(packed) and not rotary.is_interleaved
+        if uses_kernel and (self.query_norm is None or self.is_normed_after_rotation):
             groups = self.view_by_group(packed)
             cosine, sine = self._cos_sin(rotary, groups.select(3, 0).permute(1, 2, 0, 3), cache, positions)
-            return fused_rotary.split_and_rotate(groups, cosine, sine)
-        query, key, value = self._split_and_norm(packed)
+            query, key, value = fused_rotary.split_and_rotate(groups, cosine, sine)
+            return *self._norm_heads(query, key), value
+        query, key, value = self.split_groups(packed)
+        if not self.is_normed_after_rotation:
+            query, key = self._norm_heads(query, key)
         cosine, sine = self._cos_sin(rotary, query, cache, positions)
         if uses_kernel:
-            return *fused_rotary.rotate(query, key, cosine, sine), value
-        return apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine), value
+            query, key = fused_rotary.rotate(query, key, cosine, sine)
+        else:
+            query, key = (apply_rotary(x, cosine, sine, rotary.is_interleaved) for x in (query, key))
+        return *(self._norm_heads(query, key) if self.is_normed_after_rotation else (query, key)), value
 
     def _cos_sin(
         self, rotary: Rotary, heads: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
@@ -256,8 +289,13 @@ class SelfAttention(Attention):
 
 
 def _attention_function(args: ModelArgs) -> Callable[..., torch.Tensor]:
-    """Return the attention function of a model; it accepts ``mask`` and the arguments for attention dropout."""
+    """Return the attention function of a model; it accepts ``mask`` and the arguments for attention dropout.
+
+    With sinks it also requires ``sinks``.
+    """
     options: dict[str, Any] = {"scale": args.softmax_scale} if args.softmax_scale else {}
+    if args.softmax_type != VANILLA:
+        return partial(sink_attention, cap=args.attn_logit_softcapping, **options)
     if args.attn_logit_softcapping:
         return partial(softcapped_attention, cap=args.attn_logit_softcapping, **options)
     return partial(attention, **options) if options else attention

@@ -63,20 +63,24 @@ class ContextAttention:
         *,
         mask: torch.Tensor | None = None,
         drop: Callable[..., torch.Tensor] | None = None,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         group = self._parallel.context
+        # each query applies its sink once, because one call sees its keys of all ranks
+        sink_kwargs = {} if sinks is None else {"sinks": sinks}
         if self._parallel.has_sharded_heads:
             if drop is not None:
                 kwargs["drop"] = partial(drop, first_head=group.rank * (query.shape[1] // group.size))
-            return self._attend_with_head_shards(partial(self._function, mask=mask, **kwargs), query, key, value)
+            function = partial(self._function, mask=mask, **sink_kwargs, **kwargs)
+            return self._attend_with_head_shards(function, query, key, value)
         if drop is not None:
             kwargs["drop"] = partial(drop, runs=token_ranges(query.shape[2], group))
         if mask is None and not kwargs:
-            return self._attend_with_gathered_keys(
-                partial(self._attend_by_chunk, self._causal_function), query, key, value
-            )
-        return self._attend_with_gathered_keys(partial(self._function, mask=mask, **kwargs), query, key, value)
+            function = self._causal_function if sinks is None else partial(self._function, **sink_kwargs)
+            return self._attend_with_gathered_keys(partial(self._attend_by_chunk, function), query, key, value)
+        function = partial(self._function, mask=mask, **sink_kwargs, **kwargs)
+        return self._attend_with_gathered_keys(function, query, key, value)
 
     def attend_within_documents(
         self,
@@ -85,22 +89,23 @@ class ContextAttention:
         value: torch.Tensor,
         starts: torch.Tensor,
         stops: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Compute attention within documents.
 
         A query attends to the keys from ``starts`` up to and including its own position. With ``stops``, it attends to
         the keys from ``starts`` up to and excluding ``stops``, which has the same shape.
+
+        Args:
+            kwargs: further arguments of the document function, such as the sinks of the heads this rank attends with.
         """
+        function = partial(self._document_function, **kwargs)
         if self._parallel.has_sharded_heads:
-            return self._attend_with_head_shards(
-                partial(self._document_function, starts=starts, stops=stops), query, key, value
-            )
+            return self._attend_with_head_shards(partial(function, starts=starts, stops=stops), query, key, value)
         if stops is not None:
-            return self._attend_with_gathered_keys(
-                partial(self._document_function, starts=starts, stops=stops), query, key, value
-            )
+            return self._attend_with_gathered_keys(partial(function, starts=starts, stops=stops), query, key, value)
         return self._attend_with_gathered_keys(
-            partial(self._attend_by_chunk, self._document_function, starts=starts), query, key, value
+            partial(self._attend_by_chunk, function, starts=starts), query, key, value
         )
 
     def _attend_with_head_shards(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from megatron.ops.grouped import (
     GROUPED,
     DeferredGrad,
     Slots,
+    add_grouped_bias,
     combine_rows,
     dispatch_rows,
     ends_of,
@@ -35,6 +36,9 @@ from tds.linear_function import linear
 # Each expert has separate weights, named by its index: ``experts.5.up.weight`` [2f/t, h] and
 # ``experts.5.down.weight`` [h, f/t], as in the grouped layers of Megatron's Transformer Engine. Code that handles
 # weights by name and shard (checkpoints, ZeRO, Muon, norms, Hugging Face folders) therefore needs no rule for experts.
+#
+# With ``--hidden-bias``, experts have biases. The down biases are full on every tensor rank. The outputs of experts are
+# summands there, so only tensor rank 0 adds the biases, and their gradients are summed over the ranks.
 
 
 class MoE(nn.Module):
@@ -67,6 +71,10 @@ class MoE(nn.Module):
                 set_shard(parameter, Shard(tuple(parameter.shape)))  # not sharded: each tensor rank has a full copy
             if parallel.sequence_parallel and not parallel.has_sharded_experts:
                 set_partial(parameter)
+        if parallel.for_experts.group.size > 1:
+            for expert in self.experts.children():
+                if expert.down.bias is not None:
+                    set_partial(expert.down.bias)
         self.shared_expert, self.shared_expert_gate = None, None
         if args.moe_shared_expert_intermediate_size:
             self.shared_expert = make_mlp(
@@ -149,11 +157,17 @@ class Experts(nn.Module):
             row_counts = counts.tolist()  # once for both products
         delayed_grads = self._delayed_grads if self.delay_wgrad else None
         hidden = grouped_linear(rows, up, counts, delayed_grads, row_counts, ends)  # [m, f/t], or [m, 2f/t] if gated
+        if experts[0].up.bias is not None:
+            hidden = add_grouped_bias(hidden, [expert.up.bias for expert in experts], counts, row_counts)
         if experts[0].is_gated:
-            hidden = experts[0].gate(*gated_activation.split(hidden), experts[0].parallel.uses_kernels(hidden))
+            hidden = experts[0].gate(*gated_activation.split(hidden), experts[0].uses_gate_kernel(hidden))
         else:
             hidden = experts[0].activation(hidden)
-        return grouped_linear(hidden, down, counts, delayed_grads, row_counts, ends)
+        outputs = grouped_linear(hidden, down, counts, delayed_grads, row_counts, ends)  # [m, h]
+        if experts[0].down.bias is None:
+            return outputs
+        is_added = float(experts[0].down.group.rank == 0)  # zeros on other ranks, whose gradients are then zeros
+        return add_grouped_bias(outputs, [expert.down.bias * is_added for expert in experts], counts, row_counts)
 
     def stack_weights(self) -> None:
         """Move the weights of all experts into one storage per projection if products on their device are grouped.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.config import Config
 from megatron.config.decoder import BASE_WIDTHS
+from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # | interleaved gate and value | two tensors of f rows | ``WeightMapping(("gate", "up"), num_blocks=f)`` |
 # | query, key and value per group | one tensor, all queries first | the same with ``packed_rows=(a d, g d, g d)`` |
 # | queries and keys rotated by halves | rotated by adjacent rows | the same with ``adjacent_pairs`` |
+# | weight of expert i | one tensor of all experts [E, ...] | ``WeightMapping(("name",), index=i)`` |
 #
 # The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
 # different parts may have different numbers of rows (with grouped queries: several query heads, one key, one value).
@@ -85,6 +87,8 @@ class WeightMapping:
         is_transposed: the Hugging Face tensor is [in, out], ours is [out, in].
         packed_rows: rows of each packed part, if their heights differ.
         adjacent_pairs: the order of rotary pairs in the Hugging Face tensors, if it differs from ours.
+        index: our weight is element ``index`` of the first dimension of a single Hugging Face tensor, in which all
+            weights with the same ``hf_names`` are stacked; None: the tensors are not stacked.
     """
 
     hf_names: tuple[str, ...]
@@ -93,6 +97,7 @@ class WeightMapping:
     is_transposed: bool = False
     packed_rows: tuple[int, ...] = ()
     adjacent_pairs: AdjacentPairs | None = None
+    index: int | None = None
 
 
 def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -103,7 +108,8 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
     """
     import torch  # takes half a second; a dry run that reads only settings does not need it
 
-    components = _split_components(mapping, [hf_weights[name].detach() for name in mapping.hf_names])
+    tensors = [hf_weights[name].detach() for name in mapping.hf_names]
+    components = _split_components(mapping, tensors if mapping.index is None else [tensors[0][mapping.index]])
     if len(components) == 1:
         return components[0].clone(memory_format=torch.contiguous_format)
     blocks = [_split_blocks(mapping, component) for component in components]  # each [blocks, rows, ...]
@@ -116,7 +122,7 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
 def weight_to_hf(
     mapping: WeightMapping, weight: torch.Tensor, heights: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors of our weight, by name.
+    """Return the Hugging Face tensors of our weight, by name; ``stack_indexed`` stacks those with an ``index``.
 
     Args:
         heights: rows of each part by tensor name; None: all parts have the same height.
@@ -146,6 +152,20 @@ def weight_to_hf(
     if mapping.is_transposed:
         tensors = [component.t() if component.dim() == 2 else component for component in tensors]
     return {name: component.contiguous() for name, component in zip(mapping.hf_names, tensors, strict=True)}
+
+
+def stack_indexed(tensors_by_index: Mapping[str, Mapping[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the stacked Hugging Face tensors, given the element of each index of the first dimension.
+
+    Raises:
+        CheckpointError: elements are missing.
+    """
+    import torch
+
+    for name, tensors in tensors_by_index.items():
+        if sorted(tensors) != list(range(len(tensors))):
+            raise CheckpointError(f"{name} needs a weight for each index, got only {sorted(tensors)}")
+    return {name: torch.stack([tensors[i] for i in range(len(tensors))]) for name, tensors in tensors_by_index.items()}
 
 
 def read_into(
@@ -214,10 +234,15 @@ def _rows_per_block(mapping: WeightMapping, shapes: Mapping[str, list[int]]) -> 
         if num_rows != sum(mapping.packed_rows) or any(rows % mapping.num_blocks for rows in mapping.packed_rows):
             raise _uneven_rows_error(mapping, num_rows)
         return [rows // mapping.num_blocks for rows in mapping.packed_rows]
-    heights = [shapes[name][-1 if mapping.is_transposed else 0] for name in mapping.hf_names]
+    heights = [shapes[name][_row_dim(mapping, shapes[name])] for name in mapping.hf_names]
     if any(height % (mapping.num_blocks * mapping.num_packed) for height in heights):
         raise _uneven_rows_error(mapping, sum(heights))
     return [height // mapping.num_blocks // mapping.num_packed for height in heights for _ in range(mapping.num_packed)]
+
+
+def _row_dim(mapping: WeightMapping, shape: list[int]) -> int:
+    """Return the dimension of the Hugging Face tensor that corresponds to the rows of our weight."""
+    return len(shape) - 1 if mapping.is_transposed else int(mapping.index is not None)
 
 
 def _split_at_blocks(start: int, stop: int, block_height: int) -> Iterator[tuple[int, int]]:
@@ -263,6 +288,11 @@ def _fill(
 
 def _read_slice(mapping: WeightMapping, tensor: Sliceable, rows: slice, columns: slice | None) -> torch.Tensor:
     """Return a slice of our weight; rows and columns are swapped in a transposed Hugging Face tensor."""
+    if mapping.index is not None:
+        stacked = slice(mapping.index, mapping.index + 1)
+        if not mapping.is_transposed:
+            return tensor[stacked, rows][0] if columns is None else tensor[stacked, rows, columns][0]
+        return (tensor[stacked, :, rows] if columns is None else tensor[stacked, columns, rows])[0].t()
     if mapping.is_transposed:
         return (tensor[..., rows] if columns is None else tensor[columns, rows]).t()
     return tensor[rows] if columns is None else tensor[rows, columns]
@@ -355,6 +385,14 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "parallel_residual": "none",
     "logit_scale": 1.0,
     "attention_temperature_scale": 0.0,
+    "softmax_type": "vanilla",
+    "attention_output_gate": False,
+    "no_rope_freq": "",
+    "rotary_interleaved": False,
+    "rotary_truncate": True,
+    "qk_norm_order": "before",
+    "activation_func_clamp_value": 0.0,
+    "glu_linear_offset": 0.0,
 }
 """Setting that distinguishes one decoder from another -> its value in GPT-2."""
 
@@ -385,6 +423,12 @@ def _has_effect(model: ModelConfig, name: str) -> bool:
         return model.position_embedding_type == "rope" and model.window_size > 0
     if name in BASE_WIDTHS:
         return bool(model.width_logit_multiplier != 1.0)
+    if name == "rotary_truncate" and model.rotary_scaling != "yarn":
+        return False
+    if name == "no_rope_freq":
+        return model.position_embedding_type == "rope" and any(no_rope_layers(model.no_rope_freq, model.num_layers))
+    if name == "qk_norm_order":
+        return model.position_embedding_type == "rope" and model.qk_norm not in ("none", "l2")
     return not name.startswith("rotary_") or model.position_embedding_type == "rope"
 
 
@@ -475,8 +519,13 @@ def by_recipes(
         if unknown:
             raise CheckpointError(f"our model has no weights with these names: {', '.join(unknown)}")
         hf_weights: Tensors = {}
+        tensors_by_index: dict[str, dict[int, torch.Tensor]] = {}
         for name, tensor in weights.items():
-            hf_names = mappings[name].hf_names
+            hf_names, index = mappings[name].hf_names, mappings[name].index
+            if index is not None:
+                (stacked_tensor,) = weight_to_hf(mappings[name], tensor).values()
+                tensors_by_index.setdefault(hf_names[0], {})[index] = stacked_tensor
+                continue
             heights_by_name = {
                 hf_name: num_rows
                 for hf_name in hf_names
@@ -486,6 +535,6 @@ def by_recipes(
             hf_weights.update(
                 weight_to_hf(mappings[name], tensor, heights_by_name if len(heights_by_name) == len(hf_names) else None)
             )
-        return hf_weights
+        return hf_weights | stack_indexed(tensors_by_index)
 
     return {"recipes": recipes_of, "to_ours": to_ours, "from_ours": from_ours}

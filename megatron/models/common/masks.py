@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from megatron.config.layer_features import VANILLA
 from megatron.models.common.attention import local_alibi_slopes
 from megatron.models.common.kv_cache import KVCacheSlots
 from megatron.models.common.model_args import ModelArgs
@@ -60,7 +61,7 @@ class SharedMask:
 # |---|---|
 # | causal attention only | None |
 # | documents, if ``document_attention`` supports the layers | int32 [b, s], start of each position's document |
-# | no documents, context parallelism, if it supports the layers | int32 [b, s], zeros |
+# | no documents, but context parallelism or sinks, if it supports the layers | int32 [b, s], zeros |
 # | documents in all other cases, windows | bool [b or 1, 1, s, s], True where a query may attend |
 # | ALiBi, also with documents and windows | additive [b or 1, a/t, s, s] |
 #
@@ -108,7 +109,8 @@ class Masks:
             return None
         if segment_ids is not None and self._has_document_starts(x, length):
             return self._document_starts.get(segment_ids, partial(self._compute_document_starts, segment_ids))
-        if segment_ids is None and self._parallel.context.size > 1 and self._has_document_starts(x, length):
+        prefers_starts = self._parallel.context.size > 1 or self._args.softmax_type != VANILLA
+        if segment_ids is None and prefers_starts and self._has_document_starts(x, length):
             return self._single_document_starts(x, length)
         causal = self._causal_mask(length, x, has_window)
         if segment_ids is None:
@@ -147,7 +149,7 @@ class Masks:
     def _has_document_starts(self, x: torch.Tensor, length: int) -> bool:
         """Return True if masks are document starts: there is no attention dropout, and a kernel is available."""
         args = self._args
-        is_plain = self.slopes is None and not args.attn_logit_softcapping
+        is_plain = self.slopes is None and not args.attn_logit_softcapping and args.softmax_type == VANILLA
         if args.attention_dropout:
             return False
         return select_implementation(x, length, args.kv_hidden_size, is_plain=is_plain) is not None

@@ -68,6 +68,8 @@ class ModelArgs(DecoderFeatures):
             attention_factor=self.rotary_attention_factor,
             short_factors=parse_factors(self.rotary_short_factors),
             long_factors=parse_factors(self.rotary_long_factors),
+            is_truncated=self.rotary_truncate,
+            is_interleaved=self.rotary_interleaved,
         )
 
     @functools.cached_property

@@ -238,10 +238,11 @@ def make_norm(args: ModelArgs, parallel: ParallelContext | None = None) -> Layer
     return norm if parallel is None else parallel.mark_sequence_parallel(norm)
 
 
-# Norms of queries and keys, applied before the rotary embedding.
+# Norms of queries and keys, applied before or after the rotary embedding.
 #
 # | ``qk_norm`` | normalised over | weight | gradient on a tensor rank |
 # |---|---|---|---|
+# | l2 | the d elements of a head | none | |
 # | head | the d elements of a head | [d], full on every rank | sum over the rank's heads (``set_partial``) |
 # | per-head | the d elements of a head | [a d] or [g d], sharded by heads | complete gradient of its shard |
 # | all | all heads, over the tensor ranks | [a d] or [g d], sharded by heads | complete gradient of its shard |
@@ -257,6 +258,8 @@ def make_head_norm(args: ModelArgs, parallel: ParallelContext, num_heads: int) -
     """
     if args.qk_norm == "none":
         return None
+    if args.qk_norm == "l2":
+        return HeadL2Norm(args.layernorm_epsilon)
     if args.qk_norm == "all":
         return AllHeadsNorm(args, parallel.group, num_heads)
     if args.qk_norm == "per-head":
@@ -266,6 +269,24 @@ def make_head_norm(args: ModelArgs, parallel: ParallelContext, num_heads: int) -
         for parameter in norm.parameters():
             set_partial(parameter)
     return norm
+
+
+class HeadL2Norm(nn.Module):
+    """Root-mean-square normalization of each head without weights.
+
+    Shapes:
+        input, output [b, n/t, s, d]
+
+    Source: Meta 2025, "The Llama 4 herd", and its code.
+    """
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (upcast * (upcast.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()).to(x.dtype)
 
 
 class AllHeadsNorm(nn.Module):

@@ -64,6 +64,7 @@ class Router(nn.Module):
     Attributes:
         gradient_scale: factor by which a token's loss is multiplied before backward; set by the training loop.
         tokens_per_expert: choices in the previous global batch, int64 [E]; zeros before the first one.
+        bias: [E], added to the logits and trained, or None.
         expert_bias: [E] in fp32, or None; not a trained weight.
         counts: choices of each expert since the last ``clear``, int64 [E].
         dropped: choices dropped by the expert capacity since the last ``clear``, [1].
@@ -81,6 +82,7 @@ class Router(nn.Module):
         num_experts = args.num_experts
         self.weight = empty_weight((num_experts, args.hidden_size), Shard((num_experts, args.hidden_size)))
         set_matrices(self.weight)
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if args.hidden_bias else None
         self.expert_bias: nn.Parameter | None = None
         if args.moe_router_enable_expert_bias:
             self.expert_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
@@ -93,7 +95,8 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = linear(x.to(dtype), self.weight.to(dtype), fuse=False)  # [s, b, E]
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = linear(x.to(dtype), self.weight.to(dtype), bias, fuse=False)  # [s, b, E]
         is_sigmoid = self.model_args.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():

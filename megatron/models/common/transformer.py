@@ -134,7 +134,8 @@ class GatedLinear(ColumnParallelLinear):
 class MLP(nn.Module):
     """Feed-forward layer: ``down(activation(up(x)))``.
 
-    With a gated activation it computes ``down(activation(gate(x)) * value(x))``.
+    With a gated activation it computes ``down(activation(gate(x)) * value(x))``. Gate and value may be clamped before,
+    and the value may have an offset (``--activation-func-clamp-value``, ``--glu-linear-offset``).
 
     Shapes:
         input, output [s, b, h]
@@ -155,22 +156,32 @@ class MLP(nn.Module):
         if self.is_gated:
             set_matrices(self.up.weight, (1, 1))
         self.activation = XIELU(parallel) if args.activation == "xielu" else activation(args.activation)
+        self.clamp_value, self.value_offset = args.activation_func_clamp_value, args.glu_linear_offset
+        self.has_gate_kernel = (
+            args.activation in gated_activation.NAMES and not self.clamp_value and not self.value_offset
+        )
         self.down = RowParallelLinear(f, h, bias=args.hidden_bias, **parallel.layer_kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_gated:
-            uses_kernel = self.parallel.uses_kernels(x)
+            uses_kernel = self.uses_gate_kernel(x)
             gate, value = self.up(x, uses_kernel)  # 2 x [s, b, f/t]
             hidden = self.gate(gate, value, uses_kernel)  # [s, b, f/t]
         else:
             hidden = self.activation(self.up(x))  # [s, b, f/t]
         return self.down(self._apply_dropout(hidden))
 
+    def uses_gate_kernel(self, x: torch.Tensor) -> bool:
+        """Return True if a Triton kernel computes the gated activation of ``x``."""
+        return self.has_gate_kernel and self.parallel.uses_kernels(x)
+
     def gate(self, gate: torch.Tensor, value: torch.Tensor, uses_kernel: bool) -> torch.Tensor:
-        """Return ``activation(gate) * value``."""
+        """Return ``activation(gate) * (value + offset)``, after clamping gate and value if the model requires it."""
         if uses_kernel:
             return gated_activation.gated_activation(self.activation_name, gate, value)
-        return self.activation(gate) * value
+        if self.clamp_value:
+            gate, value = gate.clamp(max=self.clamp_value), value.clamp(-self.clamp_value, self.clamp_value)
+        return self.activation(gate) * (value + self.value_offset if self.value_offset else value)
 
     def _apply_dropout(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parallel.streams.dropout(

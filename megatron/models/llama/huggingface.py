@@ -14,6 +14,7 @@ in this order:
 | gemma3_text | as gemma2, with head norms, no soft-cap of scores, and a separate base in layers with a window |
 | olmo2 | norms after attention and feed-forward, and over all query and all key heads |
 | mixtral, qwen3_moe, qwen2_moe, glm4_moe | a mistral, qwen3, qwen2 and llama with experts (``huggingface_experts``) |
+| smollm3, afmoe, gpt_oss | layers without rotary positions, output gates, sinks (``huggingface_extras``) |
 
 | ours | Hugging Face | change |
 |---|---|---|
@@ -60,7 +61,9 @@ from megatron.models.common.huggingface import (
     unsupported_settings,
 )
 from megatron.models.llama.huggingface_experts import (
+    AFMOE_EXPERTS,
     GLM4,
+    GPT_OSS_EXPERTS,
     MIXTRAL,
     QWEN2,
     QWEN3,
@@ -69,6 +72,15 @@ from megatron.models.llama.huggingface_experts import (
     expert_problems,
     expert_recipes,
     expert_values,
+)
+from megatron.models.llama.huggingface_extras import (
+    AFMOE,
+    GPT_OSS,
+    SMOLLM3,
+    TypeExtras,
+    gpt_oss_expert_recipes,
+    reject_mxfp4,
+    smollm3_rotary_layers,
 )
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
 
@@ -113,6 +125,8 @@ class Preset:
         window: "all": in all layers or none; "layer": per layer; "": no windows.
         is_hidden_size_divisible: the hidden size must be a multiple of the number of heads.
         experts: names and settings of the experts; None for dense layers.
+        extras: settings that only this type has.
+        norms: Hugging Face names of norms that differ from those of ``norm_placement``.
     """
 
     model_type: str
@@ -124,6 +138,8 @@ class Preset:
     window: str = ""
     is_hidden_size_divisible: bool = False
     experts: ExpertNames | None = None
+    extras: TypeExtras | None = None
+    norms: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_gemma(self) -> bool:
@@ -232,6 +248,52 @@ PRESETS = (
         },
         experts=GLM4,
     ),
+    Preset(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        free=frozenset({*_WINDOW_FIELDS, "no_rope_freq"}),
+        defaults={
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True,
+        },
+        has_biases=True,
+        window="layer",
+        extras=SMOLLM3,
+    ),
+    Preset(
+        model_type="afmoe",
+        architecture="AfmoeForCausalLM",
+        fixed={"norm_placement": "both", "qk_norm": "head", "attention_output_gate": True},
+        free=frozenset({*_WINDOW_FIELDS, "no_rope_freq", "scale_embeddings"}),
+        defaults={
+            "head_dim": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "sliding_window": 1024,
+            "sliding_window_pattern": 4, **AFMOE_EXPERTS.defaults,
+        },
+        window="layer",
+        experts=AFMOE_EXPERTS,
+        extras=AFMOE,
+        norms={"post_attention_norm": "pre_mlp_layernorm", "mlp_output_norm": "post_mlp_layernorm"},
+    ),
+    Preset(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        fixed={
+            "softmax_type": "learnable", "hidden_bias": True, "activation": "gated-quick-gelu",
+            "glu_linear_offset": 1.0,
+        },
+        free=frozenset({*_WINDOW_FIELDS, "activation_func_clamp_value"}),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0, "sliding_window": 128, "sliding_window_pattern": 2, "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            **GPT_OSS_EXPERTS.defaults,
+        },
+        window="layer",
+        experts=GPT_OSS_EXPERTS,
+        extras=GPT_OSS,
+    ),
 )  # fmt: skip
 """All presets; the type of a model is the first one that can express its settings."""
 
@@ -248,14 +310,17 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
     }
     for layer_idx in range(model.num_layers):
         our_layer, hf_layer = f"layers.{layer_idx}", f"model.layers.{layer_idx}"
-        for our_name, hf_name in _NORMS[model.norm_placement].items():
+        for our_name, hf_name in {**_NORMS[model.norm_placement], **preset.norms}.items():
             mappings[f"{our_layer}.{our_name}.weight"] = WeightMapping((f"{hf_layer}.{hf_name}.weight",))
-        for name in ("query", "key") if model.qk_norm != "none" else ():
+        if model.softmax_type == "learnable":
+            mappings[f"{our_layer}.attention.sinks.weight"] = WeightMapping((f"{hf_layer}.self_attn.sinks",))
+        for name in ("query", "key") if model.qk_norm not in ("none", "l2") else ():
             mappings[f"{our_layer}.attention.{name}_norm.weight"] = WeightMapping(
                 (f"{hf_layer}.self_attn.{name[0]}_norm.weight",)
             )
         for suffix in ("weight", "bias") if model.hidden_bias or model.add_qkv_bias else ("weight",):
-            hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in "qkv")
+            projections = ("q", "gate", "k", "v") if model.attention_output_gate else ("q", "k", "v")
+            hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in projections)
             mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
                 hf_names, num_blocks=model.num_query_groups
             )
@@ -263,6 +328,9 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
             mappings[f"{our_layer}.attention.dense.{suffix}"] = WeightMapping(
                 (f"{hf_layer}.self_attn.o_proj.{suffix}",)
             )
+            if preset.experts is GPT_OSS_EXPERTS:
+                mappings |= gpt_oss_expert_recipes(model, our_layer, hf_layer)
+                continue
             if preset.experts is not None and has_experts(model, layer_idx):
                 mappings |= expert_recipes(preset.experts, model, our_layer, hf_layer)
                 continue
@@ -275,10 +343,10 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
 
 
 def heights(config: Config) -> dict[str, int]:
-    """Return the numbers of rows of the query, key and value weights and biases, by the suffix of their names."""
+    """Return the numbers of rows of the query, gate, key and value weights and biases, by the suffix of their names."""
     query_rows = config.model.attention_size
     key_rows = config.model.num_query_groups * config.model.kv_hidden_size
-    num_rows = {"q": query_rows, "k": key_rows, "v": key_rows}
+    num_rows = {"q": query_rows, "self_attn.gate": query_rows, "k": key_rows, "v": key_rows}
     return {f"{name}_proj.{suffix}": rows for name, rows in num_rows.items() for suffix in ("weight", "bias")}
 
 
@@ -288,15 +356,17 @@ def heights(config: Config) -> dict[str, int]:
 def problems(preset: Preset, config: Config) -> Iterator[str]:
     """Yield a message for each setting of ``config`` that the type cannot express."""
     model, model_type = config.model, preset.model_type
-    free = {*preset.free, "rotary_scaling", *(["num_experts"] if preset.experts is not None else [])}
+    free = {*preset.free, "rotary_scaling", "rotary_truncate", *(["num_experts"] if preset.experts is not None else [])}
     yield from unsupported_settings(model, {**_COMMON_SETTINGS, **preset.fixed}, free=free)
     if preset.experts is not None:
         yield from expert_problems(preset.experts, model)
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
-    if model.activation not in _HF_ACTIVATIONS:
+    if preset.extras is not None:
+        yield from preset.extras.problems(model, _window_layers(config))
+    if model.activation not in _HF_ACTIVATIONS and "activation" not in preset.fixed:
         yield f"--activation must be {' or '.join(_HF_ACTIVATIONS)}, got {model.activation}"
-    if model.hidden_bias and not preset.has_biases:
+    if model.hidden_bias and not preset.has_biases and "hidden_bias" not in preset.fixed:
         yield f"{model_type} does not support --hidden-bias"
     if preset.is_hidden_size_divisible and model.hidden_size % model.num_attention_heads:
         yield (
@@ -331,7 +401,7 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_hidden_size,
-        preset.activation_key: _HF_ACTIVATIONS[model.activation],
+        preset.activation_key: _HF_ACTIVATIONS.get(model.activation, "silu"),
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
@@ -353,6 +423,8 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         hf_config["query_pre_attn_scalar"] = _attention_scalar(config)
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             hf_config[name] = getattr(model, name) or None
+    if preset.extras is not None:
+        hf_config = preset.extras.written_keys(hf_config) | preset.extras.fields(model, _window_layers(config))
     return hf_config
 
 
@@ -381,6 +453,8 @@ def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
         "sliding_window": window_size,
         "layer_types": [_SLIDING if is_sliding else _FULL for is_sliding in has_window],
     }
+    if preset.extras is not None:
+        return result
     if preset.is_gemma:  # its class requires an integer even if no layer uses it
         return {**result, "sliding_window": window_size or preset.defaults["sliding_window"]}
     if window_size is None:
@@ -397,7 +471,7 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a setting is not supported; the message lists all of them.
     """
-    settings = {**preset.defaults, **hf_config}
+    settings = {**preset.defaults, **(hf_config if preset.extras is None else preset.extras.read_keys(hf_config))}
     activation = settings.get(preset.activation_key) or preset.defaults.get(preset.activation_key, "silu")
     hidden_size, num_heads, num_layers = (
         settings["hidden_size"],
@@ -412,7 +486,13 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
         has_partial_rotary=preset.experts is GLM4,
     )
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
-    unsupported = [*unsupported_rotary, *unsupported, *unsupported_experts, *_other_values(preset, settings)]
+    extras, unsupported_extras = {}, []
+    if preset.extras is not None:
+        has_window = _layers_with_window(preset, settings, num_layers)
+        extras, unsupported_extras = preset.extras.values(settings, has_window)
+    unsupported = [
+        *unsupported_rotary, *unsupported, *unsupported_experts, *_other_values(preset, settings), *unsupported_extras,
+    ]  # fmt: skip
     if activation not in _ACTIVATIONS:
         unsupported.append(f"{preset.activation_key} {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
     if unsupported:
@@ -435,7 +515,6 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
         gemma["softmax_scale"] = 0.0 if scalar == head_size else scalar**-0.5
     return {
         **_COMMON_SETTINGS,
-        **preset.fixed,
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
@@ -456,6 +535,8 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
         **rotary,
         **experts,
         **glm,
+        **preset.fixed,
+        **extras,
     }
 
 
@@ -483,7 +564,8 @@ def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
     biases = settings.get("attention_bias") or False
     if preset.has_biases and (settings.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (supported: both or neither)"
-    if not preset.has_biases and not preset.model_type.startswith("qwen2") and preset.experts is not GLM4 and biases:
+    has_fixed_biases = preset.model_type.startswith("qwen2") or preset.experts in (GLM4, GPT_OSS_EXPERTS)
+    if not preset.has_biases and not has_fixed_biases and biases:
         yield "attention_bias True (supported: False)"
     if preset.model_type == "gemma3_text" and settings.get("attn_logit_softcapping"):
         yield (
@@ -494,19 +576,13 @@ def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _window_values(preset: Preset, settings: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[str]]:
     """Return our window fields, empty without windows, and the window settings that we do not support."""
-    layer_types, window_size = settings.get("layer_types"), settings.get("sliding_window")
-    if preset.model_type.startswith("qwen") and not settings.get("use_sliding_window", False):
-        window_size = None
+    layer_types, window_size = settings.get("layer_types"), _window_size(preset, settings)
     if layer_types is not None:
         if unknown := sorted({str(layer_type) for layer_type in layer_types} - {_SLIDING, _FULL}):
             return {}, [f"layer_types with {', '.join(unknown)} (supported: {_SLIDING}, {_FULL})"]
         if len(layer_types) != num_layers:
             return {}, [f"layer_types with {len(layer_types)} entries for num_hidden_layers {num_layers}"]
-    has_window = (
-        [layer_type == _SLIDING for layer_type in layer_types]
-        if layer_types is not None
-        else _default_windows(preset, settings, window_size, num_layers)
-    )
+    has_window = _layers_with_window(preset, settings, num_layers)
     if not preset.window and (window_size is not None or any(has_window)):
         return {}, [f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: none)"]
     if preset.window == "all" and window_size is not None and not all(has_window):
@@ -523,11 +599,30 @@ def _window_values(preset: Preset, settings: Mapping[str, Any], num_layers: int)
     return {"window_size": window_size - 1, "window_attn_skip_freq": skip_freq(has_window)}, []
 
 
+def _window_size(preset: Preset, settings: Mapping[str, Any]) -> int | None:
+    """Return the window size of config.json; Qwen's has no effect without ``use_sliding_window``."""
+    if preset.model_type.startswith("qwen") and not settings.get("use_sliding_window", False):
+        return None
+    window_size: int | None = settings.get("sliding_window")
+    return window_size
+
+
+def _layers_with_window(preset: Preset, settings: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Return a bool per layer: True if it has a window."""
+    layer_types = settings.get("layer_types")
+    if layer_types is not None:
+        return [layer_type == _SLIDING for layer_type in layer_types]
+    return _default_windows(preset, settings, _window_size(preset, settings), num_layers)
+
+
 def _default_windows(
     preset: Preset, settings: Mapping[str, Any], window_size: int | None, num_layers: int
 ) -> list[bool]:
     """Return the window flag of each layer for a config.json without ``layer_types``."""
-    if preset.is_gemma:
+    if preset.extras is SMOLLM3:
+        uses_window = settings.get("use_sliding_window", False) and window_size is not None
+        return [uses_window and not has_rotary for has_rotary in smollm3_rotary_layers(settings)[:num_layers]]
+    if preset.is_gemma or preset.extras is not None:
         period = settings["sliding_window_pattern"]
         return [layer_number % period != 0 for layer_number in range(1, num_layers + 1)]
     first_window_layer = settings.get("max_window_layers", 0) if preset.window == "layer" else 0
@@ -552,6 +647,16 @@ def _rename_tensor(name: str, config: Config) -> str | None:
     return None if match is not None and int(match[1]) >= config.model.num_layers else name
 
 
+def _rename_gpt_oss_tensor(name: str, config: Config) -> str:
+    """Return ``name``.
+
+    Raises:
+        CheckpointError: the tensor is quantised.
+    """
+    reject_mxfp4(name)
+    return name
+
+
 def _use_eager_experts(hf_model: Any, config: Config) -> None:
     """Compute the Hugging Face experts one by one; the default, grouped products, does not support fp64."""
     hf_model.set_experts_implementation("eager")
@@ -561,7 +666,11 @@ def _required_fields(preset: Preset) -> tuple[str, ...]:
     """Return the names of the size settings that a model of the type requires."""
     if preset.experts is None:
         return ()
-    return ("num_experts", *(("moe_shared_expert_intermediate_size",) if preset.experts is QWEN2 else ()))
+    has_shared_expert = preset.experts in (QWEN2, AFMOE_EXPERTS)
+    return ("num_experts", *(("moe_shared_expert_intermediate_size",) if has_shared_expert else ()))
+
+
+_RENAME_TENSOR = {"glm4_moe": _rename_tensor, "gpt_oss": _rename_gpt_oss_tensor}
 
 
 def _make_format(preset: Preset) -> HFFormat:
@@ -574,7 +683,7 @@ def _make_format(preset: Preset) -> HFFormat:
         word=_HF_WORD,
         key_groups=(ROTARY_KEYS, WINDOW_KEYS),
         ignored_names=ROTARY_BUFFERS,
-        rename_tensor=_rename_tensor if preset.experts is GLM4 else keep_tensor_name,
+        rename_tensor=_RENAME_TENSOR.get(preset.model_type, keep_tensor_name),
         patch_hf_model=_use_eager_experts if preset.experts is not None else leave_hf_model_unchanged,
         logit_tolerance=1e-5,  # Hugging Face computes norms and rotary angles in fp32
         architecture=partial(architecture, preset),

@@ -48,6 +48,8 @@ class ExpertNames:
         dense_layers: how config.json expresses which layers are dense: "" (none), "sparse" (``decoder_sparse_step``) or
             "first".
         defaults: defaults of the Hugging Face class for missing keys.
+        router: name of the router within the block.
+        expert_bias: name of the bias of the router's choices within the block.
     """
 
     block: str = "mlp"
@@ -59,6 +61,8 @@ class ExpertNames:
     shared_expert: str = ""
     dense_layers: str = "sparse"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    router: str = "gate"
+    expert_bias: str = "gate.e_score_correction_bias"
 
 
 MIXTRAL = ExpertNames(
@@ -96,6 +100,26 @@ GLM4 = ExpertNames(
         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
     },
 )  # fmt: skip
+AFMOE_EXPERTS = ExpertNames(
+    free=frozenset({"moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"}),
+    fixed={"moe_router_score_function": SIGMOID, "moe_router_enable_expert_bias": True},
+    shared_expert="shared_experts",
+    dense_layers="first",
+    defaults={
+        "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    },
+    router="router.gate",
+    expert_bias="expert_bias",
+)  # fmt: skip
+GPT_OSS_EXPERTS = ExpertNames(
+    num_experts_key="num_local_experts",
+    ffn_size_key="intermediate_size",
+    dense_layers="",
+    defaults={"num_local_experts": 128, "num_experts_per_tok": 4},
+)
+WITH_SHARED_MULTIPLES = (GLM4, AFMOE_EXPERTS)
+"""Types whose shared experts have the size of a multiple of an expert, and whose first layers may be dense."""
 
 
 # Weights.
@@ -109,9 +133,9 @@ def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_la
         hf_layer: name of the Hugging Face layer, such as "model.layers.2".
     """
     hf_block, hf_shared_expert = f"{hf_layer}.{names.block}", f"{hf_layer}.{names.block}.{names.shared_expert}"
-    mappings = {f"{our_layer}.mlp.router.weight": WeightMapping((f"{hf_block}.gate.weight",))}
+    mappings = {f"{our_layer}.mlp.router.weight": WeightMapping((f"{hf_block}.{names.router}.weight",))}
     if model.moe_router_enable_expert_bias:
-        mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping((f"{hf_block}.gate.e_score_correction_bias",))
+        mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping((f"{hf_block}.{names.expert_bias}",))
     for idx in range(model.num_experts):
         our_expert, ffn_size = f"{our_layer}.mlp.experts.{idx}", model.moe_ffn_hidden_size
         mappings |= _expert_mappings(our_expert, f"{hf_block}.experts.{idx}", names.projections, ffn_size)
@@ -156,7 +180,7 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
         yield f"all layers must have experts, got --moe-layer-freq {model.moe_layer_freq}"
     if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
         yield "a shared expert is required. Set --moe-shared-expert-intermediate-size"
-    if names is GLM4 and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
+    if names in WITH_SHARED_MULTIPLES and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
         yield (
             "--moe-shared-expert-intermediate-size must be a multiple of --moe-ffn-hidden-size, got "
             f"{model.moe_shared_expert_intermediate_size} and {model.moe_ffn_hidden_size}"
@@ -185,7 +209,7 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
         }
     if names is QWEN2:
         fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
-    if names is GLM4:
+    if names in WITH_SHARED_MULTIPLES:
         fields |= {
             "first_k_dense_replace": list(has_experts).index(True),
             "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
@@ -221,7 +245,7 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
         fields["moe_shared_expert_intermediate_size"] = settings["shared_expert_intermediate_size"]
         if not settings.get("qkv_bias", True):
             unsupported.append("qkv_bias False (supported: True)")
-    if names is GLM4:
+    if names in WITH_SHARED_MULTIPLES:
         num_groups, group_topk = settings["n_group"], settings["topk_group"]
         fields["moe_shared_expert_intermediate_size"] = settings["n_shared_experts"] * settings[names.ffn_size_key]
         fields["moe_router_topk_scaling_factor"] = settings["routed_scaling_factor"]

@@ -63,6 +63,8 @@ def rotary_fields(model: ModelConfig, *, has_local: bool, has_partial_rotary: bo
         del scaled["attention_factor"]  # transformers derives it from the factor, as we do
     if rope_type == "longrope":
         scaled |= {key: list(parse_factors(scaled[key])) for key in _FACTOR_LISTS}
+    if rope_type == "yarn" and not model.rotary_truncate:
+        scaled["truncate"] = False
     fields = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
     if has_partial_rotary:
         fields["partial_rotary_factor"] = model.rotary_percent
@@ -152,7 +154,8 @@ def _convert_parameters(
     base = parameters.pop("rope_theta", hf_config.get("rope_theta", _DEFAULT_BASE))
     if rope_type not in _KEYS_BY_TYPE:
         return {}, [f"rope_type {rope_type!r} (supported: {', '.join(_KEYS_BY_TYPE)})"]
-    ignored_defaults = {"partial_rotary_factor": 1.0, **({"truncate": True} if rope_type == "yarn" else {})}
+    truncate = parameters.pop("truncate", True) if rope_type == "yarn" else True
+    ignored_defaults = {"partial_rotary_factor": 1.0}
     ignored_values = {key: parameters.pop(key, default) for key, default in ignored_defaults.items()}
     unsupported = [
         f"{key} {value!r} (supported: {ignored_defaults[key]!r})"
@@ -174,6 +177,8 @@ def _convert_parameters(
     if _LENGTH_KEY in _KEYS_BY_TYPE[rope_type]:
         parameters.setdefault(_LENGTH_KEY, hf_config.get(_LENGTH_KEY) or hf_config.get("max_position_embeddings", 2048))
     scaled = {_FIELD_BY_KEY[key]: parameters[key] for key in _KEYS_BY_TYPE[rope_type] if key in parameters}
+    if not truncate:
+        scaled["rotary_truncate"] = False
     return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(rope_type, rope_type), **scaled}, []
 
 

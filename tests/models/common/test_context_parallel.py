@@ -75,6 +75,10 @@ def cases() -> dict[str, Case]:
     )
     length_args = {"max_position_embeddings": LENGTH}
     softcap_args = {"attn_logit_softcapping": 1.5, "window_size": 5, "window_attn_skip_freq": "2", "num_layers": 3}
+    sink_args = {
+        "softmax_type": "learnable", "attention_output_gate": True, "window_size": 5, "window_attn_skip_freq": "2",
+        "no_rope_freq": "2",
+    }  # fmt: skip
     return {
         "gpt2": Case(DecoderModel, small_model_args(**length_args), plain_fields),
         "gpt2 with documents": Case(DecoderModel, small_model_args(**length_args, **DROPOUT_RATES), document_fields),
@@ -92,6 +96,13 @@ def cases() -> dict[str, Case]:
         ),
         "gemma, documents by starts": Case(
             DecoderModel, llama_model_args(**softcap_args, **GROUPED_ARGS), document_fields
+        ),
+        "sinks": Case(DecoderModel, llama_model_args(**sink_args, **GROUPED_ARGS), plain_fields),
+        "sinks with documents": Case(
+            DecoderModel, llama_model_args(**sink_args, **DROPOUT_RATES, **GROUPED_ARGS), document_fields
+        ),
+        "sinks, documents by starts": Case(
+            DecoderModel, llama_model_args(**sink_args, **GROUPED_ARGS, recompute_attention=True), document_fields
         ),
         "mpt": Case(DecoderModel, mpt_model_args(), plain_fields),
         "mpt, documents by starts": Case(DecoderModel, mpt_model_args(window_size=7), segment_fields),
@@ -152,7 +163,8 @@ def test_every_family_matches_one_process_with_same_masks() -> None:
 
 
 def test_all_to_all_matches_one_process() -> None:
-    check_matches_one_process(1, 2, "a2a", ["llama with documents", "mpt with documents", "mpt, documents by starts"])
+    names = ["llama with documents", "mpt with documents", "mpt, documents by starts", "sinks, documents by starts"]
+    check_matches_one_process(1, 2, "a2a", names)
 
 
 @pytest.mark.slow

@@ -116,6 +116,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True, "activation": "gated-silu",
     },
     "first dense": {"moe_layer_freq": "[0,1]", "moe_shared_expert_intermediate_size": 8},
+    "biases": {
+        "hidden_bias": True, "moe_shared_expert_intermediate_size": 8, "activation": "gated-quick-gelu",
+        "activation_func_clamp_value": 0.5,
+    },
 }  # fmt: skip
 
 

@@ -45,7 +45,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared with gate": {"moe_shared_expert_intermediate_size": 6, "moe_shared_expert_gate": True},
     "capacity by weight": {"moe_expert_capacity_factor": 0.7, "activation": "gated-silu", **BALANCED},
     "capacity by position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
-}
+    "biases": {"hidden_bias": True, "moe_shared_expert_intermediate_size": 6, **BALANCED},
+    "biases, clamped": {
+        "hidden_bias": True, "activation": "gated-quick-gelu", "activation_func_clamp_value": 0.4,
+        "glu_linear_offset": 1.0, "moe_expert_capacity_factor": 0.7,
+    },
+}  # fmt: skip
 
 
 def make_layer(**settings: Any) -> MoE:
@@ -55,6 +60,10 @@ def make_layer(**settings: Any) -> MoE:
     if moe.router.expert_bias is not None:
         moe.router.expert_bias.data.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0, 0.25, -0.3]))
     moe.router.tokens_per_expert.copy_(torch.tensor([5, 1, 0, 9, 3, 2]))
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in moe.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     return moe
 
 
@@ -65,16 +74,16 @@ def make_hidden(seed: int = 0) -> torch.Tensor:
 
 def apply_expert(expert: Any, x: torch.Tensor) -> torch.Tensor:
     """Return what one feed-forward half makes of one token."""
-    up, down = expert.up.weight, expert.down.weight
-    if expert.is_gated:
-        return down @ (expert.activation(up[0::2] @ x) * (up[1::2] @ x))
-    return down @ expert.activation(up @ x)
+    up, down = expert.up.weight @ x, expert.down.weight
+    up = up if expert.up.bias is None else up + expert.up.bias
+    output = down @ (expert.gate(up[0::2], up[1::2], False) if expert.is_gated else expert.activation(up))
+    return output if expert.down.bias is None else output + expert.down.bias
 
 
 def route_token(moe: MoE, x: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Return expert -> weight of one token, and its share of the losses."""
     args, router = moe.model_args, moe.router
-    logits = router.weight @ x
+    logits = router.weight @ x + (0.0 if router.bias is None else router.bias)
     is_sigmoid = args.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if is_sigmoid else logits
     selection_scores = scores.tolist()
@@ -363,7 +372,7 @@ def test_slots_of_dropped_choices_have_no_effect(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(actual.grad, reference.grad)
 
 
-INVALID_FLAGS = "--num-experts 6 --moe-router-topk 7 --moe-layer-freq [1,0] --hidden-bias --moe-shared-expert-gate"
+INVALID_FLAGS = "--num-experts 6 --moe-router-topk 7 --moe-layer-freq [1,0] --moe-shared-expert-gate"
 
 
 def test_rejects_invalid_moe_flags_together() -> None:
@@ -375,7 +384,7 @@ def test_rejects_invalid_moe_flags_together() -> None:
     for message in (
         "--moe-router-topk must not exceed --num-experts, got 7 and 6",
         "--moe-layer-freq must be a number of at least 1, or a list with 1 or 0 for each of the 4 layers",
-        "experts have no biases", "--moe-shared-expert-gate has no effect",
+        "--moe-shared-expert-gate has no effect",
         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
         "--moe-router-num-groups and --moe-router-group-topk must be set", "--compile supports dense layers only",
     ):  # fmt: skip

@@ -79,6 +79,17 @@ FEATURES: dict[str, dict[str, Any]] = {
     "xielu": {"activation": "xielu"},
     "rope, longrope, short": {**ROPE, **LONGROPE, "rotary_original_positions": SEQ},
     "rope, longrope, long": {**ROPE, **LONGROPE, "rotary_original_positions": SEQ - 1, "rotary_attention_factor": 1.2},
+    "sinks": {"softmax_type": "learnable"},
+    "sinks of 0": {"softmax_type": "off-by-one"},
+    "output gate": {"attention_output_gate": True},
+    "rope, not in every layer": {**ROPE, "no_rope_freq": "2"},
+    "rope, not in the first layer": {**ROPE, "no_rope_freq": "[1,0]"},
+    "rope, interleaved": {**ROPE, "rotary_interleaved": True},
+    "rope, yarn without rounding": {**ROPE, **YARN, "rotary_truncate": False},
+    "q, k norms behind rope": {**ROPE, "qk_norm": "head", "qk_norm_order": "after"},
+    "q, k norms without weights": {"qk_norm": "l2"},
+    "gated, clamped": {"activation": "gated-silu", "activation_func_clamp_value": 0.3},
+    "gated, offset": {"activation": "gated-quick-gelu", "glu_linear_offset": 1.0},
 }
 """Name -> what it sets; two that set one field differently are no pair."""
 
@@ -113,6 +124,16 @@ FULL_MODELS: dict[str, dict[str, Any]] = {
                 "residual_scale": 1.4, "dim_model_base": 4},
     "muP": {"mup_base_hidden_size": 8, "mup_base_head_dim": 3},
     "BLOOM": {"position_embedding_type": "alibi", "embed_layernorm": True, "hidden_bias": True},
+    "gpt-oss": {
+        **FEATURES["groups"], **ROPE, **YARN, "rotary_truncate": False, "normalization": "RMSNorm",
+        "hidden_bias": True, "softmax_type": "learnable", "window_size": 2, "window_attn_skip_freq": "2",
+        "activation": "gated-quick-gelu", "activation_func_clamp_value": 0.4, "glu_linear_offset": 1.0,
+    },
+    "AFMoE": {
+        **FEATURES["groups"], **ROPE, "normalization": "RMSNorm", "norm_placement": "both", "qk_norm": "head",
+        "attention_output_gate": True, "window_size": 2, "window_attn_skip_freq": "2", "no_rope_freq": "2",
+        "activation": "gated-silu", "scale_embeddings": True,
+    },
 }  # fmt: skip
 
 

@@ -56,6 +56,16 @@ CASES = {
     ),
     "LLaMA, recompute": Case(llama_model_args(checkpoint_activations=True, num_query_groups=4), True),
     "LLaMA, scaled": Case(llama_model_args(rotary_scaling="linear", rotary_scaling_factor=3.0, num_query_groups=4)),
+    "LLaMA, sinks": Case(llama_model_args(softmax_type="learnable", num_attention_heads=8, num_query_groups=4), True),
+    "LLaMA, output gate": Case(
+        llama_model_args(attention_output_gate=True, num_attention_heads=8, num_query_groups=4, add_qkv_bias=True)
+    ),
+    "LLaMA, q/k norm behind rope": Case(llama_model_args(qk_norm="head", qk_norm_order="after", num_query_groups=4)),
+    "LLaMA, clamped": Case(
+        llama_model_args(
+            activation="gated-quick-gelu", activation_func_clamp_value=0.3, glu_linear_offset=1.0, num_query_groups=4
+        )
+    ),
     "MPT": Case(mpt_model_args()),
     "MPT, documents": Case(mpt_model_args(), True),
     "MPT, untied": Case(mpt_model_args(untie_embeddings=True)),
