@@ -12,6 +12,8 @@
 | apertus | xIELU without a gate, head norms |
 | arcee | squared ReLU without a gate |
 | nemotron | layer norms stored minus 1, squared ReLU without a gate, partial rotary positions |
+| cohere2 | layer norms without bias, parallel attention, a logit scale, rotary positions in layers with a window only |
+| hunyuan_v1_dense | head norms after the rotation |
 | glm4 | norms before and after, packed gate, partial rotary positions of adjacent elements |
 """
 
@@ -22,8 +24,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.config.decoder import SEQUENTIAL, SHARED_NORM
+from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
-from megatron.models.llama.huggingface_dense import PRE_NORMS, BiasKeys, DenseType, Problems, make_format
+from megatron.models.llama.huggingface_dense import (
+    PRE_NORMS,
+    BiasKeys,
+    DenseType,
+    Problems,
+    make_format,
+    window_layers,
+)
+from megatron.models.llama.huggingface_extras import format_no_rope
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _LENGTH_KEY, _BETA_KEY = "original_max_position_embeddings", "llama_4_scaling_beta"
@@ -201,6 +212,48 @@ def _stablelm_problems(model: ModelConfig) -> Iterator[str]:
         yield f"--qk-norm must be none or per-head, got {model.qk_norm}"
 
 
+# Cohere 2: rotary positions only in layers with a window, and a factor of the logits.
+
+
+def _cohere2_fields(model: ModelConfig) -> dict[str, Any]:
+    return {"logit_scale": model.logit_scale}
+
+
+def _cohere2_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+    num_layers, period = settings["num_hidden_layers"], settings["sliding_window_pattern"]
+    layer_types = settings.get("layer_types")
+    if layer_types is None:
+        layer_types = [_FULL if layer % period == 0 else _SLIDING for layer in range(1, num_layers + 1)]
+    if settings["sliding_window"] is None or _SLIDING not in layer_types:
+        return {}, [f"layers without a window only, which have no positions (supported: {_SLIDING} in some layers)"]
+    no_rope_freq = format_no_rope([layer_type != _SLIDING for layer_type in layer_types])
+    return {"logit_scale": float(settings["logit_scale"]), "no_rope_freq": no_rope_freq}, []
+
+
+def _cohere2_problems(model: ModelConfig) -> Iterator[str]:
+    has_window, has_rope = window_layers(model), [not x for x in no_rope_layers(model.no_rope_freq, model.num_layers)]
+    if not any(has_window) or list(has_window) != has_rope:
+        yield (
+            "layers must have rotary positions exactly if they have a window, got --window-size "
+            f"{model.window_size}, --window-attn-skip-freq {model.window_attn_skip_freq or 'of all layers'} and "
+            f"--no-rope-freq {model.no_rope_freq or 'of no layer'}"
+        )
+
+
+# Hunyuan: a rotary base that is stretched by a fixed number.
+
+
+def _hunyuan_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+    """Convert ``rope_type`` dynamic with ``alpha``, whose frequencies do not depend on the length, to a rotary base."""
+    rope = dict(settings.get("rope_scaling") or settings.get("rope_parameters") or {})
+    rope_type, alpha = rope.get("rope_type", rope.get("type", "default")), rope.get("alpha")
+    if rope_type == "dynamic" and alpha:
+        head_size = settings["head_dim"]
+        base = rope.get("rope_theta", settings.get("rope_theta", 10000.0)) * alpha ** (head_size / (head_size - 2))
+        settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": base}, "rope_scaling": None}
+    return {}, []
+
+
 # Apertus and Arcee.
 
 
@@ -315,6 +368,34 @@ DENSE_TYPES = (
         biases=_ALL_BIASES,
         activations=_SQUARED_RELU,
         epsilon_key="norm_eps",
+    ),
+    DenseType(
+        model_type="cohere2",
+        architecture="Cohere2ForCausalLM",
+        fixed={"normalization": "LayerNorm", "norm_bias": False, "parallel_residual": SHARED_NORM},
+        free=frozenset({"no_rope_freq", "logit_scale"}),
+        defaults={
+            "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
+            "logit_scale": 0.0625, "sliding_window": 4096, "sliding_window_pattern": 4,
+        },
+        biases=_ATTENTION_BIASES,
+        epsilon_key="layer_norm_eps",
+        norms={"input_norm": "input_layernorm"},
+        has_adjacent_pairs=True,
+        window="layer",
+        has_fixed_head_size=True,
+        fields=_cohere2_fields,
+        values=_cohere2_values,
+        problems=_cohere2_problems,
+    ),
+    DenseType(
+        model_type="hunyuan_v1_dense",
+        architecture="HunYuanDenseV1ForCausalLM",
+        fixed={"qk_norm": "head", "qk_norm_order": "after"},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        biases=_ATTENTION_BIASES,
+        query_key_norms=("query_layernorm", "key_layernorm"),
+        values=_hunyuan_values,
     ),
     DenseType(
         model_type="glm4",

@@ -1,0 +1,24 @@
+"""Run Hugging Face's classes entirely in fp64, by their own formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+
+@contextmanager
+def fp64_instead_of_fp32() -> Iterator[None]:
+    """Let code that names fp32 (norms, rotary angles, softmax of the classes) compute in fp64.
+
+    ``torch.float32`` and ``torch.float`` are the fp64 type in the block, and ``Tensor.float`` is ``Tensor.double``. The
+    classes must be built in the block as well, because they compute rotary frequencies when they are built. The
+    default type of new tensors remains fp32.
+    """
+    with ExitStack() as stack:
+        for name in ("float32", "float"):
+            stack.enter_context(patch.object(torch, name, torch.float64))
+        stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
