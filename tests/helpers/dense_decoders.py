@@ -77,7 +77,8 @@ DENSE_CASES = {
         {"hidden_size": 38, "num_key_value_heads": 2, "sliding_window": 5, "rope_parameters": TEMPERATURE},
         "--hidden-size 38 --num-query-groups 2 --window-size 4 --rotary-base 500 --rotary-scaling yarn "
         "--rotary-scaling-factor 4 --rotary-original-positions 3 --rotary-beta-fast 2 --rotary-beta-slow 0.1 "
-        f"--rotary-attention-factor {ATTENTION_FACTOR!r} --attention-temperature-scale 0.3 --attention-temperature-floor 3",
+        f"--rotary-attention-factor {ATTENTION_FACTOR!r} "
+        "--attention-temperature-scale 0.3 --attention-temperature-floor 3",
     ),
     "granite": ModelCase(
         "Granite",
@@ -141,7 +142,8 @@ DENSE_CASES = {
             "layer_types": [SLIDING, FULL, SLIDING], "logit_scale": 0.3, "rope_parameters": default_rope(100.0),
         },
         "--hidden-size 60 --num-query-groups 3 --normalization LayerNorm --no-norm-bias "
-        "--parallel-residual shared-norm --tie-embeddings-and-output-weights --window-size 3 --window-attn-skip-freq 2 --no-rope-freq 2 "
+        "--parallel-residual shared-norm --tie-embeddings-and-output-weights --window-size 3 "
+        "--window-attn-skip-freq 2 --no-rope-freq 2 "
         "--logit-scale 0.3 --rotary-base 100",
     ),
     "glm4": ModelCase(
