@@ -122,7 +122,11 @@ def unused_layer_features(model: Any, explicit: tuple[str, ...]) -> Iterator[str
     """Yield a message for each feature in ``explicit``, the fields set by a flag, that has no effect."""
     flags = [
         flag
-        for name, flag in (("no_rope_freq", "--no-rope-freq"), ("rotary_interleaved", "--rotary-interleaved"))
+        for name, flag in (
+            ("no_rope_freq", "--no-rope-freq"),
+            ("rotary_interleaved", "--rotary-interleaved"),
+            ("qk_norm_order", "--qk-norm-order"),
+        )
         if name in explicit
     ]
     if flags and model.position_embedding_type != "rope":

@@ -597,12 +597,15 @@ class DecoderCosts(Costs):
 def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of ``DecoderCosts`` that depend on dropout.
 
-    Attention with dropout saves its probabilities on a CPU and with --layout-independent-dropout. On a CPU, dropout
-    masks are saved as factors in the training dtype.
+    Attention with dropout saves its probabilities on a CPU and with --layout-independent-dropout, and attention with
+    sinks if no kernel supports it. On a CPU, dropout masks are saved as factors in the training dtype.
     """
     model, dtype = config.model, config.precision.dtype or "fp32"
+    is_saved = bool(model.attention_dropout and (is_on_cpu or model.layout_independent_dropout))
+    if model.softmax_type != VANILLA:
+        is_saved = is_saved or mask_reason(config, "cpu" if is_on_cpu else "cuda") is not None
     return {
-        "is_fused": not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout)),
+        "is_fused": not is_saved,
         "mask_bytes": 0 if not model.hidden_dropout else BYTES.get(dtype, 4) if is_on_cpu else 1,
     }
 

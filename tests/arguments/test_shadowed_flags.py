@@ -75,6 +75,12 @@ SHADOWED = {
     "rotary_beta_slow": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-beta-slow 2",
     "rotary_attention_factor": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-attention-factor 2",
     "rotary_percent": "--rotary-percent 0.5",
+    "no_rope_freq": "--no-rope-freq 2",
+    "rotary_interleaved": "--rotary-interleaved",
+    "rotary_truncate": "--no-rotary-truncate",
+    "qk_norm_order": "--qk-norm-order after",
+    "activation_func_clamp_value": "--activation-func-clamp-value 7",
+    "glu_linear_offset": "--glu-linear-offset 1",
     "rotary_local_base": f"{ROPE_FLAGS} --rotary-local-base 100 --window-size 4 --window-attn-skip-freq [0,0,0,0]",
     "alibi_bias_max": "--alibi-bias-max 4",
     "norm_bias": "--no-norm-bias --normalization RMSNorm",
@@ -231,6 +237,7 @@ NEVER_SHADOWED = set(
     loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
     norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
+    softmax_type attention_output_gate
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
     binary_head mask_prob whole_word_masking short_seq_prob
     model_parallel_size pipe_parallel_size context_parallel_size reduce_bucket_size checkpoint_activations

@@ -124,6 +124,8 @@ OBSERVED_FIELDS = {
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
         moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate
+        softmax_type attention_output_gate no_rope_freq rotary_interleaved rotary_truncate qk_norm_order
+        activation_func_clamp_value glu_linear_offset
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """
@@ -231,7 +233,7 @@ COMPANION_FLAGS = {
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions {length} --rotary-scaling {kind}"
         for kind, length, names in (
             ("llama3", 1000, ("low_frequency_factor", "high_frequency_factor")),
-            ("yarn", 10000, ("beta_fast", "beta_slow", "attention_factor")),
+            ("yarn", 10000, ("beta_fast", "beta_slow", "attention_factor", "truncate")),
         )
         for name in names
     },
@@ -254,6 +256,7 @@ FIELD_VALUES = {
     "rotary_beta_fast": "10",
     "rotary_beta_slow": "20",
     "window_size": "3",
+    "activation_func_clamp_value": "0.1",
     "tensorboard_dir": "{folder}/file.json/events",
     "config": "{folder}/flags.json",
     "deepspeed_config": "{folder}/deepspeed.json",

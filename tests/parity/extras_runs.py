@@ -28,8 +28,8 @@ VARIANTS = {
     "--moe-shared-expert-intermediate-size 12 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.05 --moe-router-topk-scaling-factor 1.5",
     "dense": "--softmax-type off-by-one --attention-output-gate --add-qkv-bias --rotary-interleaved "
-    "--rotary-percent 0.6 --qk-norm all --qk-norm-order after --no-rope-freq [0,1,0,0] --activation-func-clamp-value 0.3 "
-    "--attn-logit-softcapping 1.5",
+    "--rotary-percent 0.6 --qk-norm all --qk-norm-order after --no-rope-freq [0,1,0,0] "
+    "--activation-func-clamp-value 0.3 --attn-logit-softcapping 1.5",
 }
 """Each with more than its model has, so that every feature is in one of them."""
 
