@@ -37,7 +37,9 @@ def test_values_and_gradients_match_formula() -> None:
     for actual, reference in zip(inputs, reference_inputs, strict=True):
         assert actual.grad is not None and reference.grad is not None
         assert (actual.grad - reference.grad).abs().max() <= 1e-13 * reference.grad.abs().max()
-    assert torch.autograd.gradcheck(xielu, tuple(tensor.detach().requires_grad_() for tensor in inputs))
+    smooth = [tensor.detach().clone() for tensor in inputs]
+    smooth[0][0, 0] = 0.5  # the slope jumps near 0
+    assert torch.autograd.gradcheck(xielu, tuple(tensor.requires_grad_() for tensor in smooth))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
