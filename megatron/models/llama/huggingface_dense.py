@@ -73,23 +73,35 @@ class BiasKeys:
         has_biases = tuple(bool(key and settings.get(key)) for key in self.by_part)
         if has_biases in _BIASES:
             return dict(zip(("add_qkv_bias", "hidden_bias"), _BIASES[has_biases], strict=True)), []
-        keys = [key for key in dict.fromkeys(self.by_part) if key]
-        values = ", ".join(f"{key} {bool(settings.get(key))}" for key in keys)
-        return {}, [f"{values} (supported: biases in all linear layers, in queries, keys and values, or in none)"]
+        actual = {key: bool(settings.get(key)) for key in self.by_part if key}
+        supported = filter(None, (self._entries(pattern) for pattern in _BIASES))
+        return {}, [f"{_join(actual)} (supported: {' or '.join(_join(entries) for entries in supported)})"]
 
     def to_hf(self, model: ModelConfig) -> dict[str, bool]:
         """Return the entries of config.json for our model, for which ``problems`` yields nothing."""
-        return {key: has_bias for key, has_bias in zip(self.by_part, self._by_part(model), strict=True) if key}
+        return self._entries(_biased_parts(model)) or {}
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
         """Yield a message if config.json cannot express the biases of ``model``."""
-        has_biases = self._by_part(model)
-        written = self.to_hf(model)
-        if any(has_bias != written.get(key, False) for key, has_bias in zip(self.by_part, has_biases, strict=True)):
+        if self._entries(_biased_parts(model)) is None:
             yield f"{'--hidden-bias' if model.hidden_bias else '--add-qkv-bias'} is not supported"
 
-    def _by_part(self, model: ModelConfig) -> tuple[bool, bool, bool]:
-        return (True,) * 3 if model.hidden_bias else (model.add_qkv_bias, False, False)
+    def _entries(self, has_biases: tuple[bool, ...]) -> dict[str, bool] | None:
+        """Return the entries of config.json for biases of each part; None if the keys cannot express them."""
+        entries = {"": False}
+        for key, has_bias in zip(self.by_part, has_biases, strict=True):
+            if entries.setdefault(key, has_bias) != has_bias:
+                return None
+        del entries[""]
+        return entries
+
+
+def _biased_parts(model: ModelConfig) -> tuple[bool, bool, bool]:
+    return (True,) * 3 if model.hidden_bias else (model.add_qkv_bias, False, False)
+
+
+def _join(entries: Mapping[str, bool]) -> str:
+    return ", ".join(f"{key} {has_bias}" for key, has_bias in entries.items())
 
 
 _BIASES = {
