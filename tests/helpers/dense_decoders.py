@@ -235,6 +235,9 @@ def format_of_case(case: ModelCase) -> HFFormat:
 
 
 def fp64_model(case: ModelCase, **overrides: Any) -> Any:
-    """Return Hugging Face's model in fp64; it must be called in ``fp64_instead_of_fp32``, too."""
+    """Return Hugging Face's model in fp64; call it in ``fp64_instead_of_fp32`` as well."""
+    import transformers
+
+    getattr(transformers, f"{case.prefix}ForCausalLM")  # imported before, so that no default of its module is changed
     with fp64_instead_of_fp32():
         return case.huggingface_model(torch.float64, **overrides)
