@@ -286,7 +286,7 @@ def _with_constants(from_ours: Callable[[Tensors, Config], Tensors], weights: Te
     hf_weights = from_ours(weights, config)
     example: torch.Tensor = next(iter(hf_weights.values()))
     for name, value in constants(config).items():
-        hf_weights[name] = torch.tensor(value, dtype=torch.float32).to(example.device, example.dtype)
+        hf_weights[name] = torch.tensor(value, dtype=example.dtype).to(example.device)
     return hf_weights
 
 
