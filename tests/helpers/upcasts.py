@@ -13,9 +13,9 @@ import torch
 def fp64_instead_of_fp32() -> Iterator[None]:
     """Let code that names fp32 (norms, rotary angles, softmax of the classes) compute in fp64.
 
-    ``torch.float32`` and ``torch.float`` are the fp64 type in the block, ``Tensor.float`` is ``Tensor.double``, and fp64
-    is the default type, which quotients of integers have. The classes must be built in the block as well, because they
-    compute rotary frequencies when they are built.
+    In the block, ``torch.float32`` and ``torch.float`` are the fp64 type, ``Tensor.float`` is ``Tensor.double``, and
+    fp64 is the default type, which quotients of integers have. The classes must be built in the block as well, because
+    they compute rotary frequencies when they are built.
     """
     default_dtype = torch.get_default_dtype()
     with ExitStack() as stack:
