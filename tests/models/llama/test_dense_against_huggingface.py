@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface
+from megatron.checkpoint.huggingface.weights import open_pretrained, weights_from_huggingface
+from megatron.checkpoint.huggingface_args import read_huggingface
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError
 from megatron.generate import generate_gpt2
@@ -23,6 +26,7 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.llama.huggingface_dense import XIELU_CONSTANTS
 from megatron.models.llama.huggingface_dense_types import DENSE_TYPES, shortest_decimal
 from megatron.models.registry import build_model
+from megatron.mpu.shard import Shard
 from megatron.ops import xielu
 from tests.helpers.decoder_against_huggingface import HuggingFaceComparison
 from tests.helpers.dense_decoders import DENSE_CASES, VARIANT_CASES, format_of_case, fp64_model, random_dense_case
@@ -122,6 +126,21 @@ def test_folder_round_trip_is_bitwise(name: str, convert: ConvertCommand, tmp_pa
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
     assert are_equal(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "theirs"))
     assert (tmp_path / "back" / "config.json").read_text() == path.read_text()
+
+
+@pytest.mark.parametrize("name", slow_except(DENSE_CASES, ("apertus", "glm4", "phi3", "stablelm")))
+def test_ranks_read_slices_of_a_folder(name: str, tmp_path: Path) -> None:
+    """The settings come from config.json and the headers; rows may start within a head."""
+    CASES[name].huggingface_model(torch.float32).save_pretrained(tmp_path)
+    assert read_huggingface(tmp_path, "llama", name).config.identity() == CASES[name].our_config().identity()
+    with ExitStack() as stack:
+        pretrained = open_pretrained(tmp_path, stack)
+        weights = weights_from_huggingface(read_tensors(tmp_path), pretrained.config, name)
+        assert weights.keys() == pretrained.recipes.keys()
+        for weight_name, weight in weights.items():
+            start = len(weight) // 3
+            shard = Shard(tuple(weight.shape), 0, start, len(weight) - start)
+            assert pretrained.read(weight_name, shard).equal(weight[start:]), weight_name
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, {**DENSE_CASES, **VARIANT_CASES}))
