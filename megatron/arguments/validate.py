@@ -229,6 +229,8 @@ def model_problems(config: Config) -> Iterator[str]:
     yield from config.family_config.problems()
     yield from _head_problems(config)
     yield from config.family_config.model_problems(config)
+    if config.model.activation == "xielu" and config.family_config.KIND != "decoder":
+        yield "--activation xielu is supported in decoders only. Use another activation"
 
 
 def _range_problems(config: Config) -> Iterator[str]:

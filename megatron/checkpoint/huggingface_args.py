@@ -60,8 +60,8 @@ def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
     except CheckpointError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
     tensors = read_headers(path)
-    config = _with_biases(config, tensors)
-    if not _fits(config, tensors):
+    config = _with_biases(config, tensors, model_type)
+    if not _fits(config, tensors, model_type):
         raise CheckpointError(_mismatch_message(path, hf_config, config, tensors))
     fields = {option.name for _, option in all_options()}
     return SettingsSource(path / CONFIG, config, fields)
@@ -125,12 +125,12 @@ def _read_header(folder: Path, name: str) -> dict[str, Header]:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def _with_biases(config: Config, tensors: Mapping[str, Header]) -> Config:
+def _with_biases(config: Config, tensors: Mapping[str, Header], model_type: str) -> Config:
     """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
-    biases = format_of(config).optional_biases
+    biases = format_of(config, model_type).optional_biases
     if config.model.hidden_bias or biases is MATCHES_NOTHING:
         return config
-    names = full_names(tensors, config)
+    names = full_names(tensors, config, model_type)
     has_biases = any(_has_nonzero(tensors[name]) for full, name in names.items() if biases.fullmatch(full))
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
@@ -145,10 +145,10 @@ def _has_nonzero(header: Header) -> bool:
     return bool(signs.strip(b"\0\x80")) or any(data[offset::width].strip(b"\0") for offset in range(width - 1))
 
 
-def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
+def _fits(config: Config, tensors: Mapping[str, Header], model_type: str) -> bool:
     """Return True if the names and the number of elements of the tensors match the model."""
-    expected, headers = _expected_names(config), _used_headers(config, tensors)
-    word_name = format_of(config).word
+    expected, headers = _expected_names(config, model_type), _used_headers(config, tensors, model_type)
+    word_name = format_of(config, model_type).word
     if expected != headers.keys() or len(headers[word_name].shape) != 2:
         return False
     if headers[word_name].shape != (config.model.vocab_size, config.model.hidden_size):
@@ -157,22 +157,22 @@ def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
     return bool(sum(prod(header.shape) for header in headers.values()) == costs_of(unpadded).num_parameters)
 
 
-def _expected_names(config: Config) -> set[str]:
-    hf_format = format_of(config)
-    return {name for recipe in hf_format.recipes(config).values() for name in recipe.hf_names} - {*copy_names(config)}
+def _expected_names(config: Config, model_type: str) -> set[str]:
+    recipes = format_of(config, model_type).recipes(config)
+    return {name for recipe in recipes.values() for name in recipe.hf_names} - {*copy_names(config, model_type)}
 
 
-def _used_headers(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
+def _used_headers(config: Config, tensors: Mapping[str, Header], model_type: str) -> dict[str, Header]:
     """Return full name -> header of the tensors that our model uses.
 
     Copies of the word table, and biases that our model does not have, are left out. If the folder has no head and the
     format ties a missing head to the word table, the head gets the header of the word table.
     """
-    hf_format, expected = format_of(config), _expected_names(config)
-    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
+    hf_format, expected = format_of(config, model_type), _expected_names(config, model_type)
+    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in by_full_name:
         by_full_name.setdefault(hf_format.head, by_full_name[hf_format.word])
-    redundant = copy_names(config)
+    redundant = {*copy_names(config, model_type), *hf_format.constants(config)}
     return {
         full: header
         for full, header in by_full_name.items()
@@ -194,13 +194,14 @@ def _mismatch_message(path: Path, hf_config: Mapping[str, Any], config: Config, 
             f"{path / CONFIG} does not match the tensors of its folder: it has {current}, but the tensors have "
             f"{suggestion}. Download the folder again, or correct config.json"
         )
-    expected, headers = _expected_names(config), _used_headers(config, tensors)
+    model_type = hf_config["model_type"]
+    expected, headers = _expected_names(config, model_type), _used_headers(config, tensors, model_type)
     problems = [f"{name}: missing" for name in sorted(expected - headers.keys())]
     problems += [f"{name}: no such tensor in this model" for name in sorted(headers.keys() - expected)]
     shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in headers.items()]
     description = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    advice = missing_head_advice(expected - headers.keys(), config) or ". Download the folder again"
+    advice = missing_head_advice(expected - headers.keys(), config, model_type) or ". Download the folder again"
     return f"{path / CONFIG} does not match the tensors of its folder: {description}{more}{advice}"
 
 
@@ -208,12 +209,14 @@ def _find_fixes(
     hf_config: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]
 ) -> Iterator[tuple[str, int]]:
     """Yield each (key, value) such that changing only this key of config.json makes it match the tensors."""
+    model_type = hf_config["model_type"]
     for key, value in hf_config.items():
         if type(value) is not int or key.endswith("_id"):
             continue
         for candidate in sorted(_candidate_values(tensors, config) - {value}):
             try:
-                is_match = _fits(_with_biases(config_from_huggingface({**hf_config, key: candidate}), tensors), tensors)
+                changed = config_from_huggingface({**hf_config, key: candidate})
+                is_match = _fits(_with_biases(changed, tensors, model_type), tensors, model_type)
             except CheckpointError:
                 continue
             if is_match:

@@ -21,6 +21,8 @@ from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
+SEQUENTIAL, SHARED_NORM, SEPARATE_NORMS = "none", "shared-norm", "separate-norms"
+"""Values of ``parallel_residual``."""
 LEARNED, ROPE, ALIBI, NO_POSITIONS, RELATIVE = "learned_absolute", "rope", "alibi", "none", "relative"
 DECODER_POSITIONS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
 """Values of ``position_embedding_type`` that are valid for a decoder."""
@@ -36,6 +38,18 @@ def parse_window(text: str) -> int:
     if words is None or int(words[2] or 0) > 0:
         raise ValueError(text)
     return 0 if int(words[1]) == -1 else int(words[1])
+
+
+def parse_factors(text: str) -> tuple[float, ...]:
+    """Parse a list of positive numbers such as ``[1.0,1.2]``; an empty text is an empty list.
+
+    Raises:
+        ValueError: the text has another form, or a number is not positive and finite.
+    """
+    factors = tuple(float(word) for word in text.strip().removeprefix("[").removesuffix("]").split(",") if word.strip())
+    if not all(0.0 < factor < math.inf for factor in factors):
+        raise ValueError(text)
+    return factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +82,9 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
     rotary_scaling: str = _option(
         "none",
         "extension of rotary positions beyond the original length: linear divides every position by the factor; "
-        "llama3 and yarn divide the low frequencies only, and yarn also scales the scores",
-        choices=("none", "linear", "llama3", "yarn"),
+        "llama3 and yarn divide the low frequencies only, and yarn also scales the scores; longrope divides each "
+        "frequency by a factor of its own and scales the scores",
+        choices=("none", "linear", "llama3", "yarn", "longrope"),
     )
     rotary_scaling_factor: float = _option(
         8.0, "factor of --rotary-scaling", minimum=1, aliases=("--rope-scaling-factor",)
@@ -82,7 +97,7 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
         "llama3: wavelengths below the original length / this are unchanged; those in between are interpolated",
         above=0,
     )
-    rotary_original_positions: int = _option(8192, "llama3 and yarn: original length in tokens", minimum=1)
+    rotary_original_positions: int = _option(8192, "llama3, yarn and longrope: original length in tokens", minimum=1)
     rotary_beta_fast: float = _option(
         32.0, "yarn: frequencies with more rotations than this over the original length are unchanged", above=0
     )
@@ -93,9 +108,10 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
     )
     rotary_attention_factor: float = _option(
         0.0,
-        "yarn: factor for the rotated queries and keys",
+        "yarn and longrope: factor for the rotated queries and keys",
         above=0,
-        shown_default="0.1 ln(rotary-scaling-factor) + 1",
+        shown_default="yarn: 0.1 ln(rotary-scaling-factor) + 1; longrope: "
+        "sqrt(1 + ln(rotary-scaling-factor) / ln(rotary-original-positions))",
     )
     rotary_percent: float = _option(1.0, "fraction of each head, from its start, that is rotated", above=0, maximum=1)
     rotary_local_base: float = _option(
@@ -104,6 +120,12 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
         above=1,
         shown_default="rotary-base, with its scaling",
     )
+    rotary_short_factors: str = _option(
+        "",
+        "longrope: a list with the divisor of each rotary frequency, such as [1.0,1.2,2.5], for samples of up to "
+        "--rotary-original-positions tokens",
+    )
+    rotary_long_factors: str = _option("", "longrope: the same list for longer samples")
     alibi_bias_max: int = _option(8, "exponent of ALiBi's slopes, which range from 2^(-max/heads) to 2^-max", minimum=1)
     normalization: str = _option(
         "LayerNorm",
@@ -126,9 +148,9 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
     embed_layernorm: bool = _option(False, "a norm after the word embedding, as in BLOOM")
     qk_norm: str = _option(
         "none",
-        "norms of queries and keys before the rotation: head: per head; all: over all heads together; l2: per head, "
-        "the root mean square without weights",
-        choices=("none", "head", "all", "l2"),
+        "norms of queries and keys before the rotation: head: per head; per-head: per head, with a weight for each "
+        "head; all: over all heads together; l2: per head, the root mean square without weights",
+        choices=("none", "head", "per-head", "all", "l2"),
         constants={"--qk-layernorm": "head", "--qk-l2-norm": "l2"},
     )
     add_qkv_bias: bool = _option(False, "biases in the query, key and value projections only")
@@ -187,6 +209,22 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
         aliases=("--scaling-base-head-dim",),
     )
     clip_qkv: float = _option(0.0, "clamp queries, keys and values to [-clip, clip]; 0: off", minimum=0)
+    parallel_residual: str = _option(
+        SEQUENTIAL,
+        "compute attention and feed-forward layer from the same hidden states, and add both: shared-norm: with one "
+        "norm; separate-norms: with a norm for each; none: one after the other",
+        choices=(SEQUENTIAL, SHARED_NORM, SEPARATE_NORMS),
+    )
+    logit_scale: float = _option(1.0, "factor for the logits, before a soft cap", above=0)
+    attention_temperature_scale: float = _option(
+        0.0,
+        "multiply the query at position p by 1 + this ln(1 + floor(p / attention-temperature-floor)), as Llama 4 and "
+        "Ministral 3; 0: off",
+        minimum=0,
+    )
+    attention_temperature_floor: int = _option(
+        8192, "number of positions with the same factor of --attention-temperature-scale", minimum=1
+    )
 
     def __post_init__(self) -> None:
         if not self.num_query_groups:
@@ -213,6 +251,11 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
 
     @functools.cached_property
     def logit_multiplier(self) -> float:
+        return self.width_logit_multiplier * self.logit_scale
+
+    @property
+    def width_logit_multiplier(self) -> float:
+        """Factor of the logits that follows from the hidden size."""
         base = self.dim_model_base or self.mup_base_hidden_size
         return base / getattr(self, "hidden_size", base) if base else 1.0
 
@@ -259,7 +302,8 @@ REFITTED = (
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
-    *experts.REFITTED, *layer_features.REFITTED,
+    *experts.REFITTED, *layer_features.REFITTED, "rotary_short_factors", "rotary_long_factors", "logit_scale",
+    "attention_temperature_scale", "attention_temperature_floor",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
@@ -270,20 +314,23 @@ ARCHITECTURE = (
     "normalization", "norm_bias", "layernorm_1p", "norm_placement", "embed_layernorm", "qk_norm", "add_qkv_bias",
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
-    *layer_features.ARCHITECTURE,
+    *layer_features.ARCHITECTURE, "parallel_residual", "logit_scale", "attention_temperature_scale",
+    "attention_temperature_floor",
 )  # fmt: skip
 """Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
 """Fields that have no effect if they equal the hidden size; such a model is identical to one without them."""
 
 _SCALINGS = {
-    "rotary_scaling_factor": ("linear", "llama3", "yarn"),
+    "rotary_scaling_factor": ("linear", "llama3", "yarn", "longrope"),
     "rotary_low_frequency_factor": ("llama3",),
     "rotary_high_frequency_factor": ("llama3",),
-    "rotary_original_positions": ("llama3", "yarn"),
+    "rotary_original_positions": ("llama3", "yarn", "longrope"),
     "rotary_beta_fast": ("yarn",),
     "rotary_beta_slow": ("yarn",),
-    "rotary_attention_factor": ("yarn",),
+    "rotary_attention_factor": ("yarn", "longrope"),
+    "rotary_short_factors": ("longrope",),
+    "rotary_long_factors": ("longrope",),
 }
 """Field -> values of ``rotary_scaling`` with which it takes effect."""
 _ROTARY = ("rotary_base", "rotary_scaling", "rotary_percent", "rotary_local_base", *_SCALINGS)
@@ -337,6 +384,10 @@ def feature_problems(config: Any) -> Iterator[str]:
             "of them"
         )
     yield from _window_problems(model)
+    yield from _parallel_residual_problems(model)
+    yield from _temperature_problems(model)
+    if model.activation == "xielu" and model.num_experts:
+        yield "--activation xielu has learned parameters and is not supported in experts. Use another activation"
     yield from layer_feature_problems(model)
     yield from expert_problems(config)
     yield from _scale_problems(config)
@@ -374,6 +425,11 @@ def unused_features(config: Any) -> Iterator[str]:
                 f"{_flag(name)} applies to layers with a window only, got no {_flag(needed)}. Remove it, or add "
                 f"{_flag(needed)}"
             )
+    if "attention_temperature_floor" in explicit and not model.attention_temperature_scale:
+        yield (
+            "--attention-temperature-floor has no effect without --attention-temperature-scale. Remove it, or add "
+            "--attention-temperature-scale"
+        )
     if "window_size" in explicit and model.window_size > config.batch.seq_length and config.checkpoint.load is None:
         yield (
             f"--window-size must not exceed --seq-length, got {model.window_size} and {config.batch.seq_length}: each "
@@ -437,6 +493,46 @@ def _rotary_problems(model: Any) -> Iterator[str]:
         high, low = getattr(model, upper), getattr(model, lower)
         if low >= high:
             yield f"{_flag(upper)} must exceed {_flag(lower)}, got {high:g} and {low:g}. Raise {_flag(upper)}"
+    if model.rotary_scaling == "longrope":
+        yield from _longrope_problems(model, int(size) // 2)
+
+
+def _longrope_problems(model: Any, num_pairs: int) -> Iterator[str]:
+    for name in ("rotary_short_factors", "rotary_long_factors"):
+        text = getattr(model, name)
+        try:
+            factors = parse_factors(text)
+        except ValueError:
+            yield f"{_flag(name)} must be a list of positive numbers such as [1.0,1.2,2.5], got {text!r}"
+            continue
+        if len(factors) != num_pairs:
+            yield (
+                f"{_flag(name)} needs one factor for each of the {num_pairs} rotated pairs of a head, got "
+                f"{len(factors)}. Change the list, --kv-hidden-size or --rotary-percent"
+            )
+
+
+def _parallel_residual_problems(model: Any) -> Iterator[str]:
+    if model.parallel_residual == SEQUENTIAL:
+        return
+    if model.norm_placement == "after":
+        yield (
+            f"--parallel-residual {model.parallel_residual} needs a norm before attention and feed-forward layer, got "
+            "--norm-placement after. Remove one of them"
+        )
+    if model.apply_residual_connection_post_layernorm:
+        yield (
+            "--apply-residual-connection-post-layernorm cannot be combined with --parallel-residual "
+            f"{model.parallel_residual}. Remove one of them"
+        )
+
+
+def _temperature_problems(model: Any) -> Iterator[str]:
+    if model.attention_temperature_scale and model.position_embedding_type != ROPE:
+        yield (
+            f"--attention-temperature-scale {model.attention_temperature_scale:g} needs --position-embedding-type "
+            f"rope, got {model.position_embedding_type}. Remove it, or change the type"
+        )
 
 
 def _norm_problems(model: Any) -> Iterator[str]:

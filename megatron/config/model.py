@@ -15,8 +15,9 @@ class ModelConfig(DecoderFeatures):
     architecture: str = option(
         "",
         "decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
-        "gemma2, gemma3_text, olmo2, smollm3, mixtral, qwen3_moe, qwen2_moe, glm4_moe, afmoe, gpt_oss); sets norms, "
-        "positions, activation, biases and other parts, but no sizes",
+        "gemma2, gemma3_text, olmo2, smollm3, mixtral, qwen3_moe, qwen2_moe, glm4_moe, afmoe, gpt_oss, olmo3, "
+        "seed_oss, ernie4_5, hunyuan_v1_dense, ministral3, granite, phi3, stablelm, apertus, arcee, nemotron, cohere2, "
+        "glm4); sets norms, positions, activation, biases and other parts, but no sizes",
         flag="--model",
         shown_default="the program's, or that of the run in --config",
         short="decoder: gpt2, llama, mpt, qwen3, ...",
@@ -86,8 +87,19 @@ class ModelConfig(DecoderFeatures):
     activation: str = option(
         "gelu",
         "activation of the feed-forward layer; gelu-tanh is GPT-2's approximation; a gated activation (gated-gelu "
-        "uses gelu-tanh, gated-quick-gelu x sigmoid(1.702 x)) is multiplied by a second projection of the input",
-        choices=("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-gelu", "gated-silu", "gated-quick-gelu"),
+        "uses gelu-tanh, gated-quick-gelu x sigmoid(1.702 x)) is multiplied by a second projection of the input; xielu "
+        "has two learned parameters per layer and is supported in decoders without experts",
+        choices=(
+            "gelu",
+            "gelu-tanh",
+            "relu",
+            "squared-relu",
+            "silu",
+            "gated-gelu",
+            "gated-silu",
+            "gated-quick-gelu",
+            "xielu",
+        ),  # fmt: skip
         constants={
             "--openai-gelu": "gelu-tanh",
             "--squared-relu": "squared-relu",

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from megatron.config.decoder import ALIBI, has_window
+from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_window
 from megatron.config.experts import expert_layers
 from megatron.config.layer_features import LEARNABLE, VANILLA, has_rotary
 from megatron.costs import memory
@@ -84,7 +84,8 @@ def feed_forward_parameters(model: ModelDimensions, tensor: int = 1) -> int:
     """Return the number of feed-forward parameters on one of ``tensor`` ranks; the output bias is not sharded."""
     h, f, matrices = model.hidden_size, model.ff_hidden_size, _num_matrices(model)
     sharded = matrices * h * f + ((matrices - 1) * f if model.hidden_bias else 0)
-    return sharded // tensor + (h if model.hidden_bias else 0)
+    activation = 2 if model.activation == "xielu" else 0  # its learned parameters
+    return sharded // tensor + (h if model.hidden_bias else 0) + activation
 
 
 def table_parameters(model: ModelDimensions, tensor: int = 1) -> int:
@@ -192,6 +193,8 @@ def _is_gated(model: ModelDimensions) -> bool:
 # | output gates | h a d | 2 a d more elements per token: the sigmoid and the product |
 # | layers without rotary positions | none | those of rotary positions less |
 # | norms before, after, both | 2, 2, 4 norms | the input of each norm |
+# | parallel attention and feed-forward | 1 norm less if they share it | h fewer elements per token, 2 h if shared |
+# | xIELU | 2 | none |
 # | ALiBi | none | biases of w a / t s^2 bytes per stage, with w bytes per element |
 # | ALiBi within documents | none | biases of w b a / t s^2 bytes per micro-batch |
 # | a window without ALiBi | none | a mask of s^2 bytes per stage |
@@ -311,7 +314,8 @@ class DecoderCosts(Costs):
     @property
     def num_norms(self) -> int:
         """Number of norms of a layer, excluding the norms of queries and keys."""
-        return 4 if self.model.norm_placement == "both" else 2
+        num_shared = self.model.parallel_residual == SHARED_NORM
+        return (4 if self.model.norm_placement == "both" else 2) - num_shared
 
     @property
     def visible_keys_by_layer(self) -> list[float]:
@@ -366,10 +370,12 @@ class DecoderCosts(Costs):
         return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.model)
 
     def _head_norm_parameters(self, tensor: int) -> int:
-        """Return the number of parameters of query and key norms; only norms over all heads are sharded."""
+        """Return the number of parameters of query and key norms; a weight that all heads share is not sharded."""
         norm_type, d = self.model.qk_norm, self.model.kv_hidden_size
-        norm_sizes = {"none": 0, "l2": 0, "head": 2 * d, "all": (attention_width(self.model) + self.keys) // tensor}
-        return self.num_norm_vectors * norm_sizes[norm_type]
+        all_heads = (attention_width(self.model) + self.keys) // tensor
+        if norm_type == "per-head":  # without a bias
+            return all_heads
+        return self.num_norm_vectors * {"none": 0, "l2": 0, "head": 2 * d, "all": all_heads}[norm_type]
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         model = self.model
@@ -402,7 +408,9 @@ class DecoderCosts(Costs):
         bytes_between = between_bytes(
             2 * h * width, 2 * h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs
         )
-        bytes_between += (self.num_norms - 2) * h * width // sequence
+        # parallel attention and feed-forward layer have the same input
+        num_extra_inputs = self.num_norms - 2 - (model.parallel_residual != SEQUENTIAL)
+        bytes_between += num_extra_inputs * h * width // sequence
         tokens, core = samples * self.local_length, self._core_saved_bytes(samples, tensor, width)
         attention = [
             tokens * (bytes_between + self.attention_saved_numel(layer) * width // tensor) + core

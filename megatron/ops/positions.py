@@ -48,7 +48,8 @@ def relative_buckets(
 # permute the rows.
 #
 # Source: Su et al. 2021, "RoFormer"; for llama3 Dubey et al. 2024, "The Llama 3 herd of models"; for yarn
-# Peng et al. 2023, "YaRN: efficient context window extension of large language models".
+# Peng et al. 2023, "YaRN: efficient context window extension of large language models"; for longrope Ding et al. 2024,
+# "LongRoPE: extending LLM context window beyond 2 million tokens".
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Rotary:
     """Rotation speeds of the pairs of a head. Fields have the names of the flags without ``rotary_``.
 
     Args:
+        is_long: longrope: the speeds are those of samples of more than ``original_positions`` tokens.
         is_truncated: yarn's indices of the pairs of beta_fast and beta_slow are rounded outwards.
         is_interleaved: neighbouring elements form a pair, not elements of the two halves.
     """
@@ -71,6 +73,9 @@ class Rotary:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
     is_truncated: bool = True
     is_interleaved: bool = False
 
@@ -81,8 +86,11 @@ class Rotary:
 
     @property
     def multiplier(self) -> float:
-        """Factor of rotated queries and keys: 1 except for yarn, which increases scores."""
-        if self.scaling != "yarn":
+        """Factor of rotated queries and keys: 1 except for yarn and longrope, which increase scores."""
+        if self.scaling == "longrope" and not self.attention_factor:
+            growth = math.log(self.factor) / math.log(self.original_positions) if self.factor > 1.0 else 0.0
+            return math.sqrt(1.0 + growth)
+        if self.scaling not in ("yarn", "longrope"):
             return 1.0
         return self.attention_factor or (0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0)
 
@@ -99,6 +107,9 @@ class Rotary:
         yarn: the weight falls linearly in the index of the pair, from 1 at the pair that turns beta_fast times over the
         original length (index rounded down) to 0 at the pair that turns beta_slow times (index rounded up). Without
         ``is_truncated`` the indices are not rounded.
+
+        longrope: each original speed is divided by its factor in ``short_factors``, or in ``long_factors`` if
+        ``is_long``.
         """
         size = self.num_rotated
         unscaled = [self.base ** (-2.0 * pair / size) for pair in range(size // 2)]
@@ -106,6 +117,9 @@ class Rotary:
             return unscaled
         if self.scaling == "linear":
             return [frequency / self.factor for frequency in unscaled]
+        if self.scaling == "longrope":
+            factors = self.long_factors if self.is_long else self.short_factors
+            return [frequency / factor for frequency, factor in zip(unscaled, factors, strict=True)]
         weights = self._yarn_weights() if self.scaling == "yarn" else self._llama3_weights(unscaled)
         return [
             speed * (weight + (1.0 - weight) / self.factor) for speed, weight in zip(unscaled, weights, strict=True)

@@ -150,6 +150,10 @@ REQUIRED_FLAGS = {
 }
 _ROPE_FLAGS = ["--position-embedding-type", "rope"]
 _YARN_FLAGS = [*_ROPE_FLAGS, "--rotary-scaling", "yarn"]
+_LONGROPE_FLAGS = [
+    *_ROPE_FLAGS, *"--kv-hidden-size 4 --rotary-scaling longrope".split(),
+    *"--rotary-short-factors [1.0,2.0] --rotary-long-factors [1.0,3.0]".split(),
+]  # fmt: skip
 _GROUPED_QUERY_FLAGS = ["--num-attention-heads", "6", "--hidden-size", "12"]
 _EXPERT_FLAGS = ["--num-experts", "8"]
 _SIGMOID_ROUTER_FLAGS = [*_EXPERT_FLAGS, "--moe-router-score-function", "sigmoid"]
@@ -192,6 +196,10 @@ _DECODER_REQUIRED_FLAGS = {
     "--rotary-beta-slow": _YARN_FLAGS,
     "--rotary-attention-factor": _YARN_FLAGS,
     "--rotary-percent": _ROPE_FLAGS,
+    "--rotary-short-factors": _LONGROPE_FLAGS,
+    "--rotary-long-factors": _LONGROPE_FLAGS,
+    "--attention-temperature-scale": _ROPE_FLAGS,
+    "--attention-temperature-floor": [*_ROPE_FLAGS, "--attention-temperature-scale", "0.1"],
     "--no-rope-freq": _ROPE_FLAGS,
     "--rotary-interleaved": _ROPE_FLAGS,
     "--no-rotary-truncate": _YARN_FLAGS,
@@ -280,6 +288,8 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "rotary_local_base": "5000",
         "window_attn_skip_freq": "2",
         "no_rope_freq": "2",
+        "rotary_short_factors": "[1.0,1.5]",
+        "rotary_long_factors": "[1.0,1.5]",
         "num_experts": "4",
         "moe_layer_freq": "2",
         "moe_router_topk": "3",

@@ -47,6 +47,22 @@ TYPE_SETTINGS = {
         "glu_linear_offset": 1.0, "hidden_bias": True, "rotary_truncate": False, "window_attn_skip_freq": "2",
     },
     "glm4_moe": {"rotary_percent": 0.5, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "olmo3": {"norm_placement": "after", "qk_norm": "all", "rotary_base": 5e5, "window_attn_skip_freq": "4"},
+    "seed_oss": {"add_qkv_bias": True, "layernorm_epsilon": 1e-6},
+    "ernie4_5": {"rotary_base": 5e5, "untie_embeddings": False},
+    "hunyuan_v1_dense": {"qk_norm": "head", "qk_norm_order": "after"},
+    "ministral3": {"rotary_scaling": "yarn", "attention_temperature_scale": 0.1, "attention_temperature_floor": 16384},
+    "granite": {"softmax_scale": 1.0, "embedding_multiplier": 1.0},
+    "phi3": {"rotary_percent": 1.0, "window_size": 0},
+    "stablelm": {"normalization": "LayerNorm", "norm_bias": True, "rotary_percent": 0.25},
+    "apertus": {"activation": "xielu", "qk_norm": "head", "rotary_scaling": "llama3"},
+    "arcee": {"activation": "squared-relu", "layernorm_epsilon": 1e-5},
+    "nemotron": {"normalization": "LayerNorm", "layernorm_1p": True, "activation": "squared-relu"},
+    "cohere2": {
+        "normalization": "LayerNorm", "norm_bias": False, "parallel_residual": "shared-norm", "logit_scale": 0.0625,
+        "no_rope_freq": "4", "window_attn_skip_freq": "4",
+    },
+    "glm4": {"norm_placement": "both", "add_qkv_bias": True, "rotary_percent": 0.5},
 }  # fmt: skip
 """Model type -> some of its settings."""
 COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}

@@ -125,7 +125,8 @@ OBSERVED_FIELDS = {
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
         moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate
         softmax_type attention_output_gate no_rope_freq rotary_interleaved rotary_truncate qk_norm_order
-        activation_func_clamp_value glu_linear_offset
+        activation_func_clamp_value glu_linear_offset parallel_residual logit_scale attention_temperature_scale
+        attention_temperature_floor rotary_short_factors rotary_long_factors
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """
@@ -229,6 +230,10 @@ COMPANION_FLAGS = {
     "moe_router_num_groups": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1",
     "moe_router_group_topk": "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 4",
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
+    "attention_temperature_scale": "--position-embedding-type rope --attention-temperature-scale 0.1 "
+    "--attention-temperature-floor 3",
+    "rotary_long_factors": "--position-embedding-type rope --kv-hidden-size 4 --rotary-scaling longrope "
+    "--rotary-short-factors [1.0,2.0] --rotary-long-factors [1.0,3.0] --rotary-original-positions 4",
     **{
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions {length} --rotary-scaling {kind}"
         for kind, length, names in (

@@ -64,7 +64,7 @@ def test_query_groups_and_rope_are_in_model_section_and_identity() -> None:
         ),
         (
             "--rotary-scaling linear --rotary-original-positions 64",
-            "--rotary-original-positions has no effect without --rotary-scaling llama3 or yarn, got linear",
+            "--rotary-original-positions has no effect without --rotary-scaling llama3 or yarn or longrope, got linear",
         ),
         (
             "--rotary-scaling llama3 --rotary-low-frequency-factor 4",

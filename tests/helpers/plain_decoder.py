@@ -36,7 +36,7 @@ def _row(args: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, i
         x = _layer(args, w, layer_idx, x, positions, ids)
     table = w["head.weight" if args.untie_embeddings else "embedding.word.weight"]
     base = args.dim_model_base or args.mup_base_hidden_size or args.hidden_size
-    logits = _norm(args, w, "final_norm", x) @ table.T * (base / args.hidden_size)
+    logits = _norm(args, w, "final_norm", x) @ table.T * (base / args.hidden_size) * args.logit_scale
     return _softcap(logits, args.final_logit_softcapping)
 
 
@@ -45,19 +45,26 @@ def _layer(
 ) -> torch.Tensor:
     prefix = f"layers.{layer_idx}"
 
-    def sublayer(x: torch.Tensor, function: Any, before: str, after: str) -> torch.Tensor:
+    def branch(x: torch.Tensor, function: Any, before: str, after: str) -> tuple[torch.Tensor, torch.Tensor]:
         normed = _norm(args, w, f"{prefix}.{before}", x) if args.norm_placement in ("before", "both") else x
         output = function(normed)
         if args.norm_placement in ("after", "both"):
             output = _norm(args, w, f"{prefix}.{after}", output)
         output = output * (args.residual_scale / math.sqrt(args.num_layers) if args.residual_scale else 1.0)
-        return (normed if args.apply_residual_connection_post_layernorm else x) + output
+        return (normed if args.apply_residual_connection_post_layernorm else x), output
 
     def attend(y: torch.Tensor) -> torch.Tensor:
         return _attention(args, w, layer_idx, y, positions, ids)
 
-    x = sublayer(x, attend, "input_norm", "attention_output_norm")
-    return sublayer(x, lambda y: _mlp(args, w, f"{prefix}.mlp", y), "post_attention_norm", "mlp_output_norm")
+    def feed_forward(y: torch.Tensor) -> torch.Tensor:
+        return _mlp(args, w, f"{prefix}.mlp", y)
+
+    residual, attention_output = branch(x, attend, "input_norm", "attention_output_norm")
+    if args.parallel_residual != "none":
+        norm = "input_norm" if args.parallel_residual == "shared-norm" else "post_attention_norm"
+        return x + attention_output + branch(x, feed_forward, norm, "mlp_output_norm")[1]
+    residual, mlp_output = branch(residual + attention_output, feed_forward, "post_attention_norm", "mlp_output_norm")
+    return residual + mlp_output
 
 
 def _norm(args: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -68,6 +75,13 @@ def _norm(args: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     centred = x - x.mean(-1, keepdim=True)
     normed = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + args.layernorm_epsilon) * scale
     return normed + w[f"{name}.bias"] if args.norm_bias else normed
+
+
+def _norm_of_heads(args: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Normalise each head [s, n, d] and multiply it by its weights; ``weight`` [n d]."""
+    scale = weight.view(x.shape[1:]) + (1 if args.layernorm_1p else 0)
+    centred = x if args.normalization == "RMSNorm" else x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + args.layernorm_epsilon) * scale
 
 
 def _linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -99,6 +113,9 @@ def _attention(
         query, key = (_rotate(args, y, positions, is_local=window < 10**9) for y in (query, key))
     if args.qk_norm_order == "after":
         query, key = _norm_query_and_key(args, w, prefix, query, key)
+    if args.attention_temperature_scale:
+        steps = (positions // args.attention_temperature_floor).double()
+        query = query * (1 + args.attention_temperature_scale * torch.log(1 + steps))[:, None, None]
     scale = args.softmax_scale or d**-0.5
     if args.mup_base_head_dim:
         scale = math.sqrt(args.mup_base_head_dim) / d
@@ -133,6 +150,9 @@ def _norm_query_and_key(
     if args.qk_norm == "all":
         query_row = _norm(args, w, f"{prefix}.query_norm", query.flatten(1))
         return query_row.view_as(query), _norm(args, w, f"{prefix}.key_norm", key.flatten(1)).view_as(key)
+    if args.qk_norm == "per-head":
+        query = _norm_of_heads(args, w[f"{prefix}.query_norm.weight"], query)
+        return query, _norm_of_heads(args, w[f"{prefix}.key_norm.weight"], key)
     return query, key
 
 
@@ -172,6 +192,8 @@ def _rotate(args: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: bo
     rotated = x.clone()
     for pair in range(size // 2):
         frequency, factor = _scaled_frequency(args, base ** (-2.0 * pair / size), scaling, pair, size, base)
+        if scaling == "longrope":
+            frequency, factor = _longrope_frequency(args, frequency, pair, len(x))
         angle = positions.double() * frequency
         cosine, sine = (factor * angle.cos())[:, None], (factor * angle.sin())[:, None]
         i, j = (2 * pair, 2 * pair + 1) if args.rotary_interleaved else (pair, pair + size // 2)
@@ -210,6 +232,15 @@ def _scaled_frequency(
     return unscaled, 1.0
 
 
+def _longrope_frequency(args: Any, unscaled: float, pair: int, length: int) -> tuple[float, float]:
+    """Return the frequency of a pair, for a sample of ``length`` tokens, and the factor of its cosine and sine."""
+    is_long = length > args.rotary_original_positions
+    factors = args.rotary_long_factors if is_long else args.rotary_short_factors
+    growth = math.log(args.rotary_scaling_factor) / math.log(args.rotary_original_positions)
+    scale = args.rotary_attention_factor or math.sqrt(1 + growth)
+    return unscaled / float(factors.strip("[]").split(",")[pair]), scale
+
+
 def _mlp(args: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     up = _linear(w, f"{name}.up", x)
     activation = args.activation
@@ -230,5 +261,11 @@ def _mlp(args: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
         "relu": torch.relu,
         "squared-relu": lambda y: torch.relu(y) ** 2,
         "silu": lambda y: y * torch.sigmoid(y),
+        "xielu": lambda y: _xielu(y, w[f"{name}.activation.alpha_p"], w[f"{name}.activation.alpha_n"]),
     }[activation](up)
     return _linear(w, f"{name}.down", activate)
+
+
+def _xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> torch.Tensor:
+    p, n = torch.log(1 + torch.exp(alpha_p)), 0.5 + torch.log(1 + torch.exp(alpha_n))
+    return torch.where(x > 0, p * x * x, n * (torch.exp(x.clamp(max=0)) - 1 - x)) + 0.5 * x

@@ -60,9 +60,9 @@ def uses_index(folder: Path) -> bool:
     return (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file()
 
 
-def missing_head_advice(missing: Iterable[str], config: Config) -> str:
+def missing_head_advice(missing: Iterable[str], config: Config, model_type: str | None = None) -> str:
     """Return advice for an untied model whose head is among the ``missing`` tensors; empty for any other model."""
-    if not config.model.untie_embeddings or format_of(config).head not in missing:
+    if not config.model.untie_embeddings or format_of(config, model_type).head not in missing:
         return ""
     return (
         ". config.json describes an untied head (tie_word_embeddings false). If the head shares the word embeddings, "
@@ -70,9 +70,13 @@ def missing_head_advice(missing: Iterable[str], config: Config) -> str:
     )
 
 
-def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
-    """Return full tensor name -> name in the files, for the tensors that the model uses."""
-    hf_format, names = format_of(config), list(names)
+def full_names(names: Iterable[str], config: Config, model_type: str | None = None) -> dict[str, str]:
+    """Return full tensor name -> name in the files, for the tensors that the model uses.
+
+    Args:
+        model_type: model type of the files; as in ``format_of``.
+    """
+    hf_format, names = format_of(config, model_type), list(names)
     uses_short_names = (
         hf_format.word.removeprefix(hf_format.optional_prefix) in names if hf_format.optional_prefix else False
     )
@@ -85,9 +89,9 @@ def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
     return name_in_files
 
 
-def copy_names(config: Config) -> tuple[str, ...]:
+def copy_names(config: Config, model_type: str | None = None) -> tuple[str, ...]:
     """Return Hugging Face's names of the tensors that duplicate the word table."""
-    hf_format = format_of(config)
+    hf_format = format_of(config, model_type)
     return (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
 

@@ -56,6 +56,7 @@ from megatron.checkpoint.saving import save
 from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.models.common.huggingface import HFFormat
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
@@ -114,7 +115,7 @@ def export(
     weights = read_weights(checkpoint) if weights is None else weights
     if dtype is not None:
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-    hf_tensors = weights_to_huggingface(weights, config)
+    hf_tensors = weights_to_huggingface(weights, config, model_type)
     dtype_name = str(next(iter(hf_tensors.values())).dtype).removeprefix("torch.")
     with new_folder(output) as folder:
         names = write_tensors(folder, hf_tensors, max_shard_bytes)
@@ -242,12 +243,13 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
     """
     require_transformers()
     config = saved_config(checkpoint.metadata)
+    hf_format = format_of(config, read_json(folder, CONFIG)["model_type"])
     tokens = _random_tokens(config, seed)
     with torch.no_grad():
         our_logits = _our_logits(checkpoint, config, dtype, tokens)
-        hf_logits = _hf_logits(folder, config, tokens)
+        hf_logits = _hf_logits(folder, config, hf_format, tokens)
     difference = float((our_logits - hf_logits).abs().max() / hf_logits.abs().max())
-    tolerance = format_of(config).logit_tolerance
+    tolerance = hf_format.logit_tolerance
     if not difference <= tolerance:  # also true for NaN
         raise CheckpointError(
             f"the logits of our model and of {folder} must agree to {tolerance:.0e} of the largest logit, but differ "
@@ -272,12 +274,11 @@ def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, token
     return format_of(config).model_logits(model, tokens)  # [b, s, v]
 
 
-def _hf_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.Tensor:
+def _hf_logits(folder: Path, config: Config, hf_format: HFFormat, tokens: torch.Tensor) -> torch.Tensor:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    hf_format = format_of(config)
     model_class = getattr(
         transformers, hf_format.auto_class if isinstance(hf_format.auto_class, str) else hf_format.auto_class(config)
     )
@@ -351,8 +352,8 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     hf_config = read_json(source, CONFIG)
     config = config_from_huggingface(hf_config)
     tensors = read_tensors(source)
-    config = without_zero_biases(tensors, config)
-    weights = weights_from_huggingface(tensors, config)
+    config = without_zero_biases(tensors, config, hf_config["model_type"])
+    weights = weights_from_huggingface(tensors, config, hf_config["model_type"])
     with new_folder(output) as folder:
         if copy_files(source, folder / TOKENIZER):
             tokenizer_fields = tokenizer_config_fields(folder / TOKENIZER, output.absolute() / TOKENIZER)

@@ -35,6 +35,8 @@ from megatron.mpu.shard import Shard
 # All tensors of a model, with our names or Hugging Face's, checked against the tensors that the model must have.
 
 _BLOCK_ROWS = 4096
+_MAX_ROUNDING_ERROR = 2.0**-6
+"""Bound for the relative rounding error of constants in 16-bit formats; 1e-6 is subnormal in fp16."""
 
 
 class Readable(Protocol):
@@ -58,42 +60,57 @@ def build_model(config: Config) -> torch.nn.Module:
         raise CheckpointError(f"the settings do not define a valid model: {error}") from error
 
 
-def weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+def weights_to_huggingface(
+    weights: Mapping[str, torch.Tensor], config: Config, model_type: str | None = None
+) -> Tensors:
     """Return our ``weights`` as the tensors of a Hugging Face file, without copies of a tied table.
+
+    Args:
+        model_type: model type of the file; as in ``format_of``.
 
     Raises:
         CheckpointError: lists every weight that is missing, unknown, or has another shape than ``config`` defines.
     """
     check_weights("the checkpoint", weights, config)
-    return _weights_to_huggingface(weights, config)
+    return _weights_to_huggingface(weights, config, model_type)
 
 
-def weights_from_huggingface(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+def weights_from_huggingface(
+    tensors: Mapping[str, torch.Tensor], config: Config, model_type: str | None = None
+) -> Tensors:
     """Return our weights from the ``tensors`` of a Hugging Face file.
+
+    Args:
+        model_type: model type of the file; as in ``format_of``.
 
     Raises:
         CheckpointError: lists every tensor that is missing, unknown, or has another shape than ``config`` defines; or a
             copy of the word table differs from it.
     """
-    weights, expected = format_of(config).to_ours(check_tensors(tensors, config), config), expected_weights(config)
+    hf_tensors = check_tensors(tensors, config, model_type)
+    weights, expected = format_of(config, model_type).to_ours(hf_tensors, config), expected_weights(config)
     return {name: tensor for name, tensor in weights.items() if name in expected}
 
 
-def check_tensors(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+def check_tensors(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
     """Check the ``tensors`` of a Hugging Face folder against the model; return them by full name, without copies.
+
+    Args:
+        model_type: model type of the folder; as in ``format_of``.
 
     Raises:
         CheckpointError: as ``weights_from_huggingface``.
     """
-    hf_format = format_of(config)
-    hf_tensors, expected = _by_full_name(tensors, config), _weights_to_huggingface(expected_weights(config), config)
+    hf_format, hf_tensors = format_of(config, model_type), _by_full_name(tensors, config, model_type)
+    expected = _weights_to_huggingface(expected_weights(config), config, model_type)
+    expected = {name: tensor for name, tensor in expected.items() if name not in hf_format.constants(config)}
     if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in hf_tensors:
         hf_tensors.setdefault(hf_format.head, hf_tensors[hf_format.word])
     _check_shapes(
         "the Hugging Face folder",
         hf_tensors,
         expected,
-        missing_head_advice(expected.keys() - hf_tensors.keys(), config),
+        missing_head_advice(expected.keys() - hf_tensors.keys(), config, model_type),
     )
     return hf_tensors
 
@@ -110,22 +127,36 @@ def check_weights(subject: str, weights: Mapping[str, torch.Tensor], config: Con
     _check_shapes(subject, weights, expected_weights(config))
 
 
-def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
+def without_zero_biases(tensors: Mapping[str, Readable], config: Config, model_type: str | None = None) -> Config:
     """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
-    biases = format_of(config).optional_biases
+    biases = format_of(config, model_type).optional_biases
     if config.model.hidden_bias or biases is MATCHES_NOTHING:
         return config
-    has_biases = any(
-        bool(tensor[:].any()) for name, tensor in _by_full_name(tensors, config).items() if biases.fullmatch(name)
-    )
+    by_full_name = _by_full_name(tensors, config, model_type)
+    has_biases = any(bool(tensor[:].any()) for name, tensor in by_full_name.items() if biases.fullmatch(name))
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
 
-def _by_full_name(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+def _check_constant(name: str, tensor: Readable, value: float) -> None:
+    """Check that the tensor ``name`` is the scalar ``value``, perhaps rounded to 16 bits.
+
+    Raises:
+        CheckpointError: it has another value.
+    """
+    actual = tensor[...]
+    if not (actual.double() - value).abs().max() <= _MAX_ROUNDING_ERROR * abs(value):
+        raise CheckpointError(f"{name} must be {value}, got {actual.tolist()}. Other values are not supported")
+
+
+def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
     """Return ``tensors`` by full name, without copies of the word table and without unused tensors."""
-    hf_format = format_of(config)
-    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
-    for name in copy_names(config):
+    hf_format = format_of(config, model_type)
+    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
+    for name, value in hf_format.constants(config).items():
+        constant = by_full_name.pop(name, None)
+        if constant is not None:
+            _check_constant(name, constant, value)
+    for name in copy_names(config, model_type):
         copy = by_full_name.pop(name, None)
         if copy is not None and not _equal(copy, by_full_name.setdefault(hf_format.word, copy)):
             raise CheckpointError(
@@ -161,9 +192,11 @@ def expected_weights(config: Config) -> Tensors:
         return {name: parameter.detach() for name, parameter in named_parameters(build_model(config))}
 
 
-def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    hf_tensors = format_of(config).from_ours(dict(weights), config)
-    return {name: tensor for name, tensor in hf_tensors.items() if name not in copy_names(config)}
+def _weights_to_huggingface(
+    weights: Mapping[str, torch.Tensor], config: Config, model_type: str | None = None
+) -> Tensors:
+    hf_tensors, copies = format_of(config, model_type).from_ours(dict(weights), config), copy_names(config, model_type)
+    return {name: tensor for name, tensor in hf_tensors.items() if name not in copies}
 
 
 def _check_shapes(
@@ -271,9 +304,10 @@ def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
         CheckpointError: ``source`` is not a Hugging Face folder of a supported model, or its tensors do not match its
             ``config.json``.
     """
-    config = config_from_huggingface(folder.read_json(source, folder.CONFIG))
+    hf_config = folder.read_json(source, folder.CONFIG)
+    config, model_type = config_from_huggingface(hf_config), hf_config["model_type"]
     slices = folder.open_slices(source, stack)
-    config = without_zero_biases(slices, config)
+    config = without_zero_biases(slices, config, model_type)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_weights(config).items()}
-    recipes = format_of(config).recipes(config)
-    return Pretrained(source, config, shapes, recipes, check_tensors(slices, config))
+    recipes = format_of(config, model_type).recipes(config)
+    return Pretrained(source, config, shapes, recipes, check_tensors(slices, config, model_type))

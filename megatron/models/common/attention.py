@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.matrices import set_matrices
 from megatron.ops import fused_rotary
 from megatron.ops.attention import attention
+from megatron.ops.attention_temperature import scale_queries
 from megatron.ops.causal_attention import causal_self_attention, split_packed
 from megatron.ops.document_attention import document_attention
 from megatron.ops.positions import Rotary, alibi_slopes, apply_rotary, rotary_cos_sin
@@ -127,7 +129,11 @@ class SelfAttention(Attention):
         self.rotary = args.local_rotary if has_window(args, layer) else args.rotary
         if not has_rotary(args, layer):
             self.rotary = None
+        self.long_rotary: Rotary | None = None
+        if self.rotary is not None and self.rotary.scaling == "longrope":
+            self.long_rotary = replace(self.rotary, is_long=True)
         self.is_normed_after_rotation = args.qk_norm_order == AFTER_ROTATION
+        self.temperature = args.attention_temperature_scale, args.attention_temperature_floor
         self.max_positions = args.max_position_embeddings
         self.attention_function = _attention_function(args)
         self.document_function = _document_function(args, parallel, layer)
@@ -186,6 +192,8 @@ class SelfAttention(Attention):
             query, key, value = self._split_and_norm(packed)
         else:
             query, key, value = self._split_and_rotate(self.rotary, packed, cache, positions)
+        if self.temperature[0]:
+            query = scale_queries(query, self._token_positions(query, cache, positions)[0], *self.temperature)
         if cache is not None:
             key, value = cache.update(key, value)  # 2 x [b, g/t, s_k, d]
         sinks = {} if self.sinks is None else {"sinks": self.sinks(query)}
@@ -227,13 +235,26 @@ class SelfAttention(Attention):
     def _cos_sin(
         self, rotary: Rotary, heads: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``rotary_cos_sin`` for the positions of ``heads`` [b, any number, s, d]."""
-        max_positions = self.max_positions
-        if cache is not None:
-            positions, max_positions = cache.slots.positions, cache.slots.stop
-        elif self.parallel.context.size > 1:
-            positions, max_positions = self._full_sequence_positions(heads, positions)
+        """Return ``rotary_cos_sin`` for the positions of ``heads`` [b, any number, s, d].
+
+        longrope selects the factors by the length of the full sequence. With a cache, that is the capacity of its rows,
+        because cached keys have been rotated.
+        """
+        if self.long_rotary is not None:
+            length = heads.shape[2] * self.parallel.context.size if cache is None else cache.slots.capacity
+            rotary = self.long_rotary if length > rotary.original_positions else rotary
+        positions, max_positions = self._token_positions(heads, cache, positions)
         return rotary_cos_sin(rotary, heads, positions, max_positions)
+
+    def _token_positions(
+        self, heads: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, int]:
+        """Return the positions of ``heads``, None for 0 ... s-1, and their exclusive upper bound."""
+        if cache is not None:
+            return cache.slots.positions, cache.slots.stop
+        if self.parallel.context.size > 1:
+            return self._full_sequence_positions(heads, positions)
+        return positions, self.max_positions
 
     def _full_sequence_positions(self, heads: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
         """Return the rotary positions of this rank's tokens and their exclusive upper bound.

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # | query, key and value per head | three tensors | ``WeightMapping(("q", "k", "v"), num_blocks=heads)`` |
 # | the same | one tensor, all queries first | ``WeightMapping(("qkv",), num_blocks=heads, num_packed=3)`` |
 # | interleaved gate and value | two tensors of f rows | ``WeightMapping(("gate", "up"), num_blocks=f)`` |
+# | query, key and value per group | one tensor, all queries first | the same with ``packed_rows=(a d, g d, g d)`` |
+# | queries and keys rotated by halves | rotated by adjacent rows | the same with ``adjacent_pairs`` |
 # | weight of expert i | one tensor of all experts [E, ...] | ``WeightMapping(("name",), index=i)`` |
 #
 # The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
@@ -43,6 +45,38 @@ class Sliceable(Protocol):
 
 
 @dataclass(frozen=True)
+class AdjacentPairs:
+    """Order of rotary pairs in Hugging Face tensors: rows 2 i and 2 i + 1 of the r rotated rows of a head form a pair.
+
+    In our weights, rows i and i + r/2 form a pair. The attention scores of both orders are the same.
+
+    Args:
+        head_size: rows d of a head.
+        num_rotated: rotated rows r, from the start of each head.
+        num_parts: number of parts, from the first one, whose heads are rotated: queries and keys.
+    """
+
+    head_size: int
+    num_rotated: int
+    num_parts: int = 2
+
+    def block_order(self, heights: list[int]) -> list[int]:
+        """Return, for each of our rows of a block, the index of the Hugging Face row in the block.
+
+        Args:
+            heights: rows of each part in a block.
+        """
+        order: list[int] = []
+        for part_idx, height in enumerate(heights):
+            for head_start in range(sum(heights[:part_idx]), sum(heights[:part_idx]) + height, self.head_size):
+                rotated = self.num_rotated if part_idx < self.num_parts else 0
+                order += range(head_start, head_start + rotated, 2)
+                order += range(head_start + 1, head_start + rotated, 2)
+                order += range(head_start + rotated, head_start + self.head_size)
+        return order
+
+
+@dataclass(frozen=True)
 class WeightMapping:
     """The Hugging Face tensors that make up one of our weights.
 
@@ -51,6 +85,8 @@ class WeightMapping:
         num_blocks: number of blocks of rows in each part.
         num_packed: number of parts of equal height that are concatenated in a single Hugging Face tensor.
         is_transposed: the Hugging Face tensor is [in, out], ours is [out, in].
+        packed_rows: rows of each packed part, if their heights differ.
+        adjacent_pairs: the order of rotary pairs in the Hugging Face tensors, if it differs from ours.
         index: our weight is element ``index`` of the first dimension of a single Hugging Face tensor, in which all
             weights with the same ``hf_names`` are stacked; None: the tensors are not stacked.
     """
@@ -59,6 +95,8 @@ class WeightMapping:
     num_blocks: int = 1
     num_packed: int = 1
     is_transposed: bool = False
+    packed_rows: tuple[int, ...] = ()
+    adjacent_pairs: AdjacentPairs | None = None
     index: int | None = None
 
 
@@ -75,7 +113,10 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
     if len(components) == 1:
         return components[0].clone(memory_format=torch.contiguous_format)
     blocks = [_split_blocks(mapping, component) for component in components]  # each [blocks, rows, ...]
-    return torch.cat(blocks, dim=1).flatten(0, 1)
+    weight = torch.cat(blocks, dim=1)
+    if mapping.adjacent_pairs is not None:
+        weight = weight[:, mapping.adjacent_pairs.block_order([block.shape[1] for block in blocks])]
+    return weight.flatten(0, 1)
 
 
 def weight_to_hf(
@@ -98,12 +139,15 @@ def weight_to_hf(
         component_rows = [rows // num_components] * num_components
         if heights is not None and mapping.num_packed == 1:
             component_rows = [heights[name] // mapping.num_blocks for name in mapping.hf_names]
+        if mapping.packed_rows:
+            component_rows = [num_rows // mapping.num_blocks for num_rows in mapping.packed_rows]
         if sum(component_rows) != rows:
             raise _uneven_rows_error(mapping, weight.shape[0])
-        components = [
-            component.flatten(0, 1)
-            for component in weight.detach().unflatten(0, (mapping.num_blocks, rows)).split(component_rows, dim=1)
-        ]
+        blocks = weight.detach().unflatten(0, (mapping.num_blocks, rows))
+        if mapping.adjacent_pairs is not None:
+            order = mapping.adjacent_pairs.block_order(component_rows)
+            blocks = blocks[:, sorted(range(rows), key=order.__getitem__)]
+        components = [component.flatten(0, 1) for component in blocks.split(component_rows, dim=1)]
     tensors = [torch.cat(components)] if mapping.num_packed > 1 else components
     if mapping.is_transposed:
         tensors = [component.t() if component.dim() == 2 else component for component in tensors]
@@ -144,7 +188,9 @@ def read_into(
     """
     heights = _rows_per_block(mapping, shapes)
     shard_start, shard_stop = shard.start, shard.start + shard.length
-    if shard.partition_dim == 0:
+    if mapping.adjacent_pairs is not None:
+        _read_reordered(target, mapping, hf_weights, heights, shard)
+    elif shard.partition_dim == 0:
         for start, stop in _split_at_blocks(shard_start, shard_stop, sum(heights)):
             _fill(target[start - shard_start : stop - shard_start], mapping, hf_weights, heights, start, None)
     else:
@@ -158,8 +204,36 @@ def read_into(
         )
 
 
+def _read_reordered(
+    target: torch.Tensor,
+    mapping: WeightMapping,
+    hf_weights: Mapping[str, Sliceable],
+    heights: list[int],
+    shard: Shard,
+) -> None:
+    """Fill ``target`` from Hugging Face tensors with adjacent rotary pairs: read complete blocks and reorder rows."""
+    assert mapping.adjacent_pairs is not None
+    block_height, columns = sum(heights), None
+    start, stop = 0, shard.global_shape[0]
+    if shard.partition_dim == 0:
+        start, stop = shard.start, shard.start + shard.length
+    elif shard.partition_dim is not None:
+        columns = slice(shard.start, shard.start + shard.length)
+    first_row = start // block_height * block_height
+    num_rows = -(-stop // block_height) * block_height - first_row
+    rows = target.new_empty((num_rows, *target.shape[1:]))
+    _fill(rows, mapping, hf_weights, heights, first_row, columns)
+    blocks = rows.unflatten(0, (-1, block_height))[:, mapping.adjacent_pairs.block_order(heights)]
+    target.copy_(blocks.flatten(0, 1)[start - first_row : stop - first_row])
+
+
 def _rows_per_block(mapping: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int]:
     """Return the rows per block of each part."""
+    if mapping.packed_rows:
+        (num_rows,) = {shapes[name][0] for name in mapping.hf_names}
+        if num_rows != sum(mapping.packed_rows) or any(rows % mapping.num_blocks for rows in mapping.packed_rows):
+            raise _uneven_rows_error(mapping, num_rows)
+        return [rows // mapping.num_blocks for rows in mapping.packed_rows]
     heights = [shapes[name][_row_dim(mapping, shapes[name])] for name in mapping.hf_names]
     if any(height % (mapping.num_blocks * mapping.num_packed) for height in heights):
         raise _uneven_rows_error(mapping, sum(heights))
@@ -204,7 +278,8 @@ def _fill(
         begin, end = max(low, component_start), min(high, component_start + height)  # this part's rows in the block
         if begin < end:
             name, packed_idx = mapping.hf_names[component_idx // mapping.num_packed], component_idx % mapping.num_packed
-            first_row = (packed_idx * mapping.num_blocks + first_block) * height + begin - component_start
+            part_start = sum(mapping.packed_rows[:packed_idx]) or packed_idx * mapping.num_blocks * height
+            first_row = part_start + first_block * height + begin - component_start
             rows = slice(first_row, first_row + (num_blocks - 1) * height + end - begin)
             source = _read_slice(mapping, hf_weights[name], rows, columns)
             blocks[:, begin - low : end - low].copy_(source.unflatten(0, (num_blocks, -1)))
@@ -228,6 +303,10 @@ def _split_components(mapping: WeightMapping, tensors: list[torch.Tensor]) -> li
         tensors = [tensor.t() if tensor.dim() == 2 else tensor for tensor in tensors]
     if mapping.num_packed == 1:
         return tensors
+    if mapping.packed_rows:
+        if tensors[0].shape[0] != sum(mapping.packed_rows):
+            raise _uneven_rows_error(mapping, tensors[0].shape[0])
+        return list(tensors[0].split(list(mapping.packed_rows)))
     if tensors[0].shape[0] % mapping.num_packed:
         raise _uneven_rows_error(mapping, tensors[0].shape[0])
     return list(tensors[0].chunk(mapping.num_packed))
@@ -274,6 +353,11 @@ def keep_tensor_name(name: str, config: Config) -> str:
     return name
 
 
+def no_constants(config: Config) -> dict[str, float]:
+    """Return no constants: all tensors in the files are weights."""
+    return {}
+
+
 _GPT2_SETTINGS: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "rotary_scaling": "none",
@@ -298,6 +382,9 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "clip_qkv": 0.0,
     "apply_residual_connection_post_layernorm": False,
     "num_experts": 0,
+    "parallel_residual": "none",
+    "logit_scale": 1.0,
+    "attention_temperature_scale": 0.0,
     "softmax_type": "vanilla",
     "attention_output_gate": False,
     "no_rope_freq": "",
@@ -335,7 +422,7 @@ def _has_effect(model: ModelConfig, name: str) -> bool:
     if name == "rotary_local_base":
         return model.position_embedding_type == "rope" and model.window_size > 0
     if name in BASE_WIDTHS:
-        return bool(model.logit_multiplier != 1.0)
+        return bool(model.width_logit_multiplier != 1.0)
     if name == "rotary_truncate" and model.rotary_scaling != "yarn":
         return False
     if name == "no_rope_freq":
@@ -380,6 +467,8 @@ class HFFormat:
             Face class. ``--model`` uses them; None if ``--model`` does not accept the type.
         fixed: our settings that all models of the type share.
         required_fields: names of the size fields that a model of the type requires.
+        constants: function from a configuration to the tensors without weights that files may contain, by name: their
+            only supported value. Exports contain them.
     """
 
     model_types: tuple[str, ...]
@@ -407,6 +496,7 @@ class HFFormat:
     architecture: Callable[[], dict[str, Any]] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     required_fields: tuple[str, ...] = ()
+    constants: Callable[[Config], Mapping[str, float]] = no_constants
 
 
 def by_recipes(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from megatron.config.decoder import ROPE, DecoderFeatures
+from megatron.config.decoder import ROPE, DecoderFeatures, parse_factors
 from megatron.ops.positions import Rotary
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -66,6 +66,8 @@ class ModelArgs(DecoderFeatures):
             beta_fast=self.rotary_beta_fast,
             beta_slow=self.rotary_beta_slow,
             attention_factor=self.rotary_attention_factor,
+            short_factors=parse_factors(self.rotary_short_factors),
+            long_factors=parse_factors(self.rotary_long_factors),
             is_truncated=self.rotary_truncate,
             is_interleaved=self.rotary_interleaved,
         )

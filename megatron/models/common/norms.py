@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.per_head_norm import PerHeadNorm
 from megatron.mpu.embedding_lookup import HALF_PRECISION
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import divide
@@ -243,6 +244,7 @@ def make_norm(args: ModelArgs, parallel: ParallelContext | None = None) -> Layer
 # |---|---|---|---|
 # | l2 | the d elements of a head | none | |
 # | head | the d elements of a head | [d], full on every rank | sum over the rank's heads (``set_partial``) |
+# | per-head | the d elements of a head | [a d] or [g d], sharded by heads | complete gradient of its shard |
 # | all | all heads, over the tensor ranks | [a d] or [g d], sharded by heads | complete gradient of its shard |
 #
 # Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; over all heads: OLMo 2, 2024.
@@ -260,6 +262,8 @@ def make_head_norm(args: ModelArgs, parallel: ParallelContext, num_heads: int) -
         return HeadL2Norm(args.layernorm_epsilon)
     if args.qk_norm == "all":
         return AllHeadsNorm(args, parallel.group, num_heads)
+    if args.qk_norm == "per-head":
+        return PerHeadNorm(args, parallel.group, num_heads)
     norm = norm_class(args)(args.kv_hidden_size, **norm_kwargs(args))
     if parallel.group.size > 1:
         for parameter in norm.parameters():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config.decoder import has_window
+from megatron.config.decoder import SEPARATE_NORMS, SEQUENTIAL, has_window
 from megatron.config.experts import has_experts
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
@@ -17,6 +17,7 @@ from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import add_and_norm, make_norm
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.xielu import XIELU
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.matrices import set_matrices
@@ -154,7 +155,7 @@ class MLP(nn.Module):
         self.up = linear_class(h, num_rows, bias=args.hidden_bias, **parallel.layer_kwargs)
         if self.is_gated:
             set_matrices(self.up.weight, (1, 1))
-        self.activation = activation(args.activation)
+        self.activation = XIELU(parallel) if args.activation == "xielu" else activation(args.activation)
         self.clamp_value, self.value_offset = args.activation_func_clamp_value, args.glu_linear_offset
         self.has_gate_kernel = (
             args.activation in gated_activation.NAMES and not self.clamp_value and not self.value_offset
@@ -207,6 +208,10 @@ class TransformerLayer(nn.Module):
     | after | ``x + dropout(norm(f(x)))``, as in OLMo 2 |
     | both | ``x + dropout(norm(f(norm(x))))``, as in Gemma 2 |
 
+    Attention is applied first, and its output is the input of the feed-forward layer. With ``parallel_residual`` both
+    have the same input: ``x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))``, where they share the norm
+    (shared-norm) or each has its own (separate-norms).
+
     With ``residual_scale`` c, the output of ``f`` (or of its norm) is multiplied by ``c / sqrt(num_layers)`` before
     dropout.
 
@@ -233,7 +238,9 @@ class TransformerLayer(nn.Module):
         self.input_norm = make_norm(args, parallel) if has_pre_norm else None
         self.attention = SelfAttention(args, parallel, layer)
         self.attention_output_norm = make_norm(args, parallel) if has_post_norm else None
-        self.post_attention_norm = make_norm(args, parallel) if has_pre_norm else None
+        self.is_parallel = args.parallel_residual != SEQUENTIAL
+        has_second_norm = has_pre_norm and args.parallel_residual in (SEQUENTIAL, SEPARATE_NORMS)
+        self.post_attention_norm = make_norm(args, parallel) if has_second_norm else None
         self.mlp = MoE(args, parallel, MLP) if has_experts(args, layer) else MLP(args, parallel)
         self.mlp_output_norm = make_norm(args, parallel) if has_post_norm else None
 
@@ -244,12 +251,20 @@ class TransformerLayer(nn.Module):
         x, normed = self._norm(self.input_norm, x)
         branch = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
         branch = branch if self.attention_output_norm is None else self.attention_output_norm(branch)
+        if self.is_parallel:
+            return self._add_parallel_mlp(x, normed, branch)
         x, normed = self._add_and_norm(
             self.post_attention_norm, self._residual(x, normed), branch, site="attention output"
         )
         branch = self.mlp(normed)
         branch = branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
         return self._add(self._residual(x, normed), branch, "mlp output")
+
+    def _add_parallel_mlp(self, x: torch.Tensor, normed: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` plus the output of attention, ``branch``, and of the feed-forward layer applied to ``x``."""
+        mlp_branch = self.mlp(normed if self.post_attention_norm is None else self.post_attention_norm(x))
+        mlp_branch = mlp_branch if self.mlp_output_norm is None else self.mlp_output_norm(mlp_branch)
+        return self._add(self._add(x, branch, "attention output"), mlp_branch, "mlp output")
 
     def _residual(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed if self.is_residual_normed else x

@@ -31,5 +31,5 @@ FAMILY = ModelFamily(
     vocabulary=32000,
     follows={"ff_hidden_size": "--ff-hidden-size", "num_query_groups": "--num-query-groups"},
     variables={"NGROUPS": "num_query_groups", "NFF": "ff_hidden_size"},
-    huggingface="megatron.models.llama.huggingface:FORMATS",
+    huggingface="megatron.models.llama.huggingface_formats:FORMATS",
 )

@@ -101,11 +101,11 @@ _NORMS = {
 _HF_WORD, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
-_WINDOW_KEYS = frozenset(
+WINDOW_KEYS = frozenset(
     {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 )
 _WINDOW_FIELDS = {"window_size", "window_attn_skip_freq"}
-_ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
+ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
 """Buffers saved by older versions, per layer or once per model."""
 _REQUIRED_VALUES = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
 """Setting that changes results and that we do not support -> the only accepted value, besides None."""
@@ -540,7 +540,7 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_EXAMPLE_SIZES = {
+EXAMPLE_SIZES = {
     "num_hidden_layers": 60,  # a multiple of all window periods
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -552,7 +552,7 @@ _EXAMPLE_SIZES = {
 
 def architecture(preset: Preset) -> dict[str, Any]:
     """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
-    all_settings = values(preset, _EXAMPLE_SIZES)
+    all_settings = values(preset, EXAMPLE_SIZES)
     return {name: all_settings[name] for name in ARCHITECTURE if name in all_settings}
 
 
@@ -596,7 +596,7 @@ def _window_values(preset: Preset, settings: Mapping[str, Any], num_layers: int)
             f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: integers of at "
             "least 2)"
         ]
-    return {"window_size": window_size - 1, "window_attn_skip_freq": _skip_freq(has_window)}, []
+    return {"window_size": window_size - 1, "window_attn_skip_freq": skip_freq(has_window)}, []
 
 
 def _window_size(preset: Preset, settings: Mapping[str, Any]) -> int | None:
@@ -631,7 +631,7 @@ def _default_windows(
     ]
 
 
-def _skip_freq(has_window: list[bool]) -> str:
+def skip_freq(has_window: list[bool]) -> str:
     """Return the ``window_attn_skip_freq`` that describes the layers with a window."""
     if all(has_window):
         return ""
@@ -681,8 +681,8 @@ def _make_format(preset: Preset) -> HFFormat:
         values=partial(values, preset),
         **by_recipes(partial(recipes, preset), heights),
         word=_HF_WORD,
-        key_groups=(ROTARY_KEYS, _WINDOW_KEYS),
-        ignored_names=_ROTARY_BUFFERS,
+        key_groups=(ROTARY_KEYS, WINDOW_KEYS),
+        ignored_names=ROTARY_BUFFERS,
         rename_tensor=_RENAME_TENSOR.get(preset.model_type, keep_tensor_name),
         patch_hf_model=_use_eager_experts if preset.experts is not None else leave_hf_model_unchanged,
         logit_tolerance=1e-5,  # Hugging Face computes norms and rotary angles in fp32

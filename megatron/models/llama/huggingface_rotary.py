@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron import log
+from megatron.config.decoder import parse_factors
 from megatron.config.model import ModelConfig
 
 _FIELD_BY_KEY = {
@@ -29,13 +30,17 @@ _FIELD_BY_KEY = {
     "beta_fast": "rotary_beta_fast",
     "beta_slow": "rotary_beta_slow",
     "attention_factor": "rotary_attention_factor",
+    "short_factor": "rotary_short_factors",
+    "long_factor": "rotary_long_factors",
 }
 _LENGTH_KEY = "original_max_position_embeddings"
+_FACTOR_LISTS = ("short_factor", "long_factor")
 _KEYS_BY_TYPE = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH_KEY),
     "yarn": ("factor", _LENGTH_KEY, "beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("factor", _LENGTH_KEY, "attention_factor", *_FACTOR_LISTS),
 }
 _OPTIONAL_KEYS = {_LENGTH_KEY, "beta_fast", "beta_slow", "attention_factor"}
 _MSCALE_KEYS = ("mscale", "mscale_all_dim")
@@ -56,6 +61,8 @@ def rotary_fields(model: ModelConfig, *, has_local: bool, has_partial_rotary: bo
     scaled = {"rope_type": rope_type, **{key: getattr(model, _FIELD_BY_KEY[key]) for key in _KEYS_BY_TYPE[rope_type]}}
     if not scaled.get("attention_factor", 1.0):
         del scaled["attention_factor"]  # transformers derives it from the factor, as we do
+    if rope_type == "longrope":
+        scaled |= {key: list(parse_factors(scaled[key])) for key in _FACTOR_LISTS}
     if rope_type == "yarn" and not model.rotary_truncate:
         scaled["truncate"] = False
     fields = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
@@ -157,6 +164,8 @@ def _convert_parameters(
     ]
     if rope_type == "yarn":
         _resolve_mscale(parameters)
+    if rope_type == "longrope":
+        unsupported += _resolve_longrope(parameters, hf_config)
     unsupported += [f"{key} of rope_type {rope_type!r}" for key in parameters if key not in _KEYS_BY_TYPE[rope_type]]
     unsupported += [
         f"rope_type {rope_type!r} without {key}"
@@ -171,6 +180,29 @@ def _convert_parameters(
     if not truncate:
         scaled["rotary_truncate"] = False
     return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(rope_type, rope_type), **scaled}, []
+
+
+def _resolve_longrope(parameters: dict[str, Any], hf_config: Mapping[str, Any]) -> list[str]:
+    """Convert the lists of factors in ``parameters`` to text and add the default of ``factor``.
+
+    Returns:
+        settings that we do not support.
+
+    Source: ``_compute_longrope_parameters`` of transformers.
+    """
+    max_positions = hf_config.get("max_position_embeddings", 2048)
+    length = parameters.setdefault(_LENGTH_KEY, hf_config.get(_LENGTH_KEY) or max_positions)
+    parameters.setdefault("factor", max_positions / length)
+    unsupported = []
+    for key in parameters.keys() & _FACTOR_LISTS:
+        factors = parameters[key]
+        if isinstance(factors, list) and all(isinstance(factor, (int, float)) for factor in factors):
+            parameters[key] = f"[{','.join(repr(float(factor)) for factor in factors)}]"
+        else:
+            unsupported.append(f"{key} {factors!r} (supported: a list of numbers)")
+    if parameters["factor"] < 1.0:
+        unsupported.append(f"factor {parameters['factor']!r} of rope_type 'longrope' (supported: at least 1)")
+    return unsupported
 
 
 def _resolve_mscale(parameters: dict[str, Any]) -> None:

@@ -66,6 +66,8 @@ def test_features_add_their_saved_activations() -> None:
     rope = {"position_embedding_type": "rope", "no_rope_freq": "[0,1]"}
     first, second = (layer.full for layer in make_costs(**rope).unit_saved_bytes(2, 1, width)[1:3])
     assert first - second == tokens * query_key_width * width
+    assert extra_bytes(parallel_residual="separate-norms") == -h * width
+    assert extra_bytes(parallel_residual="shared-norm") == -2 * h * width
     embedding = [
         make_costs(embed_layernorm=has_norm).unit_saved_bytes(2, 1, width)[0].full for has_norm in (False, True)
     ]

@@ -28,6 +28,10 @@ LLAMA3: dict[str, Any] = {
     "rotary_scaling": "llama3", "rotary_scaling_factor": 4.0, "rotary_original_positions": 40,
     "rotary_high_frequency_factor": 6.0,
 }  # fmt: skip
+LONGROPE: dict[str, Any] = {
+    "rotary_scaling": "longrope", "rotary_scaling_factor": 4.0, "rotary_short_factors": "[1.0,1.5,3.0]",
+    "rotary_long_factors": "[2.0,5.0,9.5]",
+}  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
     "groups": {"num_query_groups": 2},
     "one group": {"num_query_groups": 1},
@@ -67,6 +71,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "silu": {"activation": "silu"},
     "gated": {"activation": "gated-silu"},
     "untied": {"untie_embeddings": True},
+    "parallel, one norm": {"parallel_residual": "shared-norm"},
+    "parallel, two norms": {"parallel_residual": "separate-norms"},
+    "logit scale": {"logit_scale": 0.3},
+    "temperature": {**ROPE, "attention_temperature_scale": 0.4, "attention_temperature_floor": 2},
+    "q, k norms with weights by head": {"qk_norm": "per-head"},
+    "xielu": {"activation": "xielu"},
+    "rope, longrope, short": {**ROPE, **LONGROPE, "rotary_original_positions": SEQ},
+    "rope, longrope, long": {**ROPE, **LONGROPE, "rotary_original_positions": SEQ - 1, "rotary_attention_factor": 1.2},
     "sinks": {"softmax_type": "learnable"},
     "sinks of 0": {"softmax_type": "off-by-one"},
     "output gate": {"attention_output_gate": True},
@@ -86,8 +98,13 @@ def are_compatible(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether both can be."""
     has_conflict = any(first[name] != second[name] for name in first.keys() & second.keys())
     merged = {**first, **second}
-    is_after = merged.get("norm_placement") == "after" and merged.get("apply_residual_connection_post_layernorm")
-    return not has_conflict and not is_after
+    is_after = merged.get("norm_placement") == "after"
+    is_residual_normed = merged.get("apply_residual_connection_post_layernorm")
+    is_parallel = "parallel_residual" in merged
+    is_rejected = (is_after and (is_residual_normed or is_parallel)) or (is_residual_normed and is_parallel)
+    if merged.get("rotary_scaling") == "longrope" and "rotary_percent" in merged:  # another number of factors
+        return False
+    return not has_conflict and not is_rejected
 
 
 FEATURE_PAIRS = [

@@ -66,6 +66,10 @@ CASES = {
             activation="gated-quick-gelu", activation_func_clamp_value=0.3, glu_linear_offset=1.0, num_query_groups=4
         )
     ),
+    "LLaMA, xIELU": Case(llama_model_args(activation="xielu", num_query_groups=4), True),
+    "LLaMA, parallel": Case(
+        llama_model_args(parallel_residual="separate-norms", qk_norm="per-head", num_query_groups=4, logit_scale=0.5)
+    ),
     "MPT": Case(mpt_model_args()),
     "MPT, documents": Case(mpt_model_args(), True),
     "MPT, untied": Case(mpt_model_args(untie_embeddings=True)),

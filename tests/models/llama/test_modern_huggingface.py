@@ -225,9 +225,9 @@ def test_model_type_can_be_named_if_several_match(convert: ConvertCommand, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "expected_message"),
     [
-        ({"rotary_percent": 0.5}, "--rotary-percent must be 1.0, got 0.5"),
+        ({"rotary_percent": 0.5, "scale_embeddings": True}, "phi3: --scale-embeddings must be False, got True"),
         ({"qk_norm": "head", "norm_placement": "both"}, "--"),
-        ({"activation": "squared-relu"}, "gated-silu or gated-gelu, got squared-relu"),
+        ({"activation": "relu"}, "gated-silu or gated-gelu, got relu"),
         ({"clip_qkv": 6.0}, "--clip-qkv must be 0.0, got 6.0"),
         ({"embed_layernorm": True}, "--embed-layernorm must be False, got True"),
         ({"final_logit_softcapping": 30.0}, "--final-logit-softcapping must be 0.0, got 30.0"),
@@ -244,7 +244,8 @@ def test_formats_cover_every_decoder_setting() -> None:
     dependent_fields = {
         "num_query_groups", "rotary_base", "rotary_scaling_factor", "rotary_low_frequency_factor",
         "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
-        "rotary_attention_factor", "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim",
+        "rotary_attention_factor", "rotary_short_factors", "rotary_long_factors", "attention_temperature_floor",
+        "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim",
     }  # fmt: skip
     dependent_fields |= {*huggingface_experts._MIXTRAL_SETTINGS, *huggingface_experts._SIZES}
     assert set(IDENTITY) == dependent_fields | (
