@@ -7,8 +7,9 @@ from typing import Any
 
 from megatron.costs.cost import Product
 
-# Symbols: a heads, queries and keys of d = d_n + d_r elements, of which d_r are rotated, values of d_v elements, latents
-# of r_kv and r_q elements (r_q = 0: queries are projected from the hidden state), p = max(d, d_v), t tensor ranks.
+# Symbols: a heads, queries and keys of d = d_n + d_r elements, of which d_r are rotated, values of d_v elements,
+# latents of r_kv and r_q elements (r_q = 0: queries are projected from the hidden state), p = max(d, d_v), t tensor
+# ranks.
 #
 # | quantity | formula |
 # |---|---|

@@ -73,7 +73,7 @@ class HuggingFaceComparison:
         with self.disable_upcasts() if self.dtypes[case] == "fp64" else nullcontext():
             logits, loss = huggingface_loss(model, 0)
             loss.backward()
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             if case == TRAINED_CASE:
                 optimizer = torch.optim.SGD(model.parameters(), lr=LR)
                 for step in range(STEPS):

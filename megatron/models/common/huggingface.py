@@ -14,6 +14,7 @@ from megatron.config.decoder import BASE_WIDTHS
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
+from megatron.models.common.rotary_rows import RotaryRows
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,16 @@ class WeightMapping:
         num_blocks: number of blocks of rows in each part.
         num_packed: number of parts of equal height that are concatenated in a single Hugging Face tensor.
         is_transposed: the Hugging Face tensor is [in, out], ours is [out, in].
+        rotary_rows: for each Hugging Face tensor, the rows that are in another order than ours, or None; empty: none.
+        has_leading_one: the Hugging Face tensor is [1, n], ours is [n].
     """
 
     hf_names: tuple[str, ...]
     num_blocks: int = 1
     num_packed: int = 1
     is_transposed: bool = False
+    rotary_rows: tuple[RotaryRows | None, ...] = ()
+    has_leading_one: bool = False
 
 
 def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -65,7 +70,12 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
     """
     import torch  # takes half a second; a dry run that reads only settings does not need it
 
-    components = _split_components(mapping, [hf_weights[name].detach() for name in mapping.hf_names])
+    tensors = [hf_weights[name].detach() for name in mapping.hf_names]
+    if mapping.has_leading_one:
+        tensors = [tensor.squeeze(0) for tensor in tensors]
+    components = _split_components(mapping, tensors)
+    for idx, rotary_rows in enumerate(mapping.rotary_rows):
+        components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_ours(components[idx])
     if len(components) == 1:
         return components[0].clone(memory_format=torch.contiguous_format)
     blocks = [_split_blocks(mapping, component) for component in components]  # each [blocks, rows, ...]
@@ -98,9 +108,13 @@ def weight_to_hf(
             component.flatten(0, 1)
             for component in weight.detach().unflatten(0, (mapping.num_blocks, rows)).split(component_rows, dim=1)
         ]
+    for idx, rotary_rows in enumerate(mapping.rotary_rows):
+        components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_hf(components[idx])
     tensors = [torch.cat(components)] if mapping.num_packed > 1 else components
     if mapping.is_transposed:
         tensors = [component.t() if component.dim() == 2 else component for component in tensors]
+    if mapping.has_leading_one:
+        tensors = [component.unsqueeze(0) for component in tensors]
     return {name: component.contiguous() for name, component in zip(mapping.hf_names, tensors, strict=True)}
 
 
@@ -122,6 +136,9 @@ def read_into(
     Raises:
         CheckpointError: rows cannot be split into blocks.
     """
+    if mapping.has_leading_one:
+        hf_weights = {name: hf_weights[name][0:1].squeeze(0) for name in mapping.hf_names}
+        shapes = {name: shapes[name][1:] for name in mapping.hf_names}
     heights = _rows_per_block(mapping, shapes)
     shard_start, shard_stop = shard.start, shard.start + shard.length
     if shard.partition_dim == 0:
@@ -181,7 +198,13 @@ def _fill(
             name, packed_idx = mapping.hf_names[component_idx // mapping.num_packed], component_idx % mapping.num_packed
             first_row = (packed_idx * mapping.num_blocks + first_block) * height + begin - component_start
             rows = slice(first_row, first_row + (num_blocks - 1) * height + end - begin)
-            source = _read_slice(mapping, hf_weights[name], rows, columns)
+            rotary_rows = mapping.rotary_rows[component_idx] if mapping.rotary_rows else None
+            if rotary_rows is None:
+                source = _read_slice(mapping, hf_weights[name], rows, columns)
+            else:
+                heads = rotary_rows.enclosing(rows)
+                source = rotary_rows.to_ours(_read_slice(mapping, hf_weights[name], heads, columns))
+                source = source[rows.start - heads.start : rows.stop - heads.start]
             blocks[:, begin - low : end - low].copy_(source.unflatten(0, (num_blocks, -1)))
         component_start += height
 
@@ -268,6 +291,7 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "clip_qkv": 0.0,
     "apply_residual_connection_post_layernorm": False,
     "num_experts": 0,
+    "multi_latent_attention": False,
 }
 """Setting that distinguishes one decoder from another -> its value in GPT-2."""
 

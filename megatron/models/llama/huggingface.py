@@ -14,6 +14,11 @@ in this order:
 | gemma3_text | as gemma2, with head norms, no soft-cap of scores, and a separate base in layers with a window |
 | olmo2 | norms after attention and feed-forward, and over all query and all key heads |
 | mixtral, qwen3_moe, qwen2_moe, glm4_moe | a mistral, qwen3, qwen2 and llama with experts (``huggingface_experts``) |
+| deepseek_v2, deepseek_v3, glm4_moe_lite | multi-latent attention (``huggingface_latent``) and experts |
+| youtu, minicpm3 | multi-latent attention and dense layers; minicpm3 has scaled embeddings, residuals and logits |
+| dots1 | a glm4_moe with windows per layer |
+| olmoe, minimax_m2 | norms over all query and all key heads, and experts |
+| ernie4_5_moe | a llama with experts that a bias balances; rotary pairs are next to each other |
 
 | ours | Hugging Face | change |
 |---|---|---|
@@ -59,9 +64,17 @@ from megatron.models.common.huggingface import (
     leave_hf_model_unchanged,
     unsupported_settings,
 )
+from megatron.models.common.rotary_rows import RotaryRows
 from megatron.models.llama.huggingface_experts import (
+    DEEPSEEK2,
+    DEEPSEEK3,
+    DOTS1,
+    ERNIE,
     GLM4,
+    GLM4_LITE,
+    MINIMAX,
     MIXTRAL,
+    OLMOE,
     QWEN2,
     QWEN3,
     ExpertNames,
@@ -70,6 +83,7 @@ from megatron.models.llama.huggingface_experts import (
     expert_recipes,
     expert_values,
 )
+from megatron.models.llama.huggingface_latent import LATENT_SETTINGS, latent_fields, latent_recipes, latent_values
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
 
 _ACTIVATIONS = {
@@ -113,6 +127,9 @@ class Preset:
         window: "all": in all layers or none; "layer": per layer; "": no windows.
         is_hidden_size_divisible: the hidden size must be a multiple of the number of heads.
         experts: names and settings of the experts; None for dense layers.
+        is_interleaved: rotary pairs are next to each other in the Hugging Face tensors.
+        aliases: further values of ``model_type`` in config.json of published models of the type.
+        example: settings of models of the type for ``--model``, if the defaults of the class are not supported.
     """
 
     model_type: str
@@ -124,6 +141,14 @@ class Preset:
     window: str = ""
     is_hidden_size_divisible: bool = False
     experts: ExpertNames | None = None
+    is_interleaved: bool = False
+    aliases: tuple[str, ...] = ()
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_latent(self) -> bool:
+        """True if the type has multi-latent attention."""
+        return "multi_latent_attention" in self.fixed
 
     @property
     def is_gemma(self) -> bool:
@@ -143,6 +168,7 @@ _GEMMA_DEFAULTS = {
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
+_LATENT_FREE = frozenset({"mscale", "mscale_all_dim"})
 PRESETS = (
     Preset(model_type="llama", architecture="LlamaForCausalLM", has_biases=True, is_hidden_size_divisible=True),
     Preset(
@@ -232,6 +258,106 @@ PRESETS = (
         },
         experts=GLM4,
     ),
+    Preset(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "max_position_embeddings": 4096, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128, **DEEPSEEK3.defaults,
+        },
+        experts=DEEPSEEK3,
+        is_interleaved=True,
+        aliases=("kimi_k2",),
+    ),
+    Preset(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "v_head_dim": 128, **DEEPSEEK2.defaults,
+        },
+        is_hidden_size_divisible=True,
+        experts=DEEPSEEK2,
+        is_interleaved=True,
+        example={"num_experts_per_tok": 6},
+    ),
+    Preset(
+        model_type="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "kv_lora_rank": 512, "q_lora_rank": 768,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, **GLM4_LITE.defaults,
+        },
+        experts=GLM4_LITE,
+        is_interleaved=True,
+    ),
+    Preset(
+        model_type="youtu",
+        architecture="YoutuForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        },
+        is_interleaved=True,
+    ),
+    Preset(
+        model_type="minicpm3",
+        architecture="MiniCPM3ForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE | {"embedding_multiplier", "residual_scale", "dim_model_base"},
+        defaults={
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "kv_lora_rank": 256,
+            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12, "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+    ),
+    Preset(
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        fixed={"qk_norm": "head"},
+        free=frozenset(_WINDOW_FIELDS),
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, **DOTS1.defaults},
+        window="layer",
+        experts=DOTS1,
+        example={"norm_topk_prob": True},
+    ),
+    Preset(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        fixed={"qk_norm": "all"},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **OLMOE.defaults},
+        is_hidden_size_divisible=True,
+        experts=OLMOE,
+    ),
+    Preset(
+        model_type="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        fixed={"qk_norm": "all"},
+        free=frozenset({"rotary_percent"}),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0,
+            "partial_rotary_factor": 1.0, **MINIMAX.defaults,
+        },
+        experts=MINIMAX,
+    ),
+    Preset(
+        model_type="ernie4_5_moe",
+        architecture="Ernie4_5_MoeForCausalLM",
+        defaults={
+            "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "tie_word_embeddings": True, **ERNIE.defaults,
+        },
+        experts=ERNIE,
+        is_interleaved=True,
+    ),
 )  # fmt: skip
 """All presets; the type of a model is the first one that can express its settings."""
 
@@ -246,6 +372,8 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
         "embedding.word.weight": WeightMapping((_HF_WORD,)),
         "final_norm.weight": WeightMapping(("model.norm.weight",)),
     }
+    head_rows = RotaryRows(model.kv_hidden_size, 0, model.kv_hidden_size)
+    rotary_rows = (head_rows, head_rows, None) if preset.is_interleaved else ()
     for layer_idx in range(model.num_layers):
         our_layer, hf_layer = f"layers.{layer_idx}", f"model.layers.{layer_idx}"
         for our_name, hf_name in _NORMS[model.norm_placement].items():
@@ -257,8 +385,11 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
         for suffix in ("weight", "bias") if model.hidden_bias or model.add_qkv_bias else ("weight",):
             hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in "qkv")
             mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
-                hf_names, num_blocks=model.num_query_groups
+                hf_names, num_blocks=model.num_query_groups, rotary_rows=rotary_rows
             )
+        if model.multi_latent_attention:
+            del mappings[f"{our_layer}.attention.query_key_value.weight"]
+            mappings |= latent_recipes(model, our_layer, hf_layer, is_interleaved=preset.is_interleaved)
         for suffix in ("weight", "bias") if model.hidden_bias else ("weight",):
             mappings[f"{our_layer}.attention.dense.{suffix}"] = WeightMapping(
                 (f"{hf_layer}.self_attn.o_proj.{suffix}",)
@@ -292,6 +423,11 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
     yield from unsupported_settings(model, {**_COMMON_SETTINGS, **preset.fixed}, free=free)
     if preset.experts is not None:
         yield from expert_problems(preset.experts, model)
+    if preset.experts is OLMOE and model.attention_size != model.hidden_size:
+        yield (
+            "--kv-hidden-size must be --hidden-size / --num-attention-heads, got "
+            f"{model.kv_hidden_size} and {model.hidden_size} / {model.num_attention_heads}"
+        )
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
     if model.activation not in _HF_ACTIVATIONS:
@@ -340,13 +476,26 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "hidden_dropout": model.hidden_dropout,  # not in the Hugging Face model; read back only by us
         "tie_word_embeddings": not model.untie_embeddings,
         **_window_fields(preset, config),
-        **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_partial_rotary=preset.experts is GLM4),
+        **rotary_fields(
+            model,
+            has_local=preset.model_type == "gemma3_text",
+            has_partial_rotary="rotary_percent" in preset.free,
+        ),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
     if preset.experts is GLM4:
         hf_config |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
     if preset.has_biases:
         hf_config["mlp_bias"] = model.hidden_bias
+    if preset.is_latent:
+        del hf_config["head_dim"]  # it would replace the size of the rotated part
+        hf_config |= latent_fields(model)
+    if preset.model_type == "minicpm3":
+        hf_config |= {
+            "scale_emb": model.embedding_multiplier,
+            "scale_depth": model.residual_scale or None,
+            "dim_model_base": model.dim_model_base or None,
+        }
     if preset.model_type in ("qwen2", "qwen2_moe"):
         del hf_config["attention_bias"]  # always on, and only for queries, keys and values
     if preset.is_gemma:
@@ -405,12 +554,15 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
         settings["num_hidden_layers"],
     )
     windows, unsupported = _window_values(preset, settings, num_layers)
-    rotary, unsupported_rotary = rotary_values(
-        settings,
-        has_local=preset.model_type == "gemma3_text",
-        has_windows="window_size" in windows,
-        has_partial_rotary=preset.experts is GLM4,
-    )
+    if preset.is_latent:
+        rotary, unsupported_rotary = latent_values(settings, is_interleaved=preset.is_interleaved)
+    else:
+        rotary, unsupported_rotary = rotary_values(
+            settings,
+            has_local=preset.model_type == "gemma3_text",
+            has_windows="window_size" in windows,
+            has_partial_rotary="rotary_percent" in preset.free,
+        )
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
     unsupported = [*unsupported_rotary, *unsupported, *unsupported_experts, *_other_values(preset, settings)]
     if activation not in _ACTIVATIONS:
@@ -420,6 +572,12 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
             f"our decoders do not support these settings of {preset.model_type}: {'; '.join(unsupported)}"
         )
     head_size = settings.get("head_dim") or hidden_size // num_heads
+    if preset.model_type == "minicpm3":
+        rotary |= {
+            "embedding_multiplier": float(settings["scale_emb"]),
+            "residual_scale": float(settings["scale_depth"] or 0.0),
+            "dim_model_base": settings["dim_model_base"] or 0,
+        }
     gemma: dict[str, Any] = {}
     glm: dict[str, Any] = {}
     if preset.experts is GLM4:
@@ -471,7 +629,7 @@ _EXAMPLE_SIZES = {
 
 def architecture(preset: Preset) -> dict[str, Any]:
     """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
-    all_settings = values(preset, _EXAMPLE_SIZES)
+    all_settings = values(preset, {**_EXAMPLE_SIZES, **preset.example})
     return {name: all_settings[name] for name in ARCHITECTURE if name in all_settings}
 
 
@@ -480,6 +638,10 @@ def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
     for name, accepted in _REQUIRED_VALUES.items():
         if settings.get(name) not in (None, accepted):
             yield f"{name} {settings[name]!r} (supported: {accepted!r})"
+    if preset.experts is ERNIE and settings.get("use_bias"):
+        yield "use_bias True (supported: False)"
+    if preset.experts is OLMOE and settings.get("clip_qkv") is not None:
+        yield f"clip_qkv {settings['clip_qkv']!r} after the norms of queries and keys (supported: None)"
     biases = settings.get("attention_bias") or False
     if preset.has_biases and (settings.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (supported: both or neither)"
@@ -547,9 +709,14 @@ def _skip_freq(has_window: list[bool]) -> str:
 
 
 def _rename_tensor(name: str, config: Config) -> str | None:
-    """Return ``name``, or None for GLM 4's multi-token prediction layers, which follow the last layer."""
+    """Return ``name``, or None for multi-token prediction layers, which follow the last layer."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return None if match is not None and int(match[1]) >= config.model.num_layers else name
+
+
+def _has_extra_layers(preset: Preset) -> bool:
+    """Return True if files of the type may have multi-token prediction layers after the last layer."""
+    return preset.experts is not None and preset.experts.has_deepseek_keys
 
 
 def _use_eager_experts(hf_model: Any, config: Config) -> None:
@@ -566,7 +733,7 @@ def _required_fields(preset: Preset) -> tuple[str, ...]:
 
 def _make_format(preset: Preset) -> HFFormat:
     return HFFormat(
-        model_types=(preset.model_type,),
+        model_types=(preset.model_type, *preset.aliases),
         problems=partial(problems, preset),
         fields=partial(fields, preset),
         values=partial(values, preset),
@@ -574,7 +741,7 @@ def _make_format(preset: Preset) -> HFFormat:
         word=_HF_WORD,
         key_groups=(ROTARY_KEYS, _WINDOW_KEYS),
         ignored_names=_ROTARY_BUFFERS,
-        rename_tensor=_rename_tensor if preset.experts is GLM4 else keep_tensor_name,
+        rename_tensor=_rename_tensor if _has_extra_layers(preset) else keep_tensor_name,
         patch_hf_model=_use_eager_experts if preset.experts is not None else leave_hf_model_unchanged,
         logit_tolerance=1e-5,  # Hugging Face computes norms and rotary angles in fp32
         architecture=partial(architecture, preset),
