@@ -27,9 +27,7 @@ def pad_heads(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         output [b, a/t, s, d_v]
     """
 
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         size = max(query.shape[-1], value.shape[-1])
         padded = [pad_head(x, size) for x in (query, key, value)]
         return function(*padded, *args, **kwargs)[..., : value.shape[-1]]
