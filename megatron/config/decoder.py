@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.config import experts, latent_attention
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
-from megatron.config.latent_attention import LatentFeatures, latent_problems, unused_latent_features
+from megatron.config.latent_attention import LatentFeatures, latent_problems
 from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
@@ -384,7 +384,6 @@ def unused_features(config: Any) -> Iterator[str]:
             f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}, "
             "which has no position ids: --reset-attention-mask is enough to separate documents. Remove it"
         )
-    yield from unused_latent_features(config)
 
 
 def window_notes(config: Any) -> Iterator[str]:

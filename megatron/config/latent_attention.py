@@ -49,12 +49,14 @@ class LatentFeatures:
     )
 
     def _derive_latent_sizes(self) -> None:
-        """Set the size of query and key heads and the epsilon; without multi-latent attention, reset the fields."""
+        """Set the fields that follow from others; without multi-latent attention, reset all to their defaults."""
         if not self.multi_latent_attention:
             for name in FIELD_NAMES:
                 object.__setattr__(self, name, LatentFeatures.__dataclass_fields__[name].default)
             return
         object.__setattr__(self, "kv_hidden_size", self.qk_head_dim + self.qk_pos_emb_head_dim)
+        if getattr(self, "qk_norm", "none") == "head":  # Megatron's --qk-layernorm: norms of the latents
+            object.__setattr__(self, "qk_norm", "none")
         if not self.latent_norm_epsilon:
             object.__setattr__(self, "latent_norm_epsilon", getattr(self, "layernorm_epsilon", 1e-5))
 
@@ -141,27 +143,4 @@ def latent_problems(model: Any) -> Iterator[str]:
         yield (
             f"--multi-latent-attention does not support {', '.join(flags)}: its projections have no biases, and its "
             "latents have their own norms. Remove one of them"
-        )
-
-
-def unused_latent_features(config: Any) -> Iterator[str]:
-    """Yield the given flags of multi-latent attention that have no effect."""
-    model, explicit = config.model, config.explicit_fields
-    flags = [f"--{name.replace('_', '-')}" for name in FIELD_NAMES if name in explicit]
-    if flags and not model.multi_latent_attention:
-        yield f"{', '.join(flags)} has no effect without --multi-latent-attention. Add it, or remove the flag"
-        return
-    if not model.multi_latent_attention:
-        return
-    if "kv_hidden_size" in explicit:
-        yield (
-            "--kv-hidden-size has no effect with --multi-latent-attention, whose query and key heads have "
-            f"--qk-head-dim + --qk-pos-emb-head-dim = {model.qk_head_dim} + {model.qk_pos_emb_head_dim} elements. "
-            "Remove it"
-        )
-    yarn_flags = [f"--{name.replace('_', '-')}" for name in ("mscale", "mscale_all_dim") if name in explicit]
-    if yarn_flags and not model.has_yarn:
-        yield (
-            f"{', '.join(yarn_flags)} has no effect without --rotary-scaling yarn, got {model.rotary_scaling}. Remove "
-            "it, or change --rotary-scaling"
         )

@@ -416,8 +416,8 @@ class DecoderCosts(Costs):
     def _attention_saved_bytes(self, tensor: int, width: int, sequence: int) -> int:
         """Return the bytes per token that attention saves on one of ``tensor`` ranks."""
         if self.latent:
-            has_gathered_latents = self.context > 1 and not self.cuts_heads
-            return round(width * self.latent.saved_numel(tensor, sequence, has_gathered_latents=has_gathered_latents))
+            rebuilds_keys = self.context > 1 and not self.cuts_heads
+            return round(width * self.latent.saved_numel(tensor, sequence, self.context, rebuilds_keys=rebuilds_keys))
         return self.attention_saved_numel * width // tensor
 
     def attention_scratch_bytes(
@@ -475,11 +475,15 @@ class DecoderCosts(Costs):
         freed = between_bytes(h * width, h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs)
         return max(scratch + samples * self.seq_length * (gradients - freed) - feed_forward_bytes, 0)
 
+    @property
+    def saves_context_messages(self) -> bool:
+        return self.latent is not None
+
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
         """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
         if self.latent and self.context > 1:
-            heads_numel = self.latent.context_numel(cuts_heads=self.cuts_heads) - self.latent.latent_size
-            return (samples * self.seq_length * (self.latent.latent_size + heads_numel // tensor) * width,)
+            numel = self.latent.context_numel(tensor, self.context, cuts_heads=self.cuts_heads)
+            return (samples * self.seq_length * numel * width,)
         numel = 2 * attention_width(self.model) + 2 * self.keys if self.cuts_heads else 2 * self.keys
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 

@@ -18,7 +18,7 @@ from megatron.costs.cost import Product
 # | scores and weighted sums | 2 a (d + d_v) FLOPs per query and key |
 # | saved elements per token, on every rank | the latents before and after their norms |
 # | saved elements per token, sharded | queries, keys and values padded to p, the context |
-# | message over the context ranks | r_kv + d_r elements per token |
+# | message over the context ranks | r_kv + d_r elements per token; the gathered latents are saved |
 # | all-reduce over the tensor ranks in backward | r_kv + d_r + r_q elements per token, and h without a query latent |
 
 
@@ -86,26 +86,35 @@ class LatentCosts:
             Product(queries, keys, model.v_head_dim, num_heads),
         )
 
-    def saved_numel(self, tensor: int = 1, sequence: int = 1, *, has_gathered_latents: bool = False) -> float:
-        """Return the number of elements per token that attention saves on one of ``tensor`` ranks.
+    def saved_numel(
+        self, tensor: int = 1, sequence: int = 1, context: int = 1, *, rebuilds_keys: bool = False
+    ) -> float:
+        """Return the number of elements that attention saves on one of ``tensor`` ranks, per token of the rank.
 
         Args:
             sequence: number of ranks that shard the tokens of latents before they enter the tensor-parallel region.
-            has_gathered_latents: keys and values are projected again in backward, as with context parallelism.
+            context: number of ranks that shard the sequence.
+            rebuilds_keys: keys and values are projected from the gathered latents again in backward.
         """
         model, heads = self.model, self.model.num_attention_heads / tensor
         padded, value = max(model.kv_hidden_size, model.v_head_dim), model.v_head_dim
         projected = padded if value < padded else model.qk_head_dim + value
-        keys_and_values = 0 if has_gathered_latents else padded + projected
-        context = padded + (value if value < padded else 0)
+        keys_and_values = 0 if rebuilds_keys else padded + projected
+        output = padded + (value if value < padded else 0)
         projections = self.latent_size + model.q_lora_rank  # inputs of the norms
-        entered = projections if tensor > 1 or has_gathered_latents else model.kv_lora_rank + model.q_lora_rank
-        return float(heads * (padded + keys_and_values + context) + projections / sequence + entered)
+        entered = projections if tensor > 1 else model.kv_lora_rank + model.q_lora_rank
+        if context > 1:  # the gathered latents of all tokens, instead of the rank's
+            entered = model.q_lora_rank + context * self.latent_size
+        return float(heads * (padded + keys_and_values + output) + projections / sequence + entered)
 
-    def context_numel(self, *, cuts_heads: bool) -> int:
-        """Return the elements per token of the messages over the context ranks, and with all-to-all those of heads."""
-        heads = self.model.num_attention_heads * self.head_sizes if cuts_heads else 0
-        return self.latent_size + int(heads)
+    def context_numel(self, tensor: int, context: int, *, cuts_heads: bool) -> int:
+        """Return the elements per token of the messages over ``context`` ranks, in the unit of ``context_messages``.
+
+        An all-to-all sends 1 / ``context`` of them, so that the latents, which are gathered, count ``context`` times.
+        """
+        if not cuts_heads:
+            return self.latent_size
+        return self.latent_size * context + int(self.model.num_attention_heads * self.head_sizes // tensor)
 
     def rebuilt_numel(self, tensor: int) -> int:
         """Return the elements per token of the padded keys and values of all heads on a tensor rank."""

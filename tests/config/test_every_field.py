@@ -123,7 +123,9 @@ OBSERVED_FIELDS = {
         num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
-        moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate
+        moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_group_score_topk
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim
+        latent_norm_epsilon
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """
@@ -226,6 +228,9 @@ COMPANION_FLAGS = {
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
     "moe_router_num_groups": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1",
     "moe_router_group_topk": "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 4",
+    "moe_router_group_score_topk": (
+        "--num-experts 8 --moe-router-topk 2 --moe-router-num-groups 2 --moe-router-group-topk 1 --init-method-std 2"
+    ),
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
     **{
         f"rotary_{name}": f"--position-embedding-type rope --rotary-original-positions {length} --rotary-scaling {kind}"
@@ -267,6 +272,7 @@ FIELD_VALUES = {
     "pipeline_placement": "v",
     "pipeline_layout": "Et|tttL",
     "enc_seq_length": "20",
+    "moe_router_group_score_topk": "1",
     "split": "8,1,1",
 }
 """Field -> the value that it is given, where ``test_flags_table`` has one that would not show."""

@@ -94,8 +94,8 @@ LATENT_CASES = {
             "dim_model_base": 13, "rope_parameters": LLAMA3,
         },
         "--hidden-size 42 --q-lora-rank 7 --v-head-dim 3 --tie-embeddings-and-output-weights "
-        "--embedding-multiplier 3.5 --residual-scale 1.4 --dim-model-base 13 --rotary-base 500 --rotary-scaling llama3 --rotary-scaling-factor 4 "
-        "--rotary-original-positions 16",
+        "--embedding-multiplier 3.5 --residual-scale 1.4 --dim-model-base 13 --rotary-base 500 --rotary-scaling llama3 "
+        "--rotary-scaling-factor 4 --rotary-original-positions 16",
         module="minicpm3",
     ),
 }  # fmt: skip

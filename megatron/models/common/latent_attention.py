@@ -78,13 +78,24 @@ class KeyValueProjection(ColumnParallelLinear):
         self.key_size, self.value_size = key_size, value_size
         set_matrices(self.weight, (key_size, value_size), head=key_size + value_size)
 
-    def forward(self, latent: torch.Tensor, heads: slice | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        latent: torch.Tensor,
+        heads: slice | None = None,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Return the keys and values of ``heads``, by default of all heads of this rank.
+
+        Args:
+            attend: return ``attend(latent, key_weight, value_weight)`` instead, with the results of ``split_weight``.
+                Weights are read here, because with ZeRO 3 a module has them only during its forward.
 
         Shapes:
             latent [..., latent_size]
             output [..., n (key_size + value_size)], n heads
         """
+        if attend is not None:
+            return attend(latent, *self.split_weight())
         if heads is None:
             return super().forward(latent)
         head_rows = self.key_size + self.value_size
@@ -168,7 +179,8 @@ class LatentAttention(Attention):
         if cache is not None:
             latent, rotated_key = cache.update(latent, rotated_key)  # [b, 1, s_k, r_kv], [b, 1, s_k, d_r]
             if latent.shape[2] > query.shape[2]:
-                return self.dense(self._attend_to_latents(query, latent, rotated_key, mask))
+                attend_to_latents = partial(self._attend_to_latents, query, rotated_key, mask)
+                return self.dense(self.key_value(latent, attend=attend_to_latents))
         is_by_document = mask is not None and mask.dtype == torch.int32
         arguments: tuple[Any, ...] = (mask,) if is_by_document else ()
         kwargs: dict[str, Any] = {} if is_by_document else {"mask": mask}
@@ -233,16 +245,22 @@ class LatentAttention(Attention):
         return torch.cat((key, rotated_key.expand(-1, num_heads, -1, -1)), dim=-1), value
 
     def _attend_to_latents(
-        self, query: torch.Tensor, latent: torch.Tensor, rotated_key: torch.Tensor, mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        rotated_key: torch.Tensor,
+        mask: torch.Tensor | None,
+        latent: torch.Tensor,
+        key_weight: torch.Tensor,
+        value_weight: torch.Tensor,
     ) -> torch.Tensor:
         """Return the context [s, b, a d_v / t], attending to cached latents as the key and value of one head.
 
         Shapes:
-            query  [b, a/t, s, d_n + d_r]
-            latent [b, 1, s_k, r_kv], rotated_key [b, 1, s_k, d_r]
-            mask   bool [b, 1, s, s_k]
+            query       [b, a/t, s, d_n + d_r]
+            rotated_key [b, 1, s_k, d_r], latent [b, 1, s_k, r_kv]
+            mask        bool [b, 1, s, s_k]
+            key_weight  [a/t, d_n, r_kv], value_weight [a/t, d_v, r_kv]
         """
-        key_weight, value_weight = self.key_value.split_weight()
         query_part, rotated_query = query.split(self.part_sizes, dim=-1)
         latent_query = query_part @ key_weight  # [b, a/t, s, r_kv]
         query, key = torch.cat((latent_query, rotated_query), dim=-1), torch.cat((latent, rotated_key), dim=-1)

@@ -14,7 +14,6 @@ from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.context_parallel import (
     gather_from_context_region,
-    gather_rows,
     scatter_heads_gather_sequence,
     scatter_sequence_gather_heads,
 )
@@ -29,11 +28,11 @@ class LatentContextAttention(ContextAttention):
 
     | cp_comm_type | communicated | saved for backward |
     |---|---|---|
-    | all_gather, p2p | all-gather latents, again in backward; reduce-scatter their gradients | this rank's latents |
-    | a2a | all-gather latents; all-to-all queries and output | keys and values of 1/c of the heads |
+    | all_gather, p2p | all-gather latents; reduce-scatter their gradients | the latents of all tokens |
+    | a2a | the same; all-to-all queries and output | also keys and values of 1/c of the heads |
 
     A token has r_kv + d_r elements of latent and rotated key, against 2 a d / t of keys and values. In return every
-    rank projects the keys and values of all tokens, and projects them again in backward.
+    rank projects the keys and values of all tokens. With all-gather it projects them again in backward.
 
     Shapes:
         query  [b, a/t, s/c, d]
@@ -70,26 +69,18 @@ class LatentContextAttention(ContextAttention):
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Apply ``function`` to this rank's queries and to the keys and values of all tokens."""
-        shard, latent_size = _pack(key, value), key.shape[-1]
-        gathered = gather_from_context_region(shard, self._parallel.context)  # [s, b, r_kv + d_r]
+        gathered, latent_size = gather_from_context_region(_pack(key, value), self._parallel.context), key.shape[-1]
 
         def expand(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
             keys, values = self._expand(*_unpack(rows, latent_size))
             size = max(keys.shape[-1], values.shape[-1])
             return pad_head(keys, size), pad_head(values, size), values.shape[-1]
 
-        def rebuild() -> list[torch.Tensor]:
-            rows = gather_rows(shard.detach(), self._parallel.context)
-            keys, values, _ = expand(rows)
-            return [rows, keys, values]
-
-        hooks = _RebuildHooks(rebuild)
-        hooks.watch(0, gathered)
+        keys, values, value_size = expand(gathered)  # [b, a/t, s, d], padded to equal sizes
+        query = pad_head(query, keys.shape[-1])
+        hooks = _RebuildHooks(lambda: expand(gathered.detach())[:2], keys, values)
         with nullcontext() if self._is_recomputed else saved_tensors_hooks(hooks.pack, hooks.unpack):
-            keys, values, value_size = expand(gathered)
-            hooks.watch(1, keys)
-            hooks.watch(2, values)
-            return function(pad_head(query, keys.shape[-1]), keys, values)[..., :value_size]
+            return function(query, keys, values)[..., :value_size]
 
 
 def _pack(latent: torch.Tensor, rotated_key: torch.Tensor) -> torch.Tensor:
@@ -104,24 +95,22 @@ def _unpack(rows: torch.Tensor, latent_size: int) -> tuple[torch.Tensor, torch.T
 
 
 class _RebuildHooks:
-    """Saved-tensor hooks that rebuild tensors of the full sequence in backward instead of saving them.
+    """Saved-tensor hooks that rebuild keys and values of the full sequence in backward instead of saving them.
 
-    A saved tensor that is a view of a watched tensor is replaced by the watched tensor's index, its shape, strides and
-    offset. All other tensors are saved unchanged.
+    A saved tensor that is a view of keys or values is replaced by an index, its shape, strides and offset. All other
+    tensors are saved unchanged.
 
     Args:
-        rebuild: returns the watched tensors in the order of their indices. Collective.
+        rebuild: returns keys and values again.
     """
 
-    def __init__(self, rebuild: Callable[[], list[torch.Tensor]]) -> None:
+    def __init__(
+        self, rebuild: Callable[[], tuple[torch.Tensor, torch.Tensor]], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         self._rebuild = rebuild
-        self._indices: dict[int, int] = {}
-        self._rebuilt: list[torch.Tensor] | None = None
+        self._indices = {tensor.untyped_storage().data_ptr(): idx for idx, tensor in enumerate((keys, values))}
+        self._rebuilt: tuple[torch.Tensor, torch.Tensor] | None = None
         self._num_saved = 0
-
-    def watch(self, idx: int, tensor: torch.Tensor) -> None:
-        """Rebuild ``tensor`` in backward."""
-        self._indices[tensor.untyped_storage().data_ptr()] = idx
 
     def pack(self, x: torch.Tensor) -> Any:
         """Return the object saved for ``x``."""
@@ -132,7 +121,7 @@ class _RebuildHooks:
         return idx, x.shape, x.stride(), x.storage_offset()
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Return the tensor that was passed to ``pack``. Collective on the first call in a backward."""
+        """Return the tensor that was passed to ``pack``."""
         if isinstance(saved, torch.Tensor):
             return saved
         if self._rebuilt is None:
