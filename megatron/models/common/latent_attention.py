@@ -164,7 +164,7 @@ class LatentAttention(Attention):
         window = args.window_size if has_window(args, layer) else 0
         document_function = partial(document_attention, window=window, scale=scale, cap=cap)
         self.attention_function = pad_heads(function)
-        self.document_function = pad_heads(document_function)
+        self.document_function = document_function
         self.context_attention: LatentContextAttention | None = None
         if self.parallel.context.size > 1:
             self.context_attention = LatentContextAttention(
