@@ -15,9 +15,9 @@ class ModelConfig(DecoderFeatures):
     architecture: str = option(
         "",
         "decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
-        "gemma2, gemma3_text, olmo2, mixtral, qwen3_moe, qwen2_moe, glm4_moe, deepseek_v3, deepseek_v2, glm4_moe_lite, "
-        "youtu, minicpm3, dots1, olmoe, minimax_m2, ernie4_5_moe); sets norms, positions, activation, biases and other "
-        "parts, but no sizes",
+        "gemma2, gemma3_text, olmo2, mixtral, qwen3_moe, qwen2_moe, glm4_moe, deepseek_v3, kimi_k2, deepseek_v2, "
+        "glm4_moe_lite, youtu, minicpm3, dots1, olmoe, minimax_m2, ernie4_5_moe); sets norms, positions, activation, "
+        "biases and other parts, but no sizes",
         flag="--model",
         shown_default="the program's, or that of the run in --config",
         short="decoder: gpt2, llama, mpt, qwen3, ...",
