@@ -100,7 +100,9 @@ class LatentCosts:
         padded, value = max(model.kv_hidden_size, model.v_head_dim), model.v_head_dim
         projected = padded if value < padded else model.qk_head_dim + value
         keys_and_values = 0 if rebuilds_keys else padded + projected
-        output = padded + (value if value < padded else 0)
+        output = value  # the input of the output projection
+        if context == 1 and value < padded:
+            output += padded  # the padded output, which the kernel saves
         projections = self.latent_size + model.q_lora_rank  # inputs of the norms
         entered = projections if tensor > 1 else model.kv_lora_rank + model.q_lora_rank
         if context > 1:  # the gathered latents of all tokens, instead of the rank's
