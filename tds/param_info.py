@@ -84,12 +84,15 @@ class Matrices:
     | query, key, value of self-attention | (a/g) d of queries, d of keys, d of values | g, the query groups |
     | key, value of attention to the encoder | d of keys, d of values | a, the heads |
     | gate and up of a gated feed-forward | 1 of the gate, 1 of up | f |
+    | queries of multi-latent attention | d_n not rotated, d_r rotated | a, the heads |
+    | keys and values from a latent | d_n of keys, d_v of values | a, the heads |
+    | latent and rotated key | r_kv of the latent, d_r of the key | 1 |
     | every other weight of a layer | all | 1 |
 
     Args:
         widths: rows of each matrix in a period; empty: the weight is one matrix.
         head: number of rows per attention head; 0: the rows are not divided into heads.
-        is_apart: each period is a separate matrix.
+        is_apart: the matrices of each period are separate.
     """
 
     widths: tuple[int, ...] = ()
@@ -106,7 +109,8 @@ class Matrices:
         if not self.head:
             return self
         if heads:
-            return Matrices((self.head,), self.head, is_apart=True)
+            has_parts = sum(self.widths) == self.head  # the parts of a head are separate matrices
+            return Matrices(self.widths if has_parts else (self.head,), self.head, is_apart=True)
         return self if qkv else Matrices()
 
     def views(self, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -120,7 +124,7 @@ class Matrices:
             raise ValueError(f"the number of rows of a packed weight must be a multiple of {period}, got {len(weight)}")
         by_period = weight.unflatten(0, (-1, period))
         if self.is_apart:
-            return list(by_period.split(1))
+            return [part for rows in by_period.split(1) for part in rows.split(list(self.widths), 1)]
         return list(by_period.split(list(self.widths), 1)) if self.widths else [by_period]
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:

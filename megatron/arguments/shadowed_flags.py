@@ -14,6 +14,7 @@ from megatron import object_store
 from megatron.config.config import Config
 from megatron.config.decoder import has_window
 from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS, expert_layers
+from megatron.config.latent_attention import FIELD_NAMES as LATENT_FIELD_NAMES
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,26 @@ SHADOWS = (
         _has_local_base_everywhere,
         "all layers have a window and use the frequencies of --rotary-local-base",
     ),  # fmt: skip
+    Shadow(
+        LATENT_FIELD_NAMES[1:],
+        lambda config: not config.model.multi_latent_attention,
+        "there are no latents (--multi-latent-attention)",
+    ),
+    Shadow(
+        ("mscale", "mscale_all_dim"),
+        lambda config: config.model.multi_latent_attention and not config.model.has_yarn,
+        "--rotary-scaling is not yarn",
+    ),
+    Shadow(
+        ("kv_hidden_size",),
+        lambda config: config.model.multi_latent_attention,
+        "with --multi-latent-attention, queries and keys have --qk-head-dim + --qk-pos-emb-head-dim elements",
+    ),
+    Shadow(
+        ("qk_norm",),
+        lambda config: config.model.multi_latent_attention and config.model.qk_norm == "none",
+        "with --multi-latent-attention, the latents always have norms",
+    ),
     # data
     Shadow(
         ("reset_position_ids", "reset_attention_mask"),

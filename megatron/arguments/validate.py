@@ -325,7 +325,8 @@ def _stage_problems(config: Config) -> Iterator[str]:
 def _head_problems(config: Config) -> Iterator[str]:
     model = config.model
     h, a = model.hidden_size, model.num_attention_heads
-    if h % a and "kv_hidden_size" not in config.explicit_fields and model.kv_hidden_size == h // a:
+    is_derived = "kv_hidden_size" not in config.explicit_fields and not model.multi_latent_attention
+    if h % a and is_derived and model.kv_hidden_size == h // a:
         divisors = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
         yield (
             f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "

@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts, layer_features
+from megatron.config import experts, latent_attention, layer_features
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
+from megatron.config.latent_attention import LatentFeatures, latent_problems
 from megatron.config.layer_features import VANILLA, LayerFeatures, layer_feature_problems, unused_layer_features
 from megatron.config.option import option
 
@@ -53,7 +54,7 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(ExpertFeatures, LayerFeatures):
+class DecoderFeatures(ExpertFeatures, LatentFeatures, LayerFeatures):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -227,6 +228,7 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
     )
 
     def __post_init__(self) -> None:
+        self._derive_latent_sizes()
         if not self.num_query_groups:
             object.__setattr__(self, "num_query_groups", getattr(self, "num_attention_heads", 0))
         if self.mup_base_head_dim and not self.softmax_scale and self.mup_head_scale:
@@ -291,6 +293,7 @@ class DecoderFeatures(ExpertFeatures, LayerFeatures):
         changed = changed or self.softmax_type != VANILLA
         scores = self.softmax_scale or self.attn_logit_softcapping
         is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
+        is_plain = is_plain and not self.multi_latent_attention
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
@@ -302,8 +305,8 @@ REFITTED = (
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
-    *experts.REFITTED, *layer_features.REFITTED, "rotary_short_factors", "rotary_long_factors", "logit_scale",
-    "attention_temperature_scale", "attention_temperature_floor",
+    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, "rotary_short_factors",
+    "rotary_long_factors", "logit_scale", "attention_temperature_scale", "attention_temperature_floor",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
@@ -314,8 +317,8 @@ ARCHITECTURE = (
     "normalization", "norm_bias", "layernorm_1p", "norm_placement", "embed_layernorm", "qk_norm", "add_qkv_bias",
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
-    *layer_features.ARCHITECTURE, "parallel_residual", "logit_scale", "attention_temperature_scale",
-    "attention_temperature_floor",
+    *latent_attention.ARCHITECTURE, *layer_features.ARCHITECTURE, "parallel_residual", "logit_scale",
+    "attention_temperature_scale", "attention_temperature_floor",
 )  # fmt: skip
 """Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
@@ -391,6 +394,7 @@ def feature_problems(config: Any) -> Iterator[str]:
     yield from layer_feature_problems(model)
     yield from expert_problems(config)
     yield from _scale_problems(config)
+    yield from latent_problems(model)
 
 
 def unused_features(config: Any) -> Iterator[str]:
@@ -473,7 +477,9 @@ def _group_problems(model: Any, t: int) -> Iterator[str]:
 
 def _rotary_problems(model: Any) -> Iterator[str]:
     size = model.kv_hidden_size * model.rotary_percent
-    if model.kv_hidden_size % 2 and model.rotary_percent == 1:
+    if model.multi_latent_attention:
+        pass  # ``latent_problems`` checks the size of the rotated part
+    elif model.kv_hidden_size % 2 and model.rotary_percent == 1:
         yield (
             "--kv-hidden-size, the size of one head, must be even for rotary positions, which rotate pairs of "
             f"elements, got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
@@ -491,9 +497,9 @@ def _rotary_problems(model: Any) -> Iterator[str]:
     if model.rotary_scaling in pairs:
         upper, lower = pairs[model.rotary_scaling]
         high, low = getattr(model, upper), getattr(model, lower)
-        if low >= high:
+        if low > high or (low == high and model.rotary_scaling == "llama3"):  # Kimi K2 has yarn with equal betas
             yield f"{_flag(upper)} must exceed {_flag(lower)}, got {high:g} and {low:g}. Raise {_flag(upper)}"
-    if model.rotary_scaling == "longrope":
+    if model.rotary_scaling == "longrope" and not model.multi_latent_attention:
         yield from _longrope_problems(model, int(size) // 2)
 
 

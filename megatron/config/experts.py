@@ -49,7 +49,7 @@ class ExpertFeatures:
     )
     moe_router_group_topk: int = _option(
         0,
-        "number of groups per token: the groups whose best k / this scores have the largest sums",
+        "number of groups per token: the groups whose best --moe-router-group-score-topk scores have the largest sums",
         minimum=0,
     )
     moe_router_enable_expert_bias: bool = _option(
@@ -91,6 +91,12 @@ class ExpertFeatures:
     moe_shared_expert_gate: bool = _option(
         False, "multiply the output of the shared expert by a sigmoid gate, as Qwen2-MoE"
     )
+    moe_router_group_score_topk: int = _option(
+        0,
+        "number of a group's best scores whose sum selects the groups of a token; 1: the best score, as DeepSeek-V2",
+        minimum=1,
+        shown_default="moe-router-topk / moe-router-group-topk",
+    )
 
     def __post_init__(self) -> None:
         if self.num_experts <= 1:  # a dense model ignores all expert settings
@@ -98,6 +104,11 @@ class ExpertFeatures:
                 object.__setattr__(self, name, ExpertFeatures.__dataclass_fields__[name].default)
         elif not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", getattr(self, "ff_hidden_size", 0))
+
+    @property
+    def num_group_scores(self) -> int:
+        """Number of a group's best scores whose sum selects the groups of a token."""
+        return self.moe_router_group_score_topk or self.moe_router_topk // max(self.moe_router_group_topk, 1)
 
     @property
     def has_aux_loss(self) -> bool:
@@ -118,6 +129,7 @@ ARCHITECTURE = (
 REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
+    "moe_router_group_score_topk",
 )  # fmt: skip
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 
@@ -223,11 +235,6 @@ def _router_problems(model: Any) -> Iterator[str]:
         )
     if model.moe_router_pre_softmax and model.moe_router_score_function != SOFTMAX:
         yield "--moe-router-pre-softmax has no effect without --moe-router-score-function softmax. Remove one of them"
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
-        yield (
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores are independent "
-            "of each other, got softmax. Use sigmoid, or balance the load with --moe-aux-loss-coeff"
-        )
     if bool(groups) != bool(group_topk):
         yield (
             f"--moe-router-num-groups and --moe-router-group-topk must be set together, got {groups} and {group_topk}. "
@@ -238,6 +245,16 @@ def _router_problems(model: Any) -> Iterator[str]:
             "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk must not exceed "
             "--moe-router-num-groups and must divide --moe-router-topk, and a group must have at least as many "
             f"experts as it contributes to a token, got {groups}, {experts}, {group_topk} and {k}"
+        )
+    elif groups and model.moe_router_group_score_topk > experts // groups:
+        yield (
+            "--moe-router-group-score-topk must not exceed the experts of a group, --num-experts / "
+            f"--moe-router-num-groups, got {model.moe_router_group_score_topk} and {experts} / {groups}. Lower it"
+        )
+    if model.moe_router_group_score_topk and not groups:
+        yield (
+            "--moe-router-group-score-topk has no effect without --moe-router-num-groups, got "
+            f"{model.moe_router_group_score_topk}. Remove it, or add --moe-router-num-groups"
         )
 
 

@@ -68,6 +68,8 @@ class FamilyConfig:
 
     def summary(self, model: ModelConfig) -> str:
         """Return the description of the model that follows its sizes in the start table."""
+        if model.multi_latent_attention:
+            return f"latents of {model.kv_lora_rank} + {model.qk_pos_emb_head_dim} elements"
         is_grouped = model.num_query_groups != model.num_attention_heads
         return f"{model.num_query_groups} key-value heads" if is_grouped else ""
 

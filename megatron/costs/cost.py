@@ -171,6 +171,11 @@ class Costs(ABC):
         """Return the scratch bytes of attention in backward, minus the memory that its layer has freed before."""
         return 0
 
+    @property
+    def saves_context_messages(self) -> bool:
+        """True if tensors gathered over the context ranks are saved for backward instead of being gathered again."""
+        return False
+
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
         """Return the bytes of each collective over the context ranks in a layer's attention, summed over the ranks."""
         return ()

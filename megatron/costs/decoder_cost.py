@@ -15,6 +15,7 @@ from megatron.costs import memory
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
 from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_size
 from megatron.costs.expert_cost import ExpertCosts
+from megatron.costs.latent_cost import LatentCosts
 from megatron.costs.memory import BYTES, Memory, loss_bytes
 from tds.partition import partition_balanced, partition_uniform_chunks
 from tds.schedule import LOOP
@@ -198,6 +199,7 @@ def _is_gated(model: ModelDimensions) -> bool:
 # | ALiBi | none | biases of w a / t s^2 bytes per stage, with w bytes per element |
 # | ALiBi within documents | none | biases of w b a / t s^2 bytes per micro-batch |
 # | a window without ALiBi | none | a mask of s^2 bytes per stage |
+# | multi-latent attention | ``megatron.costs.latent_cost`` | ``megatron.costs.latent_cost`` |
 #
 # FLOPs of rotary embedding and of soft-capping are not counted.
 #
@@ -274,6 +276,11 @@ class DecoderCosts(Costs):
         return ExpertCosts(model, _num_matrices(model), _saved_per_width(model), self.expert, self.cuts_experts)
 
     @property
+    def latent(self) -> LatentCosts | None:
+        """Costs of the multi-latent attention of a layer, or None."""
+        return LatentCosts(self.model, self.num_norm_vectors) if self.model.multi_latent_attention else None
+
+    @property
     def local_length(self) -> int:
         """Number of tokens of a sample on one rank."""
         return self.seq_length // self.context
@@ -332,10 +339,10 @@ class DecoderCosts(Costs):
     @property
     def unit_costs(self) -> list[float]:
         model, h = self.model, self.model.hidden_size
-        attention = projections_flops(model, self.keys, self.gates)
+        attention = self.latent.flops if self.latent else projections_flops(model, self.keys, self.gates)
         products = [attention + self._feed_forward_flops(layer) for layer in range(model.num_layers)]
         layer_flops = zip(products, self.visible_keys_by_layer, strict=True)
-        layers = [product_flops + 4 * keys * attention_width(model) for product_flops, keys in layer_flops]
+        layers = [product_flops + 2 * keys * self._score_width for product_flops, keys in layer_flops]
         layer = max(layers, default=attention + feed_forward_flops(model))
         norm, head = ELEMENTWISE * h / layer, head_cost(model) / layer
         return [norm, *[layer_flops / layer for layer_flops in layers], norm, head]
@@ -350,8 +357,15 @@ class DecoderCosts(Costs):
         head = known_vocab_size(model) * model.hidden_size
         layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in range(model.num_layers))
         products = layers + self.norm_parameters + head
-        scores = attention_width(model) * 2 * sum(self.visible_keys_by_layer)
+        scores = self._score_width * sum(self.visible_keys_by_layer)
         return 6.0 * products + (6.0 if causal else 12.0) * scores
+
+    @property
+    def _score_width(self) -> int:
+        """Total size of all query and all value heads."""
+        if self.latent:
+            return self.model.num_attention_heads * self.latent.head_sizes
+        return 2 * attention_width(self.model)
 
     def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
         """Return the number of a layer's parameters on one of ``tensor`` ranks; norms and output biases are replicated.
@@ -359,8 +373,11 @@ class DecoderCosts(Costs):
         Args:
             is_active: count only the experts that a token uses.
         """
-        inner = attention_parameters(self.model, tensor, self.keys, self.model.add_qkv_bias, self.gates)
-        inner += self.model.num_attention_heads // tensor if self.model.softmax_type == LEARNABLE else 0
+        if self.latent:
+            inner = self.latent.parameters(tensor)
+        else:
+            inner = attention_parameters(self.model, tensor, self.keys, self.model.add_qkv_bias, self.gates)
+            inner += self.model.num_attention_heads // tensor if self.model.softmax_type == LEARNABLE else 0
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
         if self.with_experts[layer]:
             return inner + self.experts.parameters(tensor, is_active=is_active) + norms
@@ -413,7 +430,7 @@ class DecoderCosts(Costs):
         bytes_between += num_extra_inputs * h * width // sequence
         tokens, core = samples * self.local_length, self._core_saved_bytes(samples, tensor, width)
         attention = [
-            tokens * (bytes_between + self.attention_saved_numel(layer) * width // tensor) + core
+            tokens * (bytes_between + self._attention_saved_bytes(layer, tensor, width, sequence)) + core
             for layer in range(model.num_layers)
         ]
         feed_forward = {False: tokens * feed_forward_saved_numel(model) * width // tensor}
@@ -428,6 +445,13 @@ class DecoderCosts(Costs):
         hidden = tokens * h * width
         embedding = SavedBytes(tokens * h * (self.mask_bytes + (width if model.embed_layernorm else 0)) // sequence)
         return [embedding, *layers, SavedBytes(hidden // sequence), SavedBytes(hidden)]
+
+    def _attention_saved_bytes(self, layer: int, tensor: int, width: int, sequence: int) -> int:
+        """Return the bytes per token that the attention of ``layer`` saves on one of ``tensor`` ranks."""
+        if self.latent:
+            rebuilds_keys = self.context > 1 and not self.cuts_heads
+            return round(width * self.latent.saved_numel(tensor, sequence, self.context, rebuilds_keys=rebuilds_keys))
+        return self.attention_saved_numel(layer) * width // tensor
 
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
@@ -472,6 +496,8 @@ class DecoderCosts(Costs):
         """
         if self.context > 1:
             gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
+            if self.latent and not self.cuts_heads:
+                gathered = samples * self.seq_length * self.latent.rebuilt_numel(tensor) * width
             return max(GATHERED_COPIES * gathered - feed_forward_bytes, 0)
         if not self.is_blocked or width < 4:
             return 0
@@ -482,8 +508,15 @@ class DecoderCosts(Costs):
         freed = between_bytes(h * width, h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs)
         return max(scratch + samples * self.seq_length * (gradients - freed) - feed_forward_bytes, 0)
 
+    @property
+    def saves_context_messages(self) -> bool:
+        return self.latent is not None
+
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
         """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
+        if self.latent and self.context > 1:
+            numel = self.latent.context_numel(tensor, self.context, cuts_heads=self.cuts_heads)
+            return (samples * self.seq_length * numel * width,)
         numel = 2 * attention_width(self.model) + 2 * self.keys if self.cuts_heads else 2 * self.keys
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 
@@ -499,23 +532,27 @@ class DecoderCosts(Costs):
         tokens = samples * self.local_length
         vocabulary = -(-known_vocab_size(model) // tensor)
         hidden, scalars = tokens * h * width, 4 * tokens
+        attention = attention_products(model, tokens, tensor, self.keys, self.gates)
+        entering = hidden  # bytes of the gradient that attention all-reduces
+        if self.latent:
+            attention = self.latent.products(tokens, samples * self.seq_length, tensor)
+            entering = tokens * self.latent.entering_size * width
         dense = Work(
-            products=layer_products(model, tokens, tensor, self.keys, self.gates),
+            products=(*attention, *feed_forward_products(model, tokens, tensor)),
             core=self._scores(samples, tensor),
             operations=OPERATIONS["layer"],
             reduced_bytes=(hidden, hidden),
-            backward_reduced_bytes=(hidden, hidden),
+            backward_reduced_bytes=(entering, hidden),
         )
         layers = [dense] * model.num_layers
         if model.num_experts:
-            attention = attention_products(model, tokens, tensor, self.keys, self.gates)
             num_all_reduces = 1 + self.experts.num_all_reduces  # one is for attention
             expert_layer = replace(
                 dense,
                 products=(*attention, *self.experts.products(tokens, tensor)),
                 operations=OPERATIONS["layer"] + OPERATIONS["experts"],
                 reduced_bytes=(hidden,) * num_all_reduces,
-                backward_reduced_bytes=(hidden,) * num_all_reduces,
+                backward_reduced_bytes=(entering, *(hidden,) * (num_all_reduces - 1)),
             )
             layers = [expert_layer if has_experts else dense for has_experts in self.with_experts]
         return [
@@ -534,6 +571,8 @@ class DecoderCosts(Costs):
         """Return the attention products of all heads on a rank; a fused kernel computes only the causal half."""
         num_heads = samples * self.model.num_attention_heads / tensor
         causal_factor = 0.5 if self.is_causal and self.is_fused else 1.0
+        if self.latent:
+            return self.latent.scores(self.local_length, self.seq_length, num_heads * causal_factor)
         return scores(self.local_length, self.seq_length, self.model.kv_hidden_size, num_heads * causal_factor)
 
     def _core_saved_bytes(self, samples: int, tensor: int, width: int) -> int:
@@ -631,13 +670,13 @@ def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str
     has_more = not is_causal or model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
     has_more = has_more or model.softmax_type != VANILLA
     is_long = config.batch.seq_length > MIN_VARLEN_LENGTH
-    if is_long and not has_more and dtype in ("bf16", "fp16") and model.kv_hidden_size % 8 == 0:
+    if is_long and not has_more and dtype in ("bf16", "fp16") and model.padded_head_size % 8 == 0:
         return None
     if dtype == "fp64":
         return "CUDA kernels only support fp32 and 16-bit formats"
     smallest, largest = FLEX_HEAD_SIZES
-    if not smallest <= model.kv_hidden_size <= largest:
-        return f"flex_attention supports head sizes from {smallest} to {largest}, got {model.kv_hidden_size}"
+    if not smallest <= model.padded_head_size <= largest:
+        return f"flex_attention supports head sizes from {smallest} to {largest}, got {model.padded_head_size}"
     return None
 
 

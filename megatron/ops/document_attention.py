@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from megatron.ops.attention import attention, mask_value
 from megatron.ops.flex_attention import flex_document_attention, supports_flex
+from megatron.ops.padded_heads import pad_heads
 from megatron.ops.plans import get_plan
 from megatron.torch_compat import has_triton, varlen_attention
 
@@ -63,11 +65,11 @@ def document_attention(
 
     Shapes:
         query  [b, a/t, s, d]
-        key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads
+        key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads; values may have another size d_v
         starts int32 [b, s], at most the position of the query and at least the start of the previous query
         stops  int32 [b, s], one more than the last key that each query sees; None: attention is causal
         sinks  [a/t], see ``sink_attention``; None: no sinks
-        output [b, a/t, s, d]
+        output [b, a/t, s, d_v]
 
     Args:
         first: position of the first query among the keys, if the queries are a slice of a sequence.
@@ -82,6 +84,12 @@ def document_attention(
     if query.device.type == "cpu":
         context: Tensor = _forward(query, key, value, starts, stops, slopes, first, window, scale, cap, sinks)
         return context
+    if value.shape[-1] != query.shape[-1]:
+        options: dict[str, Any] = {
+            "first": first, "window": window, "scale": scale, "cap": cap, "slopes": slopes, "sinks": sinks,
+        }  # fmt: skip
+        padded: Tensor = pad_heads(partial(document_attention, **options))(query, key, value, starts, stops)
+        return padded
     is_plain = stops is None and not cap and slopes is None and sinks is None
     if select_implementation(query, key.shape[2], query.shape[-1], is_plain=is_plain) == FLEX:
         return flex_document_attention(
@@ -246,10 +254,10 @@ def _by_group(x: Tensor, num_groups: int) -> Tensor:
     return x.reshape(num_groups, -1, x.shape[-1])
 
 
-def _context_like(query: Tensor) -> Tensor:
-    """Allocate the context in the memory layout that the layer needs: [b, a, s, d] as a view of [s, b, a, d]."""
-    b, a, s, d = query.shape
-    return query.new_empty(s, b, a, d).permute(1, 2, 0, 3)
+def _context_like(query: Tensor, value: Tensor) -> Tensor:
+    """Allocate the context in the memory layout that the layer needs: [b, a, s, d_v] as a view of [s, b, a, d_v]."""
+    b, a, s, _ = query.shape
+    return query.new_empty(s, b, a, value.shape[-1]).permute(1, 2, 0, 3)
 
 
 @torch.library.custom_op("megatron_tds::document_attention", mutates_args=())
@@ -257,7 +265,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None, slopes: list[float] | None,
     first: int, window: int, scale: float, cap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    context = _context_like(query)
+    context = _context_like(query, value)
     scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap, sinks)
     for head_slice in scores.head_slices():
         heads = scores.copy_heads(query, head_slice.row, head_slice.heads)  # [n, s, d]
@@ -312,8 +320,8 @@ def _backward(
 
 
 @_forward.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return _context_like(query)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return _context_like(query, value)
 
 
 @_backward.register_fake
@@ -340,20 +348,25 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _product_flops(query: torch.Size, key: torch.Size) -> int:
-    """Return the FLOPs of the product of every query with the keys up to its position, as if all were one document."""
-    b, a, s, d = query
-    return b * a * s * (2 * key[2] - s + 1) * d
+def _product_flops(query: torch.Size, key: torch.Size, size: int) -> int:
+    """Return the FLOPs of a product over ``size`` elements for every query and the keys up to its position.
+
+    All keys count as one document.
+    """
+    b, a, s, _ = query
+    return b * a * s * (2 * key[2] - s + 1) * size
 
 
 @register_flop_formula(torch.ops.megatron_tds.document_attention)
-def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * _product_flops(query, key)
+def _flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    return _product_flops(query, key, query[3] + value[3])
 
 
 @register_flop_formula(torch.ops.megatron_tds.document_attention_backward)
-def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: Any, **___: Any) -> int:
-    return 5 * _product_flops(query, key)
+def _flops_of_backward(
+    _: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *__: Any, **___: Any
+) -> int:
+    return _product_flops(query, key, 3 * query[3] + 2 * value[3])
 
 
 # On CUDA: documents of more than ``SHORT`` tokens by ``cu_seqlens``, shorter ones by windows of preceding keys.

@@ -327,8 +327,9 @@ class CommunicationModel:
         if layout.cuts_heads:
             times = 2 if layout.recompute == "none" else 3
             return sum((group.all_gather(size / layout.context) for size in message_bytes), Traffic()).repeated(times)
-        twice = sum((group.all_gather(size) for size in message_bytes), Traffic()).repeated(2)
-        return twice + sum((group.reduce_scatter(size) for size in message_bytes), Traffic())
+        num_gathers = 1 if self.costs.saves_context_messages and layout.recompute == "none" else 2
+        gathers = sum((group.all_gather(size) for size in message_bytes), Traffic()).repeated(num_gathers)
+        return gathers + sum((group.reduce_scatter(size) for size in message_bytes), Traffic())
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:
         """Return the expert-parallel communication of each unit for a micro-batch. It never overlaps.

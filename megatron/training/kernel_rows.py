@@ -157,7 +157,7 @@ def _document_kernel(config: Config, torch_device: torch.device, *, is_causal: b
     x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=torch_device)
     has_score_changes = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
     kernel = select_implementation(
-        x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_score_changes
+        x, config.batch.seq_length, model.padded_head_size, is_plain=is_causal and not has_score_changes
     )
     if kernel is None:
         return "", "flex_attention needs Triton, which is not installed"
@@ -174,7 +174,7 @@ def attention_kernel(config: Config, torch_device: torch.device, *, has_mask: bo
     """
     model, length = config.model, config.batch.seq_length
     num_heads = max(1, model.num_attention_heads // config.parallel.model_parallel_size)
-    shape, dtype = (1, num_heads, length, model.kv_hidden_size), device.DTYPES[config.precision.dtype or "fp32"]
+    shape, dtype = (1, num_heads, length, model.padded_head_size), device.DTYPES[config.precision.dtype or "fp32"]
     query, key, value = (torch.empty(shape, dtype=dtype, device=torch_device, requires_grad=True) for _ in range(3))
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=torch_device) if has_mask else None
     with attention_kernels(mask):

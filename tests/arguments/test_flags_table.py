@@ -156,6 +156,7 @@ _LONGROPE_FLAGS = [
 ]  # fmt: skip
 _GROUPED_QUERY_FLAGS = ["--num-attention-heads", "6", "--hidden-size", "12"]
 _EXPERT_FLAGS = ["--num-experts", "8"]
+_LATENT_FLAGS = [*_ROPE_FLAGS, "--multi-latent-attention"]
 _SIGMOID_ROUTER_FLAGS = [*_EXPERT_FLAGS, "--moe-router-score-function", "sigmoid"]
 _DECODER_REQUIRED_FLAGS = {
     **dict.fromkeys(
@@ -179,6 +180,27 @@ _DECODER_REQUIRED_FLAGS = {
     "--moe-token-drop-policy": [*_EXPERT_FLAGS, "--moe-expert-capacity-factor", "0.5"],
     "--moe-router-enable-expert-bias": _SIGMOID_ROUTER_FLAGS,
     "--moe-router-bias-update-rate": _SIGMOID_ROUTER_FLAGS,
+    "--moe-router-group-score-topk": [
+        *_EXPERT_FLAGS,
+        "--moe-router-num-groups",
+        "1",
+        "--moe-router-group-topk",
+        "1",
+    ],
+    "--multi-latent-attention": _ROPE_FLAGS,
+    **dict.fromkeys(
+        (
+            "--q-lora-rank",
+            "--kv-lora-rank",
+            "--qk-head-dim",
+            "--qk-pos-emb-head-dim",
+            "--v-head-dim",
+            "--latent-norm-epsilon",
+        ),
+        _LATENT_FLAGS,
+    ),
+    "--mscale": [*_LATENT_FLAGS, "--rotary-scaling", "yarn"],
+    "--mscale-all-dim": [*_LATENT_FLAGS, "--rotary-scaling", "yarn"],
     "--moe-shared-expert-gate": [*_EXPERT_FLAGS, "--moe-shared-expert-intermediate-size", "8"],
     "--max-position-embeddings": ["--seq-length", "5"],
     "--num-query-groups": _GROUPED_QUERY_FLAGS,
@@ -236,7 +258,7 @@ COMMON_FLAGS = """
 --recompute-modules --no-create-attention-mask-in-dataloader --num-dataset-builder-threads --add-qkv-bias
 --dist-ckpt-strictness --no-mmap-bin-files --sft --moe-router-dtype --use-precision-aware-optimizer --ckpt-step
 --enable-cuda-graph --manual-gc --no-rope-fusion --exit-duration-in-mins --data-args-path --log-straggler
---hybrid-override-pattern --multi-latent-attention --ds_fused_adam --no-bias-swiglu-fusion --spec
+--hybrid-override-pattern --cache-mla-latents --ds_fused_adam --no-bias-swiglu-fusion --spec
 """
 """Flags that stand in people's scripts for Megatron-LM and Megatron-DeepSpeed, of every concern."""
 SHARED_OPTION_FLAGS = (

@@ -63,10 +63,22 @@ TYPE_SETTINGS = {
         "no_rope_freq": "4", "window_attn_skip_freq": "4",
     },
     "glm4": {"norm_placement": "both", "add_qkv_bias": True, "rotary_percent": 0.5},
+    "deepseek_v3": {"multi_latent_attention": True, "moe_router_score_function": "sigmoid"},
+    "kimi_k2": {"multi_latent_attention": True, "moe_router_score_function": "sigmoid"},
+    "deepseek_v2": {"multi_latent_attention": True, "moe_router_pre_softmax": True, "latent_norm_epsilon": 1e-6},
+    "glm4_moe_lite": {"multi_latent_attention": True, "layernorm_epsilon": 1e-5, "latent_norm_epsilon": 1e-6},
+    "youtu": {"multi_latent_attention": True, "untie_embeddings": False},
+    "minicpm3": {"multi_latent_attention": True, "embedding_multiplier": 12.0, "residual_scale": 1.4},
+    "dots1": {"qk_norm": "head", "moe_router_score_function": "sigmoid", "window_size": 0},
+    "olmoe": {"qk_norm": "all", "moe_router_pre_softmax": True},
+    "minimax_m2": {"qk_norm": "all", "rotary_base": 5e6, "moe_router_enable_expert_bias": True},
+    "ernie4_5_moe": {"rotary_base": 5e5, "moe_router_score_function": "softmax", "untie_embeddings": False},
 }  # fmt: skip
 """Model type -> some of its settings."""
 COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
 SIZE_FLAGS = "--num-layers 6 --hidden-size 96 --num-attention-heads 6 --num-query-groups 3 --ff-hidden-size 100"
+LATENT_SIZE_FLAGS = SIZE_FLAGS.replace("--num-query-groups 3 ", "")
+"""Sizes of a model with multi-latent attention, which has a key head for each query head."""
 EXPERT_FLAGS = "--num-experts 8 --moe-shared-expert-intermediate-size 64"
 MODEL_NAMES = [*decoder_families(), *TYPE_SETTINGS]
 
@@ -96,6 +108,11 @@ def require_architecture(name: str) -> Architecture:
     return result
 
 
+def size_flags(name: str) -> str:
+    """Return flags with sizes for ``--model name``."""
+    return LATENT_SIZE_FLAGS if require_architecture(name).settings["multi_latent_attention"] else SIZE_FLAGS
+
+
 def architecture_values(config: Config) -> dict[str, Any]:
     return {name: getattr(config.model, name) for name in ARCHITECTURE}
 
@@ -117,7 +134,7 @@ def test_family_name_equals_family_program(family: str) -> None:
 @pytest.mark.parametrize("name", TYPE_SETTINGS)
 def test_model_type_sets_architecture(name: str) -> None:
     experts = EXPERT_FLAGS if require_architecture(name).required_fields else ""
-    config = parse_line(f"--model {name} {SIZE_FLAGS} {experts}")
+    config = parse_line(f"--model {name} {size_flags(name)} {experts}")
     assert config.family == "llama" and config.model.architecture == name
     expected = {**COMMON_SETTINGS, **TYPE_SETTINGS[name]}
     assert {field: getattr(config.model, field) for field in expected} == expected
@@ -129,9 +146,11 @@ def test_model_name_preserves_sizes_and_dropout(name: str) -> None:
     experts = EXPERT_FLAGS if require_architecture(name).required_fields else ""
     other_fields = {field for field in vars(ModelConfig()) if field not in (*ARCHITECTURE, "architecture")}
     config, baseline = (
-        parse_line(f"--model {name} {SIZE_FLAGS} {experts}"),
-        parse_line(f"{SIZE_FLAGS} {experts}", require_architecture(name).family),
+        parse_line(f"--model {name} {size_flags(name)} {experts}"),
+        parse_line(f"{size_flags(name)} {experts}", require_architecture(name).family),
     )
+    if config.model.multi_latent_attention:
+        other_fields -= {"kv_hidden_size"}
     assert {field: getattr(config.model, field) for field in other_fields} == {
         field: getattr(baseline.model, field) for field in other_fields
     }

@@ -61,6 +61,22 @@ SHADOWED = {
             "expert_tensor_parallel_size": "1",
         }.items()
     },
+    **{
+        name: f"--{name.replace('_', '-')} {value}"
+        for name, value in {
+            "q_lora_rank": "8",
+            "kv_lora_rank": "8",
+            "qk_head_dim": "8",
+            "qk_pos_emb_head_dim": "8",
+            "v_head_dim": "8",
+            "latent_norm_epsilon": "1e-6",
+            "moe_router_group_score_topk": "1",
+        }.items()
+    },
+    "mscale": f"{ROPE_FLAGS} --multi-latent-attention --mscale 0.7",
+    "mscale_all_dim": f"{ROPE_FLAGS} --multi-latent-attention --mscale-all-dim 0.7",
+    "kv_hidden_size": f"{ROPE_FLAGS} --multi-latent-attention --kv-channels 128",
+    "qk_norm": f"{ROPE_FLAGS} --multi-latent-attention --qk-layernorm",
     "moe_router_bias_update_rate": f"{EXPERT_FLAGS} --moe-router-bias-update-rate 0.1",
     "moe_router_load_balancing_type": f"{EXPERT_FLAGS} --moe-router-load-balancing-type aux_loss",
     "moe_aux_loss_coeff": f"{EXPERT_FLAGS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
@@ -231,11 +247,11 @@ SHADOWED = {
 """Field -> flags next to which it has no effect on one rank; "t5:" names another family."""
 NEVER_SHADOWED = set(
     """
-    architecture hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout
+    architecture hidden_size num_attention_heads hidden_bias layernorm_epsilon attention_dropout
     hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
     loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
-    norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping
+    norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     softmax_type attention_output_gate
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids

@@ -43,7 +43,7 @@ def test_misspelled_flag_is_dropped_with_suggestion() -> None:
 
 def test_other_problems_still_raise() -> None:
     with pytest.raises(ConfigError) as exc_info:
-        parse_line(f"{IGNORE_FLAG} --zebra 1 --lr x --multi-latent-attention")
+        parse_line(f"{IGNORE_FLAG} --zebra 1 --lr x --fp8-param-gather")
     assert "2 problems" in str(exc_info.value) and "--zebra" not in str(exc_info.value)
 
 

@@ -123,10 +123,12 @@ OBSERVED_FIELDS = {
         num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
-        moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate
+        moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_group_score_topk
         softmax_type attention_output_gate no_rope_freq rotary_interleaved rotary_truncate qk_norm_order
         activation_func_clamp_value glu_linear_offset parallel_residual logit_scale attention_temperature_scale
         attention_temperature_floor rotary_short_factors rotary_long_factors
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim
+        latent_norm_epsilon
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """
@@ -229,6 +231,9 @@ COMPANION_FLAGS = {
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
     "moe_router_num_groups": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1",
     "moe_router_group_topk": "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 4",
+    "moe_router_group_score_topk": (
+        "--num-experts 8 --moe-router-topk 2 --moe-router-num-groups 2 --moe-router-group-topk 1 --init-method-std 2"
+    ),
     "relative_attention_max_distance": "--relative-attention-num-buckets 8",
     "attention_temperature_scale": "--position-embedding-type rope --attention-temperature-scale 0.1 "
     "--attention-temperature-floor 3",
@@ -275,6 +280,7 @@ FIELD_VALUES = {
     "pipeline_placement": "v",
     "pipeline_layout": "Et|tttL",
     "enc_seq_length": "20",
+    "moe_router_group_score_topk": "1",
     "split": "8,1,1",
 }
 """Field -> the value that it is given, where ``test_flags_table`` has one that would not show."""

@@ -40,13 +40,24 @@ MODEL_VARIABLES = {
         "TOPK": ("3", "--moe-router-topk 3"),
         "NEXPERTFF": ("55", "--moe-ffn-hidden-size 55"),
     },
+    "deepseek": {
+        "SIZE": ("v2-lite", "said "),
+        "EP": ("1", "--expert-model-parallel-size 1"),
+        "SEQLEN": ("65", "--seq-length 65"),
+        **CONTEXT_VARIABLES,
+        "KVRANK": ("33", "--kv-lora-rank 33"),
+        "NFF": ("77", "--ff-hidden-size 77"),
+        "NEXPERTS": ("5", "--num-experts 5"),
+        "TOPK": ("3", "--moe-router-topk 3"),
+        "NEXPERTFF": ("55", "--moe-ffn-hidden-size 55"),
+    },
     "bert": {"SEQLEN": ("65", "--seq-length 65"), **CONTEXT_VARIABLES},
     "mpt": {"SEQLEN": ("65", "--seq-length 65"), **CONTEXT_VARIABLES},
 }
 """Model -> its own variables, with a value and the flag that this becomes."""
-FAMILY_BY_MODEL = {"qwen3": "llama", "moe": "llama"}
+FAMILY_BY_MODEL = {"qwen3": "llama", "moe": "llama", "deepseek": "llama"}
 """Model -> its family, where that is another name."""
-FIXED_FLAGS = {"moe": ("--model-parallel-size", "1")}
+FIXED_FLAGS = {"moe": ("--model-parallel-size", "1"), "deepseek": ("--model-parallel-size", "1")}
 """Model -> the flags of variables that its script sets by itself."""
 every_model = pytest.mark.parametrize("model", MODEL_VARIABLES)
 
@@ -114,6 +125,21 @@ def test_unknown_qwen3_size_is_rejected(fake_python: Path) -> None:
     result = run_script(fake_python, "--dry-run", script=find_script("qwen3"), SIZE="7b")
     assert result.returncode == 2
     assert result.stderr == "SIZE must be tiny, 0.6b, 1.7b, 4b or 8b, got '7b'. Leave it empty for tiny\n"
+
+
+def test_deepseek_v2_lite_has_published_parameter_count(fake_python: Path) -> None:
+    run_script(fake_python, "--dry-run", script=find_script("deepseek"), SIZE="v2-lite")
+    env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}
+    flags = ["--dry-run", "--vocab-size", "102400", "--model-parallel-size", "1"]
+    config = parse(flags, world_size=4, env=env, accepts_model=True)
+    assert costs_of(config).num_parameters == 15_706_484_224
+    assert format_of(config).model_types == ("deepseek_v2",)
+
+
+def test_unknown_deepseek_size_is_rejected(fake_python: Path) -> None:
+    result = run_script(fake_python, "--dry-run", script=find_script("deepseek"), SIZE="v4")
+    assert result.returncode == 2
+    assert result.stderr == "SIZE must be tiny or v2-lite, got 'v4'. Leave it empty for tiny\n"
 
 
 MODEL_TYPE_BY_KIND = {"": "glm4_moe", "glm4": "glm4_moe", "qwen3": "qwen3_moe", "mixtral": "mixtral"}

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.models.common import context_attention
+from megatron.models.common import context_attention, latent_context_attention
 from megatron.mpu import context_parallel
 
 
@@ -34,8 +34,18 @@ def count_saved_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
         record_saved(packed if isinstance(packed, torch.Tensor) else self._shard)
         return packed
 
+    pack_latents = latent_context_attention._RebuildHooks.pack
+
+    def pack_and_record(self: Any, x: torch.Tensor) -> Any:
+        packed = pack_latents(self, x)
+        return record_saved(packed) if isinstance(packed, torch.Tensor) else packed
+
     hooks = torch.autograd.graph.saved_tensors_hooks(record_saved, lambda x: x)
-    with hooks, patch.object(context_attention._SavedShardHooks, "pack", pack_shard):
+    with (
+        hooks,
+        patch.object(context_attention._SavedShardHooks, "pack", pack_shard),
+        patch.object(latent_context_attention._RebuildHooks, "pack", pack_and_record),
+    ):
         yield saved_bytes
 
 

@@ -69,6 +69,54 @@ MOE_CASES = {
         "--moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 28 --moe-layer-freq [0,1,1]",
         module="glm4_moe",
     ),
+    "dots1": ModelCase(
+        "Dots1",
+        {
+            "hidden_size": 38, "num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+            "first_k_dense_replace": 1, "sliding_window": 4, "max_window_layers": 2, "experts_implementation": "eager",
+            **_ROPE,
+        },
+        "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --qk-norm head --num-experts 6 --moe-router-topk 3 "
+        "--moe-ffn-hidden-size 14 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 14 --moe-layer-freq [0,1,1] "
+        "--window-size 3 --window-attn-skip-freq [0,0,1]",
+        module="dots1",
+    ),
+    "olmoe": ModelCase(
+        "Olmoe",
+        {
+            "hidden_size": 60, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2,
+            "experts_implementation": "eager", **_ROPE,
+        },
+        "--hidden-size 60 --num-query-groups 2 --rotary-base 100 --qk-norm all --num-experts 5 --moe-router-topk 2 "
+        "--moe-ffn-hidden-size 54 --moe-router-pre-softmax",
+        module="olmoe",
+    ),
+    "minimax_m2": ModelCase(
+        "MiniMaxM2",
+        {
+            "hidden_size": 38, "head_dim": 12, "num_key_value_heads": 2, "num_local_experts": 5,
+            "num_experts_per_tok": 2, "experts_implementation": "eager",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+        "--hidden-size 38 --kv-channels 12 --num-query-groups 2 --rotary-base 100 --rotary-percent 0.5 --qk-norm all "
+        "--num-experts 5 --moe-router-topk 2 --moe-ffn-hidden-size 54 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias",
+        module="minimax_m2",
+    ),
+    "ernie4_5_moe": ModelCase(
+        "Ernie4_5_Moe",
+        {
+            "hidden_size": 38, "num_key_value_heads": 2, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 14,
+            "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "tie_word_embeddings": False,
+            "experts_implementation": "eager", **_ROPE,
+        },
+        "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --num-experts 6 --moe-router-topk 3 "
+        "--moe-ffn-hidden-size 14 --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 28 "
+        "--moe-layer-freq [0,1,1]",
+        module="ernie4_5_moe",
+    ),
 }  # fmt: skip
 
 
@@ -90,11 +138,11 @@ def to_file_tensors(tensors: dict[str, torch.Tensor], case: str) -> dict[str, to
     file_tensors: dict[str, torch.Tensor] = {}
     block, (gate, up, down) = (
         ("block_sparse_moe", ("w1", "w3", "w2"))
-        if case == "mixtral"
+        if case in ("mixtral", "minimax_m2")
         else ("mlp", ("gate_proj", "up_proj", "down_proj"))
     )
     for name, tensor in tensors.items():
-        file_name = name.replace(".mlp.", f".{block}.")
+        file_name = name.replace(".mlp.", f".{block}.").replace(".gate.moe_statics.", ".moe_statics.")
         stem = file_name.rpartition(".")[0]
         if name.endswith("experts.gate_up_proj"):
             for expert, weight in enumerate(tensor):
@@ -157,12 +205,40 @@ def disable_upcasts() -> Iterator[None]:
         values = scores.gather(1, experts)
         return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, experts
 
-    routers = {"Mixtral": ("TopKRouter", mixtral), "Glm4Moe": ("TopkRouter", glm)}
+    def ernie(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(x, self.weight)
+        probabilities = torch.softmax(logits, -1)
+        experts = torch.topk(probabilities + self.moe_statics.e_score_correction_bias[0], self.top_k, dim=-1)[1]
+        values = probabilities.gather(1, experts)
+        return logits, values / values.sum(-1, keepdim=True), experts
+
+    def minimax(self: Any, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        experts = torch.topk(logits.sigmoid() + bias, self.top_k, dim=-1)[1]
+        values = logits.sigmoid().gather(1, experts)
+        return logits, values / values.sum(-1, keepdim=True), experts
+
+    def rotate_neighbours(*tensors: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        query, key, cosine, sine = tensors
+        cosine, sine = (x[:, None, :, : x.shape[-1] // 2] for x in (cosine, sine))
+        rotated = []
+        for x in (query, key):
+            first, second = x[..., 0::2], x[..., 1::2]
+            pairs = first * cosine - second * sine, second * cosine + first * sine
+            rotated.append(torch.stack(pairs, dim=-1).flatten(-2))
+        return tuple(rotated)
+
+    routers = {
+        "Mixtral": ("TopKRouter", mixtral), "Glm4Moe": ("TopkRouter", glm), "Dots1": ("TopkRouter", glm),
+        "Ernie4_5_Moe": ("TopKRouter", ernie), "MiniMaxM2": ("TopKRouter", minimax),
+    }  # fmt: skip
     with ExitStack() as stack:
         for model in MOE_CASES.values():
             module = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
             router = [routers[model.prefix]] if model.prefix in routers else []
             for suffix, forward in [("RMSNorm", norm), ("RotaryEmbedding", angles), *router]:
                 stack.enter_context(patch.object(getattr(module, f"{model.prefix}{suffix}"), "forward", forward))
+            if model.prefix == "Ernie4_5_Moe":
+                stack.enter_context(patch.object(module, "apply_rotary_pos_emb", rotate_neighbours))
         stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax))
         yield

@@ -230,6 +230,9 @@ def rotary_frequencies(config: Any, layer_type: str | None = None) -> tuple[torc
     last = last + 0.001 if first == last else last
     ramp = ((torch.arange(size // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
     scale = rope.get("attention_factor")
+    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        terms = [0.1 * rope[key] * math.log(factor) + 1.0 for key in ("mscale", "mscale_all_dim")]
+        scale = terms[0] / terms[1]
     scale = (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0) if scale is None else scale
     return unscaled / factor * ramp + unscaled * (1 - ramp), scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def _layer(
         return (normed if args.apply_residual_connection_post_layernorm else x), output
 
     def attend(y: torch.Tensor) -> torch.Tensor:
-        return _attention(args, w, layer_idx, y, positions, ids)
+        attention = _latent_attention if args.multi_latent_attention else _attention
+        return attention(args, w, layer_idx, y, positions, ids)
 
     def feed_forward(y: torch.Tensor) -> torch.Tensor:
         return _mlp(args, w, f"{prefix}.mlp", y)
@@ -162,6 +164,46 @@ def is_without_rotary(args: Any, layer_idx: int) -> bool:
     if text.isdecimal():
         return (layer_idx + 1) % int(text) == 0
     return bool(text) and text.strip("[]").split(",")[layer_idx] == "1"
+
+
+def _latent_attention(
+    args: Any, w: Weights, layer_idx: int, x: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Multi-latent attention, one head and one query at a time; RMS norms only."""
+    prefix, s, a = f"layers.{layer_idx}.attention", len(x), args.num_attention_heads
+    plain, rotated, value_size, rank = args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim, args.kv_lora_rank
+
+    def norm(name: str, y: torch.Tensor) -> torch.Tensor:
+        return y / torch.sqrt((y * y).mean(-1, keepdim=True) + args.latent_norm_epsilon) * w[f"{prefix}.{name}.weight"]
+
+    query_input = x
+    if args.q_lora_rank:
+        query_input = norm("query_latent_norm", x @ w[f"{prefix}.query_down.weight"].T)
+    query = (query_input @ w[f"{prefix}.query.weight"].T).view(s, a, plain + rotated)
+    down = x @ w[f"{prefix}.key_value_down.weight"].T
+    up = (norm("key_value_latent_norm", down[:, :rank]) @ w[f"{prefix}.key_value.weight"].T).view(s, a, -1)
+    key, value = up[..., :plain], up[..., plain:]
+    has_yarn, factor = args.rotary_scaling == "yarn", args.rotary_scaling_factor
+    terms = [0.1 * m * math.log(factor) + 1 if has_yarn else 1.0 for m in (args.mscale, args.mscale_all_dim)]
+    rotary_factor = (args.rotary_attention_factor or terms[0] / terms[1]) if has_yarn else 1.0
+    window = args.window_size if args.window_size and has_window(args, layer_idx) else 10**9
+    rotary_args = SimpleNamespace(**{**vars(args), "kv_hidden_size": rotated, "rotary_attention_factor": rotary_factor})
+    is_local = window < 10**9
+    rotated_query = _rotate(rotary_args, query[..., plain:], positions, is_local=is_local)
+    rotated_key = _rotate(rotary_args, down[:, None, rank:], positions, is_local=is_local)[:, 0]
+    scale = (args.softmax_scale or (plain + rotated) ** -0.5) * terms[1] ** 2
+    outputs = []
+    for head in range(a):
+        rows = []
+        for i in range(s):
+            visible = [j for j in range(i + 1) if i - j <= window and ids[j] == ids[i]]
+            scores = torch.stack(
+                [query[i, head, :plain] @ key[j, head] + rotated_query[i, head] @ rotated_key[j] for j in visible]
+            )
+            probabilities = torch.softmax(_softcap(scores * scale, args.attn_logit_softcapping), dim=0)
+            rows.append(sum(p * value[j, head] for p, j in zip(probabilities, visible, strict=True)))
+        outputs.append(torch.stack(rows))
+    return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * value_size))
 
 
 def has_window(args: Any, layer_idx: int) -> bool:

@@ -50,25 +50,21 @@ def long_samples_use_the_short_factors(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.models.common.huggingface:AdjacentPairs.block_order",
+    "megatron.models.common.rotary_rows:RotaryRows.to_ours",
     f"{MAPPING}::test_conversion_orders_rows_by_group_and_is_reversible",
 )
 def adjacent_pairs_are_read_as_halves(original: Any) -> Any:
-    return lambda self, heights: list(range(sum(heights)))
+    return lambda self, rows: rows
 
 
 @mutant(
-    "megatron.models.common.huggingface:_read_reordered",
+    "megatron.models.common.rotary_rows:RotaryRows.enclosing",
     f"{MAPPING}::test_every_slice_equals_slice_of_converted_weight",
 )
 def slices_are_reordered_from_their_first_row(original: Any) -> Any:
-    """The order of rows belongs to a block, which a slice may enter in the middle."""
+    """The order of rows belongs to a head, which a slice may enter in the middle."""
 
-    def read(target: torch.Tensor, mapping: Any, hf_weights: Any, heights: list[int], shard: Any) -> None:
-        if shard.partition_dim != 0:
-            return original(target, mapping, hf_weights, heights, shard)
-        start = shard.start // sum(heights) * sum(heights)
-        moved = replace(shard, start=start, length=shard.length)
-        return original(target, mapping, hf_weights, heights, moved)
+    def enclosing(self: Any, rows: slice) -> slice:
+        return slice(rows.start, rows.start + -(-(rows.stop - rows.start) // self.period) * self.period)
 
-    return read
+    return enclosing

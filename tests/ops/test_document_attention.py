@@ -58,6 +58,26 @@ def test_documents_match_mask_in_values_and_gradients(lengths: list[list[int]], 
     assert max_difference(output_and_grads(actual, inputs), output_and_grads(expected, inputs)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("value_size", [HEAD_DIM - 3, HEAD_DIM + 2])
+def test_values_may_have_another_size_than_keys(value_size: int) -> None:
+    """Zeros that pad the smaller heads change neither the output nor the gradients of the other elements."""
+    ids = torch.stack([segment_ids_from_lengths(lengths, 150) for lengths in ([1, 70, 5, 3, 90], [100, 60])])
+    query, key, _, _ = make_attention_inputs(2, 150)
+    value = torch.randn(*key.shape[:3], value_size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    results = []
+    for size in (0, max(value_size, HEAD_DIM)):
+        inputs = [
+            torch.nn.functional.pad(x.detach(), (0, max(size - x.shape[-1], 0))).requires_grad_()
+            for x in (query, key, value)
+        ]
+        output = document_attention.document_attention(*inputs, document_starts(ids), scale=0.4, cap=2.0, window=70)
+        output[..., :value_size].sin().sum().backward()
+        grads = [x.grad[..., :length] for x, length in zip(inputs, (HEAD_DIM, HEAD_DIM, value_size), strict=True)]
+        results.append([output.detach()[..., :value_size], *grads])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).abs().max() <= TOLERANCE
+
+
 @given(
     lengths=ROWS, places=st.tuples(st.integers(0, 149), st.integers(1, 150)), form=st.sampled_from(list(FORMS)),
     by_length=st.booleans(),

@@ -193,7 +193,7 @@ def test_dry_run_for_many_ranks_reports_rejected_flags(tmp_path: Path) -> None:
             "--dry-run",
             "--vocab-size",
             "64",
-            "--multi-latent-attention",
+            "--fp8-param-gather",
             "--adam-beta2",
             "2",
         ]
@@ -203,4 +203,4 @@ def test_dry_run_for_many_ranks_reports_rejected_flags(tmp_path: Path) -> None:
 
     codes, *_ = fork_ranks(1, start, init=False)
     text = (tmp_path / "log").read_text()
-    assert codes == [2] and "--multi-latent-attention is not supported" in text and "RANK" not in text, (codes, text)
+    assert codes == [2] and "--fp8-param-gather is not supported" in text and "RANK" not in text, (codes, text)

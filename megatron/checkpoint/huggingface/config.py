@@ -271,7 +271,10 @@ def model_flags(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and loads its tokenizer."""
     tokenizer_fields = {name: getattr(config.data, name) for name in _TOKENIZER}
     extra_fields = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    return flag_words({**config.identity(), **extra_fields, **tokenizer_fields}, config)
+    values = {**config.identity(), **extra_fields, **tokenizer_fields}
+    if config.model.multi_latent_attention:
+        del values["kv_hidden_size"]  # the sum of two other sizes
+    return flag_words(values, config)
 
 
 def flag_words(field_values: Mapping[str, Any], config: Config) -> list[str]:

@@ -15,6 +15,7 @@ from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
+from megatron.models.common.rotary_rows import RotaryRows
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 # | the same | one tensor, all queries first | ``WeightMapping(("qkv",), num_blocks=heads, num_packed=3)`` |
 # | interleaved gate and value | two tensors of f rows | ``WeightMapping(("gate", "up"), num_blocks=f)`` |
 # | query, key and value per group | one tensor, all queries first | the same with ``packed_rows=(a d, g d, g d)`` |
-# | queries and keys rotated by halves | rotated by adjacent rows | the same with ``adjacent_pairs`` |
+# | queries and keys rotated by halves | rotated by adjacent rows | the same with ``rotary_rows`` |
 # | weight of expert i | one tensor of all experts [E, ...] | ``WeightMapping(("name",), index=i)`` |
 #
 # The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
@@ -45,38 +46,6 @@ class Sliceable(Protocol):
 
 
 @dataclass(frozen=True)
-class AdjacentPairs:
-    """Order of rotary pairs in Hugging Face tensors: rows 2 i and 2 i + 1 of the r rotated rows of a head form a pair.
-
-    In our weights, rows i and i + r/2 form a pair. The attention scores of both orders are the same.
-
-    Args:
-        head_size: rows d of a head.
-        num_rotated: rotated rows r, from the start of each head.
-        num_parts: number of parts, from the first one, whose heads are rotated: queries and keys.
-    """
-
-    head_size: int
-    num_rotated: int
-    num_parts: int = 2
-
-    def block_order(self, heights: list[int]) -> list[int]:
-        """Return, for each of our rows of a block, the index of the Hugging Face row in the block.
-
-        Args:
-            heights: rows of each part in a block.
-        """
-        order: list[int] = []
-        for part_idx, height in enumerate(heights):
-            for head_start in range(sum(heights[:part_idx]), sum(heights[:part_idx]) + height, self.head_size):
-                rotated = self.num_rotated if part_idx < self.num_parts else 0
-                order += range(head_start, head_start + rotated, 2)
-                order += range(head_start + 1, head_start + rotated, 2)
-                order += range(head_start + rotated, head_start + self.head_size)
-        return order
-
-
-@dataclass(frozen=True)
 class WeightMapping:
     """The Hugging Face tensors that make up one of our weights.
 
@@ -86,9 +55,10 @@ class WeightMapping:
         num_packed: number of parts of equal height that are concatenated in a single Hugging Face tensor.
         is_transposed: the Hugging Face tensor is [in, out], ours is [out, in].
         packed_rows: rows of each packed part, if their heights differ.
-        adjacent_pairs: the order of rotary pairs in the Hugging Face tensors, if it differs from ours.
+        rotary_rows: for each part, the rows that are in another order than ours, or None; empty: none.
         index: our weight is element ``index`` of the first dimension of a single Hugging Face tensor, in which all
             weights with the same ``hf_names`` are stacked; None: the tensors are not stacked.
+        has_leading_one: the Hugging Face tensor is [1, n], ours is [n].
     """
 
     hf_names: tuple[str, ...]
@@ -96,8 +66,9 @@ class WeightMapping:
     num_packed: int = 1
     is_transposed: bool = False
     packed_rows: tuple[int, ...] = ()
-    adjacent_pairs: AdjacentPairs | None = None
+    rotary_rows: tuple[RotaryRows | None, ...] = ()
     index: int | None = None
+    has_leading_one: bool = False
 
 
 def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -109,14 +80,15 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
     import torch  # takes half a second; a dry run that reads only settings does not need it
 
     tensors = [hf_weights[name].detach() for name in mapping.hf_names]
+    if mapping.has_leading_one:
+        tensors = [tensor.squeeze(0) for tensor in tensors]
     components = _split_components(mapping, tensors if mapping.index is None else [tensors[0][mapping.index]])
+    for idx, rotary_rows in enumerate(mapping.rotary_rows):
+        components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_ours(components[idx])
     if len(components) == 1:
         return components[0].clone(memory_format=torch.contiguous_format)
     blocks = [_split_blocks(mapping, component) for component in components]  # each [blocks, rows, ...]
-    weight = torch.cat(blocks, dim=1)
-    if mapping.adjacent_pairs is not None:
-        weight = weight[:, mapping.adjacent_pairs.block_order([block.shape[1] for block in blocks])]
-    return weight.flatten(0, 1)
+    return torch.cat(blocks, dim=1).flatten(0, 1)
 
 
 def weight_to_hf(
@@ -143,14 +115,17 @@ def weight_to_hf(
             component_rows = [num_rows // mapping.num_blocks for num_rows in mapping.packed_rows]
         if sum(component_rows) != rows:
             raise _uneven_rows_error(mapping, weight.shape[0])
-        blocks = weight.detach().unflatten(0, (mapping.num_blocks, rows))
-        if mapping.adjacent_pairs is not None:
-            order = mapping.adjacent_pairs.block_order(component_rows)
-            blocks = blocks[:, sorted(range(rows), key=order.__getitem__)]
-        components = [component.flatten(0, 1) for component in blocks.split(component_rows, dim=1)]
+        components = [
+            component.flatten(0, 1)
+            for component in weight.detach().unflatten(0, (mapping.num_blocks, rows)).split(component_rows, dim=1)
+        ]
+    for idx, rotary_rows in enumerate(mapping.rotary_rows):
+        components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_hf(components[idx])
     tensors = [torch.cat(components)] if mapping.num_packed > 1 else components
     if mapping.is_transposed:
         tensors = [component.t() if component.dim() == 2 else component for component in tensors]
+    if mapping.has_leading_one:
+        tensors = [component.unsqueeze(0) for component in tensors]
     return {name: component.contiguous() for name, component in zip(mapping.hf_names, tensors, strict=True)}
 
 
@@ -186,11 +161,12 @@ def read_into(
     Raises:
         CheckpointError: rows cannot be split into blocks.
     """
+    if mapping.has_leading_one:
+        hf_weights = {name: hf_weights[name][0:1].squeeze(0) for name in mapping.hf_names}
+        shapes = {name: shapes[name][1:] for name in mapping.hf_names}
     heights = _rows_per_block(mapping, shapes)
     shard_start, shard_stop = shard.start, shard.start + shard.length
-    if mapping.adjacent_pairs is not None:
-        _read_reordered(target, mapping, hf_weights, heights, shard)
-    elif shard.partition_dim == 0:
+    if shard.partition_dim == 0:
         for start, stop in _split_at_blocks(shard_start, shard_stop, sum(heights)):
             _fill(target[start - shard_start : stop - shard_start], mapping, hf_weights, heights, start, None)
     else:
@@ -202,29 +178,6 @@ def read_into(
             0,
             None if shard.partition_dim is None else slice(shard_start, shard_stop),
         )
-
-
-def _read_reordered(
-    target: torch.Tensor,
-    mapping: WeightMapping,
-    hf_weights: Mapping[str, Sliceable],
-    heights: list[int],
-    shard: Shard,
-) -> None:
-    """Fill ``target`` from Hugging Face tensors with adjacent rotary pairs: read complete blocks and reorder rows."""
-    assert mapping.adjacent_pairs is not None
-    block_height, columns = sum(heights), None
-    start, stop = 0, shard.global_shape[0]
-    if shard.partition_dim == 0:
-        start, stop = shard.start, shard.start + shard.length
-    elif shard.partition_dim is not None:
-        columns = slice(shard.start, shard.start + shard.length)
-    first_row = start // block_height * block_height
-    num_rows = -(-stop // block_height) * block_height - first_row
-    rows = target.new_empty((num_rows, *target.shape[1:]))
-    _fill(rows, mapping, hf_weights, heights, first_row, columns)
-    blocks = rows.unflatten(0, (-1, block_height))[:, mapping.adjacent_pairs.block_order(heights)]
-    target.copy_(blocks.flatten(0, 1)[start - first_row : stop - first_row])
 
 
 def _rows_per_block(mapping: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int]:
@@ -281,7 +234,13 @@ def _fill(
             part_start = sum(mapping.packed_rows[:packed_idx]) or packed_idx * mapping.num_blocks * height
             first_row = part_start + first_block * height + begin - component_start
             rows = slice(first_row, first_row + (num_blocks - 1) * height + end - begin)
-            source = _read_slice(mapping, hf_weights[name], rows, columns)
+            rotary_rows = mapping.rotary_rows[component_idx] if mapping.rotary_rows else None
+            if rotary_rows is None:
+                source = _read_slice(mapping, hf_weights[name], rows, columns)
+            else:
+                heads = rotary_rows.enclosing(rows)
+                source = rotary_rows.to_ours(_read_slice(mapping, hf_weights[name], heads, columns))
+                source = source[rows.start - heads.start : rows.stop - heads.start]
             blocks[:, begin - low : end - low].copy_(source.unflatten(0, (num_blocks, -1)))
         component_start += height
 
@@ -393,6 +352,7 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "qk_norm_order": "before",
     "activation_func_clamp_value": 0.0,
     "glu_linear_offset": 0.0,
+    "multi_latent_attention": False,
 }
 """Setting that distinguishes one decoder from another -> its value in GPT-2."""
 

@@ -39,6 +39,8 @@ class KVCacheSlots:
 class LayerKVCache:
     """Keys and values of one layer: of its self-attention and, in an encoder-decoder model, of its cross-attention.
 
+    Multi-latent attention caches latents and the shared rotated keys instead, as the key and value of one head.
+
     Shapes:
         self-attention [b, a/t, capacity, d]; cross-attention [b, a/t, s_e, d]
     """
@@ -52,22 +54,22 @@ class LayerKVCache:
         """Cache the keys and values of this pass; return the keys and values of all positions so far.
 
         Shapes:
-            key, value [b, a/t, s, d]
+            key, value [b, a/t, s, d]; keys and values may have different sizes
             output     2 x [b, a/t, stop, d]
         """
         if self.self_attention is None:
             batch_size, num_heads, length, head_size = key.shape
             self.self_attention = (
                 key.new_zeros(batch_size, num_heads, self.slots.capacity, head_size),
-                value.new_zeros(batch_size, num_heads, self.slots.capacity, head_size),
+                value.new_zeros(batch_size, num_heads, self.slots.capacity, value.shape[3]),
             )
             for cached, new in zip(self.self_attention, (key, value), strict=True):
                 cached[:, :, :length] = new
             return key, value
         assert self.slots.positions is not None
-        indices = self.slots.positions[:, None, :, None].expand_as(key)  # [b, a/t, s, d]
+        positions = self.slots.positions[:, None, :, None]  # [b, 1, s, 1]
         for cached, new in zip(self.self_attention, (key, value), strict=True):
-            cached.scatter_(2, indices, new)
+            cached.scatter_(2, positions.expand_as(new), new)
         return self.self_attention[0][:, :, : self.slots.stop], self.self_attention[1][:, :, : self.slots.stop]
 
     def keep(self, rows: torch.Tensor) -> None:

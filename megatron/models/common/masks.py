@@ -154,7 +154,7 @@ class Masks:
         is_plain = self.slopes is None and not args.attn_logit_softcapping and args.softmax_type == VANILLA
         if args.attention_dropout:
             return False
-        return select_implementation(x, length, args.kv_hidden_size, is_plain=is_plain) is not None
+        return select_implementation(x, length, args.padded_head_size, is_plain=is_plain) is not None
 
     def _needs_causal_mask(self, x: torch.Tensor) -> bool:
         """Return True if layers need an explicit causal mask, because this rank has only part of the queries.

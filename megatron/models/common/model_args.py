@@ -46,8 +46,8 @@ class ModelArgs(DecoderFeatures):
 
     @property
     def attention_width(self) -> int:
-        """Total width of all heads: ``a d``."""
-        return self.num_attention_heads * self.kv_hidden_size
+        """Total width of all value heads: ``a d``."""
+        return self.num_attention_heads * self.value_size
 
     @functools.cached_property
     def rotary(self) -> Rotary | None:
@@ -55,7 +55,7 @@ class ModelArgs(DecoderFeatures):
         if self.position_embedding_type != ROPE:
             return None
         return Rotary(
-            head_size=self.kv_hidden_size,
+            head_size=self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_hidden_size,
             base=self.rotary_base,
             percent=self.rotary_percent,
             scaling=self.rotary_scaling,
@@ -65,7 +65,9 @@ class ModelArgs(DecoderFeatures):
             original_positions=self.rotary_original_positions,
             beta_fast=self.rotary_beta_fast,
             beta_slow=self.rotary_beta_slow,
-            attention_factor=self.rotary_attention_factor,
+            attention_factor=(
+                self.latent_rotary_factor if self.multi_latent_attention else self.rotary_attention_factor
+            ),
             short_factors=parse_factors(self.rotary_short_factors),
             long_factors=parse_factors(self.rotary_long_factors),
             is_truncated=self.rotary_truncate,

@@ -100,8 +100,9 @@ class Router(nn.Module):
         is_sigmoid = self.model_args.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():
+            choice_scores = scores if is_sigmoid or self.expert_bias is None else logits.softmax(-1)
             experts = self._choose_experts(
-                scores if self.expert_bias is None else scores + self.expert_bias
+                choice_scores if self.expert_bias is None else choice_scores + self.expert_bias
             )  # [s, b, k]
         if is_sigmoid:
             weights = scores.gather(-1, experts)
@@ -118,11 +119,8 @@ class Router(nn.Module):
         topk, num_groups = self.model_args.moe_router_topk, self.model_args.moe_router_num_groups
         if num_groups:
             grouped_scores = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, E/groups]
-            group_scores = (
-                grouped_scores.sort(dim=-1, descending=True)
-                .values[..., : topk // self.model_args.moe_router_group_topk]
-                .sum(-1)
-            )
+            best_scores = grouped_scores.sort(dim=-1, descending=True).values[..., : self.model_args.num_group_scores]
+            group_scores = best_scores.sum(-1)
             chosen_groups = top_indices(group_scores, self.model_args.moe_router_group_topk)
             is_chosen_group = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen_groups, True)
             scores = grouped_scores.masked_fill(~is_chosen_group.unsqueeze(-1), float("-inf")).flatten(-2)

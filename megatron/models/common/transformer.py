@@ -14,6 +14,7 @@ from megatron.config.experts import has_experts
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
 from megatron.models.common.kv_cache import LayerKVCache
+from megatron.models.common.latent_attention import LatentAttention
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import add_and_norm, make_norm
 from megatron.models.common.parallel_context import ParallelContext
@@ -236,7 +237,8 @@ class TransformerLayer(nn.Module):
         self.parallel = parallel
         has_pre_norm, has_post_norm = (args.norm_placement in (placement, "both") for placement in ("before", "after"))
         self.input_norm = make_norm(args, parallel) if has_pre_norm else None
-        self.attention = SelfAttention(args, parallel, layer)
+        attention_class = LatentAttention if args.multi_latent_attention else SelfAttention
+        self.attention = attention_class(args, parallel, layer)
         self.attention_output_norm = make_norm(args, parallel) if has_post_norm else None
         self.is_parallel = args.parallel_residual != SEQUENTIAL
         has_second_norm = has_pre_norm and args.parallel_residual in (SEQUENTIAL, SEPARATE_NORMS)

@@ -15,6 +15,11 @@ in this order:
 | olmo2 | norms after attention and feed-forward, and over all query and all key heads |
 | mixtral, qwen3_moe, qwen2_moe, glm4_moe | a mistral, qwen3, qwen2 and llama with experts (``huggingface_experts``) |
 | smollm3, afmoe, gpt_oss | layers without rotary positions, output gates, sinks (``huggingface_extras``) |
+| deepseek_v2, deepseek_v3, glm4_moe_lite | multi-latent attention (``huggingface_latent``) and experts |
+| youtu, minicpm3 | multi-latent attention and dense layers; minicpm3 has scaled embeddings, residuals and logits |
+| dots1 | a glm4_moe with windows per layer |
+| olmoe, minimax_m2 | norms over all query and all key heads, and experts |
+| ernie4_5_moe | a llama with experts that a bias balances; rotary pairs are adjacent elements |
 
 | ours | Hugging Face | change |
 |---|---|---|
@@ -43,7 +48,7 @@ head. Meta's files (and GPT-J) pair adjacent elements: permute their rows first,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,11 +65,19 @@ from megatron.models.common.huggingface import (
     leave_hf_model_unchanged,
     unsupported_settings,
 )
+from megatron.models.common.rotary_rows import RotaryRows
 from megatron.models.llama.huggingface_experts import (
     AFMOE_EXPERTS,
+    DEEPSEEK2,
+    DEEPSEEK3,
+    DOTS1,
+    ERNIE,
     GLM4,
+    GLM4_LITE,
     GPT_OSS_EXPERTS,
+    MINIMAX,
     MIXTRAL,
+    OLMOE,
     QWEN2,
     QWEN3,
     ExpertNames,
@@ -82,6 +95,7 @@ from megatron.models.llama.huggingface_extras import (
     reject_mxfp4,
     smollm3_rotary_layers,
 )
+from megatron.models.llama.huggingface_latent import LATENT_SETTINGS, latent_fields, latent_recipes, latent_values
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
 
 _ACTIVATIONS = {
@@ -127,6 +141,9 @@ class Preset:
         experts: names and settings of the experts; None for dense layers.
         extras: settings that only this type has.
         norms: Hugging Face names of norms that differ from those of ``norm_placement``.
+        has_adjacent_pairs: rotary pairs are adjacent elements.
+        aliases: further values of ``model_type`` in config.json of published models of the type.
+        example: settings of models of the type for ``--model``, if the defaults of the class are not supported.
     """
 
     model_type: str
@@ -140,6 +157,14 @@ class Preset:
     experts: ExpertNames | None = None
     extras: TypeExtras | None = None
     norms: Mapping[str, str] = field(default_factory=dict)
+    has_adjacent_pairs: bool = False
+    aliases: tuple[str, ...] = ()
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_latent(self) -> bool:
+        """True if the type has multi-latent attention."""
+        return "multi_latent_attention" in self.fixed
 
     @property
     def is_gemma(self) -> bool:
@@ -159,6 +184,7 @@ _GEMMA_DEFAULTS = {
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
+_LATENT_FREE = frozenset({"mscale", "mscale_all_dim"})
 PRESETS = (
     Preset(model_type="llama", architecture="LlamaForCausalLM", has_biases=True, is_hidden_size_divisible=True),
     Preset(
@@ -294,6 +320,106 @@ PRESETS = (
         experts=GPT_OSS_EXPERTS,
         extras=GPT_OSS,
     ),
+    Preset(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "max_position_embeddings": 4096, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128, **DEEPSEEK3.defaults,
+        },
+        experts=DEEPSEEK3,
+        has_adjacent_pairs=True,
+        aliases=("kimi_k2",),
+    ),
+    Preset(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "v_head_dim": 128, **DEEPSEEK2.defaults,
+        },
+        is_hidden_size_divisible=True,
+        experts=DEEPSEEK2,
+        has_adjacent_pairs=True,
+        example={"num_experts_per_tok": 6},
+    ),
+    Preset(
+        model_type="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "kv_lora_rank": 512, "q_lora_rank": 768,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, **GLM4_LITE.defaults,
+        },
+        experts=GLM4_LITE,
+        has_adjacent_pairs=True,
+    ),
+    Preset(
+        model_type="youtu",
+        architecture="YoutuForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE,
+        defaults={
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        },
+        has_adjacent_pairs=True,
+    ),
+    Preset(
+        model_type="minicpm3",
+        architecture="MiniCPM3ForCausalLM",
+        fixed=LATENT_SETTINGS,
+        free=_LATENT_FREE | {"embedding_multiplier", "residual_scale", "dim_model_base"},
+        defaults={
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "kv_lora_rank": 256,
+            "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12, "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+    ),
+    Preset(
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        fixed={"qk_norm": "head"},
+        free=frozenset(_WINDOW_FIELDS),
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, **DOTS1.defaults},
+        window="layer",
+        experts=DOTS1,
+        example={"norm_topk_prob": True},
+    ),
+    Preset(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        fixed={"qk_norm": "all"},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **OLMOE.defaults},
+        is_hidden_size_divisible=True,
+        experts=OLMOE,
+    ),
+    Preset(
+        model_type="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        fixed={"qk_norm": "all"},
+        free=frozenset({"rotary_percent"}),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0,
+            "partial_rotary_factor": 1.0, **MINIMAX.defaults,
+        },
+        experts=MINIMAX,
+    ),
+    Preset(
+        model_type="ernie4_5_moe",
+        architecture="Ernie4_5_MoeForCausalLM",
+        defaults={
+            "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "tie_word_embeddings": True, **ERNIE.defaults,
+        },
+        experts=ERNIE,
+        has_adjacent_pairs=True,
+    ),
 )  # fmt: skip
 """All presets; the type of a model is the first one that can express its settings."""
 
@@ -308,6 +434,8 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
         "embedding.word.weight": WeightMapping((_HF_WORD,)),
         "final_norm.weight": WeightMapping(("model.norm.weight",)),
     }
+    head_rows = RotaryRows(model.kv_hidden_size, 0, model.kv_hidden_size)
+    rotary_rows = (head_rows, head_rows, None) if preset.has_adjacent_pairs else ()
     for layer_idx in range(model.num_layers):
         our_layer, hf_layer = f"layers.{layer_idx}", f"model.layers.{layer_idx}"
         for our_name, hf_name in {**_NORMS[model.norm_placement], **preset.norms}.items():
@@ -322,8 +450,11 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
             projections = ("q", "gate", "k", "v") if model.attention_output_gate else ("q", "k", "v")
             hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in projections)
             mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
-                hf_names, num_blocks=model.num_query_groups
+                hf_names, num_blocks=model.num_query_groups, rotary_rows=rotary_rows
             )
+        if model.multi_latent_attention:
+            del mappings[f"{our_layer}.attention.query_key_value.weight"]
+            mappings |= latent_recipes(model, our_layer, hf_layer, has_adjacent_pairs=preset.has_adjacent_pairs)
         for suffix in ("weight", "bias") if model.hidden_bias else ("weight",):
             mappings[f"{our_layer}.attention.dense.{suffix}"] = WeightMapping(
                 (f"{hf_layer}.self_attn.o_proj.{suffix}",)
@@ -360,6 +491,11 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
     yield from unsupported_settings(model, {**_COMMON_SETTINGS, **preset.fixed}, free=free)
     if preset.experts is not None:
         yield from expert_problems(preset.experts, model)
+    if preset.experts is OLMOE and model.attention_size != model.hidden_size:
+        yield (
+            "--kv-hidden-size must be --hidden-size / --num-attention-heads, got "
+            f"{model.kv_hidden_size} and {model.hidden_size} / {model.num_attention_heads}"
+        )
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
     if preset.extras is not None:
@@ -410,13 +546,26 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "hidden_dropout": model.hidden_dropout,  # not in the Hugging Face model; read back only by us
         "tie_word_embeddings": not model.untie_embeddings,
         **_window_fields(preset, config),
-        **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_partial_rotary=preset.experts is GLM4),
+        **rotary_fields(
+            model,
+            has_local=preset.model_type == "gemma3_text",
+            has_partial_rotary="rotary_percent" in preset.free,
+        ),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
     if preset.experts is GLM4:
         hf_config |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
     if preset.has_biases:
         hf_config["mlp_bias"] = model.hidden_bias
+    if preset.is_latent:
+        del hf_config["head_dim"]  # it would replace the size of the rotated part
+        hf_config |= latent_fields(model)
+    if preset.model_type == "minicpm3":
+        hf_config |= {
+            "scale_emb": model.embedding_multiplier,
+            "scale_depth": model.residual_scale or None,
+            "dim_model_base": model.dim_model_base or None,
+        }
     if preset.model_type in ("qwen2", "qwen2_moe"):
         del hf_config["attention_bias"]  # always on, and only for queries, keys and values
     if preset.is_gemma:
@@ -479,12 +628,15 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
         settings["num_hidden_layers"],
     )
     windows, unsupported = _window_values(preset, settings, num_layers)
-    rotary, unsupported_rotary = rotary_values(
-        settings,
-        has_local=preset.model_type == "gemma3_text",
-        has_windows="window_size" in windows,
-        has_partial_rotary=preset.experts is GLM4,
-    )
+    if preset.is_latent:
+        rotary, unsupported_rotary = latent_values(settings, has_adjacent_pairs=preset.has_adjacent_pairs)
+    else:
+        rotary, unsupported_rotary = rotary_values(
+            settings,
+            has_local=preset.model_type == "gemma3_text",
+            has_windows="window_size" in windows,
+            has_partial_rotary="rotary_percent" in preset.free,
+        )
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
     extras, unsupported_extras = {}, []
     if preset.extras is not None:
@@ -500,6 +652,12 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
             f"our decoders do not support these settings of {preset.model_type}: {'; '.join(unsupported)}"
         )
     head_size = settings.get("head_dim") or hidden_size // num_heads
+    if preset.model_type == "minicpm3":
+        rotary |= {
+            "embedding_multiplier": float(settings["scale_emb"]),
+            "residual_scale": float(settings["scale_depth"] or 0.0),
+            "dim_model_base": settings["dim_model_base"] or 0,
+        }
     gemma: dict[str, Any] = {}
     glm: dict[str, Any] = {}
     if preset.experts is GLM4:
@@ -552,7 +710,7 @@ EXAMPLE_SIZES = {
 
 def architecture(preset: Preset) -> dict[str, Any]:
     """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
-    all_settings = values(preset, EXAMPLE_SIZES)
+    all_settings = values(preset, {**EXAMPLE_SIZES, **preset.example})
     return {name: all_settings[name] for name in ARCHITECTURE if name in all_settings}
 
 
@@ -561,6 +719,10 @@ def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
     for name, accepted in _REQUIRED_VALUES.items():
         if settings.get(name) not in (None, accepted):
             yield f"{name} {settings[name]!r} (supported: {accepted!r})"
+    if preset.experts is ERNIE and settings.get("use_bias"):
+        yield "use_bias True (supported: False)"
+    if preset.experts is OLMOE and settings.get("clip_qkv") is not None:
+        yield f"clip_qkv {settings['clip_qkv']!r} after the norms of queries and keys (supported: None)"
     biases = settings.get("attention_bias") or False
     if preset.has_biases and (settings.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (supported: both or neither)"
@@ -642,7 +804,7 @@ def skip_freq(has_window: list[bool]) -> str:
 
 
 def _rename_tensor(name: str, config: Config) -> str | None:
-    """Return ``name``, or None for GLM 4's multi-token prediction layers, which follow the last layer."""
+    """Return ``name``, or None for multi-token prediction layers, which follow the last layer."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return None if match is not None and int(match[1]) >= config.model.num_layers else name
 
@@ -670,12 +832,17 @@ def _required_fields(preset: Preset) -> tuple[str, ...]:
     return ("num_experts", *(("moe_shared_expert_intermediate_size",) if has_shared_expert else ()))
 
 
-_RENAME_TENSOR = {"glm4_moe": _rename_tensor, "gpt_oss": _rename_gpt_oss_tensor}
+def _tensor_renaming(preset: Preset) -> Callable[[str, Config], str | None]:
+    """Return the function that renames or skips tensors in files of the type."""
+    if preset.extras is GPT_OSS:
+        return _rename_gpt_oss_tensor
+    has_extra_layers = preset.experts is not None and preset.experts.has_deepseek_keys and preset.extras is None
+    return _rename_tensor if has_extra_layers else keep_tensor_name
 
 
 def _make_format(preset: Preset) -> HFFormat:
     return HFFormat(
-        model_types=(preset.model_type,),
+        model_types=(preset.model_type, *preset.aliases),
         problems=partial(problems, preset),
         fields=partial(fields, preset),
         values=partial(values, preset),
@@ -683,7 +850,7 @@ def _make_format(preset: Preset) -> HFFormat:
         word=_HF_WORD,
         key_groups=(ROTARY_KEYS, WINDOW_KEYS),
         ignored_names=ROTARY_BUFFERS,
-        rename_tensor=_RENAME_TENSOR.get(preset.model_type, keep_tensor_name),
+        rename_tensor=_tensor_renaming(preset),
         patch_hf_model=_use_eager_experts if preset.experts is not None else leave_hf_model_unchanged,
         logit_tolerance=1e-5,  # Hugging Face computes norms and rotary angles in fp32
         architecture=partial(architecture, preset),

@@ -24,13 +24,13 @@ from megatron.config.decoder import ARCHITECTURE, SHARED_NORM, window_pattern
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
-    AdjacentPairs,
     HFFormat,
     Tensors,
     WeightMapping,
     by_recipes,
     unsupported_settings,
 )
+from megatron.models.common.rotary_rows import RotaryRows
 from megatron.models.llama.huggingface import EXAMPLE_SIZES, ROTARY_BUFFERS, WINDOW_KEYS, heights, skip_freq
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
 
@@ -245,21 +245,18 @@ def _query_key_norm_recipes(
 
 def _query_key_value_mapping(dense_type: DenseType, model: ModelConfig, theirs: str, suffix: str) -> WeightMapping:
     key_rows = model.num_query_groups * model.kv_hidden_size
-    pairs = (
-        AdjacentPairs(model.kv_hidden_size, int(model.kv_hidden_size * model.rotary_percent))
-        if dense_type.has_adjacent_pairs
-        else None
-    )
+    head_rows = RotaryRows(model.kv_hidden_size, 0, int(model.kv_hidden_size * model.rotary_percent))
+    rotary_rows = (head_rows, head_rows, None) if dense_type.has_adjacent_pairs else ()
     if dense_type.has_packed_query_key_value:
         return WeightMapping(
             (f"{theirs}.qkv_proj.{suffix}",),
             num_blocks=model.num_query_groups,
             num_packed=3,
             packed_rows=(model.attention_size, key_rows, key_rows),
-            adjacent_pairs=pairs,
+            rotary_rows=rotary_rows,
         )
     hf_names = tuple(f"{theirs}.{name}_proj.{suffix}" for name in "qkv")
-    return WeightMapping(hf_names, num_blocks=model.num_query_groups, adjacent_pairs=pairs)
+    return WeightMapping(hf_names, num_blocks=model.num_query_groups, rotary_rows=rotary_rows)
 
 
 def _up_mapping(dense_type: DenseType, model: ModelConfig, theirs: str, suffix: str) -> WeightMapping:

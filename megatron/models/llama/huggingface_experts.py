@@ -15,7 +15,7 @@ only affect training (coefficients of losses, update rate of the bias) are neith
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.experts import SIGMOID, SOFTMAX, expert_layers
@@ -49,7 +49,13 @@ class ExpertNames:
             "first".
         defaults: defaults of the Hugging Face class for missing keys.
         router: name of the router within the block.
-        expert_bias: name of the bias of the router's choices within the block.
+        expert_bias: name of the bias of the router's choices within the block, a tensor [1, E] if
+            ``is_expert_bias_2d``.
+        has_deepseek_keys: config.json has the keys of DeepSeek-V3: ``n_shared_experts``, ``routed_scaling_factor``,
+            ``n_group``, ``topk_group``, ``norm_topk_prob``.
+        group_scores: number of a group's best scores whose sum selects the group.
+        num_shared_key: config.json key of the number of shared experts.
+        has_norm_key: config.json has ``norm_topk_prob`` for a softmax router, in addition to types with "sparse".
     """
 
     block: str = "mlp"
@@ -63,6 +69,11 @@ class ExpertNames:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     router: str = "gate"
     expert_bias: str = "gate.e_score_correction_bias"
+    is_expert_bias_2d: bool = False
+    has_deepseek_keys: bool = False
+    group_scores: int = 2
+    num_shared_key: str = ""
+    has_norm_key: bool = False
 
 
 MIXTRAL = ExpertNames(
@@ -99,6 +110,8 @@ GLM4 = ExpertNames(
         "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
     },
+    has_deepseek_keys=True,
+    num_shared_key="n_shared_experts",
 )  # fmt: skip
 AFMOE_EXPERTS = ExpertNames(
     free=frozenset({"moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"}),
@@ -111,6 +124,8 @@ AFMOE_EXPERTS = ExpertNames(
     },
     router="router.gate",
     expert_bias="expert_bias",
+    has_deepseek_keys=True,
+    num_shared_key="n_shared_experts",
 )  # fmt: skip
 GPT_OSS_EXPERTS = ExpertNames(
     num_experts_key="num_local_experts",
@@ -118,8 +133,59 @@ GPT_OSS_EXPERTS = ExpertNames(
     dense_layers="",
     defaults={"num_local_experts": 128, "num_experts_per_tok": 4},
 )
-WITH_SHARED_MULTIPLES = (GLM4, AFMOE_EXPERTS)
-"""Types whose shared experts have the size of a multiple of an expert, and whose first layers may be dense."""
+DEEPSEEK3 = replace(
+    GLM4,
+    defaults={
+        **GLM4.defaults, "n_routed_experts": 256, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5,
+        "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+    },
+)  # fmt: skip
+DEEPSEEK2 = replace(
+    GLM4,
+    free=GLM4.free | {"moe_router_group_score_topk"},
+    fixed={"moe_router_pre_softmax": True},
+    defaults={
+        **GLM4.defaults, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "topk_method": "greedy",
+    },
+    group_scores=1,
+)  # fmt: skip
+GLM4_LITE = replace(
+    GLM4,
+    dense_layers="types",
+    defaults={
+        **GLM4.defaults, "n_routed_experts": 64, "moe_intermediate_size": 1536, "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+    },
+)  # fmt: skip
+DOTS1 = replace(GLM4, defaults={**GLM4.defaults, "first_k_dense_replace": 0, "norm_topk_prob": False})
+ERNIE = ExpertNames(
+    num_experts_key="moe_num_experts",
+    free=frozenset({"moe_shared_expert_intermediate_size"}),
+    fixed={"moe_router_enable_expert_bias": True},
+    shared_expert="shared_experts",
+    dense_layers="interval",
+    defaults={
+        "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    },
+    expert_bias="moe_statics.e_score_correction_bias",
+    is_expert_bias_2d=True,
+    num_shared_key="moe_num_shared_experts",
+)  # fmt: skip
+MINIMAX = replace(
+    MIXTRAL,
+    fixed={"moe_router_score_function": SIGMOID, "moe_router_enable_expert_bias": True},
+    defaults={"num_local_experts": 256, "num_experts_per_tok": 8},
+    expert_bias="e_score_correction_bias",
+)
+OLMOE = ExpertNames(
+    ffn_size_key="intermediate_size",
+    free=frozenset({"moe_router_pre_softmax"}),
+    dense_layers="",
+    defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    has_norm_key=True,
+)
 
 
 # Weights.
@@ -135,7 +201,9 @@ def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_la
     hf_block, hf_shared_expert = f"{hf_layer}.{names.block}", f"{hf_layer}.{names.block}.{names.shared_expert}"
     mappings = {f"{our_layer}.mlp.router.weight": WeightMapping((f"{hf_block}.{names.router}.weight",))}
     if model.moe_router_enable_expert_bias:
-        mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping((f"{hf_block}.{names.expert_bias}",))
+        mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping(
+            (f"{hf_block}.{names.expert_bias}",), has_leading_one=names.is_expert_bias_2d
+        )
     for idx in range(model.num_experts):
         our_expert, ffn_size = f"{our_layer}.mlp.experts.{idx}", model.moe_ffn_hidden_size
         mappings |= _expert_mappings(our_expert, f"{hf_block}.experts.{idx}", names.projections, ffn_size)
@@ -174,21 +242,22 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
         if name not in names.free and value != required:
             yield f"--{name.replace('_', '-')} must be {required}, got {value}"
     has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
-    if names.dense_layers == "first" and sorted(has_experts) != list(has_experts):
+    if names.dense_layers in ("first", "interval") and sorted(has_experts) != list(has_experts):
         yield f"only the first layers can be dense, got --moe-layer-freq {model.moe_layer_freq}"
     if not names.dense_layers and not all(has_experts):
         yield f"all layers must have experts, got --moe-layer-freq {model.moe_layer_freq}"
     if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
         yield "a shared expert is required. Set --moe-shared-expert-intermediate-size"
-    if names in WITH_SHARED_MULTIPLES and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
+    if names.num_shared_key and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
         yield (
             "--moe-shared-expert-intermediate-size must be a multiple of --moe-ffn-hidden-size, got "
             f"{model.moe_shared_expert_intermediate_size} and {model.moe_ffn_hidden_size}"
         )
-    if model.moe_router_num_groups and model.moe_router_topk // model.moe_router_group_topk != 2:
+    if model.moe_router_num_groups and model.num_group_scores != names.group_scores:
         yield (
-            "--moe-router-topk must be twice --moe-router-group-topk, because a group is chosen by its two best "
-            f"scores, got {model.moe_router_topk} and {model.moe_router_group_topk}"
+            f"--moe-router-group-score-topk must be {names.group_scores}, by default --moe-router-topk / "
+            f"--moe-router-group-topk, got {model.num_group_scores} with --moe-router-topk {model.moe_router_topk} and "
+            f"--moe-router-group-topk {model.moe_router_group_topk}"
         )
 
 
@@ -209,7 +278,20 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
         }
     if names is QWEN2:
         fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
-    if names in WITH_SHARED_MULTIPLES:
+    if names.has_norm_key:
+        fields["norm_topk_prob"] = not model.moe_router_pre_softmax
+    if names is ERNIE:
+        del fields["num_experts_per_tok"]
+        fields |= {
+            "moe_k": model.moe_router_topk,
+            "moe_num_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
+            "moe_layer_start_index": list(has_experts).index(True),
+            "moe_layer_end_index": model.num_layers - 1,
+            "moe_layer_interval": 1,
+        }
+    if names.dense_layers == "types":
+        fields["mlp_layer_types"] = ["sparse" if is_sparse else "dense" for is_sparse in has_experts]
+    if names.has_deepseek_keys:
         fields |= {
             "first_k_dense_replace": list(has_experts).index(True),
             "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
@@ -217,6 +299,11 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
             "norm_topk_prob": True,
+        }
+    if names is DEEPSEEK2:
+        fields |= {
+            "norm_topk_prob": False,
+            "topk_method": "group_limited_greedy" if model.moe_router_num_groups else "greedy",
         }
     return fields
 
@@ -231,7 +318,7 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
         **_MIXTRAL_SETTINGS,
         **names.fixed,
         "num_experts": num_experts,
-        "moe_router_topk": settings["num_experts_per_tok"],
+        "moe_router_topk": settings["moe_k"] if names is ERNIE else settings["num_experts_per_tok"],
         "moe_ffn_hidden_size": settings[names.ffn_size_key],
         "moe_layer_freq": "1"
         if all(has_experts)
@@ -239,29 +326,54 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
     }
     if settings.get("router_jitter_noise"):
         unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (supported: 0.0)")
-    if names.dense_layers == "sparse":
+    if names.dense_layers == "sparse" or names.has_norm_key:
         fields["moe_router_pre_softmax"] = not settings["norm_topk_prob"]
     if names is QWEN2:
         fields["moe_shared_expert_intermediate_size"] = settings["shared_expert_intermediate_size"]
         if not settings.get("qkv_bias", True):
             unsupported.append("qkv_bias False (supported: True)")
-    if names in WITH_SHARED_MULTIPLES:
-        num_groups, group_topk = settings["n_group"], settings["topk_group"]
-        fields["moe_shared_expert_intermediate_size"] = settings["n_shared_experts"] * settings[names.ffn_size_key]
+    if names.num_shared_key:
+        num_shared = settings[names.num_shared_key] or 0
+        fields["moe_shared_expert_intermediate_size"] = num_shared * settings[names.ffn_size_key]
+    if names.has_deepseek_keys:
         fields["moe_router_topk_scaling_factor"] = settings["routed_scaling_factor"]
-        if num_groups > 1 and num_groups != group_topk:
-            fields |= {"moe_router_num_groups": num_groups, "moe_router_group_topk": group_topk}
-        if not settings["norm_topk_prob"]:
-            unsupported.append("norm_topk_prob False (supported: True)")
+        fields |= _group_values(names, settings, unsupported)
     if not any(has_experts):
         unsupported.append(f"{names.num_experts_key} {num_experts} in no layer (supported: in at least one layer)")
     return fields, unsupported
+
+
+def _group_values(names: ExpertNames, settings: Mapping[str, Any], unsupported: list[str]) -> dict[str, Any]:
+    """Return our fields for the groups of a router with DeepSeek's keys; add unsupported settings to the list."""
+    num_groups, group_topk = settings["n_group"] or 1, settings["topk_group"] or 1
+    is_normalized = names is not DEEPSEEK2
+    if bool(settings["norm_topk_prob"]) != is_normalized:
+        unsupported.append(f"norm_topk_prob {not is_normalized} (supported: {is_normalized})")
+    if names is DEEPSEEK2:
+        methods = ("greedy", "group_limited_greedy")
+        if settings["topk_method"] not in methods:
+            unsupported.append(f"topk_method {settings['topk_method']!r} (supported: {', '.join(methods)})")
+        if settings["topk_method"] == "greedy":
+            return {}
+    if num_groups == 1 or num_groups == group_topk:
+        return {}
+    fields = {"moe_router_num_groups": num_groups, "moe_router_group_topk": group_topk}
+    if settings["num_experts_per_tok"] // group_topk != names.group_scores:
+        fields["moe_router_group_score_topk"] = names.group_scores
+    return fields
 
 
 def _layers_with_experts(names: ExpertNames, settings: Mapping[str, Any]) -> list[bool]:
     layers = range(settings["num_hidden_layers"])
     if names.dense_layers == "first":
         return [layer >= settings["first_k_dense_replace"] for layer in layers]
+    if names.dense_layers == "types":
+        layer_types = settings.get("mlp_layer_types")
+        return [layer > 0 if layer_types is None else layer_types[layer] == "sparse" for layer in layers]
+    if names.dense_layers == "interval":
+        start, stop, interval = (settings[f"moe_layer_{key}"] for key in ("start_index", "end_index", "interval"))
+        stop = settings["num_hidden_layers"] - 1 if stop == -1 else stop
+        return [start <= layer <= stop and (layer + 1) % interval == 0 for layer in layers]
     if not names.dense_layers:
         return [True for _ in layers]
     sparse_step, dense_layers = settings.get("decoder_sparse_step") or 1, settings.get("mlp_only_layers") or ()

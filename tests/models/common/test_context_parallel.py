@@ -26,6 +26,7 @@ from megatron.planner.time_model import CommunicationModel
 from tests.helpers.bert_samples import bert_model_args, make_bert_batch
 from tests.helpers.count_bytes import count_saved_bytes, count_sent_bytes
 from tests.helpers.harness import run_ranks
+from tests.helpers.latent_samples import latent_model_args
 from tests.helpers.llama_samples import llama_model_args
 from tests.helpers.model_samples import (
     BATCH,
@@ -104,6 +105,12 @@ def cases() -> dict[str, Case]:
         "sinks, documents by starts": Case(
             DecoderModel, llama_model_args(**sink_args, **GROUPED_ARGS, recompute_attention=True), document_fields
         ),
+        "latents": Case(DecoderModel, latent_model_args(), plain_fields),
+        "latents with documents": Case(
+            DecoderModel, latent_model_args(q_lora_rank=0, v_head_dim=9, **DROPOUT_RATES), document_fields
+        ),
+        "latents, documents by starts": Case(DecoderModel, latent_model_args(window_size=5), document_fields),
+        "latents, recomputed": Case(DecoderModel, latent_model_args(recompute_attention=True), segment_fields),
         "mpt": Case(DecoderModel, mpt_model_args(), plain_fields),
         "mpt, documents by starts": Case(DecoderModel, mpt_model_args(window_size=7), segment_fields),
         "mpt with documents": Case(DecoderModel, mpt_model_args(**DROPOUT_RATES, window_size=7), segment_fields),
@@ -163,7 +170,13 @@ def test_every_family_matches_one_process_with_same_masks() -> None:
 
 
 def test_all_to_all_matches_one_process() -> None:
-    names = ["llama with documents", "mpt with documents", "mpt, documents by starts", "sinks, documents by starts"]
+    names = [
+        "llama with documents",
+        "mpt with documents",
+        "mpt, documents by starts",
+        "sinks, documents by starts",
+        "latents with documents",
+    ]
     check_matches_one_process(1, 2, "a2a", names)
 
 

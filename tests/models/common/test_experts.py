@@ -41,6 +41,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {**SIGMOID, **BALANCED, "activation": "gated-silu"},
     "sigmoid, one expert": {**SIGMOID, "moe_router_topk": 1},
     "groups": {**SIGMOID, "moe_router_topk": 4, "moe_router_num_groups": 3, "moe_router_group_topk": 2},
+    "groups by best score": {
+        "moe_router_pre_softmax": True,
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 3,
+        "moe_router_group_topk": 2,
+        "moe_router_group_score_topk": 1,
+        **BALANCED,
+    },
+    "softmax with bias": {"moe_router_enable_expert_bias": True, **BALANCED},
     "shared": {"moe_shared_expert_intermediate_size": 6, "activation": "gated-gelu"},
     "shared with gate": {"moe_shared_expert_intermediate_size": 6, "moe_shared_expert_gate": True},
     "capacity by weight": {"moe_expert_capacity_factor": 0.7, "activation": "gated-silu", **BALANCED},
@@ -87,13 +96,16 @@ def route_token(moe: MoE, x: torch.Tensor) -> tuple[dict[int, torch.Tensor], tor
     is_sigmoid = args.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if is_sigmoid else logits
     selection_scores = scores.tolist()
+    if router.expert_bias is not None and not is_sigmoid:
+        selection_scores = logits.softmax(0).tolist()
     if router.expert_bias is not None:
         selection_scores = [
             score + bias for score, bias in zip(selection_scores, router.expert_bias.tolist(), strict=True)
         ]
     allowed = set(range(E))
     if num_groups := args.moe_router_num_groups:
-        group_size, best = E // num_groups, args.moe_router_topk // args.moe_router_group_topk
+        group_size = E // num_groups
+        best = args.moe_router_group_score_topk or args.moe_router_topk // args.moe_router_group_topk
         group_scores = {
             g: sum(sorted(selection_scores[g * group_size : (g + 1) * group_size])[-best:]) for g in range(num_groups)
         }

@@ -32,6 +32,10 @@ LONGROPE: dict[str, Any] = {
     "rotary_scaling": "longrope", "rotary_scaling_factor": 4.0, "rotary_short_factors": "[1.0,1.5,3.0]",
     "rotary_long_factors": "[2.0,5.0,9.5]",
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 2, "latent_norm_epsilon": 1e-2,
+}  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
     "groups": {"num_query_groups": 2},
     "one group": {"num_query_groups": 1},
@@ -122,6 +126,10 @@ FULL_MODELS: dict[str, dict[str, Any]] = {
                "untie_embeddings": True},
     "MiniCPM": {**ROPE, **FEATURES["rms"], "activation": "gated-silu", "embedding_multiplier": 12.0,
                 "residual_scale": 1.4, "dim_model_base": 4},
+    "DeepSeek-V2": {**ROPE, **FEATURES["rms"], **LATENT, **YARN, "mscale": 0.9, "mscale_all_dim": 0.7,
+                    "activation": "gated-silu", "untie_embeddings": True},
+    "DeepSeek-V2, long values": {**ROPE, **FEATURES["rms"], **LATENT, "q_lora_rank": 0, "v_head_dim": 9,
+                                 "attn_logit_softcapping": 1.1, "window_size": 3, "window_attn_skip_freq": "2"},
     "muP": {"mup_base_hidden_size": 8, "mup_base_head_dim": 3},
     "BLOOM": {"position_embedding_type": "alibi", "embed_layernorm": True, "hidden_bias": True},
     "gpt-oss": {

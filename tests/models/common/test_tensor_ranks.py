@@ -14,6 +14,7 @@ from megatron.mpu.groups import Group
 from megatron.mpu.shard import is_partial
 from megatron.optim.gradients.sum_group import SumGroup
 from tests.helpers.harness import run_ranks
+from tests.helpers.latent_samples import latent_model_args
 from tests.helpers.llama_samples import llama_model_args
 from tests.helpers.model_samples import (
     VOCAB,
@@ -80,6 +81,10 @@ CASES = {
     "q/k norm, head": Case(small_model_args(qk_norm="head", num_query_groups=2, position_embedding_type="rope"), True),
     "q/k norm, all, rms": Case(small_model_args(qk_norm="all", normalization="RMSNorm", num_query_groups=2), True),
     "q/k norm, all": Case(small_model_args(qk_norm="all", layernorm_1p=True, position_embedding_type="rope"), True),
+    "latents": Case(latent_model_args(num_attention_heads=4), True),
+    "latents, direct queries, recompute": Case(
+        latent_model_args(num_attention_heads=4, q_lora_rank=0, checkpoint_activations=True)
+    ),
     "q/k norm, all, no bias": Case(small_model_args(qk_norm="all", norm_bias=False, window_size=4), True),
 }
 CASES_BY_SIZE = {

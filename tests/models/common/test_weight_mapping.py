@@ -6,20 +6,22 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import AdjacentPairs, WeightMapping, read_into, weight_from_hf, weight_to_hf
+from megatron.models.common.huggingface import WeightMapping, read_into, weight_from_hf, weight_to_hf
+from megatron.models.common.rotary_rows import RotaryRows
 from megatron.mpu.shard import Shard
 
 GROUPS, HEADS_PER_GROUP, HEAD_SIZE, WIDTH = 3, 2, 6, 5
 QUERY_ROWS, KEY_ROWS = GROUPS * HEADS_PER_GROUP * HEAD_SIZE, GROUPS * HEAD_SIZE
 NUM_ROWS = QUERY_ROWS + 2 * KEY_ROWS
-PAIRS = AdjacentPairs(HEAD_SIZE, num_rotated=4)
+HEAD_ROWS = RotaryRows(HEAD_SIZE, 0, 4)
+ROTARY_ROWS = (HEAD_ROWS, HEAD_ROWS, None)
 MAPPINGS = {
     "packed": WeightMapping(
         ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS)
     ),
-    "adjacent pairs": WeightMapping(("q", "k", "v"), num_blocks=GROUPS, adjacent_pairs=PAIRS),
+    "adjacent pairs": WeightMapping(("q", "k", "v"), num_blocks=GROUPS, rotary_rows=ROTARY_ROWS),
     "both": WeightMapping(
-        ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS), adjacent_pairs=PAIRS
+        ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS), rotary_rows=ROTARY_ROWS
     ),
 }  # fmt: skip
 
@@ -34,7 +36,7 @@ def make_tensors(mapping: WeightMapping, *columns: int) -> dict[str, torch.Tenso
 
 def expected_rows(mapping: WeightMapping) -> list[int]:
     """Return, for each of our rows, its index among all rows of queries, then keys, then values."""
-    in_head = [0, 2, 1, 3, 4, 5] if mapping.adjacent_pairs is not None else list(range(HEAD_SIZE))
+    in_head = [0, 2, 1, 3, 4, 5] if mapping.rotary_rows else list(range(HEAD_SIZE))
     rows: list[int] = []
     for group in range(GROUPS):
         for head in range(HEADS_PER_GROUP):

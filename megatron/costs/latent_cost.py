@@ -1,0 +1,124 @@
+"""Costs of multi-latent attention: parameters, products, saved activations and messages. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.costs.cost import Product
+
+# Symbols: a heads, queries and keys of d = d_n + d_r elements, of which d_r are rotated, values of d_v elements,
+# latents of r_kv and r_q elements (r_q = 0: queries are projected from the hidden state), p = max(d, d_v), t tensor
+# ranks.
+#
+# | quantity | formula |
+# |---|---|
+# | parameters of the latents, on every rank | h (r_kv + d_r + r_q), and norms of r_kv + r_q elements |
+# | parameters of the heads, sharded | a d (r_q or h) + a (d_n + d_v) r_kv + a d_v h |
+# | scores and weighted sums | 2 a (d + d_v) FLOPs per query and key |
+# | saved elements per token, on every rank | the latents before and after their norms |
+# | saved elements per token, sharded | queries, keys and values padded to p, the context |
+# | message over the context ranks | r_kv + d_r elements per token; the gathered latents are saved |
+# | all-reduce over the tensor ranks in backward | r_kv + d_r + r_q elements per token, and h without a query latent |
+
+
+@dataclass(frozen=True)
+class LatentCosts:
+    """Costs of the multi-latent attention of one layer.
+
+    Args:
+        model: sizes of the model.
+        num_norm_vectors: number of vectors of a norm: a scale, and possibly a bias.
+    """
+
+    model: Any
+    num_norm_vectors: int = 1
+
+    @property
+    def latent_size(self) -> int:
+        """Elements of a token that the context ranks exchange: its latent and its rotated key."""
+        return int(self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim)
+
+    @property
+    def entering_size(self) -> int:
+        """Elements of a token that enter the tensor-parallel region."""
+        model = self.model
+        return int(self.latent_size + (model.q_lora_rank or model.hidden_size))
+
+    @property
+    def head_sizes(self) -> int:
+        """Total size of a query and a value head, which determines the FLOPs of scores and weighted sums."""
+        return int(self.model.kv_hidden_size + self.model.v_head_dim)
+
+    def parameters(self, tensor: int = 1) -> int:
+        """Return the number of parameters on one of ``tensor`` ranks, including the norms of latents."""
+        model = self.model
+        norms = self.num_norm_vectors * (model.kv_lora_rank + model.q_lora_rank)
+        return sum(product.weights for product in self.products(1, 1, tensor)) + int(norms)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs per token of the projections in forward."""
+        return sum(product.flops for product in self.products(1, 1, 1))
+
+    def products(self, tokens: int, key_tokens: int, tensor: int) -> tuple[Product, ...]:
+        """Return the projections on one of ``tensor`` ranks.
+
+        Args:
+            tokens: tokens of a micro-batch on the rank.
+            key_tokens: tokens whose keys and values the rank projects: with context parallelism all tokens.
+        """
+        model, h, heads = self.model, self.model.hidden_size, self.model.num_attention_heads
+        query_down = (Product(tokens, h, model.q_lora_rank),) if model.q_lora_rank else ()
+        return (
+            *query_down,
+            Product(tokens, model.q_lora_rank or h, heads * model.kv_hidden_size // tensor),
+            Product(tokens, h, self.latent_size),
+            Product(key_tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim) // tensor),
+            Product(tokens, heads * model.v_head_dim // tensor, h),
+        )
+
+    def scores(self, queries: int, keys: int, num_heads: float) -> tuple[Product, Product]:
+        """Return the two attention products without weights; see ``megatron.costs.cost.scores``."""
+        model = self.model
+        return (
+            Product(queries, model.kv_hidden_size, keys, num_heads),
+            Product(queries, keys, model.v_head_dim, num_heads),
+        )
+
+    def saved_numel(
+        self, tensor: int = 1, sequence: int = 1, context: int = 1, *, rebuilds_keys: bool = False
+    ) -> float:
+        """Return the number of elements that attention saves on one of ``tensor`` ranks, per token of the rank.
+
+        Args:
+            sequence: number of ranks that shard the tokens of latents before they enter the tensor-parallel region.
+            context: number of ranks that shard the sequence.
+            rebuilds_keys: keys and values are projected from the gathered latents again in backward.
+        """
+        model, heads = self.model, self.model.num_attention_heads / tensor
+        padded, value = max(model.kv_hidden_size, model.v_head_dim), model.v_head_dim
+        projected = padded if value < padded else model.qk_head_dim + value
+        keys_and_values = 0 if rebuilds_keys else padded + projected
+        output = value  # the input of the output projection
+        if context == 1 and value < padded:
+            output += padded  # the padded output, which the kernel saves
+        projections = self.latent_size + model.q_lora_rank  # inputs of the norms
+        entered = projections if tensor > 1 else model.kv_lora_rank + model.q_lora_rank
+        if context > 1:  # the gathered latents of all tokens, instead of the rank's
+            entered = model.q_lora_rank + context * self.latent_size
+        return float(heads * (padded + keys_and_values + output) + projections / sequence + entered)
+
+    def context_numel(self, tensor: int, context: int, *, cuts_heads: bool) -> int:
+        """Return the elements per token of the messages over ``context`` ranks, in the unit of ``context_messages``.
+
+        An all-to-all sends 1 / ``context`` of them, so that the latents, which are gathered, count ``context`` times.
+        """
+        if not cuts_heads:
+            return self.latent_size
+        return self.latent_size * context + int(self.model.num_attention_heads * self.head_sizes // tensor)
+
+    def rebuilt_numel(self, tensor: int) -> int:
+        """Return the elements per token of the padded keys and values of all heads on a tensor rank."""
+        padded = max(self.model.kv_hidden_size, self.model.v_head_dim)
+        return int(2 * self.model.num_attention_heads * padded // tensor)
