@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts
+from megatron.config import experts, mtp
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
+from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
@@ -38,7 +39,7 @@ def parse_window(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(ExpertFeatures):
+class DecoderFeatures(MTPFeatures, ExpertFeatures):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -248,7 +249,9 @@ class DecoderFeatures(ExpertFeatures):
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
-IDENTITY = tuple(field.name for field in fields(DecoderFeatures) if field.name not in experts.TRAINING)
+IDENTITY = tuple(
+    field.name for field in fields(DecoderFeatures) if field.name not in (*experts.TRAINING, *mtp.TRAINING)
+)
 """Fields that two decoders must share so that the same weights give the same outputs in both."""
 REFITTED = (
     "rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
@@ -334,6 +337,7 @@ def feature_problems(config: Any) -> Iterator[str]:
         )
     yield from _window_problems(model)
     yield from expert_problems(config)
+    yield from mtp_problems(config)
     yield from _scale_problems(config)
 
 
