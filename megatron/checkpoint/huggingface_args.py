@@ -23,6 +23,7 @@ from megatron.checkpoint.huggingface.config import (
     missing_head_advice,
     read_json,
     uses_index,
+    without_missing_mtp,
 )
 from megatron.checkpoint.settings_source import SettingsSource, check_family
 from megatron.config import Config
@@ -60,7 +61,7 @@ def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
     except CheckpointError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
     tensors = read_headers(path)
-    config = _with_biases(config, tensors)
+    config = _with_biases(without_missing_mtp(tensors, config), tensors)
     if not _fits(config, tensors):
         raise CheckpointError(_mismatch_message(path, hf_config, config, tensors))
     fields = {option.name for _, option in all_options()}
@@ -213,7 +214,8 @@ def _find_fixes(
             continue
         for candidate in sorted(_candidate_values(tensors, config) - {value}):
             try:
-                is_match = _fits(_with_biases(config_from_huggingface({**hf_config, key: candidate}), tensors), tensors)
+                changed = without_missing_mtp(tensors, config_from_huggingface({**hf_config, key: candidate}))
+                is_match = _fits(_with_biases(changed, tensors), tensors)
             except CheckpointError:
                 continue
             if is_match:

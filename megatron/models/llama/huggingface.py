@@ -59,6 +59,8 @@ from megatron.models.common.huggingface import (
     leave_hf_model_unchanged,
     unsupported_settings,
 )
+from megatron.models.common.huggingface_mtp import DEEPSEEK as DEEPSEEK_MTP
+from megatron.models.common.huggingface_mtp import MTPNames, layer_names
 from megatron.models.llama.huggingface_experts import (
     GLM4,
     MIXTRAL,
@@ -113,6 +115,7 @@ class Preset:
         window: "all": in all layers or none; "layer": per layer; "": no windows.
         is_hidden_size_divisible: the hidden size must be a multiple of the number of heads.
         experts: names and settings of the experts; None for dense layers.
+        mtp: names of the multi-token prediction layers; None: folders of the type have none.
     """
 
     model_type: str
@@ -124,6 +127,7 @@ class Preset:
     window: str = ""
     is_hidden_size_divisible: bool = False
     experts: ExpertNames | None = None
+    mtp: MTPNames | None = None
 
     @property
     def is_gemma(self) -> bool:
@@ -231,6 +235,7 @@ PRESETS = (
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **GLM4.defaults,
         },
         experts=GLM4,
+        mtp=DEEPSEEK_MTP,
     ),
 )  # fmt: skip
 """All presets; the type of a model is the first one that can express its settings."""
@@ -246,8 +251,7 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
         "embedding.word.weight": WeightMapping((_HF_WORD,)),
         "final_norm.weight": WeightMapping(("model.norm.weight",)),
     }
-    for layer_idx in range(model.num_layers):
-        our_layer, hf_layer = f"layers.{layer_idx}", f"model.layers.{layer_idx}"
+    for layer_idx, our_layer, hf_layer in layer_names(preset.mtp, model):
         for our_name, hf_name in _NORMS[model.norm_placement].items():
             mappings[f"{our_layer}.{our_name}.weight"] = WeightMapping((f"{hf_layer}.{hf_name}.weight",))
         for name in ("query", "key") if model.qk_norm != "none" else ():
@@ -271,7 +275,12 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
             mappings[f"{our_layer}.mlp.down.{suffix}"] = WeightMapping((f"{hf_layer}.mlp.down_proj.{suffix}",))
     if model.untie_embeddings:
         mappings["head.weight"] = WeightMapping((_HF_HEAD,))
-    return mappings
+    return mappings if preset.mtp is None else mappings | preset.mtp.recipes(model)
+
+
+def copies(preset: Preset, config: Config) -> dict[str, str]:
+    """Return the names of the copies of word embedding and head in multi-token prediction layers -> the original."""
+    return {} if preset.mtp is None else preset.mtp.copies(config.model, _HF_WORD, _HF_HEAD)
 
 
 def heights(config: Config) -> dict[str, int]:
@@ -292,6 +301,8 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
     yield from unsupported_settings(model, {**_COMMON_SETTINGS, **preset.fixed}, free=free)
     if preset.experts is not None:
         yield from expert_problems(preset.experts, model)
+    if preset.mtp is not None:
+        yield from preset.mtp.problems(model)
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
     if model.activation not in _HF_ACTIVATIONS:
@@ -343,6 +354,8 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_partial_rotary=preset.experts is GLM4),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
+    if preset.mtp is not None:
+        hf_config[preset.mtp.config_key] = model.mtp_num_layers
     if preset.experts is GLM4:
         hf_config |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
     if preset.has_biases:
@@ -433,9 +446,11 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
             name: float(settings.get(name) or 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")
         }
         gemma["softmax_scale"] = 0.0 if scalar == head_size else scalar**-0.5
+    mtp = {} if preset.mtp is None else {"mtp_num_layers": settings.get(preset.mtp.config_key) or 0}
     return {
         **_COMMON_SETTINGS,
         **preset.fixed,
+        **mtp,
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
@@ -547,9 +562,10 @@ def _skip_freq(has_window: list[bool]) -> str:
 
 
 def _rename_tensor(name: str, config: Config) -> str | None:
-    """Return ``name``, or None for GLM 4's multi-token prediction layers, which follow the last layer."""
+    """Return ``name``, or None for multi-token prediction layers after the last layer that the model does not have."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    return None if match is not None and int(match[1]) >= config.model.num_layers else name
+    num_layers = config.model.num_layers + config.model.mtp_num_layers
+    return None if match is not None and int(match[1]) >= num_layers else name
 
 
 def _use_eager_experts(hf_model: Any, config: Config) -> None:
@@ -572,6 +588,7 @@ def _make_format(preset: Preset) -> HFFormat:
         values=partial(values, preset),
         **by_recipes(partial(recipes, preset), heights),
         word=_HF_WORD,
+        copies=partial(copies, preset),
         key_groups=(ROTARY_KEYS, _WINDOW_KEYS),
         ignored_names=_ROTARY_BUFFERS,
         rename_tensor=_rename_tensor if preset.experts is GLM4 else keep_tensor_name,
