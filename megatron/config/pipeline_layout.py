@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-# Example: ``Et*3|(tt|)*29t|mL``. E is the embedding, t a transformer layer, m a multi-token prediction layer, L the head
-# with its norm and the loss. ``|`` separates virtual stages, in the order of the model. ``*n`` repeats the letter or the
-# bracket before it. Commas are ignored. ``megatron.config.mtp`` checks that every m is in the virtual stage of L.
+# Example: ``Et*3|(tt|)*29t|mL``. E is the embedding, t a transformer layer, m a multi-token prediction layer, L the
+# head with its norm and the loss. ``|`` separates virtual stages, in the order of the model. ``*n`` repeats the letter
+# or the bracket before it. Commas are ignored. ``megatron.config.mtp`` checks that every m is in the virtual stage of L.
 #
 # Source: Megatron-LM, --pipeline-model-parallel-layout.
 
@@ -32,8 +32,8 @@ def parse_layout(text: str) -> list[str]:
     letters = "".join(chunks)
     if re.fullmatch(r"Et+m*L", letters) is None:
         raise ValueError(
-            f"{FLAG} must be E, layers t, multi-token prediction layers m if there are any, and L, with | between chunks "
-            f"and *n for repetition, such as Et*3|(tt|)*2t|L, got {text!r}"
+            f"{FLAG} must be E, layers t, multi-token prediction layers m if there are any, and L, with | between "
+            f"chunks and *n for repetition, such as Et*3|(tt|)*2t|L, got {text!r}"
         )
     if not all(chunks):
         raise ValueError(

@@ -150,7 +150,7 @@ def mean_visible_keys(length: int, window: int = 0) -> float:
 
 
 _expert_layers = lru_cache(expert_layers)
-T = TypeVar("T")
+UnitValue = TypeVar("UnitValue")
 
 
 def _num_matrices(model: ModelDimensions) -> int:
@@ -269,7 +269,9 @@ class DecoderCosts(Costs):
         """Return the parameters of a multi-token prediction layer outside of its layer: projection and 3 norms."""
         return 2 * self.model.hidden_size**2 // tensor + 3 * self.norm_parameters
 
-    def _with_mtp(self, units: list[T], embedding: T, layer: Callable[[T], T]) -> list[T]:
+    def _with_mtp(
+        self, units: list[UnitValue], embedding: UnitValue, layer: Callable[[UnitValue], UnitValue]
+    ) -> list[UnitValue]:
         """Return ``units``, a value per unit, with those of multi-token prediction inserted before the head.
 
         Args:

@@ -229,7 +229,8 @@ NEVER_SHADOWED = set(
     architecture hidden_size num_attention_heads kv_hidden_size hidden_bias layernorm_epsilon attention_dropout
     hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
-    loss_chunk_tokens z_loss mtp_num_layers vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
+    loss_chunk_tokens z_loss mtp_num_layers vocab_size num_experts num_query_groups position_embedding_type
+    normalization layernorm_1p
     norm_placement embed_layernorm qk_norm softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids

@@ -95,7 +95,9 @@ def test_recompute_saves_one_input_for_each_mtp_layer() -> None:
     assert costs.unit_saved_bytes(2, 1, 4)[-1].full == 3 * make_costs().unit_saved_bytes(2, 1, 4)[-1].full
 
 
-@pytest.mark.parametrize(("stages", "chunks", "placement"), [(2, 1, "loop"), (2, 2, "loop"), (2, 2, "v"), (4, 1, "loop")])
+@pytest.mark.parametrize(
+    ("stages", "chunks", "placement"), [(2, 1, "loop"), (2, 2, "loop"), (2, 2, "v"), (4, 1, "loop")]
+)
 def test_mtp_layers_stay_on_last_virtual_stage(stages: int, chunks: int, placement: str) -> None:
     costs = make_costs(num_layers=8, mtp_num_layers=3)
     bounds = costs.stage_bounds(stages, chunks, placement)

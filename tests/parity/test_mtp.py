@@ -18,7 +18,8 @@ SLOW = pytest.mark.slow
 MTP = "--fp64 --clip-grad 0.5 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 EXPERTS = (
-    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-layer-freq [0,1,0,1]"
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
+    "--moe-layer-freq [0,1,0,1]"
 )
 TIED, RECOMPUTE = "--tie-embeddings-and-output-weights", "--checkpoint-activations"
 SEQUENCE_PARALLEL = "--sequence-parallel"

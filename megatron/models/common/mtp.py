@@ -248,11 +248,26 @@ def attach(total: torch.Tensor, factor: float, mtp_sums: Sequence[torch.Tensor])
 
     All are sums over the tokens of a micro-batch, and are divided together by the tokens of the global batch.
     """
-    extra = factor * torch.stack(list(mtp_sums)).sum()
-    return total + (extra - extra.detach())
+    attached: torch.Tensor = _AttachLoss.apply(total, factor * torch.stack(list(mtp_sums)).sum())
+    return attached
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Identity function of ``loss`` whose backward also backpropagates ``extra``.
+
+    Unlike a sum, it keeps the value of ``loss`` finite if only ``extra`` overflows in fp16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], grads[0]
 
 
 def num_units(args: Any) -> int:
     """Return the number of pipeline units between final norm and head: the embedding and the MTP layers, or none."""
-    depth: int = args.mtp_num_layers
+    depth: int = getattr(args, "mtp_num_layers", 0)  # absent in the arguments of a custom model
     return 1 + depth if depth else 0

@@ -183,7 +183,12 @@ def test_recompute_is_bitwise_equal_and_repeats_each_layer(
 def test_dropout_masks_of_mtp_layers_are_their_own() -> None:
     """With the keys of the decoder's last layer, both would drop the same elements."""
     model = make_model(hidden_dropout=0.5)
-    keys = {module.layer for layer in model.mtp for module in layer.modules() if isinstance(module.__dict__.get("layer"), int)}
+    keys = {
+        module.layer
+        for layer in model.mtp
+        for module in layer.modules()
+        if isinstance(module.__dict__.get("layer"), int)
+    }
     assert keys == {0, 2, 3}  # 0: the feed-forward layers, which have no dropout of their own
 
 
