@@ -8,7 +8,7 @@ from itertools import accumulate
 
 # Example: ``Et*3|(tt|)*29t|mL``. E is the embedding, t a transformer layer, m a multi-token prediction layer, L the
 # head with its norm and the loss. ``|`` separates virtual stages, in the order of the model. ``*n`` repeats the letter
-# or the bracket before it. Commas are ignored. ``megatron.config.mtp`` checks that every m is in the virtual stage of L.
+# or the bracket before it. Commas are ignored. ``megatron.config.mtp`` checks that every m is next to L.
 #
 # Source: Megatron-LM, --pipeline-model-parallel-layout.
 

@@ -102,14 +102,14 @@ def future_tokens(
 def _shift(x: torch.Tensor, distance: int) -> torch.Tensor:
     """Return ``x`` [b, s] moved by ``distance`` positions to the front, with zeros at the end."""
     shifted = torch.zeros_like(x)
-    shifted[:, : x.shape[1] - distance] = x[:, distance:]
+    shifted[:, : max(x.shape[1] - distance, 0)] = x[:, distance:]
     return shifted
 
 
 def _is_same_document(segments: torch.Tensor | None, like: torch.Tensor, distance: int) -> torch.Tensor:
     """Return True [b, s] where the position ``distance`` ahead is in the sample and in the same document."""
     is_same = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
-    stop = like.shape[1] - distance
+    stop = max(like.shape[1] - distance, 0)
     is_same[:, :stop] = True if segments is None else segments[:, distance:] == segments[:, :stop]
     return is_same
 

@@ -109,7 +109,7 @@ def loss_and_grads(model: DecoderModel, text: torch.Tensor, mask: torch.Tensor, 
 
 def test_padding_and_its_labels_have_no_effect() -> None:
     """Targets in padding are neither counted nor read, whatever token ids they have."""
-    model, (text, documents, mask) = make_model(), make_text()
+    model, (text, documents, mask) = make_model(loss_chunk_tokens=4), make_text()
     labels = text[:, 1:].clone()
     segments = documents[:, :-1].contiguous()
     is_padding = documents[:, 1:] < 0
