@@ -52,7 +52,7 @@ def _count_slots(module: PipelineModule, args: ModelArgs) -> tuple[int, int]:
     chunks = [list(chunk_modules.is_checkpointable_results) for chunk_modules in module._runs or [module]]
     if module.stage_id == 0:
         chunks[0][0] = False  # starts with the embedding, whose input tokens are not stored in a slot
-    num_groups = max(map(sum, chunks)) + sum(isinstance(layer, MTPLayer) for layer in module.forward_funcs)
+    num_groups = max(map(sum, chunks)) + sum(isinstance(layer, MTPLayerPipe) for layer in module.forward_funcs)
     num_forwards = args.forwards_in_flight[min(module.stage_id, len(args.forwards_in_flight) - 1)]
     return num_groups * num_forwards, num_forwards
 
@@ -279,14 +279,16 @@ def _add_word(module: nn.Module, inputs: tuple[Any, ...]) -> MTPInput:
     return MTPInput(*inputs)._replace(word=module.word)  # type: ignore[arg-type]
 
 
-class MTPLayerPipe(MTPLayer):
-    """MTP layer as a pipeline layer: it passes its inputs on together with itself, and the loss function runs it."""
+class MTPLayerPipe(nn.Module):
+    """MTP layer as a pipeline layer, which adds it to its inputs: the loss function runs it."""
 
-    def forward(self, *inputs: Any) -> Any:
-        if len(inputs) > 1:  # called by the loss function
-            return super().forward(*inputs)
-        mtp_input = MTPInput(*inputs[0])
-        return mtp_input._replace(layers=(*mtp_input.layers, self))
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, depth: int) -> None:
+        super().__init__()
+        self.mtp_layer = MTPLayer(args, parallel, depth)
+
+    def forward(self, inputs: tuple[Any, ...]) -> MTPInput:
+        mtp_input = MTPInput(*inputs)
+        return mtp_input._replace(layers=(*mtp_input.layers, self.mtp_layer))
 
 
 class MTPHeadPipe(Head):
@@ -476,5 +478,5 @@ class DecoderPipe(ModelPipe):
             return f"layers.{layer_idx - 1}.{suffix}"
         first_mtp_idx = self.model_args.num_layers + 3  # after the final norm and the embedding of future tokens
         if first_mtp_idx <= layer_idx < first_mtp_idx + self.model_args.mtp_num_layers:
-            return f"mtp.{layer_idx - first_mtp_idx}.{suffix}"
+            return f"mtp.{layer_idx - first_mtp_idx}.{suffix.removeprefix('mtp_layer.')}"
         return f"{'final_norm' if layer_idx == self.model_args.num_layers + 1 else 'head'}.{suffix}"
