@@ -50,7 +50,8 @@ class DecoderModel(nn.Module):
         self.embedding = Embedding(args, self.parallel)
         self.layers = nn.ModuleList(TransformerLayer(args, self.parallel, i) for i in range(args.num_layers))
         self.final_norm = make_norm(args, self.parallel)
-        self.mtp = nn.ModuleList(MTPLayer(args, self.parallel, depth) for depth in range(args.mtp_num_layers))
+        mtp_layers = [MTPLayer(args, self.parallel, depth) for depth in range(args.mtp_num_layers)]
+        self.mtp = nn.ModuleList(mtp_layers) if mtp_layers else None
         self.head = Head(args, self.parallel) if args.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
@@ -69,7 +70,7 @@ class DecoderModel(nn.Module):
         if labels is None or loss_mask is None:
             return materialize_logits(logits)  # [s, b, v/t]
         loss = model_loss(logits, labels, loss_mask, self.model_args, self.parallel)
-        if not self.mtp or not torch.is_grad_enabled():
+        if self.mtp is None or not torch.is_grad_enabled():
             return loss
         positions = None if self.model_args.rotary is None else position_ids
         layers = tuple(layer for layer in self.mtp if isinstance(layer, MTPLayer))
