@@ -7,6 +7,7 @@
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
     python tools/check_layout.py --context-parallel-size 2 --model llama --reset-position-ids --reset-attention-mask
     python tools/check_layout.py --data-parallel-size 2 --model llama --num-experts 4 --expert-model-parallel-size 2
+    python tools/check_layout.py --pipe-parallel-size 2 --context-parallel-size 2 --model llama --mtp-num-layers 2
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU

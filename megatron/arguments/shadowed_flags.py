@@ -167,6 +167,11 @@ SHADOWS = (
         "experts drop no tokens (--moe-expert-capacity-factor)",
     ),
     Shadow(("ff_hidden_size",), _has_no_dense_layer, "all layers have experts of size --moe-ffn-hidden-size"),
+    Shadow(
+        ("mtp_loss_scaling_factor",),
+        lambda config: not config.model.mtp_num_layers,
+        "there are no multi-token prediction layers (--mtp-num-layers)",
+    ),
     # attention
     Shadow(
         ("window_size", "rotary_local_base"),

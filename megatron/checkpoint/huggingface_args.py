@@ -23,6 +23,7 @@ from megatron.checkpoint.huggingface.config import (
     missing_head_advice,
     read_json,
     uses_index,
+    without_missing_mtp,
 )
 from megatron.checkpoint.settings_source import SettingsSource, check_family
 from megatron.config import Config
@@ -60,7 +61,7 @@ def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
     except CheckpointError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
     tensors = read_headers(path)
-    config = _with_biases(config, tensors, model_type)
+    config = _with_biases(without_missing_mtp(tensors, config, model_type), tensors, model_type)
     if not _fits(config, tensors, model_type):
         raise CheckpointError(_mismatch_message(path, hf_config, config, tensors))
     fields = {option.name for _, option in all_options()}
@@ -216,6 +217,7 @@ def _find_fixes(
         for candidate in sorted(_candidate_values(tensors, config) - {value}):
             try:
                 changed = config_from_huggingface({**hf_config, key: candidate})
+                changed = without_missing_mtp(tensors, changed, model_type)
                 is_match = _fits(_with_biases(changed, tensors, model_type), tensors, model_type)
             except CheckpointError:
                 continue

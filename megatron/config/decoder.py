@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts, latent_attention, layer_features
+from megatron.config import experts, latent_attention, layer_features, mtp
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.latent_attention import LatentFeatures, latent_problems
 from megatron.config.layer_features import VANILLA, LayerFeatures, layer_feature_problems, unused_layer_features
+from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
@@ -54,7 +55,7 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(ExpertFeatures, LatentFeatures, LayerFeatures):
+class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -297,7 +298,9 @@ class DecoderFeatures(ExpertFeatures, LatentFeatures, LayerFeatures):
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
-IDENTITY = tuple(field.name for field in fields(DecoderFeatures) if field.name not in experts.TRAINING)
+IDENTITY = tuple(
+    field.name for field in fields(DecoderFeatures) if field.name not in (*experts.TRAINING, *mtp.TRAINING)
+)
 """Fields that two decoders must share so that the same weights give the same outputs in both."""
 REFITTED = (
     "rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
@@ -307,6 +310,7 @@ REFITTED = (
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
     *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, "rotary_short_factors",
     "rotary_long_factors", "logit_scale", "attention_temperature_scale", "attention_temperature_floor",
+    "mtp_num_layers",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
@@ -393,6 +397,7 @@ def feature_problems(config: Any) -> Iterator[str]:
         yield "--activation xielu has learned parameters and is not supported in experts. Use another activation"
     yield from layer_feature_problems(model)
     yield from expert_problems(config)
+    yield from mtp_problems(config)
     yield from _scale_problems(config)
     yield from latent_problems(model)
 

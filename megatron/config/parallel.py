@@ -127,8 +127,8 @@ class ParallelConfig:
     )
     pipeline_layout: str | None = option(
         None,
-        "layers of each model chunk in Megatron's notation: E embedding, t layer, L head, | next chunk, *n "
-        "repetition: Et*3|(tt|)*2t|L; replaces --partition-method and --pipeline-chunks",
+        "layers of each model chunk in Megatron's notation: E embedding, t layer, m multi-token prediction layer, L "
+        "head, | next chunk, *n repetition: Et*3|(tt|)*2t|L; replaces --partition-method and --pipeline-chunks",
         flag="--pipeline-model-parallel-layout",
         shown_default="layers are assigned by --partition-method",
     )

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-# Example: ``Et*3|(tt|)*29t|L``. E is the embedding, t a transformer layer, L the head with its norm and the loss. ``|``
-# separates virtual stages, in the order of the model. ``*n`` repeats the letter or the bracket before it. Commas are
-# ignored. Megatron's m, a multi-token prediction layer, is not supported.
+# Example: ``Et*3|(tt|)*29t|mL``. E is the embedding, t a transformer layer, m a multi-token prediction layer, L the
+# head with its norm and the loss. ``|`` separates virtual stages, in the order of the model. ``*n`` repeats the letter
+# or the bracket before it. Commas are ignored. ``megatron.config.mtp`` checks that every m is next to L.
 #
 # Source: Megatron-LM, --pipeline-model-parallel-layout.
 
@@ -20,7 +20,8 @@ def parse_layout(text: str) -> list[str]:
     """Return the letters of each virtual stage, such as ["Ettt", "tt", "L"].
 
     Raises:
-        ValueError: the notation is invalid, a virtual stage is empty, or E and L are not exactly at the two ends.
+        ValueError: the notation is invalid, a virtual stage is empty, E and L are not exactly at the two ends, or a t
+            follows an m.
     """
     flat = re.sub(r"[\s,]", "", text)
     while (shorter := _REPEATED.sub(lambda match: (match[1] or match[2] or "") * int(match[3]), flat)) != flat:
@@ -29,10 +30,10 @@ def parse_layout(text: str) -> list[str]:
     if chunks[-1] == "" and len(chunks) > 1:
         chunks.pop()  # a bar may also end the last virtual stage
     letters = "".join(chunks)
-    if re.fullmatch(r"Et+L", letters) is None:
+    if re.fullmatch(r"Et+m*L", letters) is None:
         raise ValueError(
-            f"{FLAG} must be E, layers t and L, with | between chunks and *n for repetition, such as Et*3|(tt|)*2t|L, "
-            f"got {text!r}" + (": m (multi-token prediction) is not supported" if "m" in letters else "")
+            f"{FLAG} must be E, layers t, multi-token prediction layers m if there are any, and L, with | between "
+            f"chunks and *n for repetition, such as Et*3|(tt|)*2t|L, got {text!r}"
         )
     if not all(chunks):
         raise ValueError(
@@ -46,6 +47,15 @@ def num_layers(chunks: Sequence[str]) -> int:
     return sum(chunk.count("t") for chunk in chunks)
 
 
+def num_mtp_layers(chunks: Sequence[str]) -> int:
+    """Return the number of multi-token prediction layers in all virtual stages."""
+    return sum(chunk.count("m") for chunk in chunks)
+
+
 def layout_bounds(chunks: Sequence[str]) -> list[int]:
-    """Return the bounds of a decoder's virtual stages in units: embedding, layers, and two units (norm, head) for L."""
-    return [0, *accumulate(len(chunk) + ("L" in chunk) for chunk in chunks)]
+    """Return the bounds of a decoder's virtual stages in units: embedding, layers, and two units (norm, head) for L.
+
+    With multi-token prediction, the embedding of future tokens is one more unit, in the virtual stage of L.
+    """
+    num_last_units = 2 if num_mtp_layers(chunks) else 1
+    return [0, *accumulate(len(chunk) + num_last_units * ("L" in chunk) for chunk in chunks)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_window
 from megatron.config.experts import expert_layers
@@ -166,6 +166,7 @@ def mean_visible_keys(length: int, window: int = 0) -> float:
 
 
 _expert_layers = lru_cache(expert_layers)
+UnitValue = TypeVar("UnitValue")
 
 
 def _num_matrices(model: ModelDimensions) -> int:
@@ -176,7 +177,8 @@ def _is_gated(model: ModelDimensions) -> bool:
     return model.activation.startswith("gated-")
 
 
-# Costs of a decoder. Its units are the embedding, L layers, the final norm and the head.
+# Costs of a decoder. Its units are the embedding, L layers, the final norm and the head. With multi-token prediction,
+# the embedding of future tokens and D layers come before the head.
 #
 # | quantity | formula | remark |
 # |---|---|---|
@@ -200,6 +202,10 @@ def _is_gated(model: ModelDimensions) -> bool:
 # | ALiBi within documents | none | biases of w b a / t s^2 bytes per micro-batch |
 # | a window without ALiBi | none | a mask of s^2 bytes per stage |
 # | multi-latent attention | ``megatron.costs.latent_cost`` | ``megatron.costs.latent_cost`` |
+#
+# | D multi-token prediction layers | a layer, 2 h h, 3 norms each | 5 h more elements per token; D more logits |
+#
+# The D losses of multi-token prediction each apply the head once more, in forward and backward.
 #
 # FLOPs of rotary embedding and of soft-capping are not counted.
 #
@@ -249,7 +255,7 @@ class DecoderCosts(Costs):
     def num_active_parameters(self) -> int:
         full = self.with_expert_ranks(1)
         layer_parameters, active = (
-            sum(full.layer_parameters(layer=layer, is_active=is_active) for layer in range(self.model.num_layers))
+            sum(full.layer_parameters(layer=layer, is_active=is_active) for layer in self.layers_with_mtp)
             for is_active in (False, True)
         )
         return full.num_parameters - layer_parameters + active
@@ -268,6 +274,35 @@ class DecoderCosts(Costs):
         return (
             _expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else (False,) * model.num_layers
         )
+
+    @property
+    def layers_with_mtp(self) -> list[int]:
+        """Indices of all layers; a multi-token prediction layer contains a layer like the last one."""
+        num_layers = self.model.num_layers
+        return [*range(num_layers), *[num_layers - 1] * self.model.mtp_num_layers]
+
+    @property
+    def mtp_units(self) -> range:
+        """Indices of the units of the multi-token prediction layers, after the unit of their embedding."""
+        first = self.model.num_layers + 3
+        return range(first, first + self.model.mtp_num_layers)
+
+    def mtp_projection_parameters(self, tensor: int = 1) -> int:
+        """Return the parameters of a multi-token prediction layer outside of its layer: projection and 3 norms."""
+        return 2 * self.model.hidden_size**2 // tensor + 3 * self.norm_parameters
+
+    def _with_mtp(
+        self, units: list[UnitValue], embedding: UnitValue, layer: Callable[[UnitValue], UnitValue]
+    ) -> list[UnitValue]:
+        """Return ``units``, a value per unit, with those of multi-token prediction inserted before the head.
+
+        Args:
+            units: values of the embedding, the layers, the final norm and the head.
+            embedding: value of the embedding of future tokens.
+            layer: function from the value of the last layer to that of a multi-token prediction layer.
+        """
+        depth = self.model.mtp_num_layers
+        return [*units[:-1], embedding, *[layer(units[-3])] * depth, units[-1]] if depth else units
 
     @property
     def experts(self) -> ExpertCosts:
@@ -334,7 +369,9 @@ class DecoderCosts(Costs):
     @property
     def unit_names(self) -> list[str]:
         layers = [f"layer {idx}" for idx in range(self.model.num_layers)]
-        return ["embedding", *layers, "final norm", "head"]
+        depth = self.model.mtp_num_layers
+        mtp_names = ["MTP embedding", *[f"MTP layer {idx}" for idx in range(depth)]] if depth else []
+        return ["embedding", *layers, "final norm", *mtp_names, "head"]
 
     @property
     def unit_costs(self) -> list[float]:
@@ -344,8 +381,14 @@ class DecoderCosts(Costs):
         layer_flops = zip(products, self.visible_keys_by_layer, strict=True)
         layers = [product_flops + 2 * keys * self._score_width for product_flops, keys in layer_flops]
         layer = max(layers, default=attention + feed_forward_flops(model))
-        norm, head = ELEMENTWISE * h / layer, head_cost(model) / layer
-        return [norm, *[layer_flops / layer for layer_flops in layers], norm, head]
+        norm, head = ELEMENTWISE * h / layer, head_cost(model) * self.num_heads / layer
+        units = [norm, *[layer_flops / layer for layer_flops in layers], norm, head]
+        return self._with_mtp(units, 0.0, lambda cost: cost + 4 * h * h / layer + 4 * norm)
+
+    @property
+    def num_heads(self) -> int:
+        """Number of applications of the head: one for the loss, and one for each multi-token prediction loss."""
+        return 1 + self.model.mtp_num_layers
 
     @property
     def flops_per_sample(self) -> float:
@@ -354,10 +397,11 @@ class DecoderCosts(Costs):
     def flops_per_token(self, *, causal: bool = True) -> float:
         """Return the FLOPs of forward and backward per token; ``causal``: count only the causal half of the scores."""
         model = self.model
-        head = known_vocab_size(model) * model.hidden_size
-        layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in range(model.num_layers))
-        products = layers + self.norm_parameters + head
-        scores = self._score_width * sum(self.visible_keys_by_layer)
+        head = known_vocab_size(model) * model.hidden_size * self.num_heads
+        layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in self.layers_with_mtp)
+        products = layers + model.mtp_num_layers * self.mtp_projection_parameters() + self.norm_parameters + head
+        keys = self.visible_keys_by_layer
+        scores = self._score_width * sum(keys[layer] for layer in self.layers_with_mtp)
         return 6.0 * products + (6.0 if causal else 12.0) * scores
 
     @property
@@ -396,23 +440,28 @@ class DecoderCosts(Costs):
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         model = self.model
-        table = table_parameters(model, tensor) if model.untie_embeddings else 0
+        head = table_parameters(model, tensor) if model.untie_embeddings else 0
+        table = 0 if model.mtp_num_layers else head  # the last stage has a copy, see ``shared_parameters``
         positions = model.max_position_embeddings * model.hidden_size if model.has_learned_positions else 0
         norm = self.norm_parameters if model.embed_layernorm else 0
         # index of a layer with experts and of a layer without, if there are any
         layer_with = dict(zip(self.with_experts, range(model.num_layers), strict=True))
         parameters = {has_experts: self.layer_parameters(tensor, layer) for has_experts, layer in layer_with.items()}
         layers = [parameters[has_experts] for has_experts in self.with_experts]
-        return [table + positions + norm, *layers, self.norm_parameters, table]
+        units = [table + positions + norm, *layers, self.norm_parameters, head]
+        return self._with_mtp(units, 0, lambda parameters: parameters + self.mtp_projection_parameters(tensor))
 
     def distributed_parameters(self, tensor: int = 1) -> list[int]:
         parameters = self.experts.distributed_parameters(tensor) if self.model.num_experts else 0
-        return [0, *[parameters * has_experts for has_experts in self.with_experts], 0, 0]
+        units = [0, *[parameters * has_experts for has_experts in self.with_experts], 0, 0]
+        return self._with_mtp(units, 0, lambda distributed: distributed)
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
-        if self.model.untie_embeddings:
+        has_mtp = self.model.mtp_num_layers > 0
+        if self.model.untie_embeddings and not has_mtp:
             return []
-        return [Shared(table_parameters(self.model, tensor), (0, self.num_units - 1))]
+        users = (0, self.model.num_layers + 2 if has_mtp else self.num_units - 1)
+        return [Shared(table_parameters(self.model, tensor), users)]
 
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
@@ -444,7 +493,10 @@ class DecoderCosts(Costs):
         ]
         hidden = tokens * h * width
         embedding = SavedBytes(tokens * h * (self.mask_bytes + (width if model.embed_layernorm else 0)) // sequence)
-        return [embedding, *layers, SavedBytes(hidden // sequence), SavedBytes(hidden)]
+        # The norms and the projection of an MTP layer save their inputs: embedding, hidden states, both, and output.
+        mtp_bytes = 5 * hidden // sequence + tokens * h * self.mask_bytes // sequence
+        units = [embedding, *layers, SavedBytes(hidden // sequence), SavedBytes(hidden * self.num_heads)]
+        return self._with_mtp(units, SavedBytes(), lambda layer: replace(layer, full=layer.full + mtp_bytes))
 
     def _attention_saved_bytes(self, layer: int, tensor: int, width: int, sequence: int) -> int:
         """Return the bytes per token that the attention of ``layer`` saves on one of ``tensor`` ranks."""
@@ -521,11 +573,11 @@ class DecoderCosts(Costs):
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
-        messages: list[tuple[int, ...]] = [()] * self.num_units
-        if self.expert > 1:
-            layer_messages = self.experts.messages(samples * self.local_length, tensor, width)
-            messages[1:-2] = [layer_messages if has_experts else () for has_experts in self.with_experts]
-        return messages
+        if self.expert == 1:
+            return [()] * self.num_units
+        layer_messages: tuple[int, ...] = self.experts.messages(samples * self.local_length, tensor, width)
+        layers = [layer_messages if has_experts else () for has_experts in self.with_experts]
+        return self._with_mtp([(), *layers, (), ()], (), lambda messages: messages)
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         model, h = self.model, self.model.hidden_size
@@ -555,17 +607,29 @@ class DecoderCosts(Costs):
                 backward_reduced_bytes=(entering, *(hidden,) * (num_all_reduces - 1)),
             )
             layers = [expert_layer if has_experts else dense for has_experts in self.with_experts]
-        return [
+        num_heads = self.num_heads
+        units = [
             Work(operations=OPERATIONS["embedding"], reduced_bytes=(hidden,)),
             *layers,
             Work(operations=OPERATIONS["norm"]),
             Work(
-                products=(Product(tokens, h, vocabulary),),
-                operations=OPERATIONS["head"],
-                reduced_bytes=(scalars,) * 3,  # all-reduces of maximum, label logit, sum of exponentials
-                backward_reduced_bytes=(hidden,),
+                products=(Product(tokens, h, vocabulary),) * num_heads,
+                operations=OPERATIONS["head"] * num_heads,
+                reduced_bytes=(scalars,) * 3 * num_heads,  # all-reduces of maximum, label logit, sum of exponentials
+                backward_reduced_bytes=(hidden,) * num_heads,
             ),
         ]
+
+        def add_projection(layer: Work) -> Work:
+            return replace(
+                layer,
+                products=(*layer.products, Product(tokens, 2 * h, h // tensor, is_column=True)),
+                operations=layer.operations + OPERATIONS["embedding"] + 4 * OPERATIONS["norm"],
+                reduced_bytes=(*layer.reduced_bytes, hidden, hidden),  # embeddings, outputs of the projection
+                backward_reduced_bytes=(*layer.backward_reduced_bytes, 2 * hidden),
+            )
+
+        return self._with_mtp(units, Work(), add_projection)
 
     def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
         """Return the attention products of all heads on a rank; a fused kernel computes only the causal half."""
@@ -589,7 +653,7 @@ class DecoderCosts(Costs):
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
         if not self.has_segments or self.uses_document_starts or self.model.position_embedding_type != ALIBI:
             return []
-        layers = tuple(range(1, 1 + self.model.num_layers))
+        layers = (*range(1, 1 + self.model.num_layers), *self.mtp_units)
         return [Shared(samples * self._mask_bytes(tensor, width), layers)]
 
     def memory_per_stage(self, bounds: Sequence[int], **options: Any) -> list[Memory]:
@@ -608,13 +672,21 @@ class DecoderCosts(Costs):
         return num_scores if 0 < self.model.window_size < self.seq_length - 1 else 0
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return samples * self.local_length * -(-known_vocab_size(self.model) // tensor) * (width + 4)
+        num_tokens = samples * self.local_length * self.num_heads
+        return num_tokens * -(-known_vocab_size(self.model) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.local_length
         has_cap = self.model.final_logit_softcapping > 0
+        # one of the losses is computed at a time; all of them save their logits or gradients for backward
         return loss_bytes(
-            self.model, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu, has_cap=has_cap
+            self.model,
+            tokens,
+            tensor,
+            width,
+            forwards=forwards * self.num_heads,
+            is_on_cpu=self.is_on_cpu,
+            has_cap=has_cap,
         )
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
@@ -622,11 +694,11 @@ class DecoderCosts(Costs):
         costs, num_layers = self.unit_costs, self.model.num_layers
         if stages == 1:
             return [0, len(costs)]
-        first, last = costs[0], costs[-2] + costs[-1]
+        first, last = costs[0], sum(costs[num_layers + 1 :])
         if chunks > 1:
             counts = partition_uniform_chunks(num_layers, stages, chunks, first, last, placement)
             return [0, *[1 + bound for bound in accumulate(counts[:-1])], len(costs)]
-        layers = costs[1:-2]
+        layers = costs[1 : num_layers + 1]
         layers[:1] = [cost + first for cost in layers[:1]]
         layers[-1:] = [cost + last for cost in layers[-1:]]
         inner = partition_balanced(layers, stages)[1:-1]

@@ -13,6 +13,7 @@ With sequence parallelism, hidden states outside the region are sharded along th
 |---|---|---|
 | `gather_from_sequence_region` | all-gather along the first dimension | reduce-scatter |
 | `reduce_scatter_to_sequence_region` | reduce-scatter along the first dimension | all-gather |
+| `scatter_to_sequence_region` | this rank's slice of the first dimension | all-gather |
 
 All are collective over ``group``, and the identity if it has one rank.
 
@@ -66,6 +67,15 @@ def gather_from_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's slice, along the first dimension, of the sum of ``x`` over ``group``."""
     return x if group.size == 1 else _ReduceScatterRows.apply(x, group)
+
+
+def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's slice of ``x``, which is the same on every rank, along the first dimension.
+
+    Raises:
+        ValueError: the first dimension is not a multiple of the group size.
+    """
+    return x if group.size == 1 else _ScatterRows.apply(x, group)
 
 
 def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
@@ -238,6 +248,18 @@ class _ReduceScatterRows(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return _reduce_scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _all_gather_rows(grads[0], ctx.group), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        _empty_shard(x, group)  # raises if the rows cannot be split evenly
+        return x.chunk(group.size)[group.rank].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -194,7 +194,8 @@ class ComputeModel:
 
 
 def _unit_type(unit: str) -> str:
-    """Return the type of a unit: its name without a layer's number."""
+    """Return the type of a unit: its name without a layer's number; that of a like unit for multi-token prediction."""
+    unit = unit.removeprefix("MTP ")
     return unit.rsplit(" ", 1)[0] if unit.split()[-1].isdigit() else unit
 
 

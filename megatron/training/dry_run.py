@@ -276,6 +276,8 @@ def model_text(config: Config) -> str:
     if family_config.is_encoder_decoder:
         layers = f"{family_config.enc_layers} encoder and {family_config.dec_layers} decoder layers"
     costs = registry.costs_of(config)
+    if model.mtp_num_layers:
+        layers += f" and {model.mtp_num_layers} for multi-token prediction"
     active_text = f" in total, {human_count(costs.num_active_parameters)} active" if model.num_experts else ""
     return (
         f"{human_count(costs.num_parameters)} parameters{active_text}: {layers}, hidden {model.hidden_size}, "
@@ -422,7 +424,7 @@ def stage_layers_text(config: Config, bounds: Sequence[int], num_stages: int, st
     if config.family_config.is_encoder_decoder:
         return encoder_decoder_layers_text(bounds, num_stages, stage, config.parallel.placement, config.family_config)
     layers = layers_text(bounds, num_stages, stage, config.parallel.placement)
-    return f"layers {layers} of {config.total_layers + 3}"
+    return f"layers {layers} of {registry.costs_of(config).num_units}"
 
 
 def _range_text(start: int, stop: int) -> str:

@@ -15,6 +15,7 @@ The checkpointer calls ``resume`` in ``on_train_start``, and ``roll_back_to`` wh
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megatron.checkpoint.huggingface.tokenizer import origin_in
 from megatron.checkpoint.resized_vocab import fill_resized, is_resized
 from megatron.config import Config
 from megatron.errors import marked
+from megatron.models.common.huggingface_mtp import PREFIX
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import deepspeed_checkpoint, deepspeed_folders
 from megatron.training.callback_states import callback_states_in
@@ -201,6 +203,8 @@ def restore(
 
     # Weights (main params) and moments, in one pass over the files.
     records = list(weight_records(module, optimizer))
+    if config.checkpoint.finetune:
+        records = without_new_mtp(records, checkpoint.names())
     if options.optimizer:
         if metadata["optimizer_steps"] or has_moments(checkpoint):
             make_moments(optimizer)
@@ -222,6 +226,17 @@ def restore(
 
     # Counters: learning rate, batch size and run length depend on them.
     return TrainProgress.from_metadata(metadata, config.tokens_per_sample) if options.counters else TrainProgress()
+
+
+def without_new_mtp(records: list[TensorRecord], saved_names: Iterable[str]) -> list[TensorRecord]:
+    """Return ``records`` without multi-token prediction layers that a checkpoint lacks: they keep initial weights."""
+    names = set(saved_names)
+    new_names = [
+        record.name for record in records if record.name.startswith(f"weights/{PREFIX}") and record.name not in names
+    ]
+    if new_names:
+        log.info("the checkpoint lacks multi-token prediction layers of this run, which start from initial weights")
+    return [record for record in records if record.name not in new_names]
 
 
 def _load_records(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:

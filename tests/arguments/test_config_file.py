@@ -248,7 +248,7 @@ def test_two_keys_for_one_flag_raise(tmp_path):
         ("lr-decay-style: sine", "run.yaml:1: lr-decay-style must be one of"),
         ("config: b.yaml", "run.yaml:1: config is accepted on the command line only"),
         ("enc-seq-length: 2", "run.yaml:1: --enc-seq-length is not supported"),
-        ("mtp-num-layers: 2", "run.yaml:1: --mtp-num-layers is not supported"),
+        ("mtp-detach-heads: true", "run.yaml:1: --mtp-detach-heads is not supported"),
         ("a: [", "run.yaml:1:5: must be YAML"),
         ("a: !!python/object:os.system {}", "run.yaml:1: unknown section a"),
         ("a: !run 1", "run.yaml:1: YAML tags are not supported, got !run"),

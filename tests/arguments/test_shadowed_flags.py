@@ -81,6 +81,7 @@ SHADOWED = {
     "moe_router_load_balancing_type": f"{EXPERT_FLAGS} --moe-router-load-balancing-type aux_loss",
     "moe_aux_loss_coeff": f"{EXPERT_FLAGS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
     "moe_token_drop_policy": f"{EXPERT_FLAGS} --moe-token-drop-policy position",
+    "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor 0.3",
     "rotary_base": "--rotary-base 500",
     "rotary_scaling": f"{ROPE_FLAGS} --rotary-scaling yarn --window-size 4 --rotary-local-base 100",
     "rotary_scaling_factor": f"{ROPE_FLAGS} --rotary-scaling-factor 4",
@@ -250,7 +251,8 @@ NEVER_SHADOWED = set(
     architecture hidden_size num_attention_heads hidden_bias layernorm_epsilon attention_dropout
     hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
-    loss_chunk_tokens z_loss vocab_size num_experts num_query_groups position_embedding_type normalization layernorm_1p
+    loss_chunk_tokens z_loss mtp_num_layers vocab_size num_experts num_query_groups position_embedding_type
+    normalization layernorm_1p
     norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     softmax_type attention_output_gate

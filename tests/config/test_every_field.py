@@ -120,6 +120,7 @@ OBSERVED_FIELDS = {
         norm_bias norm_placement embed_layernorm qk_norm add_qkv_bias window_size window_attn_skip_freq softmax_scale
         attn_logit_softcapping final_logit_softcapping scale_embeddings clip_qkv embedding_multiplier residual_scale
         dim_model_base mup_base_hidden_size mup_base_head_dim z_loss
+        mtp_num_layers
         num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
@@ -133,7 +134,7 @@ OBSERVED_FIELDS = {
     """,
     "sizes": """
         moe_router_bias_update_rate layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu
-        contiguous_checkpointing
+        contiguous_checkpointing mtp_loss_scaling_factor
     """,
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob

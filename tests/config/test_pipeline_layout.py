@@ -6,7 +6,7 @@ import pytest
 
 from megatron.arguments.parser import parse
 from megatron.config.config import Config
-from megatron.config.pipeline_layout import layout_bounds, num_layers, parse_layout
+from megatron.config.pipeline_layout import layout_bounds, num_layers, num_mtp_layers, parse_layout
 from megatron.errors import ConfigError
 from megatron.models import registry
 
@@ -32,13 +32,20 @@ def test_layout_head_includes_final_norm() -> None:
     assert layout_bounds(parse_layout("Et*3|(tt|)*2t|L")) == [0, 4, 6, 8, 9, 11]
 
 
+def test_layout_head_includes_embedding_of_future_tokens() -> None:
+    """Norm, embedding of future tokens, two multi-token prediction layers, head."""
+    chunks = parse_layout("Et*3|(tt|)*2m*2L")
+    assert (num_layers(chunks), num_mtp_layers(chunks)) == (7, 2)
+    assert layout_bounds(chunks) == [0, 4, 6, 8, 13]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tt|L", "must be E, layers t and L"),
-        ("Et|tt", "must be E, layers t and L"),
-        ("Et|tEL", "must be E, layers t and L"),
-        ("Et*3|(tt|)*29m|L", r"m \(multi-token prediction\) is not supported"),
+        ("tt|L", "must be E, layers t"),
+        ("Et|tt", "must be E, layers t"),
+        ("Et|tEL", "must be E, layers t"),
+        ("Etmt|L", "must be E, layers t, multi-token prediction layers m"),
         ("Et||tL", r"must have a layer, E or L, got none in chunk 1 of 'Et\|\|tL'"),
         ("E(t|tL", "must be E"),
     ],
@@ -69,7 +76,7 @@ def test_layout_sets_chunks_and_bounds() -> None:
             "--pipeline-model-parallel-layout Et*3|t*3L --pipeline-chunks 2",
             "determines the chunks, got --pipeline-chunks too",
         ),
-        ("--pipeline-model-parallel-layout Et*3|t*3", "must be E, layers t and L"),
+        ("--pipeline-model-parallel-layout Et*3|t*3", "must be E, layers t"),
     ],
 )
 def test_layout_conflicting_with_flags_raises(words: str, message: str) -> None:

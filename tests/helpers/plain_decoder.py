@@ -25,6 +25,13 @@ def reference_logits(
 
 
 def _row(args: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return _logits(args, w, _row_states(args, w, tokens, positions, ids))
+
+
+def _row_states(
+    args: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the hidden states [s, h] after the final norm."""
     x = w["embedding.word.weight"][tokens]  # [s, h]
     if args.scale_embeddings:
         x = x * math.sqrt(args.hidden_size)
@@ -35,10 +42,63 @@ def _row(args: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, i
     x = x * args.embedding_multiplier
     for layer_idx in range(args.num_layers):
         x = _layer(args, w, layer_idx, x, positions, ids)
+    return _norm(args, w, "final_norm", x)
+
+
+def _logits(args: Any, w: Weights, x: torch.Tensor) -> torch.Tensor:
     table = w["head.weight" if args.untie_embeddings else "embedding.word.weight"]
     base = args.dim_model_base or args.mup_base_hidden_size or args.hidden_size
-    logits = _norm(args, w, "final_norm", x) @ table.T * (base / args.hidden_size) * args.logit_scale
+    logits = x @ table.T * (base / args.hidden_size) * args.logit_scale
     return _softcap(logits, args.final_logit_softcapping)
+
+
+def reference_mtp_losses(
+    args: Any, w: Weights, text: torch.Tensor, loss_mask: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor
+) -> list[tuple[torch.Tensor, float]]:
+    """Return (sum, count) of the losses of each multi-token prediction layer, position by position.
+
+    A target counts if it is in the document of its position, and if the main loss counts it where it is the next token.
+
+    Shapes:
+        text, documents [b, s+1]: all tokens, and the document of each; positions, loss_mask [b, s]
+    """
+    sums = [torch.zeros((), dtype=torch.float64) for _ in range(args.mtp_num_layers)]
+    counts = [0.0] * args.mtp_num_layers
+    length = text.shape[1] - 1
+    for tokens, mask, row_positions, ids in zip(text, loss_mask, positions, documents, strict=True):
+        x = _row_states(args, w, tokens[:-1], row_positions, ids[:-1])
+        for depth in range(1, args.mtp_num_layers + 1):
+            x = _mtp_states(args, w, depth, x, tokens, row_positions, ids)
+            logits = _logits(args, w, x)
+            for i in range(length - depth):
+                target_idx = i + depth + 1
+                if ids[target_idx] == ids[i] and mask[i + depth] > 0:
+                    loss = torch.logsumexp(logits[i], 0) - logits[i, tokens[target_idx]]
+                    sums[depth - 1] = sums[depth - 1] + mask[i + depth] * loss
+                    counts[depth - 1] += float(mask[i + depth])
+    return list(zip(sums, counts, strict=True))
+
+
+def _mtp_states(
+    args: Any, w: Weights, depth: int, x: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the hidden states [s, h] of multi-token prediction layer ``depth``, counted from 1."""
+    prefix, rows = f"mtp.{depth - 1}", []
+    for i in range(len(x)):
+        # where the future token is not in the document, no counted position sees this one: any token will do
+        is_own = i + depth < len(tokens) and ids[i + depth] == ids[i]
+        future = w["embedding.word.weight"][tokens[i + depth] if is_own else 1]
+        future = future * (math.sqrt(args.hidden_size) if args.scale_embeddings else 1.0) * args.embedding_multiplier
+        both = torch.cat([_norm(args, w, f"{prefix}.enorm", future), _norm(args, w, f"{prefix}.hnorm", x[i])])
+        rows.append(w[f"{prefix}.eh_proj.weight"] @ both)
+    last = args.num_layers - 1
+    layer_weights = {
+        name.replace(f"{prefix}.layer.", f"layers.{last}."): weight
+        for name, weight in w.items()
+        if name.startswith(f"{prefix}.layer.")
+    }
+    x = _layer(args, layer_weights, last, torch.stack(rows), positions, ids[:-1])
+    return _norm(args, w, f"{prefix}.final_norm", x)
 
 
 def _layer(

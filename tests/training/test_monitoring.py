@@ -157,6 +157,7 @@ def test_documented_names_equal_recorded_names(run_dirs: dict[str, Path]) -> Non
             "seq_length",
             "lr",
             "z_loss",
+            "mtp_1_loss",
             "moe_aux_loss",
             "moe_z_loss",
             "moe_load_imbalance",

@@ -16,6 +16,7 @@ from megatron.config.changed_defaults import former_defaults
 from megatron.config.option import Option, is_derived
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat
+from megatron.models.common.huggingface_mtp import PREFIX, has_mtp
 from megatron.models.registry import FAMILIES, huggingface_formats, is_common_decoder
 
 # Files of a Hugging Face folder that describe its contents.
@@ -89,10 +90,31 @@ def full_names(names: Iterable[str], config: Config, model_type: str | None = No
     return name_in_files
 
 
-def copy_names(config: Config, model_type: str | None = None) -> tuple[str, ...]:
-    """Return Hugging Face's names of the tensors that duplicate the word table."""
+def copy_names(config: Config, model_type: str | None = None) -> dict[str, str]:
+    """Return Hugging Face's names of the tensors that duplicate another one, the word table or the head -> its name."""
     hf_format = format_of(config, model_type)
-    return (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
+    names = (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
+    return {**dict.fromkeys(names, hf_format.word), **hf_format.copies(config)}
+
+
+def drops_mtp(config: Config, model_type: str | None = None) -> bool:
+    """Return True if the model has multi-token prediction layers, and its Hugging Face format has no names for them."""
+    return config.model.mtp_num_layers > 0 and not has_mtp(format_of(config, model_type).recipes(config))
+
+
+def without_missing_mtp(tensors: Iterable[str], config: Config, model_type: str | None = None) -> Config:
+    """Return ``config``, without multi-token prediction layers if ``tensors``, names in a folder, include none of them.
+
+    transformers saves a model without these layers, but keeps their number in config.json.
+
+    Args:
+        model_type: model type of the folder; as in ``format_of``.
+    """
+    recipes = format_of(config, model_type).recipes(config)
+    names = {hf_name for name, recipe in recipes.items() if name.startswith(PREFIX) for hf_name in recipe.hf_names}
+    if not names or not names.isdisjoint(full_names(tensors, config, model_type)):
+        return config
+    return replace(config, model=replace(config.model, mtp_num_layers=0))
 
 
 # The Hugging Face formats of the families.

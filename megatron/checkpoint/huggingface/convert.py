@@ -14,8 +14,10 @@ from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.huggingface.config import (
     config_from_huggingface,
     config_to_huggingface,
+    drops_mtp,
     format_of,
     saved_config,
+    without_missing_mtp,
 )
 from megatron.checkpoint.huggingface.folder import (
     CONFIG,
@@ -57,6 +59,7 @@ from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.models.common.huggingface import HFFormat
+from megatron.models.common.huggingface_mtp import PREFIX
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
@@ -112,6 +115,11 @@ def export(
     if model_type is None and saved_type is not None:
         model_type = _usable_model_type(config, saved_type, notes)
     config_to_huggingface(config, "", model_type)  # raises before anything large is read
+    if drops_mtp(config, model_type):
+        notes.append(
+            f"the {config.model.mtp_num_layers} multi-token prediction layers are not exported: folders of the model "
+            f"type {format_of(config, model_type).model_types[0]} have no names for them"
+        )
     weights = read_weights(checkpoint) if weights is None else weights
     if dtype is not None:
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
@@ -286,6 +294,9 @@ def _hf_logits(folder: Path, config: Config, hf_format: HFFormat, tokens: torch.
         folder, dtype=torch.float64, local_files_only=True, output_loading_info=True
     )
     model, loading_info = loaded
+    recipes = hf_format.recipes(config)
+    mtp_names = {hf_name for name in recipes if name.startswith(PREFIX) for hf_name in recipes[name].hf_names}
+    loading_info["unexpected_keys"] = {*loading_info["unexpected_keys"]} - mtp_names - {*hf_format.copies(config)}
     mismatches = {
         key: sorted(loading_info[key])
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -352,8 +363,9 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     hf_config = read_json(source, CONFIG)
     config = config_from_huggingface(hf_config)
     tensors = read_tensors(source)
-    config = without_zero_biases(tensors, config, hf_config["model_type"])
-    weights = weights_from_huggingface(tensors, config, hf_config["model_type"])
+    model_type = hf_config["model_type"]
+    config = without_zero_biases(tensors, without_missing_mtp(tensors, config, model_type), model_type)
+    weights = weights_from_huggingface(tensors, config, model_type)
     with new_folder(output) as folder:
         if copy_files(source, folder / TOKENIZER):
             tokenizer_fields = tokenizer_config_fields(folder / TOKENIZER, output.absolute() / TOKENIZER)

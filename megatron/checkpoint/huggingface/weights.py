@@ -16,10 +16,12 @@ from megatron.checkpoint.huggingface import folder
 from megatron.checkpoint.huggingface.config import (
     config_from_huggingface,
     copy_names,
+    drops_mtp,
     format_of,
     full_names,
     missing_head_advice,
     model_flags,
+    without_missing_mtp,
 )
 from megatron.checkpoint.model_match import check_model
 from megatron.checkpoint.resized_vocab import fill_resized, is_resized
@@ -28,6 +30,7 @@ from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models import registry
 from megatron.models.common.huggingface import MATCHES_NOTHING, Tensors, WeightMapping, read_into
+from megatron.models.common.huggingface_mtp import PREFIX
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_parameters
 from megatron.mpu.shard import Shard
@@ -65,6 +68,8 @@ def weights_to_huggingface(
 ) -> Tensors:
     """Return our ``weights`` as the tensors of a Hugging Face file, without copies of a tied table.
 
+    Multi-token prediction layers are left out if the format has no names for them (``drops_mtp``).
+
     Args:
         model_type: model type of the file; as in ``format_of``.
 
@@ -72,7 +77,9 @@ def weights_to_huggingface(
         CheckpointError: lists every weight that is missing, unknown, or has another shape than ``config`` defines.
     """
     check_weights("the checkpoint", weights, config)
-    return _weights_to_huggingface(weights, config, model_type)
+    hf_tensors = _weights_to_huggingface(weights, config, model_type)
+    copies = format_of(config, model_type).copies(config)
+    return {**hf_tensors, **{name: hf_tensors[original].clone() for name, original in copies.items()}}
 
 
 def weights_from_huggingface(
@@ -149,20 +156,23 @@ def _check_constant(name: str, tensor: Readable, value: float) -> None:
 
 
 def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
-    """Return ``tensors`` by full name, without copies of the word table and without unused tensors."""
+    """Return ``tensors`` by full name, without copies of word table and head and without unused tensors."""
     hf_format = format_of(config, model_type)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
     for name, value in hf_format.constants(config).items():
         constant = by_full_name.pop(name, None)
         if constant is not None:
             _check_constant(name, constant, value)
-    for name in copy_names(config, model_type):
+    mtp_copies = hf_format.copies(config)
+    for name, original in copy_names(config, model_type).items():
         copy = by_full_name.pop(name, None)
-        if copy is not None and not _equal(copy, by_full_name.setdefault(hf_format.word, copy)):
-            raise CheckpointError(
-                f"{name} must equal {hf_format.word}, because config.json ties them "
-                "(tie_word_embeddings), but their values differ"
+        if copy is not None and not _equal(copy, by_full_name.setdefault(original, copy)):
+            reason = (
+                "the multi-token prediction layers share it"
+                if name in mtp_copies
+                else "config.json ties them (tie_word_embeddings)"
             )
+            raise CheckpointError(f"{name} must equal {original}, because {reason}, but their values differ")
     return by_full_name
 
 
@@ -195,7 +205,9 @@ def expected_weights(config: Config) -> Tensors:
 def _weights_to_huggingface(
     weights: Mapping[str, torch.Tensor], config: Config, model_type: str | None = None
 ) -> Tensors:
-    hf_tensors, copies = format_of(config, model_type).from_ours(dict(weights), config), copy_names(config, model_type)
+    has_names = not drops_mtp(config, model_type)
+    named_weights = {name: weight for name, weight in weights.items() if has_names or not name.startswith(PREFIX)}
+    hf_tensors, copies = format_of(config, model_type).from_ours(named_weights, config), copy_names(config, model_type)
     return {name: tensor for name, tensor in hf_tensors.items() if name not in copies}
 
 
@@ -272,6 +284,8 @@ class Pretrained:
         """
         for record in records:
             name = record.name.removeprefix("weights/")
+            if name.startswith(PREFIX) and name not in self.shapes:
+                continue  # new layers start from their initial weights
             target = record.shard.unpadded(record.tensor)
             try:
                 self._fill(target, name, record.shard)
@@ -307,7 +321,7 @@ def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
     hf_config = folder.read_json(source, folder.CONFIG)
     config, model_type = config_from_huggingface(hf_config), hf_config["model_type"]
     slices = folder.open_slices(source, stack)
-    config = without_zero_biases(slices, config, model_type)
+    config = without_zero_biases(slices, without_missing_mtp(slices, config, model_type), model_type)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_weights(config).items()}
     recipes = format_of(config, model_type).recipes(config)
     return Pretrained(source, config, shapes, recipes, check_tensors(slices, config, model_type))

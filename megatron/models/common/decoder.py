@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.language_model import Embedding, Head, head_output, materialize_logits, model_loss
+from megatron.models.common.language_model import Embedding, Head, Logits, head_output, materialize_logits, model_loss
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, model_args_from
+from megatron.models.common.mtp import MTPInput, MTPLayer, with_mtp_losses
 from megatron.models.common.norms import make_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule, gpt2_rule
@@ -26,7 +28,8 @@ class DecoderModel(nn.Module):
         position_ids [b, s], or None for 0 ... s-1; used only by learned and rotary positions. Learned positions must be
             below ``max_position_embeddings``, rotary positions below ``max(max_position_embeddings, s)``
         segment_ids [b, s] or None; if given, attention stays within documents
-        output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
+        output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count), or a
+            dictionary of such pairs (``model_loss``, ``with_mtp_losses``)
 
     Raises:
         ValueError: a position is out of range. Rotary positions are checked only on a CPU, because the check would
@@ -47,25 +50,45 @@ class DecoderModel(nn.Module):
         self.embedding = Embedding(args, self.parallel)
         self.layers = nn.ModuleList(TransformerLayer(args, self.parallel, i) for i in range(args.num_layers))
         self.final_norm = make_norm(args, self.parallel)
+        mtp_layers = [MTPLayer(args, self.parallel, depth) for depth in range(args.mtp_num_layers)]
+        self.mtp = nn.ModuleList(mtp_layers) if mtp_layers else None
         self.head = Head(args, self.parallel) if args.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return the modules that are split into pipeline stages. For a tied head, the last one is the embedding."""
+        """Return the modules that compute logits, in order. For a tied head, the last one is the embedding."""
         return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
 
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None, segment_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None, loss_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         is_causal_only = segment_ids is None and not self.masks.is_always_needed and self.model_args.rotary is None
         layer_inputs = () if is_causal_only else self._layer_inputs(x, position_ids, segment_ids)
         x = self.final_norm(run_layers(list(self.layers), x, *layer_inputs, recompute=self.recompute))
-        head = self.head
-        logits = head_output(x, self.embedding.word.weight, self.model_args, self.parallel) if head is None else head(x)
+        logits = self._apply_head(x)
         if labels is None or loss_mask is None:
             return materialize_logits(logits)  # [s, b, v/t]
-        return model_loss(logits, labels, loss_mask, self.model_args, self.parallel)
+        loss = model_loss(logits, labels, loss_mask, self.model_args, self.parallel)
+        if self.mtp is None or not torch.is_grad_enabled():
+            return loss
+        positions = None if self.model_args.rotary is None else position_ids
+        layers = tuple(layer for layer in self.mtp if isinstance(layer, MTPLayer))
+        return with_mtp_losses(
+            loss,
+            MTPInput(x, segment_ids, positions, self.embedding.word, layers, logits, self._apply_head),
+            labels,
+            loss_mask,
+            masks=self.masks,
+            recompute=self.recompute,
+            args=self.model_args,
+            parallel=self.parallel,
+        )
+
+    def _apply_head(self, x: torch.Tensor) -> Logits:
+        if self.head is not None:
+            return self.head(x)
+        return head_output(x, self.embedding.word.weight, self.model_args, self.parallel)
 
     def _layer_inputs(
         self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None

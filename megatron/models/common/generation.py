@@ -17,6 +17,7 @@ from megatron.models.common.kv_cache import KVCacheSlots, LayerKVCache
 from megatron.models.common.language_model import Head, Logits, materialize_logits, tied_head_logits
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.mtp import MTPInput, num_units
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.parts import DecoderLayers
 from megatron.models.registry import model_parts
@@ -27,7 +28,7 @@ from tds.schedule import Placement
 # The part of a generating model on one rank.
 #
 # A model is a list of units that are split into pipeline stages. The units of a decoder are embedding, layers, norm and
-# head. Each rank stores its units and the stage index of every unit.
+# head; those of multi-token prediction are ignored. Each rank stores its units and the stage index of every unit.
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,10 @@ def _pipeline_stage_model(engine: Any, module: Any) -> ModelStage:
     chunks = range(len(bounds) - 1)
     placement = Placement(num_stages, module.chunks, module.placement)
     stages = [placement.stage_of(chunk) for chunk in chunks for _ in range(bounds[chunk], bounds[chunk + 1])]
+    num_ignored, head = num_units(module.model_args), module.model_args.num_layers + 2
+    units = {idx if idx < head else idx - num_ignored: unit for idx, unit in units.items()
+             if not head <= idx < head + num_ignored}  # fmt: skip
+    del stages[head : head + num_ignored]
     biases = {unit_idx: getattr(unit, "table", None) for unit_idx, unit in units.items()}
     return ModelStage(module, module.model_args, module.parallel, units, stages, pipe, biases)
 
@@ -270,7 +275,8 @@ class CachedModel(ABC):
         if unit_idx in self.body_units:
             return self.apply_layer(unit_idx, unit, x)
         if unit_idx == self.body_units.stop:
-            return getattr(unit, "norm", unit)(x)
+            normed = getattr(unit, "norm", unit)(x)
+            return normed.x if isinstance(normed, MTPInput) else normed
         return materialize_logits(unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight))
 
     @abstractmethod

@@ -409,6 +409,8 @@ class HFFormat:
             none.
         word_copies: Hugging Face names of copies of the word embedding, which files may omit. A tied head is always
             treated as a copy and need not be listed.
+        copies: function from a configuration to the Hugging Face names of further copies, each with the name of the
+            tensor that it repeats. Exports contain them; imports check them if they are present.
         head: Hugging Face name of the head.
         ties_missing_head: the Hugging Face class uses the word embedding for a missing head, whatever config.json says.
         optional_prefix: prefix of tensor names that some files omit.
@@ -441,6 +443,7 @@ class HFFormat:
     word: str
     key_groups: tuple[frozenset[str], ...] = ()
     word_copies: tuple[str, ...] = ()
+    copies: Callable[[Config], Mapping[str, str]] = lambda config: {}
     head: str = "lm_head.weight"
     ties_missing_head: bool = False
     optional_prefix: str = ""

@@ -53,7 +53,8 @@ def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rul
 
     def rule(name: str, shape: tuple[int, ...]) -> float:
         base_std = std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
-        return base_std / math.sqrt(width_multiplier) if name.startswith("layers.") and len(shape) == 2 else base_std
+        is_in_layer = name.startswith(("layers.", "mtp."))
+        return base_std / math.sqrt(width_multiplier) if is_in_layer and len(shape) == 2 else base_std
 
     return rule
 

@@ -23,12 +23,14 @@ from megatron.models.common.language_model import (
 )
 from megatron.models.common.masks import Masks, SharedMask
 from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.mtp import MTPInput, MTPLayer, with_mtp_losses
 from megatron.models.common.norms import norm_class, norm_kwargs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
 from tds.loss import Weighted
+from tds.partition import PartitionError
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tds.schedule import LOOP
 from tds.user_functions import BatchFn
@@ -50,7 +52,7 @@ def _count_slots(module: PipelineModule, args: ModelArgs) -> tuple[int, int]:
     chunks = [list(chunk_modules.is_checkpointable_results) for chunk_modules in module._runs or [module]]
     if module.stage_id == 0:
         chunks[0][0] = False  # starts with the embedding, whose input tokens are not stored in a slot
-    num_groups = max(map(sum, chunks))
+    num_groups = max(map(sum, chunks)) + sum(isinstance(layer, MTPLayerPipe) for layer in module.forward_funcs)
     num_forwards = args.forwards_in_flight[min(module.stage_id, len(args.forwards_in_flight) - 1)]
     return num_groups * num_forwards, num_forwards
 
@@ -101,7 +103,7 @@ class ModelPipe(PipelineModule):
         profile_kwargs: dict[str, Any] = (
             {} if profile_shape is None else {"profile_batch": self.random_batch(profile_shape)}
         )
-        recompute = stage_recompute(self, args, parallel)
+        recompute = self._stage_recompute = stage_recompute(self, args, parallel)
         super().__init__(
             self.specs(),
             topology=pipe_topology(topology),
@@ -216,27 +218,39 @@ def make_layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 class TiedTable(nn.Module):
-    """The tied word embedding on the last stage, used by the head. Positions are embedded only on the first stage."""
+    """The tied word embedding on the last stage, used by the head and by multi-token prediction.
+
+    Positions are embedded only on the first stage.
+    """
 
     def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            args.vocab_size, args.hidden_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group
+            args.vocab_size, args.hidden_size, divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs
         )
 
 
 @cache
 def make_norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
-    """Return ``norm`` as the pipeline layer before the head; it drops the tensors sent with the hidden states."""
+    """Return ``norm`` as the pipeline layer before the head; it drops the tensors sent with the hidden states.
+
+    With an argument ``has_positions``, multi-token prediction follows, which needs these tensors.
+    """
 
     class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
-        def __init__(self, parallel: ParallelContext, *args: Any, **kwargs: Any) -> None:
+        def __init__(
+            self, parallel: ParallelContext, *args: Any, has_positions: bool | None = None, **kwargs: Any
+        ) -> None:
             super().__init__(*args, **kwargs)
             parallel.mark_sequence_parallel(self)
+            self.has_positions = has_positions
 
-        def forward(self, inputs: StageTensors) -> torch.Tensor:
+        def forward(self, inputs: StageTensors) -> torch.Tensor | MTPInput:
             x: torch.Tensor = super().forward(inputs if isinstance(inputs, torch.Tensor) else inputs[0])
-            return x
+            if self.has_positions is None:
+                return x
+            passed_through = () if isinstance(inputs, torch.Tensor) else inputs[1:]
+            return MTPInput(x, *split_passed_through(passed_through, self.has_positions))
 
     return FinalNormPipe
 
@@ -244,19 +258,57 @@ def make_norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
 def decoder_specs(
     embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, args: ModelArgs, parallel: ParallelContext
 ) -> list[LayerSpec]:
-    """Return the specs of the embedding (of class ``embedding``), ``layers``, ``norm`` and the head, tied or not."""
-    if args.untie_embeddings:
+    """Return the specs of the embedding (of class ``embedding``), ``layers``, ``norm`` and the head, tied or not.
+
+    With multi-token prediction, the embedding of future tokens and the MTP layers precede the head.
+    """
+    has_mtp = args.mtp_num_layers > 0
+    if args.untie_embeddings and not has_mtp:
         return [LayerSpec(embedding, args, parallel), *layers, norm, LayerSpec(Head, args, parallel)]
     first_spec = TiedLayerSpec("embedding", embedding, args, parallel, tied_weight_attr="word.weight")
-    apply_head = partial(_apply_tied_head, args, parallel)
-    last_spec = TiedLayerSpec(
-        "embedding", TiedTable, args, parallel, forward_fn=apply_head, tied_weight_attr="word.weight"
-    )
-    return [first_spec, *layers, norm, last_spec]
+    table = partial(TiedLayerSpec, "embedding", TiedTable, args, parallel, tied_weight_attr="word.weight")
+    mtp_specs = [LayerSpec(MTPLayerPipe, args, parallel, depth) for depth in range(args.mtp_num_layers)]
+    mtp_specs = [table(forward_fn=_add_word), *mtp_specs] if has_mtp else []
+    if args.untie_embeddings:
+        return [first_spec, *layers, norm, *mtp_specs, LayerSpec(MTPHeadPipe, args, parallel)]
+    return [first_spec, *layers, norm, *mtp_specs, table(forward_fn=partial(_apply_tied_head, args, parallel))]
 
 
-def _apply_tied_head(args: ModelArgs, parallel: ParallelContext, module: nn.Module, x: torch.Tensor) -> Logits:
-    return head_output(x, module.word.weight, args, parallel)  # type: ignore[union-attr, arg-type]
+def _add_word(module: nn.Module, inputs: tuple[Any, ...]) -> MTPInput:
+    """Add the word embedding, which the embedding of future tokens uses, to the inputs of multi-token prediction."""
+    return MTPInput(*inputs)._replace(word=module.word)  # type: ignore[arg-type]
+
+
+class MTPLayerPipe(nn.Module):
+    """MTP layer as a pipeline layer, which adds it to its inputs: the loss function runs it."""
+
+    def __init__(self, args: ModelArgs, parallel: ParallelContext, depth: int) -> None:
+        super().__init__()
+        self.mtp_layer = MTPLayer(args, parallel, depth)
+
+    def forward(self, inputs: tuple[Any, ...]) -> MTPInput:
+        mtp_input = MTPInput(*inputs)
+        return mtp_input._replace(layers=(*mtp_input.layers, self.mtp_layer))
+
+
+class MTPHeadPipe(Head):
+    """Untied head of a decoder with multi-token prediction."""
+
+    def forward(self, inputs: Any) -> Any:
+        if isinstance(inputs, torch.Tensor):  # called by the loss function
+            return super().forward(inputs)
+        mtp_input = MTPInput(*inputs)
+        return mtp_input._replace(logits=super().forward(mtp_input.x), head=self)
+
+
+def _apply_tied_head(args: ModelArgs, parallel: ParallelContext, module: nn.Module, inputs: Any) -> Logits | MTPInput:
+    def head(x: torch.Tensor) -> Logits:
+        return head_output(x, module.word.weight, args, parallel)  # type: ignore[union-attr, arg-type]
+
+    if isinstance(inputs, torch.Tensor):
+        return head(inputs)
+    mtp_input = MTPInput(*inputs)
+    return mtp_input._replace(logits=head(mtp_input.x), head=head)
 
 
 def random_batch(vocab_size: int, shape: tuple[int, ...], extra_inputs: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -276,6 +328,18 @@ def random_batch(vocab_size: int, shape: tuple[int, ...], extra_inputs: Sequence
     return (tokens, *[inputs_by_name[name] for name in extra_inputs]), (tokens.roll(-1, dims=1), torch.ones(shape))
 
 
+def split_passed_through(
+    tensors: Sequence[torch.Tensor], has_positions: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the segment ids and the rotary positions among the tensors sent with the hidden states.
+
+    Args:
+        has_positions: the last tensor is the positions.
+    """
+    positions = tensors[-1] if has_positions else None
+    return tensors[0] if len(tensors) > has_positions else None, positions
+
+
 class TransformerLayerPipe(TransformerLayer):
     """Transformer layer that passes segment ids and positions through and uses the masks shared by its stage.
 
@@ -292,8 +356,7 @@ class TransformerLayerPipe(TransformerLayer):
 
     def forward(self, inputs: StageTensors) -> StageTensors:  # type: ignore[override]
         x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-        positions = passed_through[-1] if self.has_positions else None
-        segment_ids = passed_through[0] if len(passed_through) > self.has_positions else None
+        segment_ids, positions = split_passed_through(passed_through, self.has_positions)
         mask = None
         if segment_ids is not None or self.masks.is_always_needed:
             mask = self.masks.get_mask(x, segment_ids, self.has_window)
@@ -301,12 +364,19 @@ class TransformerLayerPipe(TransformerLayer):
         return (x, *passed_through) if passed_through else x
 
 
-def layer_specs(args: ModelArgs, parallel: ParallelContext, has_positions: bool = False) -> list[LayerSpec]:
-    """Return the specs of embedding, ``num_layers`` transformer layers, final norm and head."""
-    masks = Masks(args, parallel)
+def layer_specs(
+    args: ModelArgs, parallel: ParallelContext, has_positions: bool = False, masks: Masks | None = None
+) -> list[LayerSpec]:
+    """Return the specs of embedding, ``num_layers`` transformer layers, final norm, MTP layers if any, and head.
+
+    Args:
+        masks: the masks of the stage; None: new ones.
+    """
+    masks = masks or Masks(args, parallel)
     layers = [LayerSpec(TransformerLayerPipe, args, parallel, i, masks, has_positions) for i in range(args.num_layers)]
     norm_type: Any = norm_class(args)
-    norm = LayerSpec(make_norm_pipe(norm_type), parallel, args.hidden_size, **norm_kwargs(args))
+    mtp_kwargs = {"has_positions": has_positions} if args.mtp_num_layers else {}
+    norm = LayerSpec(make_norm_pipe(norm_type), parallel, args.hidden_size, **norm_kwargs(args), **mtp_kwargs)
     return decoder_specs(make_embedding_pipe(Embedding, 1 + args.has_learned_positions), layers, norm, args, parallel)
 
 
@@ -336,7 +406,14 @@ class DecoderPipe(ModelPipe):
         **kwargs: Any,
     ) -> None:
         self.has_positions = has_positions
+        self.masks = Masks(args, parallel)
         super().__init__(args, parallel, topology, **kwargs)
+        if self.parts[-2] > args.num_layers + 1 and args.mtp_num_layers:
+            raise PartitionError(
+                "multi-token prediction needs the final norm, all of its layers and the head on the last virtual "
+                f"stage, got the bounds {self.parts} with the norm at {args.num_layers + 1} (--partition-method "
+                f"{kwargs.get('partition', 'parameters')}). Use --partition-method balanced"
+            )
 
     @classmethod
     def boundary_kwargs(cls, config: Config) -> dict[str, bool]:
@@ -344,7 +421,7 @@ class DecoderPipe(ModelPipe):
         return {**super().boundary_kwargs(config), "has_positions": has_positions}
 
     def specs(self) -> list[LayerSpec]:
-        return layer_specs(self.model_args, self.parallel, self.has_positions)
+        return layer_specs(self.model_args, self.parallel, self.has_positions, self.masks)
 
     def _declare_boundaries(self) -> None:
         num_extra_inputs = self.has_segments + self.has_positions
@@ -364,13 +441,30 @@ class DecoderPipe(ModelPipe):
         }
         return [name for name in self.model_args.extra_input_names if is_input[name]]
 
-    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        loss = model_loss(logits, labels[0], labels[1], self.model_args, self.parallel)
+    def _loss(self, output: Logits | MTPInput, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        loss = model_loss(self._logits(output), labels[0], labels[1], self.model_args, self.parallel)
+        if isinstance(output, MTPInput) and torch.is_grad_enabled():
+            loss = with_mtp_losses(
+                loss,
+                output,
+                labels[0],
+                labels[1],
+                masks=self.masks,
+                recompute=self._stage_recompute,
+                args=self.model_args,
+                parallel=self.parallel,
+            )
         return to_weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
-    def made_output(self, output: Logits) -> torch.Tensor:
+    def _logits(self, output: Logits | MTPInput) -> Logits:
+        """Return the logits in the output of the last layer."""
+        logits = output.logits if isinstance(output, MTPInput) else output
+        assert logits is not None  # set by the head
+        return logits
+
+    def made_output(self, output: Logits | MTPInput) -> torch.Tensor:
         """Return the logits as a tensor, for evaluations that return outputs."""
-        return materialize_logits(output)
+        return materialize_logits(self._logits(output))
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter in the single-stage model."""
@@ -382,4 +476,7 @@ class DecoderPipe(ModelPipe):
             return f"embedding.{suffix}"
         if layer_idx <= self.model_args.num_layers:
             return f"layers.{layer_idx - 1}.{suffix}"
+        first_mtp_idx = self.model_args.num_layers + 3  # after the final norm and the embedding of future tokens
+        if first_mtp_idx <= layer_idx < first_mtp_idx + self.model_args.mtp_num_layers:
+            return f"mtp.{layer_idx - first_mtp_idx}.{suffix.removeprefix('mtp_layer.')}"
         return f"{'final_norm' if layer_idx == self.model_args.num_layers + 1 else 'head'}.{suffix}"

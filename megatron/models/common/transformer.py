@@ -65,7 +65,7 @@ class Recompute:
             is_contiguous=args.contiguous_checkpointing,
             group=parallel.group,
         )
-        num_groups = -(-(num_layers or args.num_layers) // max(self.interval, 1))
+        num_groups = -(-(num_layers or args.num_layers) // max(self.interval, 1)) + args.mtp_num_layers
         self.storage = (
             None if offload.is_plain else ActivationStorage(offload, count_slots or (lambda: (num_groups, 1)))
         )

@@ -65,6 +65,8 @@ from megatron.models.common.huggingface import (
     leave_hf_model_unchanged,
     unsupported_settings,
 )
+from megatron.models.common.huggingface_mtp import DEEPSEEK as DEEPSEEK_MTP
+from megatron.models.common.huggingface_mtp import MTPNames, layer_names
 from megatron.models.common.rotary_rows import RotaryRows
 from megatron.models.llama.huggingface_experts import (
     AFMOE_EXPERTS,
@@ -144,6 +146,7 @@ class Preset:
         has_adjacent_pairs: rotary pairs are adjacent elements.
         aliases: further values of ``model_type`` in config.json of published models of the type.
         example: settings of models of the type for ``--model``, if the defaults of the class are not supported.
+        mtp: names of the multi-token prediction layers; None: folders of the type have none.
     """
 
     model_type: str
@@ -160,6 +163,7 @@ class Preset:
     has_adjacent_pairs: bool = False
     aliases: tuple[str, ...] = ()
     example: Mapping[str, Any] = field(default_factory=dict)
+    mtp: MTPNames | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -273,6 +277,7 @@ PRESETS = (
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **GLM4.defaults,
         },
         experts=GLM4,
+        mtp=DEEPSEEK_MTP,
     ),
     Preset(
         model_type="smollm3",
@@ -330,6 +335,7 @@ PRESETS = (
             "qk_nope_head_dim": 128, "v_head_dim": 128, **DEEPSEEK3.defaults,
         },
         experts=DEEPSEEK3,
+        mtp=DEEPSEEK_MTP,
         has_adjacent_pairs=True,
         aliases=("kimi_k2",),
     ),
@@ -357,6 +363,7 @@ PRESETS = (
             "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, **GLM4_LITE.defaults,
         },
         experts=GLM4_LITE,
+        mtp=DEEPSEEK_MTP,
         has_adjacent_pairs=True,
     ),
     Preset(
@@ -436,8 +443,7 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
     }
     head_rows = RotaryRows(model.kv_hidden_size, 0, model.kv_hidden_size)
     rotary_rows = (head_rows, head_rows, None) if preset.has_adjacent_pairs else ()
-    for layer_idx in range(model.num_layers):
-        our_layer, hf_layer = f"layers.{layer_idx}", f"model.layers.{layer_idx}"
+    for layer_idx, our_layer, hf_layer in layer_names(preset.mtp, model):
         for our_name, hf_name in {**_NORMS[model.norm_placement], **preset.norms}.items():
             mappings[f"{our_layer}.{our_name}.weight"] = WeightMapping((f"{hf_layer}.{hf_name}.weight",))
         if model.softmax_type == "learnable":
@@ -470,7 +476,12 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
             mappings[f"{our_layer}.mlp.down.{suffix}"] = WeightMapping((f"{hf_layer}.mlp.down_proj.{suffix}",))
     if model.untie_embeddings:
         mappings["head.weight"] = WeightMapping((_HF_HEAD,))
-    return mappings
+    return mappings if preset.mtp is None else mappings | preset.mtp.recipes(model)
+
+
+def copies(preset: Preset, config: Config) -> dict[str, str]:
+    """Return the names of the copies of word embedding and head in multi-token prediction layers -> the original."""
+    return {} if preset.mtp is None else preset.mtp.copies(config.model, _HF_WORD, _HF_HEAD)
 
 
 def heights(config: Config) -> dict[str, int]:
@@ -496,6 +507,8 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
             "--kv-hidden-size must be --hidden-size / --num-attention-heads, got "
             f"{model.kv_hidden_size} and {model.hidden_size} / {model.num_attention_heads}"
         )
+    if preset.mtp is not None:
+        yield from preset.mtp.problems(model)
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
     if preset.extras is not None:
@@ -553,6 +566,8 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         ),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
+    if preset.mtp is not None:
+        hf_config[preset.mtp.config_key] = model.mtp_num_layers
     if preset.experts is GLM4:
         hf_config |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
     if preset.has_biases:
@@ -671,6 +686,7 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
             name: float(settings.get(name) or 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")
         }
         gemma["softmax_scale"] = 0.0 if scalar == head_size else scalar**-0.5
+    mtp = {} if preset.mtp is None else {"mtp_num_layers": settings.get(preset.mtp.config_key) or 0}
     return {
         **_COMMON_SETTINGS,
         "num_layers": num_layers,
@@ -693,6 +709,7 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
         **rotary,
         **experts,
         **glm,
+        **mtp,
         **preset.fixed,
         **extras,
     }
@@ -804,9 +821,10 @@ def skip_freq(has_window: list[bool]) -> str:
 
 
 def _rename_tensor(name: str, config: Config) -> str | None:
-    """Return ``name``, or None for multi-token prediction layers, which follow the last layer."""
+    """Return ``name``, or None for multi-token prediction layers after the last layer that the model does not have."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    return None if match is not None and int(match[1]) >= config.model.num_layers else name
+    num_layers = config.model.num_layers + config.model.mtp_num_layers
+    return None if match is not None and int(match[1]) >= num_layers else name
 
 
 def _rename_gpt_oss_tensor(name: str, config: Config) -> str:
@@ -848,6 +866,7 @@ def _make_format(preset: Preset) -> HFFormat:
         values=partial(values, preset),
         **by_recipes(partial(recipes, preset), heights),
         word=_HF_WORD,
+        copies=partial(copies, preset),
         key_groups=(ROTARY_KEYS, WINDOW_KEYS),
         ignored_names=ROTARY_BUFFERS,
         rename_tensor=_tensor_renaming(preset),
