@@ -388,19 +388,32 @@ INVALID_FLAGS = "--num-experts 6 --moe-router-topk 7 --moe-layer-freq [1,0] --mo
 
 
 def test_rejects_invalid_moe_flags_together() -> None:
-    flags = (
-        f"--num-layers 4 {INVALID_FLAGS} --moe-router-enable-expert-bias --moe-router-num-groups 4 --compile".split()
-    )
+    flags = f"--num-layers 4 {INVALID_FLAGS} --moe-router-num-groups 4 --compile".split()
     with pytest.raises(ConfigError) as excinfo:
         parse([*flags, "--data-path", "none"], world_size=1)
     for message in (
         "--moe-router-topk must not exceed --num-experts, got 7 and 6",
         "--moe-layer-freq must be a number of at least 1, or a list with 1 or 0 for each of the 4 layers",
         "--moe-shared-expert-gate has no effect",
-        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
         "--moe-router-num-groups and --moe-router-group-topk must be set", "--compile supports dense layers only",
     ):  # fmt: skip
         assert message in str(excinfo.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--moe-router-num-groups 2 --moe-router-group-topk 1",
+            "must not exceed the experts of a group, .*, got 4 and 6 / 2",
+        ),
+        ("", "has no effect without --moe-router-num-groups, got 4"),
+    ],
+)
+def test_group_score_topk_must_fit_groups(flags: str, message: str) -> None:
+    line = f"--num-experts 6 --moe-router-group-score-topk 4 {flags} --data-path none"
+    with pytest.raises(ConfigError, match=f"--moe-router-group-score-topk {message}"):
+        parse(line.split(), world_size=1)
 
 
 def test_rejects_invalid_moe_layouts_together() -> None:
