@@ -22,7 +22,8 @@ EXTRA_CASES = {
         "SmolLM3",
         {
             "hidden_size": 38, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "use_sliding_window": True,
-            "sliding_window": 4, "layer_types": [SLIDING, SLIDING, FULL], "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "sliding_window": 4, "layer_types": [SLIDING, SLIDING, FULL], "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         },
         "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --no-rope-freq 2 --window-size 3 "
         "--window-attn-skip-freq 3",
