@@ -37,6 +37,15 @@ TYPE_SETTINGS = {
     "mixtral": {"qk_norm": "none", "moe_router_score_function": "softmax"},
     "qwen3_moe": {"qk_norm": "head", "moe_router_pre_softmax": True},
     "qwen2_moe": {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+    "smollm3": {"no_rope_freq": "4", "rotary_base": 2e6, "untie_embeddings": False},
+    "afmoe": {
+        "no_rope_freq": "4", "attention_output_gate": True, "qk_norm": "head",
+        "norm_placement": "both", "moe_router_score_function": "sigmoid", "window_attn_skip_freq": "4",
+    },
+    "gpt_oss": {
+        "softmax_type": "learnable", "activation": "gated-quick-gelu", "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0, "hidden_bias": True, "rotary_truncate": False, "window_attn_skip_freq": "2",
+    },
     "glm4_moe": {"rotary_percent": 0.5, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     "olmo3": {"norm_placement": "after", "qk_norm": "all", "rotary_base": 5e5, "window_attn_skip_freq": "4"},
     "seed_oss": {"add_qkv_bias": True, "layernorm_epsilon": 1e-6},

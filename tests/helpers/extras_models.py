@@ -22,10 +22,9 @@ EXTRA_CASES = {
         "SmolLM3",
         {
             "hidden_size": 38, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "use_sliding_window": True,
-            "sliding_window": 4, "layer_types": [SLIDING, SLIDING, FULL], "attention_bias": True, "mlp_bias": True,
-            "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "sliding_window": 4, "layer_types": [SLIDING, SLIDING, FULL], "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         },
-        "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --no-rope-freq 2 --hidden-bias --window-size 3 "
+        "--hidden-size 38 --num-query-groups 2 --rotary-base 100 --no-rope-freq 2 --window-size 3 "
         "--window-attn-skip-freq 3",
     ),
     "afmoe": ModelCase(
@@ -57,6 +56,42 @@ EXTRA_CASES = {
         module="gpt_oss",
     ),
 }  # fmt: skip
+
+COMMON_FIELDS = {
+    "hidden_size": 36, "intermediate_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "num_hidden_layers": 6, "vocab_size": 29, "initializer_range": 0.02, "rms_norm_eps": 1e-06, "use_cache": True,
+    "attention_dropout": 0.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LAYER_TYPES = [SLIDING, "full_attention"] * 3
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm3": {  # SmolLM3-3B
+        **COMMON_FIELDS, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False,
+        "hidden_act": "silu", "layer_types": ["full_attention"] * 6, "max_position_embeddings": 65536,
+        "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1],
+        "pretraining_tp": 2, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "afmoe": {  # Trinity-Mini
+        **COMMON_FIELDS, "architectures": ["AfmoeForCausalLM"], "model_type": "afmoe", "head_dim": 16,
+        "global_attn_every_n_layers": 4, "hidden_act": "silu", "max_position_embeddings": 131072,
+        "moe_intermediate_size": 8, "mup_enabled": True, "n_group": 1, "num_dense_layers": 2, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_shared_experts": 1, "rope_scaling": None, "rope_theta": 10000,
+        "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048,
+        "tie_word_embeddings": False, "topk_group": 1,
+    },
+    "gpt_oss": {  # gpt-oss-20b, without its quantisation
+        **COMMON_FIELDS, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "initial_context_length": 4096,
+        "layer_types": LAYER_TYPES, "max_position_embeddings": 131072, "num_experts_per_tok": 4,
+        "num_local_experts": 8, "output_router_logits": False, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""As the hub has them, in small."""
 
 
 def make_extras_model(case: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Any:

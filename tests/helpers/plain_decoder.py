@@ -99,13 +99,13 @@ def _attention(
         len(x),
     )
     prefix = f"layers.{layer_idx}.attention"
-    packed = _linear(w, f"{prefix}.query_key_value", x)
+    packed = unclipped = _linear(w, f"{prefix}.query_key_value", x)
     per_group = a // g
-    gates = packed.view(s, g, -1, d)[:, :, per_group:-2].reshape(s, -1, d)  # [s, a, d], or empty
     if args.clip_qkv:
         packed = packed.clamp(-args.clip_qkv, args.clip_qkv)
     heads = packed.view(s, g, -1, d)
     query, key, value = heads[:, :, :per_group].reshape(s, a, d), heads[:, :, -2], heads[:, :, -1]
+    gates = unclipped.view(s, g, -1, d)[:, :, per_group:-2].reshape(s, a, d) if args.attention_output_gate else None
     window = args.window_size if args.window_size and has_window(args, layer_idx) else 10**9
     if args.qk_norm_order == "before":
         query, key = _norm_query_and_key(args, w, prefix, query, key)
@@ -134,7 +134,7 @@ def _attention(
         elif args.softmax_type == "off-by-one":
             denominator = denominator + 1.0
         output = weights / denominator @ value[:, head // per_group]
-        outputs.append(output / (1.0 + torch.exp(-gates[:, head])) if args.attention_output_gate else output)
+        outputs.append(output if gates is None else output / (1.0 + torch.exp(-gates[:, head])))
     return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * d))
 
 
@@ -145,7 +145,8 @@ def _norm_query_and_key(
     if args.qk_norm == "head":
         return _norm(args, w, f"{prefix}.query_norm", query), _norm(args, w, f"{prefix}.key_norm", key)
     if args.qk_norm == "l2":
-        return tuple(y / torch.sqrt((y * y).mean(-1, keepdim=True) + args.layernorm_epsilon) for y in (query, key))
+        epsilon = args.layernorm_epsilon
+        return tuple(y / torch.sqrt((y * y).mean(-1, keepdim=True) + epsilon) for y in (query, key))  # type: ignore
     if args.qk_norm == "all":
         query_row = _norm(args, w, f"{prefix}.query_norm", query.flatten(1))
         return query_row.view_as(query), _norm(args, w, f"{prefix}.key_norm", key.flatten(1)).view_as(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,6 +141,22 @@ def test_rotation_and_gradient_have_the_bits_of_single_operators(
     outputs = apply_rotary(x, cosine, sine), rotate_by_operators(x, cosine, sine)
     grads = [torch.autograd.grad(output, x, grad)[0] for output in outputs]
     assert torch.equal(*outputs) and torch.equal(*grads) and not torch.equal(grads[0], grad)
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_interleaved_rotation_is_that_of_permuted_halves(percent: float) -> None:
+    """Also in a compiled graph and in backward."""
+    x, grad = random(2, 3, 5, 8).double().requires_grad_(), random(2, 3, 5, 8, seed=1).double()
+    size = int(8 * percent)
+    order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2), torch.arange(size, 8)))  # pairs to halves
+    cosine, sine = rotary_cos_sin(replace(SMALL_ROTARY, percent=percent), x)
+    interleaved = apply_rotary(x, cosine, sine, is_interleaved=True)
+    halves = apply_rotary(x[..., order], cosine, sine)
+    assert torch.equal(interleaved[..., order], halves)
+    grads = torch.autograd.grad(interleaved, x, grad)[0], torch.autograd.grad(halves, x, grad[..., order])[0]
+    assert torch.equal(*grads)
+    with patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert torch.allclose(apply_rotary(x, cosine, sine, is_interleaved=True), interleaved, rtol=0, atol=1e-15)
 
 
 def test_rotation_saves_only_cosine_and_sine() -> None:

@@ -168,6 +168,7 @@ def test_rescaled_flex_attention_matches_formula(form: str) -> None:
     assert max_difference(check(actual), check(expected)) <= TOLERANCE
 
 
+@pytest.mark.slow  # torch traces it; the rescaling is in the short run
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
 def test_torch_flex_attention_returns_the_log_sum_exp() -> None:

@@ -53,6 +53,19 @@ def test_expert_parallel_layout_equals_one_process(capfd: pytest.CaptureFixture[
     assert "verdict: equal" in output
 
 
+@pytest.mark.slow
+def test_sinks_and_biased_experts_in_a_layout_equal_one_process(capfd: pytest.CaptureFixture[str]) -> None:
+    features = (
+        "--model llama --softmax-type learnable --attention-output-gate --no-rope-freq 2 --hidden-bias --quick-geglu "
+        "--activation-func-clamp-value 0.5 --glu-linear-offset 1 --qk-norm head --qk-norm-order after --num-experts 4"
+    )
+    layout = "--model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --expert-model-parallel-size 2"
+    command = [sys.executable, str(SCRIPT), *SMALL_FLAGS, *features.split(), *layout.split()]
+    result = subprocess.run(command, timeout=100, check=False)
+    output = capfd.readouterr().out
+    assert result.returncode == 0 and "verdict: equal" in output, output
+
+
 def test_reference_flags_omit_expert_parallel_sizes() -> None:
     layout = "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
     _, flags = check_layout.make_tool_parser().parse_known_args(layout)

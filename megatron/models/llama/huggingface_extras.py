@@ -92,7 +92,12 @@ def smollm3_rotary_layers(settings: Mapping[str, Any]) -> list[bool]:
     return [(layer + 1) % interval != 0 for layer in range(settings["num_hidden_layers"])]
 
 
-SMOLLM3 = TypeExtras(fields=_smollm3_fields, values=_smollm3_values)
+def _smollm3_problems(model: ModelConfig, has_window: tuple[bool, ...]) -> Iterator[str]:
+    if not any(no_rope_layers(model.no_rope_freq, model.num_layers)):  # such a model is a llama or mistral
+        yield "a layer without rotary positions is required. Set --no-rope-freq"
+
+
+SMOLLM3 = TypeExtras(fields=_smollm3_fields, values=_smollm3_values, problems=_smollm3_problems)
 
 
 # AFMoE

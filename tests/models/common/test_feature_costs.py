@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ModelConfig, parse
-from megatron.costs.decoder_cost import DecoderCosts
+from megatron.costs.decoder_cost import DecoderCosts, mask_reason
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parallel_context import ParallelContext
@@ -61,6 +61,13 @@ def test_features_add_their_saved_activations() -> None:
     assert extra_bytes(num_query_groups=2) == -2 * 12 * width
     assert extra_bytes(parallel_residual="separate-norms") == -h * width
     assert extra_bytes(parallel_residual="shared-norm") == -2 * h * width
+    assert extra_bytes(attention_output_gate=True) == 2 * 24 * width and extra_bytes(softmax_type="learnable") == 0
+    gated = {"activation": "gated-silu"}
+    clamped = extra_bytes(**gated, activation_func_clamp_value=1.0) - extra_bytes(**gated)
+    assert clamped == 2 * 10 * width and extra_bytes(**gated, glu_linear_offset=1.0) == extra_bytes(**gated)
+    rope = {"position_embedding_type": "rope", "no_rope_freq": "[0,1]"}
+    first, second = (layer.full for layer in make_costs(**rope).unit_saved_bytes(2, 1, width)[1:3])
+    assert first - second == tokens * query_key_width * width
     embedding = [
         make_costs(embed_layernorm=has_norm).unit_saved_bytes(2, 1, width)[0].full for has_norm in (False, True)
     ]
@@ -87,7 +94,25 @@ def test_only_plain_attention_is_blocked() -> None:
         ("--window-size 3", False),
         ("--qk-layernorm", False),
         ("--clip-qkv 6", False),
+        ("--softmax-type off-by-one", False),
+        ("--attention-output-gate", False),
     ):
         config = parse([*flags.split(), "--attention-dropout", "0", "--vocab-size", "9"], world_size=1, env={})
         assert costs_of(config, is_on_cpu=True).is_blocked == is_blocked
         assert not costs_of(replace(config), is_on_cpu=False).is_blocked
+
+
+def test_output_gates_and_expert_biases_count_in_flops_and_parameters() -> None:
+    plain, gated = (make_costs(attention_output_gate=has_gate) for has_gate in (False, True))
+    assert gated.flops_per_token() - plain.flops_per_token() == 6 * 2 * 12 * 24  # two layers, h 12, all heads 24
+    assert gated.unit_work(2, 1, 4)[1].products[0].columns - plain.unit_work(2, 1, 4)[1].products[0].columns == 24
+
+
+def test_sinks_need_no_window_mask_and_no_flash_kernel() -> None:
+    flags = "--window-size 3 --seq-length 16 --attention-dropout 0 --vocab-size 9 --position-embedding-type rope"
+    for sinks, uses_starts in (("", False), ("--softmax-type learnable", True)):
+        config = parse(f"{flags} {sinks}".split(), world_size=1, env={})
+        assert costs_of(config, is_on_cpu=True).uses_document_starts == uses_starts
+    config = parse(f"{flags} --softmax-type learnable --fp64 --seq-length 1024".split(), world_size=1, env={})
+    assert mask_reason(config, "cuda") is not None and mask_reason(config, "cpu") is None
+    assert not costs_of(config, is_on_cpu=False).is_fused and costs_of(config, is_on_cpu=True).is_fused

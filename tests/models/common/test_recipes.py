@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from megatron.checkpoint.tensor_record import shard_shape
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import WeightMapping, read_into, weight_from_hf, weight_to_hf
+from megatron.models.common.huggingface import (
+    WeightMapping,
+    read_into,
+    stack_indexed,
+    weight_from_hf,
+    weight_to_hf,
+)
 from megatron.mpu.shard import Shard
 
 COLUMNS = 5
@@ -24,7 +30,10 @@ RECIPES = {
     ),
     "grouped queries": (WeightMapping(("q", "k", "v"), num_blocks=2), {"q": 16, "k": 4, "v": 4}),
     "gate and value": (WeightMapping(("gate", "up"), num_blocks=6), {"gate": 6, "up": 6}),
+    "third of a stack": (WeightMapping(("a",), index=2), {"a": 12}),
+    "third of a transposed stack": (WeightMapping(("a",), is_transposed=True, index=2), {"a": 12}),
 }
+STACK_SIZE = 4
 
 
 @dataclass
@@ -50,7 +59,8 @@ def make_tensors(recipe: WeightMapping, heights: dict[str, int]) -> dict[str, to
     tensors = {}
     for i, (name, rows) in enumerate(heights.items()):
         tensor = 1000.0 * i + torch.arange(rows * COLUMNS, dtype=torch.float64).view(rows, COLUMNS)
-        tensors[name] = tensor.t().contiguous() if recipe.is_transposed else tensor
+        tensor = tensor.t().contiguous() if recipe.is_transposed else tensor
+        tensors[name] = tensor if recipe.index is None else torch.stack([tensor + 0.25 * i for i in range(STACK_SIZE)])
     return tensors
 
 
@@ -59,6 +69,11 @@ def test_round_trip_is_bitwise(name):
     recipe, heights = RECIPES[name]
     tensors = make_tensors(recipe, heights)
     exported = weight_to_hf(recipe, weight_from_hf(recipe, tensors), heights)
+    if recipe.index is not None:
+        each = (replace(recipe, index=i) for i in range(STACK_SIZE))
+        elements = {i: weight_to_hf(x, weight_from_hf(x, tensors))["a"] for i, x in enumerate(each)}
+        assert torch.equal(exported["a"], elements[recipe.index])
+        exported = stack_indexed({"a": elements})
     assert exported.keys() == tensors.keys() and all(torch.equal(exported[key], tensors[key]) for key in tensors)
 
 
@@ -100,3 +115,15 @@ def test_rejects_rows_not_divisible_into_blocks():
         weight_from_hf(WeightMapping(("q", "k"), num_blocks=4), {"q": torch.zeros(6, 2), "k": torch.zeros(6, 2)})
     with pytest.raises(CheckpointError, match="q, k: the rows of each part must .* 4 blocks .* got 12 rows"):
         read_shard(WeightMapping(("q", "k"), num_blocks=4), {}, {"q": [6, 2], "k": [6, 2]}, Shard((12, 2), 0, 0, 3))
+
+
+def test_incomplete_stack_is_rejected():
+    with pytest.raises(CheckpointError, match=r"experts.down_proj needs a weight for each index, got only \[0, 2\]"):
+        stack_indexed({"experts.down_proj": {0: torch.zeros(2), 2: torch.zeros(2)}})
+
+
+def test_vector_of_a_stack_is_read_by_slices():
+    """As the biases of experts."""
+    recipe, tensors = WeightMapping(("a",), index=1), {"a": torch.arange(12.0, dtype=torch.float64).view(3, 4)}
+    assert torch.equal(weight_from_hf(recipe, tensors), tensors["a"][1])
+    assert torch.equal(read_shard(recipe, tensors, {"a": [3, 4]}, Shard((4,), 0, 1, 2)), tensors["a"][1, 1:3])

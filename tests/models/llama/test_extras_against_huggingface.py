@@ -21,7 +21,13 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.llama.huggingface import FORMATS
 from megatron.models.registry import build_model
 from tests.helpers.decoder_against_huggingface import HuggingFaceComparison
-from tests.helpers.extras_models import EXTRA_CASES, disable_upcasts, make_extras_model, to_extras_file_tensors
+from tests.helpers.extras_models import (
+    EXTRA_CASES,
+    HUB_CONFIGS,
+    disable_upcasts,
+    make_extras_model,
+    to_extras_file_tensors,
+)
 from tests.helpers.modern_decoders import FLAGS, SEQ_LENGTH, SLIDING, ModelCase
 from tests.tools.test_convert_hf import ConvertCommand, are_equal, convert, read_tensors
 
@@ -45,8 +51,9 @@ def random_case(seed: int) -> tuple[str, dict[str, Any]]:
         "layer_types": [rng.choice([SLIDING, "full_attention"]) for _ in range(num_layers)],
     }  # fmt: skip
     if case == "smollm3":
-        sizes["no_rope_layers"] = [rng.randint(0, 1) for _ in range(num_layers)]
-        sizes["attention_bias"] = sizes["mlp_bias"] = rng.random() < 0.5
+        # without rotary positions, the gradient of a bias of keys is 0 but for rounding
+        has_biases = sizes["attention_bias"] = sizes["mlp_bias"] = rng.random() < 0.5
+        sizes["no_rope_layers"] = [1 if has_biases else rng.randint(0, 1) for _ in range(num_layers)]
     elif case == "afmoe":
         sizes |= {"num_dense_layers": rng.randint(0, num_layers - 1), "moe_intermediate_size": rng.choice([5, 12])}
     return case, sizes
@@ -160,40 +167,6 @@ def test_folder_round_trip_is_bitwise(name: str, convert: ConvertCommand, tmp_pa
     assert (theirs["model_type"], theirs["architectures"]) == (back["model_type"], back["architectures"])
 
 
-COMMON_FIELDS = {
-    "hidden_size": 36, "intermediate_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "num_hidden_layers": 6, "vocab_size": 29, "initializer_range": 0.02, "rms_norm_eps": 1e-06, "use_cache": True,
-    "attention_dropout": 0.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-LAYER_TYPES = [SLIDING, "full_attention"] * 3
-HUB_CONFIGS: dict[str, dict[str, Any]] = {
-    "smollm3": {  # SmolLM3-3B
-        **COMMON_FIELDS, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False,
-        "hidden_act": "silu", "layer_types": ["full_attention"] * 6, "max_position_embeddings": 65536,
-        "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1],
-        "pretraining_tp": 2, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
-        "use_sliding_window": False,
-    },
-    "afmoe": {  # Trinity-Mini
-        **COMMON_FIELDS, "architectures": ["AfmoeForCausalLM"], "model_type": "afmoe", "head_dim": 16,
-        "global_attn_every_n_layers": 4, "hidden_act": "silu", "max_position_embeddings": 131072,
-        "moe_intermediate_size": 8, "mup_enabled": True, "n_group": 1, "num_dense_layers": 2, "num_experts": 8,
-        "num_experts_per_tok": 2, "num_shared_experts": 1, "rope_scaling": None, "rope_theta": 10000,
-        "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048,
-        "tie_word_embeddings": False, "topk_group": 1,
-    },
-    "gpt_oss": {  # gpt-oss-20b, without its quantisation
-        **COMMON_FIELDS, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
-        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "initial_context_length": 4096,
-        "layer_types": LAYER_TYPES, "max_position_embeddings": 131072, "num_experts_per_tok": 4,
-        "num_local_experts": 8, "output_router_logits": False, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
-        "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-            "rope_type": "yarn", "truncate": False,
-        },
-        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_freq": "4", "rotary_base": 5e6, "untie_embeddings": False, "window_size": 0},
     "afmoe": {
@@ -258,6 +231,26 @@ def test_mxfp4_tensors_are_rejected_by_name(convert: ConvertCommand, tmp_path: P
     code, output = convert("import", "--input", folder, "--output", tmp_path / "run")
     assert code != 0 and f"{name}_blocks cannot be read: its weights are quantised to MXFP4" in output
     assert "Mxfp4Config(dequantize=True)" in output
+
+
+def test_yarn_without_rounding_survives_in_every_type() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
+    fields = {**HUB_CONFIGS["smollm3"], "model_type": "llama", "rope_scaling": rope}
+    config = config_from_huggingface(fields)
+    assert not config.model.rotary_truncate
+    exported = config_to_huggingface(config, "float32")
+    assert exported["rope_scaling"]["truncate"] is False
+    assert config_from_huggingface(exported).model == config.model
+
+
+def test_gpt_oss_without_scaling_is_not_scaled_by_the_default_of_the_class() -> None:
+    config = config_from_huggingface({**HUB_CONFIGS["gpt_oss"], "rope_scaling": None})
+    assert config.model.rotary_scaling == "yarn", "as the class, whose default is gpt-oss's own scaling"
+    unscaled = replace(config, model=replace(config.model, rotary_scaling="none"))
+    exported = json.loads(json.dumps(config_to_huggingface(unscaled, "float32")))
+    assert config_from_huggingface(exported).model.rotary_scaling == "none"
+    restored = type(EXTRA_CASES["gpt_oss"].huggingface_config()).from_dict(exported)
+    assert restored.rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.parametrize(

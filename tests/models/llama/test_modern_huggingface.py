@@ -17,6 +17,7 @@ from megatron.models.common import huggingface
 from megatron.models.llama import huggingface_experts
 from megatron.models.llama.huggingface import FORMATS, PRESETS
 from tests.helpers.expert_models import MOE_CASES
+from tests.helpers.extras_models import HUB_CONFIGS as EXTRA_HUB_CONFIGS
 from tests.helpers.huggingface_models import make_family_config, save_model
 from tests.helpers.modern_decoders import FLAGS, MODEL_CASES, SLIDING, random_case
 from tests.tools.test_convert_hf import ConvertCommand, are_equal, convert, read_tensors
@@ -258,6 +259,7 @@ def test_hub_config_matches_only_its_format() -> None:
     }
     configs = {
         **HUB_CONFIGS,
+        **EXTRA_HUB_CONFIGS,
         **experts,
         "llama": {**HUB_CONFIGS["mistral"], "model_type": "llama", "sliding_window": None},
     }
@@ -283,7 +285,6 @@ QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_lay
         ("qwen2", {"layer_types": [SLIDING] * 6}, "sliding_window None with a window in 6 layers"),
         ("qwen3", {"attention_bias": True}, "attention_bias True (supported: False)"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
-        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate False (supported: "),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 (supported: 1.0)"),
         ("mistral", {"layer_types": [SLIDING, *["full_attention"] * 5]}, "layer_types with full_attention and"),
         ("olmo2", {"sliding_window": 8}, "sliding_window 8 with a window in 0 layers (supported: none)"),
