@@ -16,6 +16,8 @@ in this order:
 | mixtral, qwen3_moe, qwen2_moe, glm4_moe | a mistral, qwen3, qwen2 and llama with experts (``huggingface_experts``) |
 | smollm3, afmoe, gpt_oss | layers without rotary positions, output gates, sinks (``huggingface_extras``) |
 
+``huggingface_dense_types`` has further types with other names, keys or mechanisms, which are tried afterwards.
+
 | ours | Hugging Face | change |
 |---|---|---|
 | embedding.word.weight [v, h] | model.embed_tokens.weight | |
