@@ -21,6 +21,8 @@ in this order:
 | olmoe, minimax_m2 | norms over all query and all key heads, and experts |
 | ernie4_5_moe | a llama with experts that a bias balances; rotary pairs are adjacent elements |
 
+``huggingface_dense_types`` has further types with other names, keys or mechanisms, which are tried afterwards.
+
 | ours | Hugging Face | change |
 |---|---|---|
 | embedding.word.weight [v, h] | model.embed_tokens.weight | |

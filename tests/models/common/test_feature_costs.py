@@ -59,6 +59,8 @@ def test_features_add_their_saved_activations() -> None:
     assert extra_bytes(position_embedding_type="rope", qk_norm="head") == 2 * query_key_width * width
     assert extra_bytes(norm_placement="both") == 2 * h * width and extra_bytes(norm_placement="after") == 0
     assert extra_bytes(num_query_groups=2) == -2 * 12 * width
+    assert extra_bytes(parallel_residual="separate-norms") == -h * width
+    assert extra_bytes(parallel_residual="shared-norm") == -2 * h * width
     assert extra_bytes(attention_output_gate=True) == 2 * 24 * width and extra_bytes(softmax_type="learnable") == 0
     gated = {"activation": "gated-silu"}
     clamped = extra_bytes(**gated, activation_func_clamp_value=1.0) - extra_bytes(**gated)
@@ -66,8 +68,6 @@ def test_features_add_their_saved_activations() -> None:
     rope = {"position_embedding_type": "rope", "no_rope_freq": "[0,1]"}
     first, second = (layer.full for layer in make_costs(**rope).unit_saved_bytes(2, 1, width)[1:3])
     assert first - second == tokens * query_key_width * width
-    assert extra_bytes(parallel_residual="separate-norms") == -h * width
-    assert extra_bytes(parallel_residual="shared-norm") == -2 * h * width
     embedding = [
         make_costs(embed_layernorm=has_norm).unit_saved_bytes(2, 1, width)[0].full for has_norm in (False, True)
     ]
