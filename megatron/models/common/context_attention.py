@@ -72,9 +72,9 @@ class ContextAttention:
             return self._attend_with_head_shards(partial(self._function, mask=mask, **kwargs), query, key, value)
         if drop is not None:
             kwargs["drop"] = partial(drop, runs=token_ranges(query.shape[2], group))
-        if mask is None and not kwargs:
+        if mask is None:
             return self._attend_with_gathered_keys(
-                partial(self._attend_by_chunk, self._causal_function), query, key, value
+                partial(self._attend_by_chunk, partial(self._causal_function, **kwargs)), query, key, value
             )
         return self._attend_with_gathered_keys(partial(self._function, mask=mask, **kwargs), query, key, value)
 
