@@ -1,9 +1,10 @@
 """Canary: each CUDA-only call of the project once, compared with the CPU, in about a minute on a GPU.
 
-    python -m benchmarks.gpu.canary                      # all rows of canary_rows.py
+    python -m benchmarks.gpu.canary                      # all rows of canary_rows.py and canary_kernels.py
     python -m benchmarks.gpu.canary --out runs/gpu       # and write canary.json
     python -m benchmarks.gpu.canary --device cpu         # rows that exist on a CPU; the others need CUDA
     python -m benchmarks.gpu.canary --only grouped_mm
+    TRITON_INTERPRET=1 python -m benchmarks.gpu.canary --device cpu --only gated    # Triton kernels on a CPU
 
 Each row prints one line: passed, failed, recorded (never judged) or needs CUDA. The rows run in a second process. If
 it dies, does not answer within --row-s seconds, or its device has failed, the row failed and the next row starts in a
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu.part import tie_to_parent
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.canary_rows import Row
+    from benchmarks.gpu.canary_compare import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED, RECORDED, NEEDS_CUDA = "passed", "failed", "recorded", "needs CUDA"
@@ -111,7 +112,7 @@ def run_rows(device_type: str, first: int, only: Sequence[str], module_name: str
 
 def judge_row(row: Row, device: Any) -> tuple[str, str]:
     """Run a row; return its status and one line of text."""
-    from benchmarks.gpu.canary_rows import NeedsCuda
+    from benchmarks.gpu.canary_compare import NeedsCuda
 
     try:
         return (PASSED if row.is_judged else RECORDED), row.run(device)

@@ -1,44 +1,35 @@
 """The rows of the canary: each function that the project calls on CUDA only, compared with the CPU in fp64.
 
 A row is a function that receives the device and returns one line of text. It raises AssertionError if a value is wrong,
-and ``NeedsCuda`` if the call does not exist on a CPU. To add a kernel, write such a function below ``@row(NAME)``; the
-rows run in the order of this file. The inputs are rounded to the device's dtype first, so that the reference computes
-from equal numbers and only the device's own rounding remains.
+and ``NeedsCuda`` if the call does not exist on a CPU. To add a call, write such a function below ``@row(NAME)``; the
+rows run in the order of this file, and those of Triton kernels are in ``canary_kernels.py``. The inputs are rounded to
+the device's dtype first, so that the reference computes from equal numbers and only the device's own rounding remains.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-TOLERANCES = {BF16: 1e-2, FP32: 2e-6, FP64: 1e-12}
-"""Dtype -> allowed relative error of an output, in the Frobenius norm. Rounding to bf16 alone gives 1.7e-3."""
-
-
-class NeedsCuda(Exception):
-    """The call of a row exists on CUDA only."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One call.
-
-    Args:
-        run: function that compares the call on a device, and returns one line of text.
-        is_judged: a difference is a failure; otherwise it is only recorded.
-    """
-
-    name: str
-    run: Callable[[torch.device], str]
-    is_judged: bool = True
-
+from benchmarks.gpu.canary_compare import (
+    BF16,
+    FP32,
+    FP64,
+    Row,
+    compare,
+    compare_with_fp64,
+    kernel_names,
+    random,
+    relative_error,
+    require_cuda,
+    run_with_scalar,
+)
+from benchmarks.gpu.canary_kernels import KERNEL_ROWS
 
 ROWS: list[Row] = []
 
@@ -51,100 +42,6 @@ def row(name: str, *, is_judged: bool = True) -> Callable[[Callable[[torch.devic
         return function
 
     return add
-
-
-# Helpers of rows.
-
-
-def random(seed: int, *shape: int, dtype: torch.dtype = FP64, scale: float = 1.0) -> torch.Tensor:
-    """Return random numbers on the CPU in fp64 that ``dtype`` can represent."""
-    generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=generator, dtype=FP64)).to(dtype).double()
-
-
-def require_cuda(device: torch.device) -> None:
-    """Raise ``NeedsCuda`` unless ``device`` is a GPU."""
-    if device.type != "cuda":
-        raise NeedsCuda
-
-
-def compare(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype, factor: float = 1.0
-) -> str:
-    """Return the relative error of each tensor as text.
-
-    Args:
-        factor: factor of the tolerance of ``dtype``.
-
-    Raises:
-        AssertionError: an error exceeds the tolerance.
-    """
-    allowed = factor * TOLERANCES[dtype]
-    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
-    text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    assert all(error <= allowed for error in errors.values()), f"{text}; allowed {allowed:.0e}"
-    return text
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of ``expected``; infinite for other shapes."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    difference = (actual.detach().double().cpu() - expected.detach().double()).norm()
-    return float(difference / expected.detach().double().norm().clamp_min(1e-300))
-
-
-def run_with_grads(
-    function: Callable[..., torch.Tensor],
-    inputs: dict[str, torch.Tensor],
-    factor: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Return the output of ``function`` and the gradients of ``inputs`` for the loss ``(output * factor).sum()``."""
-    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs.values()]
-    output = function(*leaves)
-    output.backward(factor.to(device, dtype))
-    return {"out": output, **_grads(inputs, leaves)}
-
-
-def _grads(names: Iterable[str], leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the gradients of ``leaves`` by name; zeros if a leaf has none."""
-    return {
-        f"d{name}": torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-
-
-def compare_with_fp64(
-    function: Callable[..., torch.Tensor],
-    reference: Callable[..., torch.Tensor],
-    inputs: dict[str, torch.Tensor],
-    factor: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype = BF16,
-    tolerance_factor: float = 1.0,
-) -> str:
-    """Compare output and gradients of ``function`` on the device with ``reference`` on the CPU in fp64."""
-    actual = run_with_grads(function, inputs, factor, device, dtype)
-    expected = run_with_grads(reference, inputs, factor, torch.device("cpu"), FP64)
-    return compare(actual, expected, dtype, tolerance_factor)
-
-
-def kernel_names(call: Callable[[], Any], words: Sequence[str]) -> str:
-    """Return the names of operators and kernels of ``call`` that contain one of ``words``, or the profiler's error."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    try:
-        with torch.profiler.profile(activities=activities) as profile:
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        names = dict.fromkeys(event.name[:70] for event in profile.events() or [])
-    except RuntimeError as error:  # a machine may not permit profiles, which is no fault of the call
-        return f"no profile: {error}"[:200]
-    return ", ".join(name for name in names if any(word in name.lower() for word in words))[:400]
 
 
 # Matrix products that write fp32 sums of bf16 factors.
@@ -215,16 +112,6 @@ def chunked_cross_entropy(device: torch.device) -> str:
     return compare(actual, run_with_scalar(plain, inputs, torch.device("cpu"), FP64), BF16)
 
 
-def run_with_scalar(
-    function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Return the loss and the gradients of ``inputs``."""
-    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs.values()]
-    loss = function(*leaves)
-    loss.backward()
-    return {"loss": loss, **_grads(inputs, leaves)}
-
-
 # Products of experts.
 
 
@@ -238,6 +125,12 @@ def grouped_empty_expert(device: torch.device) -> str:
 def grouped_dropped_rows(device: torch.device) -> str:
     """Slots of dropped choices, whose values are undefined and must not reach the weights."""
     return _grouped(device, [30, 0, 17, 51], rows=128)
+
+
+@row("grouped_mm of weights in one storage")
+def grouped_stacked(device: torch.device) -> str:
+    """The weights are views of one tensor, which the product reads without a copy."""
+    return _grouped(device, [40, 0, 24, 64], rows=128, is_stacked=True)
 
 
 @row("grouped_mm with first and last expert without rows")
@@ -259,9 +152,16 @@ def grouped_odd_sizes(device: torch.device) -> str:
 
 
 def _grouped(
-    device: torch.device, counts: list[int], *, rows: int, sizes: tuple[int, int] = (64, 96), expected: str = "grouped"
+    device: torch.device,
+    counts: list[int],
+    *,
+    rows: int,
+    sizes: tuple[int, int] = (64, 96),
+    expected: str = "grouped",
+    is_stacked: bool = False,
 ) -> str:
     from megatron.ops import grouped
+    from megatron.ops.stacked_weights import share_storage, stacked
 
     input_size, output_size = sizes
     x = random(0, rows, input_size, dtype=BF16)
@@ -272,7 +172,10 @@ def _grouped(
         grouped.IMPLEMENTATION = grouped.GROUPED
     try:
         leaf = x.to(device, BF16).requires_grad_()
-        leaves = [weight.to(device, BF16).requires_grad_() for weight in weights]
+        leaves = [torch.nn.Parameter(weight.to(device, BF16)) for weight in weights]
+        if is_stacked:
+            share_storage(leaves)
+            assert stacked(leaves).data_ptr() == leaves[0].data_ptr(), "the product would copy the weights"
         selected = grouped.select_implementation(leaf, output_size)
         assert selected == expected, f"the implementation is {selected}, expected {expected}"
         counts_on_device = torch.tensor(counts, device=device)
@@ -329,6 +232,9 @@ def triton_dropout(device: torch.device) -> str:
         assert torch.equal(out, expected_out) and torch.equal(x_grad, expected_grad), "outputs differ from the CPU's"
         num_elements += out.numel()
     return f"{num_elements} elements bitwise equal"
+
+
+ROWS.extend(KERNEL_ROWS)
 
 
 # Attention.

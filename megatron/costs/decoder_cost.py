@@ -219,6 +219,7 @@ class DecoderCosts(Costs):
     Args:
         is_causal: a token attends only to itself and preceding tokens.
         is_fused: attention is a fused kernel, which saves no scores or probabilities and skips masked scores.
+        has_loss_kernels: Triton kernels compute the cross-entropy, which saves no softmax (``loss_costs``).
         is_blocked: attention in fp32 and fp64 is computed block by block, as on a CPU.
         mask_bytes: bytes per element of the masks of hidden dropout; 0: no dropout.
         has_segments: attention does not cross document boundaries.
@@ -234,6 +235,7 @@ class DecoderCosts(Costs):
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
     is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
+    has_loss_kernels: bool = field(default=False, kw_only=True, compare=False)
     is_blocked: bool = field(default=False, kw_only=True)
     mask_bytes: int = field(default=1, kw_only=True)
     has_segments: bool = field(default=False, kw_only=True)
@@ -680,14 +682,9 @@ class DecoderCosts(Costs):
         has_cap = self.model.final_logit_softcapping > 0
         # one of the losses is computed at a time; all of them save their logits or gradients for backward
         return loss_bytes(
-            self.model,
-            tokens,
-            tensor,
-            width,
-            forwards=forwards * self.num_heads,
-            is_on_cpu=self.is_on_cpu,
-            has_cap=has_cap,
-        )
+            self.model, tokens, tensor, width, forwards=forwards * self.num_heads,
+            is_on_cpu=self.is_on_cpu, has_cap=has_cap, has_kernels=self.has_loss_kernels,
+        )  # fmt: skip
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """See ``Costs``. With several chunks, ``tds.partition.partition_uniform_chunks`` distributes the layers."""
@@ -719,6 +716,17 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
         "is_fused": not is_saved,
         "mask_bytes": 0 if not model.hidden_dropout else BYTES.get(dtype, 4) if is_on_cpu else 1,
     }
+
+
+def loss_costs(config: Any, is_on_cpu: bool) -> dict[str, bool]:
+    """Return the arguments of ``DecoderCosts`` that determine the memory of the loss.
+
+    A plan does not know if Triton is installed, but torch's builds for CUDA contain it. Without Triton, the loss needs
+    the memory that is estimated with ``--fused-kernels torch``.
+    """
+    parallel = config.parallel
+    is_on_cuda = not is_on_cpu and parallel.device in ("auto", "cuda")
+    return {"is_on_cpu": is_on_cpu, "has_loss_kernels": is_on_cuda and parallel.fused_kernels != "torch"}
 
 
 MIN_VARLEN_LENGTH = 512
@@ -773,10 +781,10 @@ def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     return DecoderCosts(
         model,
         config.batch.seq_length,
-        is_on_cpu=is_on_cpu,
         is_blocked=is_on_cpu and is_plain and distribution["context"] == 1,
         has_segments=has_segments,
         uses_document_starts=needs_starts and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
         **distribution,
         **dropout_costs(config, is_on_cpu),
+        **loss_costs(config, is_on_cpu),
     )

@@ -25,6 +25,7 @@ from megatron.costs.cost import Product
 # | rows for the experts of a rank | n k |
 # | saved elements | 2 n k h for received rows and returned results, and activations of width k f + f' |
 # | saved bytes | 8 n k for the row permutation (twice if e > 1), 8 n k for expert indices, 4 n E per router table |
+# | ... | the weights of the n k choices, in fp32 as the router normalises them and in the dtype of the results |
 # | ... in 16 bits | also fp32 copies of the router's input and weight |
 # | scratch of backward | two gradients of the returned results, or one weight's gradients for all experts |
 # | all-to-all | n k h elements to the experts and n k h back; the same for their gradients |
@@ -143,12 +144,16 @@ class ExpertCosts:
         rows = self._num_routed_tokens(tokens, tensor) * k
         between = tokens * self.saved_per_width * self.active_width * width // tensor
         num_permutations = 2 if self.ranks > 1 else 1
-        lists = rows * (2 * ROW_INDEX_BYTES * num_permutations + 2 * wide) + local_tokens * EXPERT_INDEX_BYTES * k
+        # over the k choices; the softmax over all experts is one of the tables
+        is_normalised = model.moe_router_score_function == "sigmoid" or not model.moe_router_pre_softmax
+        weights = rows * (width + wide * is_normalised)
+        lists = rows * 2 * ROW_INDEX_BYTES * num_permutations + local_tokens * EXPERT_INDEX_BYTES * k
         tables = self._num_tables * local_tokens * num_experts * wide
         gated = local_tokens * h * width if model.moe_shared_expert_gate else 0
         return (
             2 * rows * h * width
             + between
+            + weights
             + lists
             + tables
             + gated

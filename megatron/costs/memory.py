@@ -221,14 +221,20 @@ def saved_activations_of(config: Any) -> SavedActivations:
 
 # Memory of the head and the loss on the last stage.
 #
-# | logits | during the computation | saved by each micro-batch in flight |
-# |---|---|---|
-# | not chunked | logits in the dtype of the weights; in 16 bits also an fp32 copy | the fp32 softmax |
-# | chunked | one fp32 chunk, two with several tensor ranks; in 16 bits also copies | two gradients |
+# | logits | softmax by | during the computation | saved by each micro-batch in flight |
+# |---|---|---|---|
+# | not chunked | torch | logits in the dtype of the weights; in 16 bits also an fp32 copy | the fp32 softmax |
+# | not chunked | Triton | the gradient of the logits in their dtype | the logits |
+# | chunked | torch | one fp32 chunk, two with several tensor ranks, twice as many with a soft-cap | two gradients |
+# | chunked | Triton | one fp32 chunk, two with several tensor ranks | two gradients |
 #
-# The two gradients are the gradient of the hidden states and the fp32 gradient of the table. The copies in 16 bits are
-# copies of a chunk and of the table's gradient. ``megatron.config.loss_chunk.tokens_per_chunk`` determines if logits
-# are chunked.
+# The two gradients are the gradient of the hidden states and the fp32 gradient of the table. In 16 bits, chunks also
+# need copies: one of the logits' gradient of a chunk and one of the table's gradient. On a CPU both exist at the same
+# time. On other devices, matrix products add to the fp32 gradient of the table, and its copy is made in backward, when
+# the chunk has been freed. ``megatron.config.loss_chunk.tokens_per_chunk`` determines if logits are chunked.
+#
+# Not counted: the copy of the table that aligns the rows of the logits on GPUs, if the number of words of a rank is not
+# divisible by 8.
 
 
 def loss_bytes(
@@ -240,6 +246,7 @@ def loss_bytes(
     forwards: int = 1,
     is_on_cpu: bool = False,
     has_cap: bool = False,
+    has_kernels: bool = False,
 ) -> int:
     """Return the bytes of the logits and loss of ``tokens`` tokens on one of ``tensor`` ranks.
 
@@ -248,17 +255,21 @@ def loss_bytes(
         width: bytes per element of a weight.
         forwards: number of micro-batches in flight.
         has_cap: logits are soft-capped, which saves one more value per logit (with chunks, only per logit of the
-            current chunk).
+            current chunk, and none with ``has_kernels``).
+        has_kernels: Triton kernels compute the softmax, except in fp64.
     """
     vocab_shard, wide, h = -(-known_vocab_size(model) // tensor), max(width, 4), model.hidden_size
     chunk_tokens = tokens_per_chunk(model.loss_chunk_tokens, tokens, known_vocab_size(model), h, is_on_cpu=is_on_cpu)
+    has_kernels = has_kernels and width < BYTES["fp64"]
     if chunk_tokens == UNCHUNKED:
-        saved = wide + (width if has_cap else 0)
-        return tokens * vocab_shard * (width + (wide if width < wide else 0) + saved * forwards)
+        softmax, wide_copy = (width, 0) if has_kernels else (wide, wide if width < wide else 0)
+        saved = softmax + (width if has_cap else 0)
+        return tokens * vocab_shard * (width + wide_copy + saved * forwards)
     copies = width if width < wide else 0
-    num_buffers = (2 if tensor > 1 else 1) * (2 if has_cap else 1)
-    transient_bytes = vocab_shard * (chunk_tokens * (wide * num_buffers + copies) + h * copies)
-    return transient_bytes + forwards * h * (tokens * width + vocab_shard * wide)
+    num_buffers = (2 if tensor > 1 else 1) * (2 if has_cap and not has_kernels else 1)
+    chunk_bytes, table_copy = chunk_tokens * (wide * num_buffers + copies), h * copies  # per word
+    transient_bytes = chunk_bytes + table_copy if is_on_cpu else max(chunk_bytes, table_copy)
+    return vocab_shard * transient_bytes + forwards * h * (tokens * width + vocab_shard * wide)
 
 
 # Scratch memory of causal attention on a CPU, for one layer at a time.

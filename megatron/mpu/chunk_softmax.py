@@ -79,7 +79,7 @@ class TorchSoftmax:
 def _cap(logits: torch.Tensor, cap: float, needs_gradient: bool) -> torch.Tensor | None:
     """Cap ``logits`` in place; return the derivative of each capped logit if it is needed."""
     tangents = logits.div_(cap).tanh_()
-    derivatives = 1.0 - tangents.square() if needs_gradient else None
+    derivatives = tangents.square().neg_().add_(1.0) if needs_gradient else None
     tangents.mul_(cap)
     return derivatives
 

@@ -49,6 +49,8 @@ class PhiloxDropout(DropoutStreams):
         context: context-parallel group, whose ranks hold chunks of the same samples.
     """
 
+    needs_probabilities = True
+
     def __init__(
         self, micro_batch_size: int, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE,
         context: Group = SINGLE,

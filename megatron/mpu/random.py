@@ -51,7 +51,10 @@ class DropoutStreams:
     Attributes:
         has_kernels: use Triton kernels on CUDA if Triton is installed, for dropout and in layers
             (``ParallelContext.uses_kernels``).
+        needs_probabilities: ``attend`` passes ``drop``, which needs all attention probabilities in memory.
     """
+
+    needs_probabilities = False
 
     def __init__(self, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE) -> None:
         self.seed = seed

@@ -60,7 +60,7 @@ def attention(
 
 
 def lower_right_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, dropout: float = 0.0
 ) -> torch.Tensor:
     """Return causal attention of the last s positions of a sequence to all of its keys.
 
@@ -73,12 +73,15 @@ def lower_right_attention(
 
     Args:
         scale: default ``d ** -0.5``.
+        dropout: rate of the dropout of probabilities.
     """
     from torch.nn.attention.bias import causal_lower_right  # imported on use: it imports a compiler
 
     bias: Any = causal_lower_right(query.shape[2], key.shape[2])
     is_grouped = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(
+        query, key, value, bias, dropout_p=dropout, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:

@@ -167,6 +167,13 @@ FEATURES = {
         "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 0 --optimizer muon"
     ),
     "context": Feature("gpt2", "--zero-stage 1 --attention-dropout 0", context=2),
+    "context, attention dropout": Feature("gpt2", "--zero-stage 1 --attention-dropout 0.1", context=2),
+    "context, attention dropout, selective recompute": Feature(
+        "llama", f"--zero-stage 0 --attention-dropout 0.1 {SELECTIVE}", tensor=2, context=2
+    ),
+    "context, layout-independent dropout": Feature(
+        "gpt2", "--zero-stage 1 --attention-dropout 0.1 --layout-independent-dropout", context=2
+    ),
     "context, fp16, ALiBi": Feature("mpt", "--fp16 --zero-stage 0", context=2),
     "context, all-to-all": Feature("llama", "--zero-stage 2 --cp-comm-type a2a", context=2),
     "context, tensor, stages": Feature("llama", "--zero-stage 1 --sequence-parallel", 2, 2, 2),

@@ -25,7 +25,8 @@ from tests.cuda import runs
 from tests.cuda.device import Device, Operator, PhaseStats
 from tests.cuda.fake_cuda import FakeCuda
 from tests.cuda.groups import Groups
-from tests.cuda.worker import CostCase
+from tests.cuda.worker import LOSS_HIDDEN, LOSS_TOKENS, LOSS_VOCAB, CostCase
+from tests.helpers.alive import LiveMemoryTracker
 
 SHAPES = {
     "llama-7b": (
@@ -53,8 +54,6 @@ LAYER_FLAGS = (
 )
 EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 """Flag of a layer whose experts are distributed over two ranks, the second of which is simulated."""
-LOSS_TOKENS, LOSS_HIDDEN, LOSS_VOCAB = 8192, 64, 32000
-"""Sizes of the loss. The hidden size is small, so that logits cause nearly all of the traffic."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 ATTENTION = ("attention", "_varlen_attn")
 """Parts of the names of attention kernels."""
@@ -100,17 +99,24 @@ class Cost:
     Attributes:
         unit: bytes of one [s, b, h] in bf16 for a layer, number of logits for the loss.
         reads: waits of the host for the device in both passes, by operator and location.
+        peak_bytes: peak memory of tensors that both passes allocate.
     """
 
     forward: PassCost
     backward: PassCost
     unit: int
     reads: Counter[str]
+    peak_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that both passes move, without products and attention."""
+        return self.forward.num_bytes.total() + self.backward.num_bytes.total()
 
     @property
     def units(self) -> float:
-        """Bytes of both passes divided by ``unit``, without products and attention."""
-        return (self.forward.num_bytes.total() + self.backward.num_bytes.total()) / self.unit
+        """``num_bytes`` divided by ``unit``."""
+        return self.num_bytes / self.unit
 
     @property
     def launches(self) -> int:
@@ -128,15 +134,16 @@ def measure(library: FakeCuda, case: CostCase) -> Cost:
     device.traces_backward = True
     runs.patch_torch(device)
     with device:
-        run, unit = make_loss() if case.name == "loss" else make_layer(device, *SHAPES[case.name], case.extra)
+        run, unit = make_loss(case.extra) if case.name == "loss" else make_layer(device, *SHAPES[case.name], case.extra)
         run()  # fills caches, such as the table of rotary positions
         device.stats = PhaseStats()
         start = len(device.operators)
-        output, grad = run()
-        middle = len(device.operators)
-        output.backward(grad)
+        with LiveMemoryTracker("cuda") as alive:
+            output, grad = run()
+            middle = len(device.operators)
+            output.backward(grad)
     passes = device.operators[start:middle], device.operators[middle:]
-    return Cost(*map(PassCost.of, passes), unit, device.stats.reads)
+    return Cost(*map(PassCost.of, passes), unit, device.stats.reads, alive.peak_bytes)
 
 
 def make_layer(device: Device, family: str, flags: str, extra: str) -> tuple[Run, int]:
@@ -167,18 +174,27 @@ def make_group(device: Device, num_ranks: int) -> Group:
     return Group(ranks, 0, torch.distributed.new_group(list(ranks)))
 
 
-def make_loss() -> tuple[Run, int]:
-    """Return the forward pass of the chunked loss in bf16, and the number of logits."""
+def make_loss(extra: str) -> tuple[Run, int]:
+    """Return the forward pass of the chunked loss in bf16, and the number of logits.
+
+    Args:
+        extra: see ``CostCase``.
+    """
     x, table = (
         torch.empty(num_rows, LOSS_HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
         for num_rows in (LOSS_TOKENS, LOSS_VOCAB)
     )
+    table.requires_grad_("frozen" not in extra)
+    cap, has_kernels = 30.0 if "cap" in extra else 0.0, "torch" not in extra
     targets = torch.empty(LOSS_TOKENS, dtype=torch.int64, device="cuda")
     weights, grad = torch.empty(LOSS_TOKENS, device="cuda"), torch.empty((), device="cuda")
     chunk_tokens = tokens_per_chunk(None, LOSS_TOKENS, LOSS_VOCAB, LOSS_HIDDEN, is_on_cpu=False)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        loss = linear_cross_entropy(x, table, targets, weights, vocab_size=LOSS_VOCAB, chunk_tokens=chunk_tokens)
+        loss = linear_cross_entropy(
+            x, table, targets, weights,
+            vocab_size=LOSS_VOCAB, chunk_tokens=chunk_tokens, cap=cap, has_kernels=has_kernels,
+        )  # fmt: skip
         return loss, grad
 
     return run, LOSS_TOKENS * LOSS_VOCAB

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron.config import ModelConfig
+from megatron.costs.memory import loss_bytes
 from tests.cuda.device import bytes_moved
-from tests.cuda.worker import CostCase, Worker
+from tests.cuda.worker import LOSS_HIDDEN, LOSS_TOKENS, LOSS_VOCAB, CostCase, Worker
 
 
 class Budget(NamedTuple):
@@ -28,6 +30,11 @@ BUDGETS = {
 """Case -> bytes moved, in bf16 tensors [s, b, h] or for the loss per logit, and launches; see ``layer_cost.SHAPES``."""
 
 
+TABLE_GRADIENT_BYTES = 6
+"""Bytes moved per element of the head's table for its gradient, without products: backward reads the fp32 sum and
+writes it in bf16. The products of all chunks add to the sum themselves."""
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 def test_layer_stays_within_budget(worker: Worker, name: str) -> None:
     (cost,) = worker.run(CostCase(name))
@@ -35,6 +42,26 @@ def test_layer_stays_within_budget(worker: Worker, name: str) -> None:
         f"{cost.units:.1f} units, {cost.launches} launches; python -m tests.cuda {name} lists the kernels"
     )
     assert cost.forward.num_products
+
+
+def test_gradient_of_the_table_stays_within_budget(worker: Worker) -> None:
+    trained, frozen = (worker.run(CostCase("loss", extra))[0] for extra in ("", "frozen"))
+    num_bytes, num_chunks = trained.num_bytes - frozen.num_bytes, 2
+    assert num_bytes <= TABLE_GRADIENT_BYTES * LOSS_VOCAB * LOSS_HIDDEN
+    assert trained.launches - frozen.launches == 1
+    assert trained.forward.num_products - frozen.forward.num_products == num_chunks
+
+
+@pytest.mark.parametrize("extra", ["", "cap", "torch", "torch cap"])
+def test_memory_of_the_chunked_loss_matches_estimate(worker: Worker, extra: str) -> None:
+    (cost,) = worker.run(CostCase("loss", extra))
+    model = ModelConfig(
+        num_layers=1, hidden_size=LOSS_HIDDEN, num_attention_heads=1, vocab_size=LOSS_VOCAB, max_position_embeddings=1
+    )
+    has_kernels = "torch" not in extra
+    estimate = loss_bytes(model, LOSS_TOKENS, 1, width=2, has_cap="cap" in extra, has_kernels=has_kernels)
+    inputs = 2 * LOSS_HIDDEN * (LOSS_TOKENS + LOSS_VOCAB)  # seen by the tracker as well
+    assert cost.peak_bytes - inputs == pytest.approx(estimate, rel=0.03)
 
 
 def test_triton_kernels_are_counted(worker: Worker) -> None:

@@ -44,12 +44,17 @@ class Case(NamedTuple):
     runs_all_phases: bool = True
 
 
+LOSS_TOKENS, LOSS_HIDDEN, LOSS_VOCAB = 8192, 64, 32000
+"""Sizes of the chunked loss. The hidden size is small, so that logits cause nearly all of the traffic."""
+
+
 class CostCase(NamedTuple):
     """Request to count the kernels of one layer at full size, or of the chunked loss.
 
     Args:
         name: key of ``layer_cost.SHAPES``, or "loss".
-        extra: further flags of the layer.
+        extra: further flags of the layer. For the loss: "frozen" (the table has no gradient), "cap" (soft-cap), "torch"
+            (no Triton kernels).
     """
 
     name: str

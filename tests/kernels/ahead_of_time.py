@@ -114,9 +114,9 @@ def table_rows() -> Iterator[str]:
     yield (
         "| kernel | case | warps | "
         + " | ".join(f"registers, sm_{arch}" for arch in ARCHITECTURES)
-        + (" | shared memory, bytes | spills, bytes |")
+        + " | shared memory, bytes | spills, bytes | accesses below 16 bytes |"
     )
-    yield "|---|---|" + "---|" * (3 + len(ARCHITECTURES))
+    yield "|" + "---|" * (6 + len(ARCHITECTURES))
     for case, function in CASES.items():
         for launch in record(function):
             resources = [compile_launch(launch, architecture) for architecture in ARCHITECTURES]

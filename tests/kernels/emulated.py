@@ -138,6 +138,43 @@ def norm_backward_kernel(
             grads[program] = chunk.sum(0)
 
 
+def _load_logits(
+    logits: torch.Tensor, bias: torch.Tensor, row_stride: int, num_columns: int, cap: float, *, has_bias: bool
+) -> torch.Tensor:
+    """Return the first ``num_columns`` of all rows in fp32, with bias and soft-cap."""
+    loaded = logits.as_strided((len(logits), num_columns), (row_stride, 1), logits.storage_offset()).float()
+    loaded = loaded + bias[:num_columns].float() if has_bias else loaded
+    return cap * torch.tanh(loaded / cap) if cap else loaded
+
+
+def statistics_kernel(
+    logits: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor, statistics: torch.Tensor, num_rows: int,
+    row_stride: int, width: int, num_columns: int, cap: float, HAS_BIAS: bool, HAS_CAP: bool, BLOCK: int,
+) -> None:  # fmt: skip
+    """Emulate the first pass of the cross-entropy."""
+    loaded = _load_logits(logits, bias, row_stride, num_columns, cap, has_bias=HAS_BIAS)
+    statistics[0] = loaded.amax(1)
+    statistics[1] = (loaded - statistics[0].unsqueeze(1)).exp().sum(1)
+    is_local = (targets >= 0) & (targets < num_columns)
+    statistics[2] = loaded.gather(1, targets.where(is_local, 0).unsqueeze(1)).squeeze(1).where(is_local, 0.0)
+
+
+def gradient_kernel(
+    logits: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor, maxima: torch.Tensor, exp_factors: torch.Tensor,
+    factors: torch.Tensor, gradient: torch.Tensor, row_stride: int, gradient_stride: int, width: int,
+    num_columns: int, cap: float, HAS_BIAS: bool, HAS_CAP: bool, BLOCK: int,
+) -> None:  # fmt: skip
+    """Emulate the second pass of the cross-entropy."""
+    loaded = _load_logits(logits, bias, row_stride, num_columns, cap, has_bias=HAS_BIAS)
+    grad = (loaded - maxima.unsqueeze(1)).exp() * exp_factors.unsqueeze(1)
+    is_target = torch.arange(num_columns, device=targets.device) == targets.unsqueeze(1)
+    grad -= is_target * factors.unsqueeze(1)
+    grad = grad * (1 - (loaded / cap).square()) if HAS_CAP else grad
+    gradient.as_strided((len(gradient), width), (gradient_stride, 1), gradient.storage_offset()).copy_(
+        F.pad(grad, (0, width - num_columns))
+    )
+
+
 EMULATIONS: dict[str, Emulation] = {
     function.__name__: function
     for function in (
@@ -146,5 +183,7 @@ EMULATIONS: dict[str, Emulation] = {
         gated_backward_kernel,
         norm_forward_kernel,
         norm_backward_kernel,
+        statistics_kernel,
+        gradient_kernel,
     )
 }

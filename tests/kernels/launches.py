@@ -116,9 +116,15 @@ def dropout(shape: tuple[int, ...], *, is_attention: bool, dtype: torch.dtype = 
     _backward(fused_dropout.drop(_leaf(*shape, dtype=dtype), residual, mask))
 
 
-def cross_entropy(num_columns: int, width: int, *, has_bias: bool = False, cap: float = 0.0) -> None:
-    """Run both passes over the logits of a shard of the vocabulary, padded to ``width`` columns."""
-    logits, gradient = torch.zeros(ROWS, width, dtype=torch.bfloat16), torch.zeros(ROWS, width, dtype=torch.bfloat16)
+def cross_entropy(
+    num_columns: int, width: int, *, has_bias: bool = False, cap: float = 0.0, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Run both passes over the logits of a shard of the vocabulary, padded to ``width`` columns.
+
+    Args:
+        dtype: dtype of the logits: fp32 in the chunked loss on CUDA; their gradient is bf16.
+    """
+    logits, gradient = torch.zeros(ROWS, width, dtype=dtype), torch.zeros(ROWS, width, dtype=torch.bfloat16)
     targets = torch.zeros(ROWS, dtype=torch.int64)
     bias = torch.zeros(width, dtype=torch.bfloat16) if has_bias else None
     statistics = fused_cross_entropy.row_statistics(logits, targets, num_columns, bias=bias, cap=cap)
@@ -144,6 +150,14 @@ CASES: dict[str, Callable[[], None]] = {
     "cross-entropy, Llama 3 8B": partial(cross_entropy, 128256, 128256),
     "cross-entropy with soft-cap, Gemma 2": partial(cross_entropy, 256000, 256000, cap=30.0),
     "cross-entropy with bias, BERT": partial(cross_entropy, 30522, 30528, has_bias=True),
+    "cross-entropy of fp32 logits, GPT-2": partial(cross_entropy, 50257, 50304, dtype=torch.float32),
+    "cross-entropy of fp32 logits, Llama 3 8B": partial(cross_entropy, 128256, 128256, dtype=torch.float32),
+    "cross-entropy of fp32 logits with soft-cap, Gemma 2": partial(
+        cross_entropy, 256000, 256000, cap=30.0, dtype=torch.float32
+    ),
+    "cross-entropy of fp32 logits with bias, BERT": partial(
+        cross_entropy, 30522, 30528, has_bias=True, dtype=torch.float32
+    ),
     "dropout and residual, GPT-2 1.3B": partial(dropout, (ROWS, 2, 2048), is_attention=False),
     "dropout of probabilities": partial(dropout, (2, 4, ROWS, 512), is_attention=True),
 }  # fmt: skip

@@ -24,3 +24,13 @@ def test_values_and_gradients_match_mask(num_queries: int, num_cached: int, num_
         results.append((context, *torch.autograd.grad((context * weights).sum(), (query, key, value))))
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).abs().max() <= 1e-12
+
+
+def test_dropout_removes_probabilities_and_scales_the_others() -> None:
+    torch.manual_seed(0)
+    query, key = random_tensor(1, 2, 4, 40, 3), random_tensor(2, 2, 4, 70, 3)
+    value = torch.eye(70, dtype=torch.float64).expand(2, 4, 70, 70)  # attention returns the probabilities
+    probabilities, dropped = (lower_right_attention(query, key, value, dropout=rate) for rate in (0.0, 0.25))
+    is_kept = dropped != 0
+    assert (dropped - probabilities / 0.75)[is_kept].abs().max() <= 1e-12
+    assert is_kept[probabilities != 0].double().mean().item() == pytest.approx(0.75, abs=0.02)

@@ -46,6 +46,7 @@ def train(layout: tuple[int, int, int], extra: str) -> list[Trace]:
             for case in (
                 ((1, 1, 1), ""),
                 ((1, 1, 1), "--offload-optimizer"),
+                ((1, 1, 2), f"{ZERO} 1 --verbose-deepspeed"),  # on DeepSpeed's engine
                 ((1, 1, 2), "--optimizer muon"),
                 ((1, 1, 2), f"{ZERO} 2"),
                 ((1, 1, 2), f"{ZERO} 3"),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron.costs import decoder_cost
 from megatron.costs.cost import Product, SavedBytes, Work
-from megatron.costs.decoder_cost import DecoderCosts, distribution_costs, dropout_costs, mask_reason
+from megatron.costs.decoder_cost import DecoderCosts, distribution_costs, dropout_costs, loss_costs, mask_reason
 from megatron.costs.dimensions import known_vocab_size
 
 _TOKEN_TYPES = 2
@@ -91,7 +91,7 @@ class BertCosts(DecoderCosts):
 def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
     """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
     return BertCosts(
-        config.model, config.batch.seq_length, config.family_config, is_on_cpu=is_on_cpu,
+        config.model, config.batch.seq_length, config.family_config,
         uses_document_starts=mask_reason(config, "cpu" if is_on_cpu else "cuda", is_causal=False) is None,
-        **dropout_costs(config, is_on_cpu), **distribution_costs(config),
+        **dropout_costs(config, is_on_cpu), **distribution_costs(config), **loss_costs(config, is_on_cpu),
     )  # fmt: skip

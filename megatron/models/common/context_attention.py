@@ -76,9 +76,10 @@ class ContextAttention:
             return self._attend_with_head_shards(function, query, key, value)
         if drop is not None:
             kwargs["drop"] = partial(drop, runs=token_ranges(query.shape[2], group))
-        if mask is None and not kwargs:
-            function = self._causal_function if sinks is None else partial(self._function, **sink_kwargs)
-            return self._attend_with_gathered_keys(partial(self._attend_by_chunk, function), query, key, value)
+        if mask is None:
+            causal_function = self._causal_function if sinks is None else partial(self._function, **sink_kwargs)
+            function = partial(self._attend_by_chunk, partial(causal_function, **kwargs))
+            return self._attend_with_gathered_keys(function, query, key, value)
         function = partial(self._function, mask=mask, **sink_kwargs, **kwargs)
         return self._attend_with_gathered_keys(function, query, key, value)
 

@@ -159,10 +159,12 @@ class Masks:
     def _needs_causal_mask(self, x: torch.Tensor) -> bool:
         """Return True if layers need an explicit causal mask, because this rank has only part of the queries.
 
-        On CUDA, a kernel applies this mask implicitly, except with attention dropout or soft-caps.
+        On CUDA, a kernel applies this mask implicitly, except with soft-caps or with --layout-independent-dropout of
+        the probabilities.
         """
         args = self._args
-        is_special = args.attention_dropout > 0 or args.attn_logit_softcapping > 0
+        drops_probabilities = args.attention_dropout > 0 and self._parallel.streams.needs_probabilities
+        is_special = drops_probabilities or args.attn_logit_softcapping > 0
         return self._has_query_shard and (is_special or x.device.type != "cuda")
 
     def _has_effective_window(self, has_window: bool, length: int) -> bool:

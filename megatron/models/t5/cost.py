@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from megatron.costs import decoder_cost
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
-from megatron.costs.decoder_cost import ELEMENTWISE, MAX_SAVED_PROBABILITIES, dropout_costs
+from megatron.costs.decoder_cost import ELEMENTWISE, MAX_SAVED_PROBABILITIES, dropout_costs, loss_costs
 from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 from megatron.costs.memory import loss_bytes
 from megatron.models.t5.config import T5LayerOrder, t5_units
@@ -59,6 +59,7 @@ class T5Costs(Costs):
         has_segments: batches have segments, so each sample has a mask.
         mask_bytes: bytes per element of a hidden dropout mask; 0 without dropout.
         is_blocked: attention in 32 bits or more is computed in blocks, as on a CPU without attention dropout.
+        has_loss_kernels: Triton kernels compute the cross-entropy, which saves no softmax.
     """
 
     model: ModelDimensions
@@ -67,6 +68,7 @@ class T5Costs(Costs):
     is_blocked: bool = False
     mask_bytes: int = 1
     is_on_cpu: bool = field(default=False, compare=False)
+    has_loss_kernels: bool = field(default=False, compare=False)
 
     @property
     def unit_names(self) -> list[str]:
@@ -193,7 +195,10 @@ class T5Costs(Costs):
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.sides.dec_seq_length
-        return loss_bytes(self.model, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
+        return loss_bytes(
+            self.model, tokens, tensor, width,
+            forwards=forwards, is_on_cpu=self.is_on_cpu, has_kernels=self.has_loss_kernels,
+        )  # fmt: skip
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """See ``Costs``; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
@@ -306,5 +311,5 @@ def costs(config: Any, is_on_cpu: bool = False) -> T5Costs:
         has_segments=config.family_config.has_segments(config.data.reset_attention_mask),
         is_blocked=is_on_cpu and not config.model.attention_dropout,
         mask_bytes=dropout_costs(config, is_on_cpu)["mask_bytes"],
-        is_on_cpu=is_on_cpu,
+        **loss_costs(config, is_on_cpu),
     )

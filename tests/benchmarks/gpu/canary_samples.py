@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from benchmarks.gpu.canary_rows import NeedsCuda, Row
+from benchmarks.gpu.canary_compare import NeedsCuda, Row
 
 
 def lack_cuda(device: torch.device) -> str:

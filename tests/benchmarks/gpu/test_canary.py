@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import canary, canary_rows
-from benchmarks.gpu.canary_rows import BF16, FP32, ROWS, NeedsCuda, compare
+from benchmarks.gpu import canary, canary_compare
+from benchmarks.gpu.canary_compare import BF16, FP32, NeedsCuda, Row, compare
+from benchmarks.gpu.canary_kernels import KERNEL_ROWS
+from benchmarks.gpu.canary_rows import ROWS
+from megatron import triton_launch
+from tests.helpers.runs import ROOT
+from tests.kernels.emulated import emulated
 
 CPU = torch.device("cpu")
 SAMPLES = "tests.benchmarks.gpu.canary_samples"
-ON_CPU = 20
+ON_CPU = 40
 """Minimum number of rows that exist on a CPU."""
 
 
@@ -34,6 +43,51 @@ def test_rows_pass_on_cpu_or_need_cuda() -> None:
     on_cpu = [name for name, (status, _) in statuses.items() if status != canary.NEEDS_CUDA]
     assert len(on_cpu) >= ON_CPU and "NCCL with one rank" not in on_cpu
     assert statuses["grouped_mm with rows after the last expert"][1].startswith("grouped: out ")
+
+
+@pytest.mark.parametrize("row", KERNEL_ROWS, ids=lambda row: row.name)
+def test_kernel_rows_run_kernels_and_detect_wrong_values(row: Row) -> None:
+    with emulated() as launches:
+        text = row.run(CPU)
+        assert text.startswith(f"{len(launches)} launches: ")
+        launch = triton_launch.launch
+        for wrong_kernel in set(launches):
+
+            def launch_wrongly(kernel: str, *args: Any, writes: Any, updates: Any = (), **options: Any) -> None:
+                launch(kernel, *args, writes=writes, updates=updates, **options)
+                if kernel.endswith(f":{wrong_kernel}"):  # noqa: B023
+                    for tensor in (*writes, *updates):
+                        tensor.mul_(1.03)
+
+            triton_launch.launch = launch_wrongly  # restored by ``emulated``
+            with pytest.raises(AssertionError, match="allowed"):
+                row.run(CPU)
+
+
+def test_kernel_row_without_its_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.models.common.norms._has_kernel", lambda norm: False)
+    with emulated(), pytest.raises(AssertionError, match=r"launched \[\], expected \['norm_backward_kernel', "):
+        row_of("residual and RMSNorm")(CPU)
+
+
+def test_copied_weights_fail_row_of_stacked_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.ops.stacked_weights.share_storage", lambda weights: None)
+    with pytest.raises(AssertionError, match="would copy the weights"):
+        row_of("grouped_mm of weights in one storage")(CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[triton]'")
+def test_kernel_rows_pass_in_the_interpreter() -> None:
+    """In a process of its own, because Triton reads the variable when it is imported."""
+    program = "import torch; from benchmarks.gpu.canary_kernels import KERNEL_ROWS\n"
+    program += "for row in KERNEL_ROWS: print(row.run(torch.device('cpu')))"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count(" launches: ") == len(KERNEL_ROWS)
 
 
 class ScriptedWorker:
@@ -157,5 +211,5 @@ def test_attention_that_sees_later_keys_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rows_that_need_cuda_say_so() -> None:
     with pytest.raises(NeedsCuda):
-        canary_rows.require_cuda(CPU)
-    assert canary_rows.relative_error(torch.zeros(2), torch.zeros(3)) == float("inf")
+        canary_compare.require_cuda(CPU)
+    assert canary_compare.relative_error(torch.zeros(2), torch.zeros(3)) == float("inf")

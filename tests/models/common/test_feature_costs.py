@@ -88,6 +88,20 @@ def test_capped_logits_save_one_more_logits_tensor() -> None:
     assert costs[1].loss_bytes(2, 1, 4, forwards=3) - costs[0].loss_bytes(2, 1, 4, forwards=3) == 3 * 14 * 23 * 4
 
 
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+@pytest.mark.parametrize(
+    ("flags", "is_on_cpu", "has_kernels"),
+    [("", False, True), ("", True, False), ("--fused-kernels torch", False, False), ("--device cpu", False, False)],
+)
+def test_memory_of_loss_depends_on_kernels(family: str, flags: str, is_on_cpu: bool, has_kernels: bool) -> None:
+    config = parse([*flags.split(), "--vocab-size", "900"], world_size=1, env={}, family=family)
+    costs: Any = costs_of(config, is_on_cpu=is_on_cpu)
+    assert costs.has_loss_kernels == has_kernels
+    num_bytes, without_kernels = costs.loss_bytes(1, 1, 2), replace(costs, has_loss_kernels=False).loss_bytes(1, 1, 2)
+    # logits and their gradient in bf16; otherwise logits in bf16 and fp32, and the fp32 softmax
+    assert num_bytes * 10 == without_kernels * (4 if has_kernels else 10)
+
+
 def test_only_plain_attention_is_blocked() -> None:
     for flags, is_blocked in (
         ("", True),

@@ -16,6 +16,7 @@ from megatron.models.common.language_model import head_output, model_loss
 from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parallel_context import ParallelContext
 from tests.helpers.alive import LiveMemoryTracker
+from tests.kernels.launches import recorded
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=4096, max_position_embeddings=64)
 TOKENS = 512
@@ -67,19 +68,54 @@ def test_automatic_chunks_use_no_more_memory_than_full_logits(
     assert 0.3 * len(uses_chunks) < sum(uses_chunks) < len(uses_chunks), "chunks are chosen for some and not for all"
 
 
+def test_automatic_chunks_with_kernels_use_at_most_half_more_than_full_logits() -> None:
+    """Kernels save no softmax of full logits. Chunks still have fp32 logits."""
+    ratios = []
+    for width, tensor, forwards, h, tokens in itertools.product(
+        (2, 4), (1, 2), (1, 4), (768, 2048, 8192), (1024, 2048, 4096, 16384, 65536)
+    ):
+        automatic, full = (
+            loss_bytes(
+                replace(MODEL, hidden_size=h, vocab_size=30000, loss_chunk_tokens=requested), tokens, tensor, width,
+                forwards=forwards, has_kernels=True,
+            )
+            for requested in (None, 0)
+        )  # fmt: skip
+        ratios.append(automatic / full)
+        assert automatic <= full or width == 2 and tokens <= 2.5 * DEVICE_CHUNK_TOKENS + 2 * h
+    assert min(ratios) < 0.3 and 1 < max(ratios) <= 1.5
+
+
 @pytest.mark.parametrize(
     ("chunk", "dtype"), [(0, torch.float32), (0, torch.bfloat16), (32, torch.float32), (32, torch.bfloat16)]
 )
 def test_loss_memory_estimate_matches_measured_peak(chunk: int, dtype: torch.dtype) -> None:
-    model: Any = replace(MODEL, loss_chunk_tokens=chunk)
+    peak, estimate = loss_peak_and_estimate(chunk, dtype, has_kernels=False)
+    assert abs(peak - estimate) <= 0.03 * estimate
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize(("chunk", "dtype"), [(0, torch.float32), (0, torch.bfloat16), (32, torch.float32)])
+def test_loss_memory_estimate_with_kernels_matches_measured_peak(chunk: int, dtype: torch.dtype, cap: float) -> None:
+    """The kernels allocate nothing. tests/cuda measures chunks in bf16, whose products differ on CUDA."""
+    with recorded() as launches:
+        peak, estimate = loss_peak_and_estimate(chunk, dtype, cap, has_kernels=True)
+    assert launches and abs(peak - estimate) <= 0.03 * estimate
+
+
+def loss_peak_and_estimate(chunk: int, dtype: torch.dtype, cap: float = 0.0, *, has_kernels: bool) -> tuple[int, int]:
+    """Return the peak memory of forward and backward of a loss on the CPU and its estimate, in bytes."""
+    model: Any = replace(MODEL, loss_chunk_tokens=chunk, final_logit_softcapping=cap)
     x, table = (torch.randn(*shape, 16, dtype=dtype, requires_grad=True) for shape in ((TOKENS, 1), (4096,)))
     labels, mask = torch.zeros(1, TOKENS, dtype=torch.long), torch.ones(1, TOKENS)
     args, parallel = model_args_from(model), ParallelContext()
     with LiveMemoryTracker("cpu") as alive:
         total, _ = model_loss(head_output(x, table, args, parallel), labels, mask, args, parallel)
         total.backward()
-    estimate = loss_bytes(model, TOKENS, 1, dtype.itemsize)
-    assert abs(alive.peak_bytes - x.nbytes - table.nbytes - estimate) <= 0.03 * estimate, "views of both are seen, too"
+    estimate = loss_bytes(
+        model, TOKENS, 1, dtype.itemsize, is_on_cpu=not has_kernels, has_cap=cap > 0, has_kernels=has_kernels
+    )
+    return alive.peak_bytes - x.nbytes - table.nbytes, estimate  # the tracker also sees views of both
 
 
 def test_only_full_logit_grads_are_retained_per_micro_batch() -> None:
