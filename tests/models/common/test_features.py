@@ -130,6 +130,10 @@ FULL_MODELS: dict[str, dict[str, Any]] = {
                     "activation": "gated-silu", "untie_embeddings": True},
     "DeepSeek-V2, long values": {**ROPE, **FEATURES["rms"], **LATENT, "q_lora_rank": 0, "v_head_dim": 9,
                                  "attn_logit_softcapping": 1.1, "window_size": 3, "window_attn_skip_freq": "2"},
+    "latents with other parts": {
+        **ROPE, **FEATURES["rms"], **LATENT, "rotary_interleaved": True, "parallel_residual": "shared-norm",
+        "logit_scale": 0.3, "activation": "gated-silu", "activation_func_clamp_value": 0.4, "glu_linear_offset": 1.0,
+    },
     "muP": {"mup_base_hidden_size": 8, "mup_base_head_dim": 3},
     "BLOOM": {"position_embedding_type": "alibi", "embed_layernorm": True, "hidden_bias": True},
     "gpt-oss": {

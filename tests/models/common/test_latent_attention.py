@@ -158,6 +158,20 @@ def test_all_problems_are_listed_at_once() -> None:
         assert part in str(error.value), part
 
 
+def test_unsupported_combinations_are_one_error() -> None:
+    flags = (
+        "--softmax-type learnable --attention-output-gate --no-rope-freq 2 --attention-temperature-scale 0.1 "
+        "--rotary-scaling longrope --rotary-short-factors [1.0] --rotary-long-factors [2.0] --qk-norm l2"
+    )
+    message = (
+        "--multi-latent-attention does not support --qk-norm l2, --softmax-type learnable, --attention-output-gate, "
+        "--no-rope-freq 2, --attention-temperature-scale 0.1, --rotary-scaling longrope. Remove"
+    )
+    with pytest.raises(ConfigError) as error:
+        parse(f"{FLAGS} {flags}".split(), world_size=1)
+    assert message in str(error.value) and "rotated pairs of a head" not in str(error.value)
+
+
 def test_rotary_positions_are_required() -> None:
     with pytest.raises(ConfigError, match="--multi-latent-attention needs --position-embedding-type rope"):
         parse("--multi-latent-attention --vocab-size 64 --data-path none".split(), world_size=1)

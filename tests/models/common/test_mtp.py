@@ -35,6 +35,19 @@ CASES: dict[str, dict[str, Any]] = {
         "learned_absolute", "hidden_bias": True, "num_query_groups": 4,
     },
     "ALiBi": {"position_embedding_type": "alibi", "normalization": "LayerNorm", "norm_bias": False},
+    "DeepSeek-V3": {
+        "multi_latent_attention": True, "num_query_groups": 4, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_head_dim": 3,
+        "qk_pos_emb_head_dim": 4, "v_head_dim": 2, "untie_embeddings": True,
+    },
+    "sinks, gates, a last layer without rotary positions": {
+        "softmax_type": "learnable", "attention_output_gate": True, "no_rope_freq": "2", "qk_norm": "l2",
+        "activation_func_clamp_value": 0.4,
+    },
+    "Cohere": {
+        "normalization": "LayerNorm", "norm_bias": False, "parallel_residual": "shared-norm", "logit_scale": 0.3,
+        "rotary_interleaved": True,
+    },
+    "xIELU, temperature": {"activation": "xielu", "attention_temperature_scale": 0.1, "attention_temperature_floor": 2},
     "loss in chunks": {"loss_chunk_tokens": 4, "untie_embeddings": True},
     "recomputed": {"checkpoint_activations": True},
 }  # fmt: skip

@@ -20,13 +20,15 @@ from megatron.errors import CheckpointError
 from megatron.models.common.huggingface_mtp import QWEN, layer_names
 from megatron.models.llama.huggingface import PRESETS, recipes
 from tests.helpers.expert_models import MOE_CASES
+from tests.helpers.latent_models import LATENT_CASES, LATENT_FLAGS
 from tests.helpers.modern_decoders import FLAGS
 
 NUM_LAYERS = 3
 
 
 def make_config(model_type: str = "glm4_moe", mtp_num_layers: int = 1, extra: str = "") -> Config:
-    flags = f"{FLAGS} {MOE_CASES[model_type].flags} --data-path none --device cpu --seq-length 8 {extra}"
+    common, cases = (LATENT_FLAGS, LATENT_CASES) if model_type in LATENT_CASES else (FLAGS, MOE_CASES)
+    flags = f"{common} {cases[model_type].flags} --data-path none --device cpu --seq-length 8 {extra}"
     config = parse([*flags.split(), "--mtp-num-layers", str(mtp_num_layers)], world_size=1, family="llama", env={})
     return config if config.model.vocab_size else config.with_vocab(101)
 
@@ -36,9 +38,9 @@ def make_weights(config: Config) -> dict[str, torch.Tensor]:
     return {name: torch.randn(tensor.shape) for name, tensor in expected_weights(config).items()}
 
 
-def write_folder(path: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
+def write_folder(path: Path, config: Config, tensors: dict[str, torch.Tensor], model_type: str = "glm4_moe") -> Path:
     path.mkdir()
-    path.joinpath("config.json").write_text(json.dumps(config_to_huggingface(config, "float32", "glm4_moe")))
+    path.joinpath("config.json").write_text(json.dumps(config_to_huggingface(config, "float32", model_type)))
     folder.write_tensors(path, tensors, 10**9)
     return path
 
@@ -98,6 +100,20 @@ def test_round_trip_is_bitwise(extra: str, tmp_path: Path) -> None:
     assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], tensors[name]) for name in tensors)
     assert not [note for note in result.notes if "multi-token" in note]
     assert saved.exists()
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite"])
+def test_round_trip_with_latents_is_bitwise(model_type: str, tmp_path: Path) -> None:
+    config = make_config(model_type, mtp_num_layers=2)
+    tensors = weights_to_huggingface(make_weights(config), config, model_type)
+    assert f"model.layers.{NUM_LAYERS + 1}.self_attn.kv_a_proj_with_mqa.weight" in tensors
+    path = write_folder(tmp_path / "theirs", config, tensors, model_type)
+    _, imported = import_folder(path, tmp_path / "run")
+    assert imported.model == config.model
+    export(open_folder(tmp_path / "run"), tmp_path / "back")
+    assert folder.read_json(tmp_path / "back", "config.json")["model_type"] == model_type
+    exported = folder.read_tensors(tmp_path / "back")
+    assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], tensors[name]) for name in tensors)
 
 
 def test_copies_may_be_missing_but_must_not_differ() -> None:
