@@ -22,7 +22,7 @@ BUDGETS = {
     "llama-7b": Budget(49.5, 15),
     "gpt2-1.3b": Budget(53.5, 18),
     "llama-3-8b": Budget(56.5, 19),
-    "moe": Budget(183.5, 60),
+    "moe": Budget(117.5, 56),
     "loss": Budget(10.5, 31),
 }
 """Case -> bytes moved, in bf16 tensors [s, b, h] or for the loss per logit, and launches; see ``layer_cost.SHAPES``."""
