@@ -325,7 +325,8 @@ def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
     context_size = parallel.context_parallel_size
     if context_size == 1:
         return
-    communication = "keys and values are gathered, and their gradients are summed"
+    gathered = "latents" if config.model.multi_latent_attention else "keys and values"
+    communication = f"{gathered} are gathered, and their gradients are summed"
     if parallel.cp_comm_type == "a2a":
         communication = "an all-to-all moves each head to one rank and back"
     elif parallel.cp_comm_type == "p2p":
