@@ -229,6 +229,10 @@ def model_problems(config: Config) -> Iterator[str]:
     yield from config.family_config.problems()
     yield from _head_problems(config)
     yield from config.family_config.model_problems(config)
+    yield from _activation_problems(config)
+
+
+def _activation_problems(config: Config) -> Iterator[str]:
     if config.model.activation == "xielu" and config.family_config.KIND != "decoder":
         yield "--activation xielu is supported in decoders only. Use another activation"
 
@@ -356,6 +360,7 @@ def _divisibility_problems(config: Config) -> Iterator[str]:
 def _cross_problems(config: Config) -> Iterator[str]:
     t = config.parallel.model_parallel_size
     yield from config.family_config.check(config)
+    yield from _activation_problems(config)
     if not config.run.dry_run:
         yield from config.data.missing_files(reads_span_files=config.family_config.READS_SPAN_FILES)
     if config.run.check_paths and not config.run.dry_run:

@@ -502,8 +502,10 @@ def _rotary_problems(model: Any) -> Iterator[str]:
     if model.rotary_scaling in pairs:
         upper, lower = pairs[model.rotary_scaling]
         high, low = getattr(model, upper), getattr(model, lower)
-        if low > high or (low == high and model.rotary_scaling == "llama3"):  # Kimi K2 has yarn with equal betas
-            yield f"{_flag(upper)} must exceed {_flag(lower)}, got {high:g} and {low:g}. Raise {_flag(upper)}"
+        is_strict = model.rotary_scaling == "llama3"  # Kimi K2 has yarn with equal betas
+        if low > high or (low == high and is_strict):
+            relation = "exceed" if is_strict else "be at least"
+            yield f"{_flag(upper)} must {relation} {_flag(lower)}, got {high:g} and {low:g}. Raise {_flag(upper)}"
     if model.rotary_scaling == "longrope" and not model.multi_latent_attention:
         yield from _longrope_problems(model, int(size) // 2)
 

@@ -90,6 +90,9 @@ SHADOWED = {
     "rotary_original_positions": f"{ROPE_FLAGS} --rotary-scaling linear --rotary-original-positions 9",
     "rotary_beta_fast": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-beta-fast 9",
     "rotary_beta_slow": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-beta-slow 2",
+    "rotary_short_factors": f"{ROPE_FLAGS} --rotary-scaling yarn --rotary-short-factors [2.0]",
+    "rotary_long_factors": f"{ROPE_FLAGS} --rotary-scaling yarn --rotary-long-factors [2.0]",
+    "attention_temperature_floor": f"{ROPE_FLAGS} --attention-temperature-floor 8",
     "rotary_attention_factor": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-attention-factor 2",
     "rotary_percent": "--rotary-percent 0.5",
     "no_rope_freq": "--no-rope-freq 2",
@@ -255,7 +258,7 @@ NEVER_SHADOWED = set(
     normalization layernorm_1p
     norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
-    softmax_type attention_output_gate
+    softmax_type attention_output_gate parallel_residual logit_scale attention_temperature_scale
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
     binary_head mask_prob whole_word_masking short_seq_prob
     model_parallel_size pipe_parallel_size context_parallel_size reduce_bucket_size checkpoint_activations

@@ -107,8 +107,8 @@ def test_invalid_window_pattern_raises(text: str) -> None:
             "--rotary-beta-fast has no effect without --rotary-scaling yarn, got none",
         ),
         (
-            "--use-rotary-position-embeddings --rotary-scaling yarn --rotary-beta-fast 1",
-            "--rotary-beta-fast must exceed --rotary-beta-slow, got 1 and 1. Raise --rotary-beta-fast",
+            "--use-rotary-position-embeddings --rotary-scaling yarn --rotary-beta-fast 0.5",
+            "--rotary-beta-fast must be at least --rotary-beta-slow, got 0.5 and 1. Raise --rotary-beta-fast",
         ),
         (
             "--use-rotary-position-embeddings --kv-hidden-size 10 --rotary-percent 0.5",

@@ -26,8 +26,8 @@ def test_llama_defaults_are_no_dropout_gated_silu_untied() -> None:
     assert (model.num_query_groups, model.rotary_base, model.rotary_scaling) == (8, 10000.0, "none")
     assert (model.position_embedding_type, model.normalization) == ("rope", "RMSNorm")
     assert config_from_values({}, family="llama").model.untie_embeddings
-    assert "default: gated-silu" in help_text(family="llama", show_all=True)
-    assert "default: gated-silu" not in help_text(show_all=True)
+    for text, is_default in ((help_text(family="llama", show_all=True), True), (help_text(show_all=True), False)):
+        assert ("default:gated-silu" in "".join(text.split())) == is_default  # lines may break after a hyphen
 
 
 def test_recipe_overrides_family_defaults_and_flags_override_recipe() -> None:

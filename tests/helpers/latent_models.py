@@ -45,7 +45,7 @@ LATENT_CASES = {
         "DeepseekV3",
         {
             **_EXPERTS, "hidden_size": 38, "q_lora_rank": 7, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
-            "n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+            "n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
             "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
         },
         f"--hidden-size 38 --q-lora-rank 7 --v-head-dim 3 {YARN_FLAGS} --mscale 1.3 --mscale-all-dim 0.7 "
@@ -140,7 +140,7 @@ def disable_upcasts() -> Iterator[None]:
         return torch.polar(torch.ones_like(freqs), freqs) * scale
 
     def rotate(query: torch.Tensor, key: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pairs = [torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) for x in (query, key)]
+        pairs = [torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous()) for x in (query, key)]
         return tuple(torch.view_as_real(x * freqs_cis.unsqueeze(1)).flatten(3) for x in pairs)
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -72,7 +72,7 @@ def test_reads_hub_configs() -> None:
     [
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "rope_type 'dynamic' (supported: default, linear, llama3, yarn)",
+            "rope_type 'dynamic' (supported: default, linear, llama3, yarn, longrope)",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_type 'llama3' without low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta": 1}}, "beta of rope_type 'linear'"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, model_flags
-from megatron.config import Config, parse
+from megatron.config import Config, latent_attention, parse
 from megatron.config.decoder import IDENTITY, window_pattern
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
@@ -19,6 +19,7 @@ from megatron.models.llama.huggingface import FORMATS, PRESETS
 from tests.helpers.expert_models import MOE_CASES
 from tests.helpers.extras_models import HUB_CONFIGS as EXTRA_HUB_CONFIGS
 from tests.helpers.huggingface_models import make_family_config, save_model
+from tests.helpers.latent_models import LATENT_CASES
 from tests.helpers.modern_decoders import FLAGS, MODEL_CASES, SLIDING, random_case
 from tests.tools.test_convert_hf import ConvertCommand, are_equal, convert, read_tensors
 
@@ -245,8 +246,9 @@ def test_formats_cover_every_decoder_setting() -> None:
         "num_query_groups", "rotary_base", "rotary_scaling_factor", "rotary_low_frequency_factor",
         "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
         "rotary_attention_factor", "rotary_short_factors", "rotary_long_factors", "attention_temperature_floor",
-        "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim",
+        "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim", "moe_router_group_score_topk", "mtp_num_layers",
     }  # fmt: skip
+    dependent_fields |= {*latent_attention.FIELD_NAMES} - {"multi_latent_attention"}
     dependent_fields |= {*huggingface_experts._MIXTRAL_SETTINGS, *huggingface_experts._SIZES}
     assert set(IDENTITY) == dependent_fields | (
         set(huggingface._GPT2_SETTINGS) - {"apply_residual_connection_post_layernorm"}
@@ -257,16 +259,25 @@ def test_hub_config_matches_only_its_format() -> None:
     experts = {
         model_type: config_to_huggingface(MOE_CASES[model_type].our_config(), "float32") for model_type in MOE_CASES
     }
+    latents = {
+        model_type: config_to_huggingface(case.our_config(), "float32", model_type)
+        for model_type, case in LATENT_CASES.items()
+    }
+    also_matching = {"llama": ["mistral"], "deepseek_v3": ["glm4_moe_lite"], "youtu": ["minicpm3"]}
     configs = {
         **HUB_CONFIGS,
         **EXTRA_HUB_CONFIGS,
         **experts,
+        **latents,
         "llama": {**HUB_CONFIGS["mistral"], "model_type": "llama", "sliding_window": None},
     }
     for preset in PRESETS:
         config = config_from_huggingface(configs[preset.model_type])
         matching_types = [hf_format.model_types[0] for hf_format in FORMATS if not list(hf_format.problems(config))]
-        assert matching_types == (["llama", "mistral"] if preset.model_type == "llama" else [preset.model_type])
+        expected_types = [preset.model_type, *also_matching.get(preset.model_type, [])]
+        if preset.model_type == "glm4_moe_lite":
+            expected_types = ["deepseek_v3", "glm4_moe_lite"]
+        assert matching_types == expected_types, preset.model_type
 
 
 # What of theirs is refused.
