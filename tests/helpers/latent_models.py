@@ -45,8 +45,8 @@ LATENT_CASES = {
         "DeepseekV3",
         {
             **_EXPERTS, "hidden_size": 38, "q_lora_rank": 7, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
-            "n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-            "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
+            "n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0, "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
         },
         f"--hidden-size 38 --q-lora-rank 7 --v-head-dim 3 {YARN_FLAGS} --mscale 1.3 --mscale-all-dim 0.7 "
         f"{_EXPERT_FLAGS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid "

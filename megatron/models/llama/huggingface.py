@@ -655,7 +655,8 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
             has_partial_rotary="rotary_percent" in preset.free,
         )
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
-    extras, unsupported_extras = {}, []
+    extras: dict[str, Any] = {}
+    unsupported_extras: list[str] = []
     if preset.extras is not None:
         has_window = _layers_with_window(preset, settings, num_layers)
         extras, unsupported_extras = preset.extras.values(settings, has_window)
