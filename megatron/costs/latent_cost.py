@@ -101,7 +101,7 @@ class LatentCosts:
         projected = padded if value < padded else model.qk_head_dim + value
         keys_and_values = 0 if rebuilds_keys else padded + projected
         output = value  # the input of the output projection
-        if context == 1 and value < padded:
+        if not rebuilds_keys and value < padded:
             output += padded  # the padded output, which the kernel saves
         projections = self.latent_size + model.q_lora_rank  # inputs of the norms
         entered = projections if tensor > 1 else model.kv_lora_rank + model.q_lora_rank
