@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.models.common import mtp
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
-from megatron.models.common.mtp import MTPLayer
+from megatron.models.common.mtp import MTPLayer, future_tokens
+from megatron.models.common.parallel_context import ParallelContext
+from megatron.mpu.context_parallel import split_along_context
+from megatron.mpu.groups import Group
 from megatron.ops.attention import positions_in_segments
 from tests.helpers.model_samples import fill_weights
 from tests.helpers.plain_decoder import reference_logits, reference_mtp_losses
@@ -230,3 +234,30 @@ def test_factor_scales_only_the_gradients_of_mtp() -> None:
         assert once is not None and doubled is not None and zero is not None
         check_close(doubled - zero, 2 * (once - zero), name)
         assert (zero.abs().max() == 0) == name.startswith("mtp."), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_ranks_have_their_chunks_of_future_tokens(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next tokens of a chunk are on another rank; the ranks are simulated, with the result of their all-gather."""
+    args = ModelArgs(**{**FIELDS, "mtp_num_layers": 3})
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, VOCAB, (BATCH, 16), generator=generator)
+    segments = (torch.rand(BATCH, 16, generator=generator) < 0.2).long().cumsum(dim=1)
+    mask = (torch.rand(BATCH, 16, generator=generator) < 0.8).float()
+    expected = future_tokens(labels, mask, segments, args, ParallelContext())
+    tables: list[torch.Tensor] = []
+    monkeypatch.setattr(mtp, "gather_rows", lambda x, group: tables.append(x) or x)
+    future_tokens(labels, mask, segments, args, ParallelContext())
+    (full_table,) = tables
+    for rank in range(size):
+        context = Group(tuple(range(size)), rank)
+
+        def gather(x: torch.Tensor, group: Group, context: Group = context) -> torch.Tensor:
+            assert torch.equal(x, split_along_context(full_table, context, dim=0))
+            return full_table
+
+        monkeypatch.setattr(mtp, "gather_rows", gather)
+        local = (split_along_context(x, context) for x in (labels, mask, segments))
+        for actual, full in zip(future_tokens(*local, args, ParallelContext(context=context)), expected, strict=True):
+            for tokens, all_tokens in zip(actual, full, strict=True):
+                assert torch.equal(tokens, split_along_context(all_tokens, context))
