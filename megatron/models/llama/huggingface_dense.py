@@ -324,7 +324,7 @@ def window_layers(model: ModelConfig) -> tuple[bool, ...]:
 def fields(dense_type: DenseType, config: Config) -> dict[str, Any]:
     """Return the contents of config.json for ``config``."""
     model = config.model
-    hf_activations = {ours: theirs for theirs, ours in reversed(dense_type.activations.items())}
+    hf_activations = {ours: theirs for theirs, ours in reversed(list(dense_type.activations.items()))}
     return {
         "architectures": [dense_type.architecture],
         "model_type": dense_type.model_type,
