@@ -57,7 +57,7 @@ def mtp_problems(config: Any) -> Iterator[str]:
             f"--mtp-num-layers {depth} does not support --embed-layernorm: the last stage has no copy of this norm. "
             "Remove one of them"
         )
-    if parallel.has_pipeline and parallel.partition_method not in ("balanced", "profile"):
+    if parallel.has_pipeline and parallel.partition_method != "balanced":
         yield (
             f"--mtp-num-layers {depth} needs all multi-token prediction layers on the last pipeline stage, which "
             f"--partition-method {parallel.partition_method} does not ensure. Use --partition-method balanced"

@@ -67,6 +67,10 @@ def test_one_layer_per_stage_is_enough() -> None:
             "--mtp-num-layers 1 --embed-layernorm --pipe-parallel-size 2 --pipeline-model-parallel-layout Et*6m|L",
             ["must have every m in the last chunk", "does not support --embed-layernorm"],
         ),
+        (
+            "--mtp-num-layers 1 --pipe-parallel-size 2 --partition-method profile",
+            ["--partition-method profile does not ensure", "Use --partition-method balanced"],
+        ),
         ("--mtp-num-layers -1", ["--mtp-num-layers must be an integer of at least 0, got -1"]),
         ("--mtp-num-layers 1 --mtp-loss-scaling-factor -0.1", ["--mtp-loss-scaling-factor must be"]),
         ("--mtp-use-repeated-layer", ["each multi-token prediction layer has its own weights"]),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.models.common.mtp import FutureTokens, MTPLayer
+from megatron.mpu.groups import SINGLE
 from tests.mutants.mutant import mutant
 
 ONE_PROCESS = "tests/models/common/test_mtp.py"
@@ -57,9 +58,16 @@ def targets_cross_documents(original: Any) -> Any:
     return lambda segments, like, distance: original(None, like, distance)
 
 
-@mutant("megatron.models.common.mtp:gather_rows", CONTEXT, raises=True)
+@mutant(
+    "megatron.models.common.mtp:future_tokens",
+    f"{ONE_PROCESS}::test_context_ranks_have_their_chunks_of_future_tokens[2]",
+    CONTEXT,
+)
 def context_ranks_shift_only_their_own_tokens(original: Any) -> Any:
-    return lambda x, group: x.repeat(group.size, *[1] * (x.dim() - 1))
+    def tokens(labels: Any, loss_mask: Any, segment_ids: Any, args: Any, parallel: Any) -> list[FutureTokens]:
+        return original(labels, loss_mask, segment_ids, args, replace(parallel, context=SINGLE))
+
+    return tokens
 
 
 @mutant(
