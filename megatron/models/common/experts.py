@@ -73,8 +73,9 @@ class MoE(nn.Module):
                 set_partial(parameter)
         if parallel.for_experts.group.size > 1:
             for expert in self.experts.children():
-                if expert.down.bias is not None:
-                    set_partial(expert.down.bias)
+                bias: torch.Tensor | None = expert.down.bias  # type: ignore[union-attr, assignment]
+                if bias is not None:
+                    set_partial(bias)
         self.shared_expert, self.shared_expert_gate = None, None
         if args.moe_shared_expert_intermediate_size:
             self.shared_expert = make_mlp(
