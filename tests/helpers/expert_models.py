@@ -59,7 +59,7 @@ MOE_CASES = {
         {
             "hidden_size": 38, "head_dim": 12, "num_key_value_heads": 2, "n_routed_experts": 8,
             "num_experts_per_tok": 4, "moe_intermediate_size": 14, "n_group": 4, "topk_group": 2, "use_qk_norm": True,
-            "attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+            "attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
             "experts_implementation": "eager",
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
         },
