@@ -240,7 +240,7 @@ def gradients_of_sequence_parallel_norms_are_not_marked_as_partial(original: Any
 
 @mutant("megatron.models.common.transformer:GatedLinear.forward", GATED)
 def gate_and_value_are_swapped(original: Any) -> Any:
-    return lambda self, x: original(self, x)[::-1]
+    return lambda self, *args: original(self, *args)[::-1]
 
 
 @mutant(

@@ -125,6 +125,6 @@ def test_t5_with_unequal_masks_equals_single_process(
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=str)
 def test_other_families_are_bitwise_stage_0(layout: tuple[int, int, int], runs_module: Any, zero_flags: str) -> None:
     plain, sharded = (
-        runs_module.RUNS.traces(*layout, f"--fp32 --clip-grad 0 {flag}", 6, 1, 3) for flag in ("", zero_flags)
+        runs_module.RUNS.trace_layout(*layout, f"--fp32 --clip-grad 0 {flag}", 6, 1, 3) for flag in ("", zero_flags)
     )
     assert_same_bits(plain, sharded)
