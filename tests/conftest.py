@@ -166,14 +166,15 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.freeze()
 
 
-DAYS_OF_ALL_CASES = {"tests/parity/": 6, "tests/cuda/test_matrix.py": 6, "tests/mutants/test_mutants.py": 3}
-"""Paths of slow tests with hundreds of cases (layouts, schedules, mutants): the days in which ``--all`` runs all."""
+DAYS_OF_ALL_CASES = {"tests/parity/": 6, "tests/cuda/test_matrix.py": 6}
+"""Slow tests that are products of layouts, schedules and switches: the days in which ``--all`` runs all cases."""
+DAYS_OF_OTHER_CASES = 3
 
 
 def _deselect_cases_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each slow test with 6 cases or more under ``DAYS_OF_ALL_CASES``, keep the cases of today.
+    """Of each slow test with 3 cases or more, keep the cases of today: a third, of products of layouts a sixth.
 
-    All of them take hours on two cores. ``--every`` runs all of them.
+    All cases take hours on two cores. ``--every`` runs all of them.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -182,8 +183,10 @@ def _deselect_cases_of_other_days(config: pytest.Config, items: list[pytest.Item
     today = int(os.environ["TEST_DAY"])
     dropped = set()
     for test, test_cases in cases.items():
-        num_days = next((days for path, days in DAYS_OF_ALL_CASES.items() if test.startswith(path)), 1)
-        if len(test_cases) >= 6:
+        num_days = next(
+            (days for path, days in DAYS_OF_ALL_CASES.items() if test.startswith(path)), DAYS_OF_OTHER_CASES
+        )
+        if len(test_cases) >= 3:
             dropped |= {item for item in test_cases if (crc32(item.nodeid.encode()) - today) % num_days}
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=sorted(dropped, key=lambda item: item.nodeid))
