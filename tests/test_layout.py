@@ -31,6 +31,7 @@ INDIRECT_TESTS = (
     "launch/test_signals.py",
     "models/common/test_recompute.py",
     "training/test_deepspeed_format.py",
+    "training/test_mtp_runs.py",
     "training/test_pretrained.py",
 )
 """Test files that reach the code under test by starting a program or through tests/helpers."""

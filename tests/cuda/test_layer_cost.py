@@ -47,7 +47,7 @@ def test_layer_stays_within_budget(worker: Worker, name: str) -> None:
 def test_gradient_of_the_table_stays_within_budget(worker: Worker) -> None:
     trained, frozen = (worker.run(CostCase("loss", extra))[0] for extra in ("", "frozen"))
     num_bytes, num_chunks = trained.num_bytes - frozen.num_bytes, 2
-    assert num_bytes <= TABLE_GRADIENT_BYTES * LOSS_VOCAB * LOSS_HIDDEN
+    assert num_bytes <= TABLE_GRADIENT_BYTES * LOSS_VOCAB * LOSS_HIDDEN + 64  # and a scalar
     assert trained.launches - frozen.launches == 1
     assert trained.forward.num_products - frozen.forward.num_products == num_chunks
 

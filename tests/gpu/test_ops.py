@@ -86,6 +86,7 @@ FORMULAS: dict[str, Call] = {
     "squared-relu": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
     "silu": _silu,
     "gated-gelu": _gelu_tanh,
+    "gated-quick-gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gated-silu": _silu,
 }
 

@@ -30,11 +30,12 @@ def test_relu_clamps_at_zero():
 def test_gated_names_return_gate_activation():
     assert torch.equal(activation("gated-gelu")(X), activation("gelu-tanh")(X))
     assert (activation("gated-silu")(X) - X / (1 + (-X).exp())).abs().max() <= 1e-14
-    assert {name for name in ACTIVATIONS if is_gated(name)} == {"gated-gelu", "gated-silu"}
+    assert {name for name in ACTIVATIONS if is_gated(name)} == {"gated-gelu", "gated-quick-gelu", "gated-silu"}
 
 
 def test_rejects_unknown_activation_and_lists_known():
     with pytest.raises(
-        ValueError, match="must be one of gated-gelu, gated-silu, gelu, gelu-tanh, relu, silu, squared-relu, got swish"
+        ValueError,
+        match="one of gated-gelu, gated-quick-gelu, gated-silu, gelu, gelu-tanh, relu, silu, squared-relu, got",
     ):
         activation("swish")

@@ -275,7 +275,7 @@ def test_operator_passes_opcheck() -> None:
     inputs, starts = make_attention_inputs(1, 70), document_starts(segment_ids_from_lengths([3, 50], 70).unsqueeze(0))
     torch.library.opcheck(
         torch.ops.megatron_tds.document_attention.default,
-        (*inputs[:3], starts, None, SLOPES, 0, 9, 0.3, 2.0),
+        (*inputs[:3], starts, None, SLOPES, 0, 9, 0.3, 2.0, None),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

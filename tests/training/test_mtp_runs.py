@@ -28,9 +28,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def train(num_ranks: int, corpus: Path, folder: Path, flags: str) -> None:
+def train(num_ranks: int, corpus: Path, folder: Path, flags: str, exit_code: int = 0) -> None:
     argv = make_flags(corpus, folder, f"{flags} {LAYOUTS[num_ranks]}", pretrain_llama)
-    assert train_ranks(num_ranks, argv, script=pretrain_llama)[0] == [0] * num_ranks
+    assert train_ranks(num_ranks, argv, script=pretrain_llama)[0] == [exit_code] * num_ranks
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 )
 def test_checkpoint_resumes_in_another_layout(saved: int, loaded: int, corpus: Path, tmp_path: Path) -> None:
     train(1, corpus, tmp_path / "plain", f"{MTP} --train-iters 4")
-    train(saved, corpus, tmp_path / "run", f"{MTP} --train-iters 4 --exit-interval 2")
+    train(saved, corpus, tmp_path / "run", f"{MTP} --train-iters 4 --exit-interval 2", exit_code=75)
     train(loaded, corpus, tmp_path / "run", f"{MTP} --train-iters 4 --resume")
     plain, resumed = read_steps(tmp_path / "plain"), read_steps(tmp_path / "run")
     assert [record["step"] for record in resumed] == [1, 2, 3, 4]

@@ -67,6 +67,14 @@ def test_init_method_std_round_trips(family: str) -> None:
 SIZES = {
     "hidden_size": 256, "num_attention_heads": 32, "num_hidden_layers": 12, "intermediate_size": 96, "vocab_size": 61,
 }  # fmt: skip
+HEADS, NO_MTP = {"num_key_value_heads": SIZES["num_attention_heads"]}, {"num_nextn_predict_layers": 0}
+STD = {"initializer_range": 0.03}
+FIELDS_BY_TYPE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": HEADS | {"num_experts_per_tok": 6}, "deepseek_v3": HEADS | NO_MTP, "glm4_moe": NO_MTP,
+    "glm4_moe_lite": HEADS | NO_MTP, "youtu": HEADS | STD, "minicpm3": HEADS | STD,
+    "dots1": {"norm_topk_prob": True, "n_routed_experts": 8, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""Fields of types whose class has no default, a derived one, or one that does not fit the sizes or is unsupported."""
 
 
 @pytest.mark.parametrize("model_type", [name for name in family_by_type() if name in transformers.CONFIG_MAPPING])
@@ -75,6 +83,7 @@ def test_minimal_config_uses_class_defaults(model_type: str) -> None:
     fields = {config_class.attribute_map.get(name, name): size for name, size in SIZES.items()}
     if hasattr(config_class, "d_ff"):
         fields |= {"d_ff": fields.pop("intermediate_size"), "d_kv": 8}
+    fields |= FIELDS_BY_TYPE.get(model_type, {})
     config = config_from_huggingface({"model_type": model_type, **fields})
     full_config = config_from_huggingface(config_class(**fields).to_dict())
     assert (config.model, config.family_config) == (full_config.model, full_config.family_config)

@@ -182,7 +182,7 @@ def test_memory_counts_encoder_output_and_logits():
     assert [state_bytes(stage) for stage in plain] == [
         18 * num_parameters for num_parameters in costs.stage_parameters(bounds)
     ]
-    assert [stage.logits for stage in plain] == [0, 0, 0, 2 * 32 * 300 * 10]
+    assert [stage.logits for stage in plain] == [0, 0, 0, 2 * 32 * 300 * 4]
     recomputed = costs.memory_per_stage(bounds, checkpoint_activations=True, **settings)
     encoder, decoder, output = (2 * length * 64 * 2 for length in (64, 32, 64))
     stored_bytes = (12 * encoder, 3 * encoder, 2 * (3 * decoder + output), decoder + output + 2 * decoder)
