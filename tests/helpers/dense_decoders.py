@@ -210,8 +210,8 @@ def random_dense_case(seed: int) -> ModelCase:
     num_layers = rng.randint(1, 5)
     settings: dict[str, Any] = {
         "num_hidden_layers": num_layers, "num_attention_heads": num_heads, "num_key_value_heads": num_groups,
-        "head_dim": head_size, "hidden_size": num_heads * rng.choice([5, 7]), "intermediate_size": rng.choice([7, 30]),
-        "tie_word_embeddings": rng.random() < 0.5,
+        "head_dim": head_size, "hidden_size": num_heads * rng.choice([5, 7]),
+        "intermediate_size": num_groups * rng.choice([7, 10]), "tie_word_embeddings": rng.random() < 0.5,
     }  # fmt: skip
     if model.prefix in ("Phi3", "StableLm", "Cohere2"):  # heads have hidden size / number of heads elements
         settings["hidden_size"] = num_heads * head_size

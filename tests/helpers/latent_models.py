@@ -140,7 +140,10 @@ def disable_upcasts() -> Iterator[None]:
         return torch.polar(torch.ones_like(freqs), freqs) * scale
 
     def rotate(query: torch.Tensor, key: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pairs = [torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) for x in (query, key)]
+        pairs = [
+            torch.view_as_complex(x.clone(memory_format=torch.contiguous_format).unflatten(-1, (-1, 2)))
+            for x in (query, key)
+        ]
         return tuple(torch.view_as_real(x * freqs_cis.unsqueeze(1)).flatten(3) for x in pairs)
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -63,7 +63,7 @@ EFFECTIVE_FLAGS = {
     "apertus": ("--activation silu", "--parallel-residual shared-norm", "--qk-norm none"),
     "phi3": (
         "--rotary-original-positions 1000",
-        "--rotary-long-factors [2.0,3.0,4.5,7.0,9.0]",
+        "--rotary-long-factors [2.5,3.0,4.5,7.0,9.5]",
         "--attention-temperature-scale 0.3",
     ),
 }
