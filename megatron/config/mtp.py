@@ -33,7 +33,7 @@ class MTPFeatures:
     mtp_loss_scaling_factor: float = _option(
         0.1,
         "weight of the multi-token prediction losses: the loss to train on is loss + this / D x the sum of "
-        "mtp_1_loss ... mtp_D_loss, all divided by the tokens of loss",
+        "mtp_1_loss ... mtp_D_loss, each a mean over the targets of its layer",
         minimum=0,
     )
 

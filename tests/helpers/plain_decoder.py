@@ -58,6 +58,7 @@ def reference_mtp_losses(
     """Return (sum, count) of the losses of each multi-token prediction layer, position by position.
 
     A target counts if it is in the document of its position, and if the main loss counts it where it is the next token.
+    The targets of a sample are weighted so that their count is that of the main loss.
 
     Shapes:
         text, documents [b, s+1]: all tokens, and the document of each; positions, loss_mask [b, s]
@@ -70,12 +71,17 @@ def reference_mtp_losses(
         for depth in range(1, args.mtp_num_layers + 1):
             x = _mtp_states(args, w, depth, x, tokens, row_positions, ids)
             logits = _logits(args, w, x)
+            row_sum, row_count = torch.zeros((), dtype=torch.float64), 0.0
             for i in range(length - depth):
                 target_idx = i + depth + 1
                 if ids[target_idx] == ids[i] and mask[i + depth] > 0:
                     loss = torch.logsumexp(logits[i], 0) - logits[i, tokens[target_idx]]
-                    sums[depth - 1] = sums[depth - 1] + mask[i + depth] * loss
-                    counts[depth - 1] += float(mask[i + depth])
+                    row_sum = row_sum + mask[i + depth] * loss
+                    row_count += float(mask[i + depth])
+            if row_count > 0:
+                num_tokens = float(mask.sum())
+                sums[depth - 1] = sums[depth - 1] + row_sum / row_count * num_tokens
+                counts[depth - 1] += num_tokens
     return list(zip(sums, counts, strict=True))
 
 

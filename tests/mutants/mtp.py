@@ -13,6 +13,7 @@ from tests.mutants.mutant import mutant
 
 ONE_PROCESS = "tests/models/common/test_mtp.py"
 LOOPS = f"{ONE_PROCESS}::test_losses_and_gradients_match_loops_over_positions[LLaMA-True]"
+MEANS = f"{ONE_PROCESS}::test_loss_is_the_mean_over_targets[token]"
 GRIDS = "tests/parity/test_mtp.py::test_every_grid_equals_single_process"
 CONTEXT = f"{GRIDS}[experts-1-1-2-2-plain]"
 MICRO_BATCHES = "tests/parity/test_mtp.py::test_number_of_micro_batches_does_not_change_training[8]"
@@ -29,18 +30,16 @@ def loss_is_divided_by_context_size(original: Any) -> Any:
     return losses
 
 
-@mutant("megatron.models.common.mtp:with_mtp_losses", MICRO_BATCHES)
-def loss_is_divided_by_the_targets_of_a_micro_batch(original: Any) -> Any:
-    """Megatron-LM #3159."""
+@mutant("megatron.models.common.mtp:_target_weights", LOOPS, MEANS)
+def targets_have_the_weight_of_main_tokens(original: Any) -> Any:
+    """Megatron-LM #2417, repaired by #3159: layers with fewer targets had a smaller weight."""
+    return lambda mask, target_mask, loss_average: torch.ones_like(mask[:, :1])
 
-    def losses(loss: Any, mtp_input: Any, labels: Any, loss_mask: torch.Tensor, **kwargs: Any) -> Any:
-        result = original(loss, mtp_input, labels, loss_mask, **kwargs)
-        ratio = float(loss_mask.sum() / result["mtp_1_loss"][1].clamp(min=1))
-        factor = kwargs["args"].mtp_loss_scaling_factor * ratio
-        changed = {**kwargs, "args": replace(kwargs["args"], mtp_loss_scaling_factor=factor)}
-        return original(loss, mtp_input, labels, loss_mask, **changed)
 
-    return losses
+@mutant("megatron.models.common.mtp:_target_weights", MICRO_BATCHES)
+def weights_depend_on_the_micro_batch(original: Any) -> Any:
+    """As in Megatron-LM, in which layouts with other micro-batches train with other weights."""
+    return lambda mask, target_mask, loss_average: original(mask, target_mask, "micro-batch")
 
 
 @mutant("megatron.models.common.mtp:future_tokens", LOOPS, f"{ONE_PROCESS}::test_padding_and_its_labels_have_no_effect")

@@ -42,6 +42,7 @@ class ModelArgs(DecoderFeatures):
     contiguous_checkpointing: bool = False
     forwards_in_flight: tuple[int, ...] = (1,)  # maximum number of micro-batches in flight, per stage
     z_loss: float = 0.0
+    loss_average: str = "token"  # or "micro-batch": samples of a micro-batch share the weights of their MTP targets
     loss_chunk_tokens: int | None = 0  # 0: all logits at once; None: chosen by ``tokens_per_chunk``
 
     @property

@@ -19,14 +19,18 @@ have the decoder's loss and logits.
 
 Documents are known from the segment ids. The token behind the last position has none: there the loss mask decides.
 
-With W tokens in the main loss of a global batch, the loss to train on is
+A sample with N tokens in the main loss has fewer targets M_k in layer k. Each target is weighted by N / M_k, so that the
+MTP loss of a sample is the mean over its targets times N, and the layer has the weight of the main loss in spite of its
+missing targets. With W tokens in the main loss of a global batch, the loss to train on is
 
-    1 / W x (sum of the main loss + factor / D x sum over k of the sum of MTP loss k),
+    1 / W x (sum of the main loss + factor / D x sum over k of the weighted sum of MTP loss k).
 
-so it does not depend on micro-batches, replicas, context or tensor ranks. ``mtp_k_loss`` is reported as the mean over
-the targets of layer k in the global batch.
+N and M_k are those of one sample, so the loss does not depend on micro-batches, replicas, context or tensor ranks. With
+``--loss-average micro-batch`` they are those of all samples of the micro-batch. ``mtp_k_loss`` is reported as the
+weighted mean over the targets of layer k in the global batch.
 
-Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; Megatron-LM's ``--mtp-num-layers``.
+Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; Megatron-LM's ``--mtp-num-layers``, which weights by the numbers of
+a micro-batch.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ class FutureTokens(NamedTuple):
     Shapes:
         inputs    [b, s] token ids
         targets   [b, s] token ids; any value where the loss mask is 0
-        loss_mask [b, s], 0 for positions without a target
+        loss_mask [b, s], weights of the targets; 0 for positions without a target
     """
 
     inputs: torch.Tensor
@@ -90,10 +94,11 @@ def future_tokens(
         is_own_target = is_own_token
         if segments is not None:  # the token after the last position has no segment id
             is_own_target = is_own_token & (_is_same_document(segments, mask, depth + 1) | _is_last(mask, depth))
+        target_mask = _shift(mask, depth).masked_fill(~is_own_target, 0)
         fields = (
             _shift(tokens, depth - 1).masked_fill(~is_own_token, 0),
             _shift(tokens, depth),
-            _shift(mask, depth).masked_fill(~is_own_target, 0),
+            target_mask * _target_weights(mask, target_mask, args.loss_average),
         )
         result.append(FutureTokens(*(split_along_context(x, context) for x in fields)))
     return result
@@ -104,6 +109,21 @@ def _shift(x: torch.Tensor, distance: int) -> torch.Tensor:
     shifted = torch.zeros_like(x)
     shifted[:, : max(x.shape[1] - distance, 0)] = x[:, distance:]
     return shifted
+
+
+def _target_weights(mask: torch.Tensor, target_mask: torch.Tensor, loss_average: str) -> torch.Tensor:
+    """Return the weights [b, 1] of the targets of each sample, N / M_k; 0 for a sample without targets.
+
+    Args:
+        mask, target_mask: loss masks [b, s] of the decoder and of an MTP layer, for the full sequences.
+        loss_average: "micro-batch": N and M_k are those of all samples together.
+    """
+    num_tokens, num_targets = (x.double().sum(dim=1, keepdim=True) for x in (mask, target_mask))
+    if loss_average == "micro-batch":
+        num_tokens, num_targets = (x.sum(dim=0, keepdim=True) for x in (num_tokens, num_targets))
+    has_targets = num_targets > 0
+    weights = torch.where(has_targets, num_tokens / num_targets.masked_fill(~has_targets, 1.0), 0.0)
+    return weights.to(target_mask.dtype)
 
 
 def _is_same_document(segments: torch.Tensor | None, like: torch.Tensor, distance: int) -> torch.Tensor:
@@ -246,7 +266,7 @@ def with_mtp_losses(
 def attach(total: torch.Tensor, factor: float, mtp_sums: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the value of ``total``, whose gradient is that of ``total + factor x`` the sum of ``mtp_sums``.
 
-    All are sums over the tokens of a micro-batch, and are divided together by the tokens of the global batch.
+    All are sums over the tokens of a micro-batch, and are divided together by the tokens of the main loss.
     """
     attached: torch.Tensor = _AttachLoss.apply(total, factor * torch.stack(list(mtp_sums)).sum())
     return attached

@@ -136,8 +136,7 @@ def test_padding_and_its_labels_have_no_effect() -> None:
     actual = model(text[:, :-1], segment_ids=segments, labels=labels, loss_mask=mask)
     for name, (loss_sum, count) in expected.items():
         assert torch.equal(actual[name][0], loss_sum) and torch.equal(actual[name][1], count), name
-    # without the padding, the counted tokens are the same
-    assert float(actual["mtp_1_loss"][1]) < float(actual["loss"][1])
+    assert float(actual["mtp_1_loss"][1]) == pytest.approx(float(actual["loss"][1]), rel=1e-12)
 
 
 def test_packed_documents_have_the_losses_of_separate_samples() -> None:
@@ -155,10 +154,44 @@ def test_packed_documents_have_the_losses_of_separate_samples() -> None:
         tokens = row[:, ids[0] == document]
         if tokens.shape[1] > 1:
             alone = model(tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones_like(tokens[:, 1:]).double())
-            for name, pair in alone.items():
-                sums[name] += torch.stack(pair)
-    for name, pair in packed.items():
-        check_close(torch.stack(pair), sums[name], name)
+            for depth, (name, (loss_sum, count)) in enumerate(alone.items()):  # the main loss has depth 0
+                num_targets = max(tokens.shape[1] - 1 - depth, 0)
+                sums[name] += torch.stack([loss_sum / count.clamp(min=1) * num_targets, torch.tensor(num_targets)])
+    num_tokens = float(mask.sum())
+    for name, (loss_sum, count) in packed.items():
+        expected_sum, num_targets = sums[name]
+        check_close(loss_sum, expected_sum * num_tokens / num_targets, name)
+        check_close(count, torch.tensor(num_tokens, dtype=torch.float64), name)
+
+
+@pytest.mark.parametrize("loss_average", ["token", "micro-batch"])
+def test_loss_is_the_mean_over_targets(loss_average: str) -> None:
+    """Of each sample, or of all samples of a micro-batch with ``--loss-average micro-batch``, as Megatron-LM's."""
+    model = make_model(mtp_num_layers=1, mtp_loss_scaling_factor=0.7, loss_average=loss_average)
+    text, _, _ = make_text()
+    mask = torch.ones(BATCH, SEQ, dtype=torch.float64)
+    mask[0, 3:] = mask[1, 1:] = mask[2, :4] = 0  # the only counted token of sample 1 is no target of the layer
+
+    def target_losses(row: int) -> list[torch.Tensor]:
+        """Return the losses of the targets of a sample: those of a mask with this target only."""
+        result = []
+        for position in range(1, SEQ):
+            single = torch.zeros(BATCH, SEQ, dtype=torch.float64)
+            single[row, position] = mask[row, position]
+            if single.any():
+                result.append(model(text[:, :-1], labels=text[:, 1:], loss_mask=single)["mtp_1_loss"][0])
+        return result
+
+    losses = [target_losses(row) for row in range(BATCH)]
+    assert [len(row) for row in losses] == [2, 0, 5]
+    num_tokens = [3, 1, 5]
+    if loss_average == "token":
+        expected = torch.stack(losses[0]).mean() * num_tokens[0] + torch.stack(losses[2]).mean() * num_tokens[2]
+    else:
+        expected = torch.stack(losses[0] + losses[2]).mean() * sum(num_tokens)
+    actual = model(text[:, :-1], labels=text[:, 1:], loss_mask=mask)
+    check_close(actual["mtp_1_loss"][0], expected)
+    check_close(actual["mtp_1_loss"][1], torch.tensor(8.0 if loss_average == "token" else 9.0, dtype=torch.float64))
 
 
 def test_main_loss_evaluation_and_logits_ignore_mtp_layers() -> None:
