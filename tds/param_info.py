@@ -81,7 +81,7 @@ class Matrices:
 
     | weight | rows of a period | periods |
     |---|---|---|
-    | query, key, value of self-attention | (a/g) d of queries, d of keys, d of values | g, the query groups |
+    | query, key, value of self-attention | (a/g) d of queries, d of keys, d_v of values | g, the query groups |
     | key, value of attention to the encoder | d of keys, d of values | a, the heads |
     | gate and up of a gated feed-forward | 1 of the gate, 1 of up | f |
     | queries of multi-latent attention | d_n not rotated, d_r rotated | a, the heads |
@@ -109,8 +109,13 @@ class Matrices:
         if not self.head:
             return self
         if heads:
-            has_parts = sum(self.widths) == self.head  # the parts of a head are separate matrices
-            return Matrices(self.widths if has_parts else (self.head,), self.head, is_apart=True)
+            if sum(self.widths) == self.head:  # the parts of a head are separate matrices
+                return Matrices(self.widths, self.head, is_apart=True)
+            *other_widths, value = self.widths or (self.head,)
+            if value != self.head:  # value heads have another size
+                heads_of_group = (self.head,) * (sum(other_widths) // self.head)
+                return Matrices((*heads_of_group, value), self.head, is_apart=True)
+            return Matrices((self.head,), self.head, is_apart=True)
         return self if qkv else Matrices()
 
     def views(self, weight: torch.Tensor) -> list[torch.Tensor]:

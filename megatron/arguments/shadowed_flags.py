@@ -14,7 +14,7 @@ from megatron import object_store
 from megatron.config.config import Config
 from megatron.config.decoder import has_window
 from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS, expert_layers
-from megatron.config.latent_attention import FIELD_NAMES as LATENT_FIELD_NAMES
+from megatron.config.latent_attention import LATENT_ONLY
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ SHADOWS = (
         "all layers have a window and use the frequencies of --rotary-local-base",
     ),  # fmt: skip
     Shadow(
-        LATENT_FIELD_NAMES[1:],
+        LATENT_ONLY[1:],
         lambda config: not config.model.multi_latent_attention,
         "there are no latents (--multi-latent-attention)",
     ),

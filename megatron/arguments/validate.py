@@ -173,6 +173,8 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
         heads = {"--num-attention-heads": model.num_attention_heads}
         if config.family_config.KIND == "decoder" and model.num_query_groups != model.num_attention_heads:
             heads["--num-query-groups"] = model.num_query_groups
+        if config.family_config.KIND == "decoder" and model.window_num_query_groups:
+            heads["--window-num-query-groups"] = model.window_num_query_groups
         for flag, count in heads.items():
             if count % (t * c):
                 yield (

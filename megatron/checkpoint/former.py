@@ -97,6 +97,8 @@ def _with_defaults(model: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family not in FAMILIES or FAMILIES[family].model_type != "decoder":
         return completed
     defaults = {field.name: field.default for field in fields(DecoderFeatures)} | dict(FAMILIES[family].config.DEFAULTS)
+    if "window_num_query_groups" not in completed and not completed.get("multi_latent_attention"):
+        completed.pop("v_head_dim", None)  # had no effect and its default 128 without multi-latent attention
     if "num_attention_heads" in completed:
         defaults["num_query_groups"] = completed["num_attention_heads"]
     return {**{name: defaults[name] for name in IDENTITY}, **completed}

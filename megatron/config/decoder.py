@@ -17,7 +17,13 @@ from typing import Any
 from megatron.config import experts, latent_attention, layer_features, mtp
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.latent_attention import LatentFeatures, latent_problems
-from megatron.config.layer_features import VANILLA, LayerFeatures, layer_feature_problems, unused_layer_features
+from megatron.config.layer_features import (
+    ALL_LAYERS,
+    VANILLA,
+    LayerFeatures,
+    layer_feature_problems,
+    unused_layer_features,
+)
 from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
 
@@ -232,6 +238,8 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
         self._derive_latent_sizes()
         if not self.num_query_groups:
             object.__setattr__(self, "num_query_groups", getattr(self, "num_attention_heads", 0))
+        if self.window_num_query_groups == self.num_query_groups:
+            object.__setattr__(self, "window_num_query_groups", 0)
         if self.mup_base_head_dim and not self.softmax_scale and self.mup_head_scale:
             object.__setattr__(self, "softmax_scale", self.mup_head_scale)
         if self.position_embedding_type == "learned":
@@ -291,7 +299,8 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
     def has_plain_attention(self) -> bool:
         """True if attention is only the causal softmax of scaled products with one key per query."""
         changed = self.qk_norm != "none" or self.window_size or self.clip_qkv or self.attention_output_gate
-        changed = changed or self.softmax_type != VANILLA
+        changed = changed or self.softmax_type != VANILLA or self.attention_value_scale != 1.0
+        changed = changed or self.value_size != getattr(self, "kv_hidden_size", 0)
         scores = self.softmax_scale or self.attn_logit_softcapping
         is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
         is_plain = is_plain and not self.multi_latent_attention
@@ -353,6 +362,17 @@ def has_window(model: Any, layer_idx: int) -> bool:
         ValueError: ``window_attn_skip_freq`` is invalid, or its list does not have one entry per layer.
     """
     return bool(model.window_size) and window_pattern(model.window_attn_skip_freq, model.num_layers)[layer_idx]
+
+
+def query_groups(model: Any, layer_idx: int) -> int:
+    """Return the number of key and value heads of layer ``layer_idx``, counted from 0."""
+    groups: int = model.num_query_groups
+    return model.window_num_query_groups or groups if has_window(model, layer_idx) else groups
+
+
+def has_sinks(model: Any, *, has_window: bool) -> bool:
+    """Return True if layers with or without a window have sinks."""
+    return model.softmax_type != VANILLA and (has_window or model.sink_layers == ALL_LAYERS)
 
 
 def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
@@ -464,26 +484,29 @@ def window_notes(config: Any) -> Iterator[str]:
 
 
 def _group_problems(model: Any, t: int) -> Iterator[str]:
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads % groups:
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        yield (
-            f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}: each "
-            f"key-value head serves the same number of query heads. Use one of {divisors} groups"
-        )
-    elif groups % t and heads % t == 0:
-        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-        yield (
-            f"--num-query-groups must be a multiple of --model-parallel-size, got {groups} and {t}: a key-value head "
-            f"cannot be shared by several tensor ranks. Set --model-parallel-size to one of {divisors}, or raise "
-            "--num-query-groups"
-        )
+    heads = model.num_attention_heads
+    counts = {"--num-query-groups": model.num_query_groups}
+    if model.window_num_query_groups:
+        counts["--window-num-query-groups"] = model.window_num_query_groups
+    for flag, groups in counts.items():
+        if heads % groups:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield (
+                f"--num-attention-heads must be a multiple of {flag}, got {heads} and {groups}: each key-value head "
+                f"serves the same number of query heads. Use one of {divisors} groups"
+            )
+        elif groups % t and heads % t == 0:
+            divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+            yield (
+                f"{flag} must be a multiple of --model-parallel-size, got {groups} and {t}: a key-value head cannot be "
+                f"shared by several tensor ranks. Set --model-parallel-size to one of {divisors}, or raise {flag}"
+            )
 
 
 def _rotary_problems(model: Any) -> Iterator[str]:
     size = model.kv_hidden_size * model.rotary_percent
-    if model.multi_latent_attention:
-        pass  # ``latent_problems`` checks the size of the rotated part
+    if model.multi_latent_attention:  # ``latent_problems`` checks the size of the rotated part
+        size = model.qk_pos_emb_head_dim
     elif model.kv_hidden_size % 2 and model.rotary_percent == 1:
         yield (
             "--kv-hidden-size, the size of one head, must be even for rotary positions, which rotate pairs of "
@@ -506,7 +529,7 @@ def _rotary_problems(model: Any) -> Iterator[str]:
         if low > high or (low == high and is_strict):
             relation = "exceed" if is_strict else "be at least"
             yield f"{_flag(upper)} must {relation} {_flag(lower)}, got {high:g} and {low:g}. Raise {_flag(upper)}"
-    if model.rotary_scaling == "longrope" and not model.multi_latent_attention:
+    if model.rotary_scaling == "longrope":
         yield from _longrope_problems(model, int(size) // 2)
 
 
@@ -521,7 +544,8 @@ def _longrope_problems(model: Any, num_pairs: int) -> Iterator[str]:
         if len(factors) != num_pairs:
             yield (
                 f"{_flag(name)} needs one factor for each of the {num_pairs} rotated pairs of a head, got "
-                f"{len(factors)}. Change the list, --kv-hidden-size or --rotary-percent"
+                f"{len(factors)}. Change the list, or the number of rotated elements: --kv-hidden-size x "
+                "--rotary-percent, or --qk-pos-emb-head-dim"
             )
 
 

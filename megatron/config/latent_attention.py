@@ -18,7 +18,10 @@ _option = partial(
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFeatures:
-    """Multi-latent attention; a base of ``DecoderFeatures``. Other fields need ``multi_latent_attention``."""
+    """Multi-latent attention; a base of ``DecoderFeatures``.
+
+    The fields other than ``v_head_dim`` need ``multi_latent_attention``.
+    """
 
     multi_latent_attention: bool = _option(
         False,
@@ -33,7 +36,13 @@ class LatentFeatures:
     qk_pos_emb_head_dim: int = _option(
         64, "size of the rotated part of a query or key head; all heads share the rotated part of the key", minimum=2
     )
-    v_head_dim: int = _option(128, "size of a value head with multi-latent attention", minimum=1)
+    v_head_dim: int = _option(
+        0,
+        "size of a value head",
+        minimum=1,
+        shown_default="128 with multi-latent attention, otherwise kv-hidden-size",
+        elsewhere="it is supported in decoders only; remove it",
+    )
     mscale: float = _option(
         1.0,
         "yarn with multi-latent attention: the rotated parts are multiplied by (0.1 this ln(rotary-scaling-factor) + "
@@ -50,11 +59,15 @@ class LatentFeatures:
     )
 
     def _derive_latent_sizes(self) -> None:
-        """Set the fields that follow from others; without multi-latent attention, reset all to their defaults."""
+        """Set the fields that follow from others; without multi-latent attention, reset those that need it."""
         if not self.multi_latent_attention:
-            for name in FIELD_NAMES:
+            for name in LATENT_ONLY:
                 object.__setattr__(self, name, LatentFeatures.__dataclass_fields__[name].default)
+            if self.v_head_dim == getattr(self, "kv_hidden_size", 0):
+                object.__setattr__(self, "v_head_dim", 0)
             return
+        if not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", LATENT_VALUE_SIZE)
         object.__setattr__(self, "kv_hidden_size", self.qk_head_dim + self.qk_pos_emb_head_dim)
         if getattr(self, "qk_norm", "none") == "head":  # Megatron's --qk-layernorm: norms of the latents
             object.__setattr__(self, "qk_norm", "none")
@@ -64,7 +77,7 @@ class LatentFeatures:
     @property
     def value_size(self) -> int:
         """Size of a value head."""
-        return self.v_head_dim if self.multi_latent_attention else int(getattr(self, "kv_hidden_size", 0))
+        return self.v_head_dim or int(getattr(self, "kv_hidden_size", 0))
 
     @property
     def padded_head_size(self) -> int:
@@ -83,18 +96,23 @@ class LatentFeatures:
 
     @property
     def latent_rotary_factor(self) -> float:
-        """Factor for the rotated parts of queries and keys of multi-latent attention.
+        """Factor for the rotated parts of queries and keys of multi-latent attention; 0: by ``Rotary``, as longrope's.
 
         Source: DeepSeek-AI 2024, "DeepSeek-V2", and its code.
         """
         explicit_factor = float(getattr(self, "rotary_attention_factor", 0.0))
-        return explicit_factor or self._yarn_term(self.mscale) / self._yarn_term(self.mscale_all_dim)
+        if explicit_factor or not self.has_yarn:
+            return explicit_factor
+        return self._yarn_term(self.mscale) / self._yarn_term(self.mscale_all_dim)
 
     def _yarn_term(self, mscale: float) -> float:
         return yarn_term(getattr(self, "rotary_scaling_factor", 1.0), mscale) if self.has_yarn else 1.0
 
 
-FIELD_NAMES = tuple(field.name for field in fields(LatentFeatures))
+LATENT_ONLY = tuple(field.name for field in fields(LatentFeatures) if field.name != "v_head_dim")
+"""Fields without effect in other attention, except the first, which selects multi-latent attention."""
+LATENT_VALUE_SIZE = 128
+"""Default of ``v_head_dim`` with multi-latent attention."""
 REFITTED = ("mscale", "mscale_all_dim", "latent_norm_epsilon")
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 ARCHITECTURE = ("multi_latent_attention", "mscale", "mscale_all_dim", "latent_norm_epsilon")
@@ -142,7 +160,8 @@ def latent_problems(model: Any) -> Iterator[str]:
         "--attention-output-gate": model.attention_output_gate,
         f"--no-rope-freq {model.no_rope_freq}": bool(model.no_rope_freq),
         f"--attention-temperature-scale {model.attention_temperature_scale:g}": model.attention_temperature_scale > 0,
-        "--rotary-scaling longrope": model.rotary_scaling == "longrope",
+        f"--attention-value-scale {model.attention_value_scale:g}": model.attention_value_scale != 1.0,
+        f"--window-num-query-groups {model.window_num_query_groups}": model.window_num_query_groups > 0,
     }
     flags = [flag for flag, is_set in unsupported.items() if is_set]
     if flags:

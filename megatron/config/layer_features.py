@@ -15,6 +15,7 @@ _option = partial(option, family_kind="decoder", elsewhere="it is supported in d
 
 VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"
 BEFORE_ROTATION, AFTER_ROTATION = "before", "after"
+ALL_LAYERS, WINDOW_LAYERS = "all", "window"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,18 @@ class LayerFeatures:
         "exp(sink) with a trained sink for each head, as in gpt-oss",
         choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
     )
+    sink_layers: str = _option(
+        ALL_LAYERS,
+        "layers whose softmax is that of --softmax-type: all, or window: those with a window only, as in MiMo-V2-Flash",
+        choices=(ALL_LAYERS, WINDOW_LAYERS),
+    )
+    window_num_query_groups: int = _option(
+        0,
+        "number of key and value heads in layers with a window",
+        minimum=1,
+        shown_default="num-query-groups",
+    )
+    attention_value_scale: float = _option(1.0, "factor for the values of attention; MiMo-V2-Flash: 0.707", above=0)
     attention_output_gate: bool = _option(
         False, "multiply the output of each head by the sigmoid of a further projection of the input"
     )
@@ -61,12 +74,12 @@ class LayerFeatures:
 
 REFITTED = (
     "no_rope_freq", "rotary_interleaved", "rotary_truncate", "qk_norm_order", "activation_func_clamp_value",
-    "glu_linear_offset",
+    "glu_linear_offset", "attention_value_scale",
 )  # fmt: skip
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 ARCHITECTURE = (
     "softmax_type", "attention_output_gate", "no_rope_freq", "rotary_interleaved", "rotary_truncate", "qk_norm_order",
-    "activation_func_clamp_value", "glu_linear_offset",
+    "activation_func_clamp_value", "glu_linear_offset", "sink_layers", "attention_value_scale",
 )  # fmt: skip
 """Fields that ``--model`` sets."""
 
@@ -106,6 +119,11 @@ def layer_feature_problems(model: Any) -> Iterator[str]:
             "--no-rope-freq must be a number of at least 1, or a list with 1 or 0 for each of the "
             f"{model.num_layers} layers such as [0,0,1] or ([0]*3+[1])*2, got {model.no_rope_freq!r}"
         )
+    if model.attention_output_gate and model.value_size != model.kv_hidden_size:
+        yield (
+            "--attention-output-gate needs value heads of the size of query heads, got --v-head-dim "
+            f"{model.value_size} and --kv-hidden-size {model.kv_hidden_size}. Remove one of them"
+        )
     if not model.activation.startswith("gated-"):
         for flag, value in (
             ("--activation-func-clamp-value", model.activation_func_clamp_value),
@@ -139,5 +157,10 @@ def unused_layer_features(model: Any, explicit: tuple[str, ...]) -> Iterator[str
             f"--no-rotary-truncate has no effect without --rotary-scaling yarn, got {model.rotary_scaling}. Remove it, "
             "or change --rotary-scaling"
         )
+    for name, flag in (("sink_layers", "--sink-layers"), ("window_num_query_groups", "--window-num-query-groups")):
+        if name in explicit and not model.window_size:
+            yield f"{flag} has no effect without --window-size. Remove it, or add --window-size"
+    if "sink_layers" in explicit and model.softmax_type == VANILLA:
+        yield "--sink-layers has no effect without --softmax-type, got vanilla. Remove it, or add --softmax-type"
     if "qk_norm_order" in explicit and model.qk_norm == "none":
         yield "--qk-norm-order has no effect without --qk-norm, got none. Remove it, or add --qk-norm"

@@ -88,15 +88,15 @@ def flops_of(products: Sequence[Product]) -> float:
     return sum(product.flops for product in products)
 
 
-def scores(queries: int, keys: int, head_size: int, num_heads: float) -> tuple[Product, Product]:
+def scores(queries: int, keys: int, head_size: int, value_size: int, num_heads: float) -> tuple[Product, Product]:
     """Return the two attention products without weights: query-key scores and weighted sums of values.
 
     Args:
         queries, keys: number of queries and of keys per head.
-        head_size: elements of one head's query or key.
+        head_size, value_size: elements of one head's query or key, and of its value.
         num_heads: number of heads.
     """
-    return Product(queries, head_size, keys, num_heads), Product(queries, keys, head_size, num_heads)
+    return Product(queries, head_size, keys, num_heads), Product(queries, keys, value_size, num_heads)
 
 
 # Interface of the costs of a model. Lists have one item per unit, in the order embeddings, layers, norms, head.

@@ -8,11 +8,11 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
-from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_window
+from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_sinks, window_pattern
 from megatron.config.experts import expert_layers
 from megatron.config.layer_features import LEARNABLE, VANILLA, has_rotary
 from megatron.costs import memory
-from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
+from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, flops_of, scores
 from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_size
 from megatron.costs.expert_cost import ExpertCosts
 from megatron.costs.latent_cost import LatentCosts
@@ -56,29 +56,32 @@ def between_bytes(hidden: int, masks: int, sequence: int, *, saves_gathered_inpu
 
 
 def attention_width(model: ModelDimensions) -> int:
-    """Return the total size of all heads (a d)."""
+    """Return the total size of all query heads (a d)."""
     return model.num_attention_heads * model.kv_hidden_size
+
+
+def context_width(model: ModelDimensions) -> int:
+    """Return the total size of the output of all heads (a d_v)."""
+    return model.num_attention_heads * model.value_size
 
 
 def attention_parameters(
     model: ModelDimensions,
     tensor: int = 1,
-    keys: int | None = None,
+    keys_and_values: int | None = None,
     has_entering_bias: bool = False,
     gates: int = 0,
 ) -> int:
     """Return the number of parameters of attention on one of ``tensor`` ranks; the output bias is not sharded.
 
     Args:
-        keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
+        keys_and_values: total size of all key and value heads; None: one of each for each query head.
         has_entering_bias: the query, key and value projections have biases even without ``hidden_bias``.
         gates: total size of all output gates.
     """
-    h, width = model.hidden_size, attention_width(model)
-    keys = width if keys is None else keys
-    has_bias = model.hidden_bias or has_entering_bias
-    sharded = 2 * h * (width + keys) + h * gates + (width + 2 * keys + gates if has_bias else 0)
-    return sharded // tensor + (h if model.hidden_bias else 0)
+    entering, leaving = (product.weights for product in attention_products(model, 1, 1, keys_and_values, gates))
+    biases = entering // model.hidden_size if model.hidden_bias or has_entering_bias else 0
+    return int(entering + leaving + biases) // tensor + (model.hidden_size if model.hidden_bias else 0)
 
 
 def feed_forward_parameters(model: ModelDimensions, tensor: int = 1) -> int:
@@ -94,10 +97,9 @@ def table_parameters(model: ModelDimensions, tensor: int = 1) -> int:
     return -(-known_vocab_size(model) // tensor) * model.hidden_size
 
 
-def projections_flops(model: ModelDimensions, keys: int | None = None, gates: int = 0) -> int:
+def projections_flops(model: ModelDimensions, keys_and_values: int | None = None, gates: int = 0) -> int:
     """Return the FLOPs per token of the attention projections (8 h a d); arguments as of ``attention_products``."""
-    width = attention_width(model)
-    return 4 * model.hidden_size * (width + (width if keys is None else keys)) + 2 * model.hidden_size * gates
+    return int(flops_of(attention_products(model, 1, 1, keys_and_values, gates)))
 
 
 def feed_forward_flops(model: ModelDimensions) -> int:
@@ -106,24 +108,25 @@ def feed_forward_flops(model: ModelDimensions) -> int:
 
 
 def layer_products(
-    model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None, gates: int = 0
+    model: ModelDimensions, tokens: int, tensor: int, keys_and_values: int | None = None, gates: int = 0
 ) -> tuple[Product, ...]:
     """Return a layer's products with weights on one of ``tensor`` ranks: attention and feed-forward."""
-    return (*attention_products(model, tokens, tensor, keys, gates), *feed_forward_products(model, tokens, tensor))
+    attention = attention_products(model, tokens, tensor, keys_and_values, gates)
+    return (*attention, *feed_forward_products(model, tokens, tensor))
 
 
 def attention_products(
-    model: ModelDimensions, tokens: int, tensor: int, keys: int | None = None, gates: int = 0
+    model: ModelDimensions, tokens: int, tensor: int, keys_and_values: int | None = None, gates: int = 0
 ) -> tuple[Product, ...]:
     """Return two products: the fused query, key and value projection, and the output projection.
 
     Args:
-        keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
+        keys_and_values: total size of all key and value heads; None: one of each for each query head.
         gates: total size of all output gates, which are part of the first product.
     """
-    h, width = model.hidden_size, attention_width(model)
-    entering = width + 2 * (width if keys is None else keys) + gates
-    return Product(tokens, h, entering // tensor, is_column=True), Product(tokens, width // tensor, h)
+    h, queries, context = model.hidden_size, attention_width(model), context_width(model)
+    entering = queries + (queries + context if keys_and_values is None else keys_and_values) + gates
+    return Product(tokens, h, entering // tensor, is_column=True), Product(tokens, context // tensor, h)
 
 
 def feed_forward_products(model: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
@@ -165,7 +168,7 @@ def mean_visible_keys(length: int, window: int = 0) -> float:
     return keys - keys**2 / (2 * length)
 
 
-_expert_layers = lru_cache(expert_layers)
+_expert_layers, _window_pattern = lru_cache(expert_layers), lru_cache(window_pattern)
 UnitValue = TypeVar("UnitValue")
 
 
@@ -190,6 +193,7 @@ def _is_gated(model: ModelDimensions) -> bool:
 # | feature | parameters of a layer | saved activations |
 # |---|---|---|
 # | g groups of a query heads | 2 h (a + g) d in attention | (2 a + 2 g) d elements per token |
+# | value heads of d_v elements | h (a + g) (d + d_v) in attention | see ``_core_saved_numel`` |
 # | rotary positions | none | (a + g) d more elements per token |
 # | norms of queries and keys | 2 d per head, (a + g) d over all heads, or none | (a + g) d more elements per token |
 # | sinks | a | none |
@@ -323,9 +327,29 @@ class DecoderCosts(Costs):
         return self.seq_length // self.context
 
     @property
-    def keys(self) -> int:
-        """Total size of all key heads of a layer, equal to that of all value heads."""
-        return self.model.num_query_groups * self.model.kv_hidden_size
+    def with_window(self) -> tuple[bool, ...]:
+        """For each layer, True if it has a window."""
+        model = self.model
+        has_none = (False,) * model.num_layers
+        return _window_pattern(model.window_attn_skip_freq, model.num_layers) if model.window_size else has_none
+
+    def groups(self, layer: int) -> int:
+        """Return the number of key and value heads of a layer."""
+        model = self.model
+        has_own_number = model.window_num_query_groups and self.with_window[layer]
+        return model.window_num_query_groups if has_own_number else model.num_query_groups
+
+    def keys(self, layer: int) -> int:
+        """Return the total size of all key heads of a layer."""
+        return self.groups(layer) * self.model.kv_hidden_size
+
+    def keys_and_values(self, layer: int) -> int:
+        """Return the total size of all key and value heads of a layer."""
+        return self.groups(layer) * (self.model.kv_hidden_size + self.model.value_size)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Return True if the layer has sinks."""
+        return has_sinks(self.model, has_window=bool(self.model.num_layers) and self.with_window[layer])
 
     @property
     def gates(self) -> int:
@@ -339,11 +363,25 @@ class DecoderCosts(Costs):
         queries and keys. With an all-to-all over the context ranks, another copy of the output is saved. An output gate
         saves its sigmoid and the gated output.
         """
-        both, gated = attention_width(self.model) + self.keys, 2 * self.gates
+        copies = (attention_width(self.model) + self.keys(layer)) * (self.model.qk_norm != "none")
         if self.context > 1:
-            twice = attention_width(self.model) if self.cuts_heads else 0
-            return both * (2 + (self.model.qk_norm != "none")) + twice + gated
-        return both * (2 + has_rotary(self.model, layer) + (self.model.qk_norm != "none")) + gated
+            copies += context_width(self.model) if self.cuts_heads else 0
+        elif has_rotary(self.model, layer):
+            copies += attention_width(self.model) + self.keys(layer)
+        return self._core_saved_numel(layer) + copies + 2 * self.gates
+
+    def _core_saved_numel(self, layer: int) -> int:
+        """Return the number of elements per token of queries, keys, values and context.
+
+        Kernels that need heads of one size p save values and context of size p, in addition to the unpadded context.
+        """
+        model = self.model
+        context, heads, groups = context_width(model), model.num_attention_heads, self.groups(layer)
+        has_tiles = self.is_on_cpu and self.context == 1 and (self.uses_document_starts or self.has_sinks(layer))
+        if model.value_size == model.kv_hidden_size or has_tiles:
+            return attention_width(model) + self.keys_and_values(layer) + context
+        padded = 2 * (heads + groups) * model.padded_head_size
+        return padded + (context if model.value_size < model.padded_head_size else 0)
 
     @property
     def num_norm_vectors(self) -> int:
@@ -365,7 +403,7 @@ class DecoderCosts(Costs):
     def visible_keys_by_layer(self) -> list[float]:
         """Average number of keys that a query attends to in each layer, given the layer's window."""
         model = self.model
-        windows = [model.window_size if has_window(model, layer) else 0 for layer in range(model.num_layers)]
+        windows = [model.window_size if has_window else 0 for has_window in self.with_window]
         return [mean_visible_keys(self.seq_length, window) for window in windows]
 
     @property
@@ -378,11 +416,13 @@ class DecoderCosts(Costs):
     @property
     def unit_costs(self) -> list[float]:
         model, h = self.model, self.model.hidden_size
-        attention = self.latent.flops if self.latent else projections_flops(model, self.keys, self.gates)
-        products = [attention + self._feed_forward_flops(layer) for layer in range(model.num_layers)]
-        layer_flops = zip(products, self.visible_keys_by_layer, strict=True)
-        layers = [product_flops + 2 * keys * self._score_width for product_flops, keys in layer_flops]
-        layer = max(layers, default=attention + feed_forward_flops(model))
+        layers = [
+            flops_of(self._attention_products(idx, 1, 1, 1))
+            + self._feed_forward_flops(idx)
+            + 2 * keys * self._score_width
+            for idx, keys in enumerate(self.visible_keys_by_layer)
+        ]
+        layer = max(layers, default=projections_flops(model) + feed_forward_flops(model))
         norm, head = ELEMENTWISE * h / layer, head_cost(model) * self.num_heads / layer
         units = [norm, *[layer_flops / layer for layer_flops in layers], norm, head]
         return self._with_mtp(units, 0.0, lambda cost: cost + 4 * h * h / layer + 4 * norm)
@@ -409,9 +449,13 @@ class DecoderCosts(Costs):
     @property
     def _score_width(self) -> int:
         """Total size of all query and all value heads."""
+        return attention_width(self.model) + context_width(self.model)
+
+    def _attention_products(self, layer: int, tokens: int, key_tokens: int, tensor: int) -> tuple[Product, ...]:
+        """Return the projections of a layer's attention; arguments as of ``LatentCosts.products``."""
         if self.latent:
-            return self.model.num_attention_heads * self.latent.head_sizes
-        return 2 * attention_width(self.model)
+            return self.latent.products(tokens, key_tokens, tensor)
+        return attention_products(self.model, tokens, tensor, self.keys_and_values(layer), self.gates)
 
     def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
         """Return the number of a layer's parameters on one of ``tensor`` ranks; norms and output biases are replicated.
@@ -422,9 +466,12 @@ class DecoderCosts(Costs):
         if self.latent:
             inner = self.latent.parameters(tensor)
         else:
-            inner = attention_parameters(self.model, tensor, self.keys, self.model.add_qkv_bias, self.gates)
-            inner += self.model.num_attention_heads // tensor if self.model.softmax_type == LEARNABLE else 0
-        norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
+            inner = attention_parameters(
+                self.model, tensor, self.keys_and_values(layer), self.model.add_qkv_bias, self.gates
+            )
+            has_weight = self.model.softmax_type == LEARNABLE and self.has_sinks(layer)
+            inner += self.model.num_attention_heads // tensor if has_weight else 0
+        norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor, layer)
         if self.with_experts[layer]:
             return inner + self.experts.parameters(tensor, is_active=is_active) + norms
         return inner + feed_forward_parameters(self.model, tensor) + norms
@@ -432,10 +479,10 @@ class DecoderCosts(Costs):
     def _feed_forward_flops(self, layer: int) -> int:
         return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.model)
 
-    def _head_norm_parameters(self, tensor: int) -> int:
+    def _head_norm_parameters(self, tensor: int, layer: int) -> int:
         """Return the number of parameters of query and key norms; a weight that all heads share is not sharded."""
         norm_type, d = self.model.qk_norm, self.model.kv_hidden_size
-        all_heads = (attention_width(self.model) + self.keys) // tensor
+        all_heads = (attention_width(self.model) + self.keys(layer)) // tensor
         if norm_type == "per-head":  # without a bias
             return all_heads
         return self.num_norm_vectors * {"none": 0, "l2": 0, "head": 2 * d, "all": all_heads}[norm_type]
@@ -446,10 +493,10 @@ class DecoderCosts(Costs):
         table = 0 if model.mtp_num_layers else head  # the last stage has a copy, see ``shared_parameters``
         positions = model.max_position_embeddings * model.hidden_size if model.has_learned_positions else 0
         norm = self.norm_parameters if model.embed_layernorm else 0
-        # index of a layer with experts and of a layer without, if there are any
-        layer_with = dict(zip(self.with_experts, range(model.num_layers), strict=True))
-        parameters = {has_experts: self.layer_parameters(tensor, layer) for has_experts, layer in layer_with.items()}
-        layers = [parameters[has_experts] for has_experts in self.with_experts]
+        types = list(zip(self.with_experts, self.with_window, strict=True))
+        idx_by_type = {layer_type: idx for idx, layer_type in enumerate(types)}
+        parameters = {layer_type: self.layer_parameters(tensor, idx) for layer_type, idx in idx_by_type.items()}
+        layers = [parameters[layer_type] for layer_type in types]
         units = [table + positions + norm, *layers, self.norm_parameters, head]
         return self._with_mtp(units, 0, lambda parameters: parameters + self.mtp_projection_parameters(tensor))
 
@@ -567,11 +614,16 @@ class DecoderCosts(Costs):
         return self.latent is not None
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
-        """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
+        """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context.
+
+        All heads are padded to one size. If layers have different numbers of key heads, the largest number counts.
+        """
         if self.latent and self.context > 1:
             numel = self.latent.context_numel(tensor, self.context, cuts_heads=self.cuts_heads)
             return (samples * self.seq_length * numel * width,)
-        numel = 2 * attention_width(self.model) + 2 * self.keys if self.cuts_heads else 2 * self.keys
+        heads = max(self.model.num_query_groups, self.model.window_num_query_groups)
+        heads += self.model.num_attention_heads if self.cuts_heads else 0
+        numel = 2 * heads * self.model.padded_head_size
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
@@ -586,29 +638,24 @@ class DecoderCosts(Costs):
         tokens = samples * self.local_length
         vocabulary = -(-known_vocab_size(model) // tensor)
         hidden, scalars = tokens * h * width, 4 * tokens
-        attention = attention_products(model, tokens, tensor, self.keys, self.gates)
-        entering = hidden  # bytes of the gradient that attention all-reduces
-        if self.latent:
-            attention = self.latent.products(tokens, samples * self.seq_length, tensor)
-            entering = tokens * self.latent.entering_size * width
-        dense = Work(
-            products=(*attention, *feed_forward_products(model, tokens, tensor)),
-            core=self._scores(samples, tensor),
-            operations=OPERATIONS["layer"],
-            reduced_bytes=(hidden, hidden),
-            backward_reduced_bytes=(entering, hidden),
-        )
-        layers = [dense] * model.num_layers
-        if model.num_experts:
-            num_all_reduces = 1 + self.experts.num_all_reduces  # one is for attention
-            expert_layer = replace(
-                dense,
-                products=(*attention, *self.experts.products(tokens, tensor)),
-                operations=OPERATIONS["layer"] + OPERATIONS["experts"],
-                reduced_bytes=(hidden,) * num_all_reduces,
-                backward_reduced_bytes=(entering, *(hidden,) * (num_all_reduces - 1)),
+        # bytes of the gradient that attention all-reduces
+        entering = tokens * self.latent.entering_size * width if self.latent else hidden
+        layers = []
+        for idx, has_experts in enumerate(self.with_experts):
+            attention = self._attention_products(idx, tokens, samples * self.seq_length, tensor)
+            feed_forward = (
+                self.experts.products(tokens, tensor) if has_experts else feed_forward_products(model, tokens, tensor)
             )
-            layers = [expert_layer if has_experts else dense for has_experts in self.with_experts]
+            num_all_reduces = 1 + (self.experts.num_all_reduces if has_experts else 1)  # the first is for attention
+            layers.append(
+                Work(
+                    products=(*attention, *feed_forward),
+                    core=self._scores(samples, tensor),
+                    operations=OPERATIONS["layer"] + (OPERATIONS["experts"] if has_experts else 0),
+                    reduced_bytes=(hidden,) * num_all_reduces,
+                    backward_reduced_bytes=(entering, *(hidden,) * (num_all_reduces - 1)),
+                )
+            )
         num_heads = self.num_heads
         units = [
             Work(operations=OPERATIONS["embedding"], reduced_bytes=(hidden,)),
@@ -637,9 +684,8 @@ class DecoderCosts(Costs):
         """Return the attention products of all heads on a rank; a fused kernel computes only the causal half."""
         num_heads = samples * self.model.num_attention_heads / tensor
         causal_factor = 0.5 if self.is_causal and self.is_fused else 1.0
-        if self.latent:
-            return self.latent.scores(self.local_length, self.seq_length, num_heads * causal_factor)
-        return scores(self.local_length, self.seq_length, self.model.kv_hidden_size, num_heads * causal_factor)
+        head_sizes = self.model.kv_hidden_size, self.model.value_size
+        return scores(self.local_length, self.seq_length, *head_sizes, num_heads * causal_factor)
 
     def _core_saved_bytes(self, samples: int, tensor: int, width: int) -> int:
         """Return the bytes of the probabilities before and after dropout and of the dropout mask.

@@ -45,21 +45,11 @@ class LatentCosts:
         model = self.model
         return int(self.latent_size + (model.q_lora_rank or model.hidden_size))
 
-    @property
-    def head_sizes(self) -> int:
-        """Total size of a query and a value head, which determines the FLOPs of scores and weighted sums."""
-        return int(self.model.kv_hidden_size + self.model.v_head_dim)
-
     def parameters(self, tensor: int = 1) -> int:
         """Return the number of parameters on one of ``tensor`` ranks, including the norms of latents."""
         model = self.model
         norms = self.num_norm_vectors * (model.kv_lora_rank + model.q_lora_rank)
         return sum(product.weights for product in self.products(1, 1, tensor)) + int(norms)
-
-    @property
-    def flops(self) -> float:
-        """FLOPs per token of the projections in forward."""
-        return sum(product.flops for product in self.products(1, 1, 1))
 
     def products(self, tokens: int, key_tokens: int, tensor: int) -> tuple[Product, ...]:
         """Return the projections on one of ``tensor`` ranks.
@@ -76,14 +66,6 @@ class LatentCosts:
             Product(tokens, h, self.latent_size),
             Product(key_tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim) // tensor),
             Product(tokens, heads * model.v_head_dim // tensor, h),
-        )
-
-    def scores(self, queries: int, keys: int, num_heads: float) -> tuple[Product, Product]:
-        """Return the two attention products without weights; see ``megatron.costs.cost.scores``."""
-        model = self.model
-        return (
-            Product(queries, model.kv_hidden_size, keys, num_heads),
-            Product(queries, keys, model.v_head_dim, num_heads),
         )
 
     def saved_numel(
@@ -116,7 +98,8 @@ class LatentCosts:
         """
         if not cuts_heads:
             return self.latent_size
-        return self.latent_size * context + int(self.model.num_attention_heads * self.head_sizes // tensor)
+        head_sizes = self.model.kv_hidden_size + self.model.v_head_dim
+        return self.latent_size * context + int(self.model.num_attention_heads * head_sizes // tensor)
 
     def rebuilt_numel(self, tensor: int) -> int:
         """Return the elements per token of the padded keys and values of all heads on a tensor rank."""

@@ -198,7 +198,8 @@ def _tensor_sizes(planner: Planner, spec: SearchSpec) -> list[int]:
 def _tensor_split_sizes(planner: Planner) -> list[int]:
     """Return the numbers of heads and the widths that the tensor axis must divide; 0 for features that are not used."""
     model = planner.config.model
-    dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
+    groups = [model.num_query_groups, model.window_num_query_groups]
+    dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, *groups]
     return [*dense, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
 
 

@@ -1,4 +1,4 @@
-"""Tiny SmolLM3, AFMoE and gpt-oss of Hugging Face's classes with odd sizes, and our flags for each.
+"""Tiny SmolLM3, AFMoE, gpt-oss and MiMo-V2-Flash of Hugging Face's classes with odd sizes, and our flags for each.
 
 As in ``modern_decoders`` and ``expert_models``, ``disable_upcasts`` keeps norms, angles, softmax and routers in fp64.
 """
@@ -56,6 +56,27 @@ EXTRA_CASES = {
         "--moe-ffn-hidden-size 54",
         module="gpt_oss",
     ),
+    "mimo_v2_flash": ModelCase(
+        "MiMoV2Flash",
+        {
+            "hidden_size": 38, "num_attention_heads": 8, "num_key_value_heads": 2, "v_head_dim": 7,
+            "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.5, "moe_intermediate_size": 14, "attention_bias": True,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": [FULL, SLIDING, SLIDING], "sliding_window": 4, "attention_value_scale": 0.6,
+            "experts_implementation": "eager", "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.67},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.67},
+            },
+        },
+        "--hidden-size 38 --num-attention-heads 8 --num-query-groups 2 --window-num-query-groups 4 --v-head-dim 7 "
+        "--attention-value-scale 0.6 --add-qkv-bias --rotary-base 500 --rotary-local-base 100 --rotary-percent 0.67 "
+        "--softmax-type learnable "
+        "--sink-layers window --window-size 3 --window-attn-skip-freq [0,1,1] --num-experts 8 --moe-router-topk 4 "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-ffn-hidden-size 14 --moe-layer-freq [0,1,1] "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 1.5",
+        module="mimo_v2_flash",
+    ),
 }  # fmt: skip
 
 COMMON_FIELDS = {
@@ -91,6 +112,20 @@ HUB_CONFIGS: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
     },
+    "mimo_v2_flash": {  # MiMo-V2-Flash, with the keys of its own code and without its quantisation
+        **{key: value for key, value in COMMON_FIELDS.items() if key != "rms_norm_eps"},
+        "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash",
+        "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
+        "attention_bias": False, "attention_chunk_size": 128, "num_attention_heads": 8,
+        "attention_value_scale": 0.707, "head_dim": 192, "hidden_act": "silu", "hybrid_block_size": None,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0], "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
+        "moe_intermediate_size": 8, "moe_layer_freq": [0, 1, 1, 1, 1, 1], "n_group": 1, "n_routed_experts": 8,
+        "n_shared_experts": None, "norm_topk_prob": True, "num_experts_per_tok": 2, "partial_rotary_factor": 0.334,
+        "rope_theta": 5000000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
+        "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4,
+        "swa_rope_theta": 10000, "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "v_head_dim": 128,
+    },
 }  # fmt: skip
 """As the hub has them, in small."""
 
@@ -100,19 +135,23 @@ def make_extras_model(case: str, dtype: torch.dtype = torch.float64, **overrides
     torch.manual_seed(1)
     model = EXTRA_CASES[case].huggingface_model(dtype, **overrides)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("sinks"):
                 tensor.copy_(torch.randn_like(tensor) + 3.0)
-            elif name.endswith("expert_bias"):
+            elif name.endswith(("expert_bias", "e_score_correction_bias")):
                 tensor.copy_(torch.randn_like(tensor) * 0.2)
-            elif name.endswith(("router.gate.weight", "router.weight", "self_attn.gate_proj.weight")):
+            elif name.endswith(("gate.weight", "router.weight", "self_attn.gate_proj.weight")):
                 tensor.mul_(5.0)
     return model
 
 
 def to_extras_file_tensors(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
     """Convert the tensors of a Hugging Face model to the names and shapes in its files."""
-    return to_file_tensors(tensors, case) if case == "afmoe" else tensors
+    if case == "mimo_v2_flash":
+        tensors = {
+            name.replace("self_attn.sinks", "self_attn.attention_sink_bias"): tensor for name, tensor in tensors.items()
+        }
+    return to_file_tensors(tensors, case) if case in ("afmoe", "mimo_v2_flash") else tensors
 
 
 @contextmanager
@@ -122,8 +161,10 @@ def disable_upcasts() -> Iterator[None]:
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
-    def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inv_freq, scale = rotary_frequencies(self.config)
+    def angles(
+        self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inv_freq, scale = rotary_frequencies(self.config, layer_type)
         freqs = position_ids[..., None].double() * inv_freq
         is_doubled = not type(self).__name__.startswith("GptOss")
         freqs = torch.cat((freqs, freqs), dim=-1) if is_doubled else freqs
@@ -139,6 +180,16 @@ def disable_upcasts() -> Iterator[None]:
         values = scores.gather(1, experts)
         return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.route_scale, experts
 
+    def mimo_router(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        scores = logits.sigmoid()
+        by_group = (scores + self.e_score_correction_bias).unflatten(1, (self.num_group, -1))
+        groups = by_group.topk(2, dim=-1)[0].sum(-1).topk(self.topk_group, dim=-1)[1]
+        is_chosen = torch.zeros_like(by_group[:, :, 0]).scatter(1, groups, 1.0) > 0
+        experts = by_group.masked_fill(~is_chosen[:, :, None], -torch.inf).flatten(1).topk(self.top_k, dim=-1)[1]
+        values = scores.gather(1, experts)
+        return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, experts
+
     with ExitStack() as stack:
         for model in EXTRA_CASES.values():
             name = model.module or model.prefix.lower()
@@ -147,5 +198,7 @@ def disable_upcasts() -> Iterator[None]:
                 stack.enter_context(patch.object(getattr(module, f"{model.prefix}{suffix}"), "forward", forward))
             if model.prefix == "Afmoe":
                 stack.enter_context(patch.object(module.AfmoeTokenChoiceRouter, "forward", afmoe_router))
+            if model.prefix == "MiMoV2Flash":
+                stack.enter_context(patch.object(module.MiMoV2FlashTopkRouter, "forward", mimo_router))
         stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax))
         yield

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from tests.helpers.modern_decoders import COMMON_SETTINGS, FLAGS, LLAMA3, YARN, ModelCase, rotary_frequencies
+from tests.helpers.modern_decoders import COMMON_SETTINGS, FLAGS, YARN, ModelCase, rotary_frequencies
 
 LATENT_FLAGS = (
     f"{FLAGS.replace('--kv-channels 10 ', '')} --multi-latent-attention --latent-norm-epsilon 1e-6 --kv-lora-rank 9 "
@@ -40,6 +40,11 @@ class LatentCase(ModelCase):
         return config_class(**{**common, **_SIZES, **self.settings, **overrides}, attn_implementation="eager")
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0],
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+"""As MiniCPM3-4B; a sample of the comparisons is longer than the original length."""
 LATENT_CASES = {
     "deepseek_v3": LatentCase(
         "DeepseekV3",
@@ -91,11 +96,12 @@ LATENT_CASES = {
         "MiniCPM3",
         {
             "hidden_size": 42, "q_lora_rank": 7, "tie_word_embeddings": True, "scale_emb": 3.5, "scale_depth": 1.4,
-            "dim_model_base": 13, "rope_parameters": LLAMA3,
+            "dim_model_base": 13, "rope_parameters": LONGROPE,
         },
         "--hidden-size 42 --q-lora-rank 7 --v-head-dim 3 --tie-embeddings-and-output-weights "
-        "--embedding-multiplier 3.5 --residual-scale 1.4 --dim-model-base 13 --rotary-base 500 --rotary-scaling llama3 "
-        "--rotary-scaling-factor 4 --rotary-original-positions 16",
+        "--embedding-multiplier 3.5 --residual-scale 1.4 --dim-model-base 13 --rotary-base 500 "
+        "--rotary-scaling longrope --rotary-scaling-factor 4 --rotary-original-positions 8 "
+        "--rotary-short-factors [1.0,1.5] --rotary-long-factors [2.0,5.0]",
         module="minicpm3",
     ),
 }  # fmt: skip
@@ -129,7 +135,7 @@ def disable_upcasts() -> Iterator[None]:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inv_freq, scale = rotary_frequencies(self.config)
+        inv_freq, scale = rotary_frequencies(self.config, length=int(position_ids.max()) + 1)
         freqs = position_ids[..., None].double() * inv_freq
         doubled = torch.cat((freqs, freqs), dim=-1)
         return doubled.cos() * scale, doubled.sin() * scale

@@ -201,14 +201,24 @@ def random_case(seed: int) -> ModelCase:
 # Hugging Face's models entirely in fp64.
 
 
-def rotary_frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
-    """Return rotary frequencies [d/2] in fp64 and the factor of cosine and sine, by Hugging Face's formulas."""
+def rotary_frequencies(config: Any, layer_type: str | None = None, length: int = 0) -> tuple[torch.Tensor, float]:
+    """Return rotary frequencies [d/2] in fp64 and the factor of cosine and sine, by Hugging Face's formulas.
+
+    Args:
+        length: one more than the largest position, which selects the factors of longrope.
+    """
     rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = int(size * rope.get("partial_rotary_factor", 1.0))
     base = rope["rope_theta"]
     unscaled = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     if rope["rope_type"] == "default":
         return unscaled, 1.0
+    if rope["rope_type"] == "longrope":
+        original_length = rope["original_max_position_embeddings"]
+        divisors = rope["long_factor"] if length > original_length else rope["short_factor"]
+        growth = math.log(config.max_position_embeddings / original_length) / math.log(original_length)
+        return unscaled / torch.tensor(divisors, dtype=torch.float64), math.sqrt(1 + growth)
     factor = rope["factor"]
     if rope["rope_type"] == "linear":
         return unscaled / factor, 1.0

@@ -160,25 +160,29 @@ def _linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 def _attention(
     args: Any, w: Weights, layer_idx: int, x: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
+    window = args.window_size if args.window_size and has_window(args, layer_idx) else 10**9
+    is_windowed = window < 10**9
+    groups = args.window_num_query_groups if is_windowed else 0
     a, g, d, s = (
         args.num_attention_heads,
-        args.num_query_groups or args.num_attention_heads,
+        groups or args.num_query_groups or args.num_attention_heads,
         args.kv_hidden_size,
         len(x),
     )
+    value_size = args.v_head_dim or d
     prefix = f"layers.{layer_idx}.attention"
     packed = unclipped = _linear(w, f"{prefix}.query_key_value", x)
     per_group = a // g
     if args.clip_qkv:
         packed = packed.clamp(-args.clip_qkv, args.clip_qkv)
-    heads = packed.view(s, g, -1, d)
-    query, key, value = heads[:, :, :per_group].reshape(s, a, d), heads[:, :, -2], heads[:, :, -1]
+    rows = packed.view(s, g, -1)
+    query, value = rows[:, :, : per_group * d].reshape(s, a, d), rows[:, :, -value_size:] * args.attention_value_scale
+    key = rows[:, :, -value_size - d : -value_size]
     gates = unclipped.view(s, g, -1, d)[:, :, per_group:-2].reshape(s, a, d) if args.attention_output_gate else None
-    window = args.window_size if args.window_size and has_window(args, layer_idx) else 10**9
     if args.qk_norm_order == "before":
         query, key = _norm_query_and_key(args, w, prefix, query, key)
     if args.position_embedding_type == "rope" and not is_without_rotary(args, layer_idx):
-        query, key = (_rotate(args, y, positions, is_local=window < 10**9) for y in (query, key))
+        query, key = (_rotate(args, y, positions, is_local=is_windowed) for y in (query, key))
     if args.qk_norm_order == "after":
         query, key = _norm_query_and_key(args, w, prefix, query, key)
     if args.attention_temperature_scale:
@@ -197,13 +201,15 @@ def _attention(
             scores = scores - _slope(head, a, args.alibi_bias_max) * distance.double()
         weights = torch.exp(scores).masked_fill(~is_visible, 0.0)
         denominator = weights.sum(-1, keepdim=True)
-        if args.softmax_type == "learnable":
+        if args.sink_layers == "window" and not is_windowed:
+            pass
+        elif args.softmax_type == "learnable":
             denominator = denominator + torch.exp(w[f"{prefix}.sinks.weight"][head])
         elif args.softmax_type == "off-by-one":
             denominator = denominator + 1.0
         output = weights / denominator @ value[:, head // per_group]
         outputs.append(output if gates is None else output / (1.0 + torch.exp(-gates[:, head])))
-    return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * d))
+    return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * value_size))
 
 
 def _norm_query_and_key(

@@ -27,6 +27,10 @@ VARIANTS = {
     "--no-rope-freq 2 --scale-embeddings --num-experts 4 --moe-ffn-hidden-size 12 --moe-layer-freq [0,1,1,1] "
     "--moe-shared-expert-intermediate-size 12 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.05 --moe-router-topk-scaling-factor 1.5",
+    "mimo": "--softmax-type learnable --sink-layers window --window-size 5 --window-attn-skip-freq [0,1,1,0] "
+    "--v-head-dim 6 --num-attention-heads 8 --window-num-query-groups 4 --attention-value-scale 0.6 --add-qkv-bias "
+    "--rotary-base 500 --rotary-local-base 100 --rotary-percent 0.67 --num-experts 4 --moe-ffn-hidden-size 12 "
+    "--moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     "dense": "--softmax-type off-by-one --attention-output-gate --add-qkv-bias --rotary-interleaved "
     "--rotary-percent 0.6 --qk-norm all --qk-norm-order after --no-rope-freq [0,1,0,0] "
     "--activation-func-clamp-value 0.3 --attn-logit-softcapping 1.5",

@@ -41,6 +41,7 @@ OPTION_CASES = [
     *((variant, (2, 1, 1, 1), f"{SEQUENCE_PARALLEL} {RECOMPUTE}") for variant in VARIANTS),
     *((variant, (1, 1, 1, 2), SELECTIVE) for variant in VARIANTS),
     *(("gpt_oss", (1, 2, 1, 1), schedule) for schedule in (*SCHEDULES, ZB_V)),
+    *(("mimo", (1, 2, 1, 1), schedule) for schedule in (INTERLEAVED, ZB_V)),
     ("gpt_oss", (1, 2, 1, 1), f"{INTERLEAVED} {RECOMPUTE}"),
     *((variant, (2, 1, 2, 1), f"--zero-stage 1 {SEQUENCE_PARALLEL}") for variant in VARIANTS),
     *((variant, (1, 1, 2, 1), f"--zero-stage {stage}") for variant in VARIANTS for stage in (2, 3)),
@@ -51,6 +52,7 @@ QUICK_CASES = [
     ("gpt_oss", (1, 1, 1, 2), EP),
     ("gpt_oss", (2, 1, 1, 1), SEQUENCE_PARALLEL),
     ("afmoe", (2, 1, 1, 1), ""),
+    ("mimo", (2, 1, 1, 2), SEQUENCE_PARALLEL),
 ]
 
 
@@ -85,6 +87,10 @@ EFFECTIVE_FLAGS = {
         "--glu-linear-offset 0.5", "--activation gated-silu",
     ),
     "afmoe": ("--no-rope-freq 4", "--no-rope-freq [1,0,0,0]"),
+    "mimo": (
+        "--sink-layers all", "--v-head-dim 10", "--window-num-query-groups 2", "--attention-value-scale 1",
+        "--softmax-type vanilla",
+    ),
     "dense": ("--qk-norm-order before", "--qk-norm l2", "--softmax-type vanilla", "--no-rope-freq 4"),
 }  # fmt: skip
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config.decoder import ALIBI, has_window
-from megatron.config.layer_features import AFTER_ROTATION, VANILLA, has_rotary
+from megatron.config.decoder import ALIBI, has_sinks, has_window, query_groups
+from megatron.config.layer_features import AFTER_ROTATION, has_rotary
 from megatron.models.common.attention_extras import make_sinks, split_gate
 from megatron.models.common.context_attention import ContextAttention
 from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import make_head_norm
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.rotary_positions import RotaryPositions
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.matrices import set_matrices
 from megatron.ops import fused_rotary
@@ -25,7 +26,8 @@ from megatron.ops.attention import attention
 from megatron.ops.attention_temperature import scale_queries
 from megatron.ops.causal_attention import causal_self_attention, split_packed
 from megatron.ops.document_attention import document_attention
-from megatron.ops.positions import Rotary, alibi_slopes, apply_rotary, rotary_cos_sin
+from megatron.ops.padded_heads import pad_heads
+from megatron.ops.positions import Rotary, alibi_slopes, apply_rotary
 from megatron.ops.sink_attention import sink_attention
 from megatron.ops.softcapped_attention import softcapped_attention
 
@@ -97,6 +99,9 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Multi-head self-attention with grouped queries.
 
+    Queries and keys have d = ``kv_hidden_size`` elements and values d_v = ``value_size``, by default the same number.
+    Layers with a window may have another number of groups and of sinks than other layers.
+
     The query, key and value weights are one matrix with rows ordered by query group (the query heads of group 0, its
     key, its value, then group 1), so that a contiguous shard contains full groups. The number of groups must be a
     multiple of the tensor-parallel size: a key shared by several ranks would be computed on each of them, and its
@@ -118,7 +123,7 @@ class SelfAttention(Attention):
 
     def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int) -> None:
         super().__init__(args, parallel, layer)
-        num_heads, num_groups = args.num_attention_heads, args.num_query_groups
+        num_heads, num_groups = args.num_attention_heads, query_groups(args, layer)
         if num_heads % num_groups:
             raise ValueError(
                 f"--num-attention-heads must be a multiple of --num-query-groups, got {num_heads} and {num_groups}"
@@ -126,16 +131,34 @@ class SelfAttention(Attention):
         self.num_groups = divide("--num-query-groups", num_groups, parallel.group)
         self.parallel, self.clip = parallel, args.clip_qkv
         self.is_plain = args.has_plain_attention and parallel.context.size == 1
-        self.rotary = args.local_rotary if has_window(args, layer) else args.rotary
-        if not has_rotary(args, layer):
-            self.rotary = None
-        self.long_rotary: Rotary | None = None
-        if self.rotary is not None and self.rotary.scaling == "longrope":
-            self.long_rotary = replace(self.rotary, is_long=True)
+        rotary = args.local_rotary if has_window(args, layer) else args.rotary
+        self.rotary_positions = RotaryPositions(args, parallel, rotary if has_rotary(args, layer) else None)
         self.is_normed_after_rotation = args.qk_norm_order == AFTER_ROTATION
         self.temperature = args.attention_temperature_scale, args.attention_temperature_floor
-        self.max_positions = args.max_position_embeddings
-        self.attention_function = _attention_function(args)
+        self.value_size, self.value_scale = args.value_size, args.attention_value_scale
+        self._set_attention_functions(args, parallel, layer)
+        bias, head_size = args.hidden_bias or args.add_qkv_bias, args.kv_hidden_size
+        query_rows = num_heads // num_groups * head_size
+        self.has_output_gate = args.attention_output_gate
+        gate_rows = (query_rows,) if self.has_output_gate else ()
+        group_rows = (query_rows, *gate_rows, head_size, self.value_size)
+        self.query_key_value = ColumnParallelLinear(
+            args.hidden_size, num_groups * sum(group_rows), bias=bias, **parallel.layer_kwargs
+        )
+        set_matrices(self.query_key_value.weight, group_rows, head=head_size)
+        self.sinks = make_sinks(args, parallel) if has_sinks(args, has_window=has_window(args, layer)) else None
+        self.dense = RowParallelLinear(
+            args.attention_width, args.hidden_size, bias=args.hidden_bias, **parallel.layer_kwargs
+        )
+        self.query_norm = make_head_norm(args, parallel, num_heads)
+        self.key_norm = make_head_norm(args, parallel, num_groups)
+
+    def _set_attention_functions(self, args: ModelArgs, parallel: ParallelContext, layer: int) -> None:
+        """Set the attention functions for masks and for documents given by their starts."""
+        has_padding = self.value_size != self.head_size
+        if has_padding:  # the default scale would be that of the padded heads
+            args = replace(args, softmax_scale=args.softmax_scale or self.head_size**-0.5)
+        self.attention_function = _attention_function(args, layer)
         self.document_function = _document_function(args, parallel, layer)
         if parallel.context.size > 1:
             context_attention = ContextAttention(self.attention_function, self.document_function, args, parallel)
@@ -143,26 +166,16 @@ class SelfAttention(Attention):
                 context_attention,
                 context_attention.attend_within_documents,
             )
-        bias, packed_size = args.hidden_bias or args.add_qkv_bias, (num_heads + 2 * num_groups) * args.kv_hidden_size
-        self.has_output_gate = args.attention_output_gate
-        packed_size += args.attention_width if self.has_output_gate else 0
-        self.query_key_value = ColumnParallelLinear(args.hidden_size, packed_size, bias=bias, **parallel.layer_kwargs)
-        head_size = args.kv_hidden_size
-        query_rows = num_heads // num_groups * head_size
-        gate_rows = (query_rows,) if self.has_output_gate else ()
-        set_matrices(self.query_key_value.weight, (query_rows, *gate_rows, head_size, head_size), head=head_size)
-        self.sinks = make_sinks(args, parallel)
-        self.dense = RowParallelLinear(
-            args.attention_width, args.hidden_size, bias=args.hidden_bias, **parallel.layer_kwargs
-        )
-        self.query_norm = make_head_norm(args, parallel, num_heads)
-        self.key_norm = make_head_norm(args, parallel, num_groups)
+        if has_padding:
+            self.attention_function = pad_heads(self.attention_function)
+            if parallel.context.size > 1:  # ranks exchange keys and values in one message
+                self.document_function = pad_heads(self.document_function)
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        packed = self.query_key_value(x)  # [s, b, (a + 2 g) d / t]
+        packed = self.query_key_value(x)  # [s, b, (a d + g d + g d_v) / t]
         if self.is_plain and cache is None and (mask is None or mask.dtype == torch.int32):
             return self.dense(self.attend(causal_self_attention, self.view_by_head(packed, 3), mask))
         return self.dense(self._attend_unpacked(packed, mask, cache, positions))
@@ -174,7 +187,7 @@ class SelfAttention(Attention):
         cache: LayerKVCache | None,
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the context [s, b, a d / t], computed from separate queries, keys and values."""
+        """Return the context [s, b, a d_v / t], computed from separate queries, keys and values."""
         if self.has_output_gate:
             packed, gate = split_gate(packed, self.num_groups, self.head_size)
             return self._attend_ungated(packed, mask, cache, positions) * torch.sigmoid(gate)
@@ -187,15 +200,18 @@ class SelfAttention(Attention):
         cache: LayerKVCache | None,
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the context [s, b, a d / t] before the output gate."""
-        if self.rotary is None:
+        """Return the context [s, b, a d_v / t] before the output gate."""
+        if self.rotary_positions.rotary is None:
             query, key, value = self._split_and_norm(packed)
         else:
-            query, key, value = self._split_and_rotate(self.rotary, packed, cache, positions)
+            query, key, value = self._split_and_rotate(self.rotary_positions.rotary, packed, cache, positions)
+        if self.value_scale != 1.0:
+            value = value * self.value_scale
         if self.temperature[0]:
-            query = scale_queries(query, self._token_positions(query, cache, positions)[0], *self.temperature)
+            query_positions, _ = self.rotary_positions.of_tokens(query, cache, positions)
+            query = scale_queries(query, query_positions, *self.temperature)
         if cache is not None:
-            key, value = cache.update(key, value)  # 2 x [b, g/t, s_k, d]
+            key, value = cache.update(key, value)  # [b, g/t, s_k, d], [b, g/t, s_k, d_v]
         sinks = {} if self.sinks is None else {"sinks": self.sinks(query)}
         if mask is not None and mask.dtype == torch.int32:
             return self.attend(self.document_function, query, key, value, mask, **sinks)
@@ -217,84 +233,51 @@ class SelfAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normed and rotated by their positions in the order of the model, and values."""
         uses_kernel = self.parallel.uses_kernels(packed) and not rotary.is_interleaved
-        if uses_kernel and (self.query_norm is None or self.is_normed_after_rotation):
-            groups = self.view_by_group(packed)
-            cosine, sine = self._cos_sin(rotary, groups.select(3, 0).permute(1, 2, 0, 3), cache, positions)
+        has_equal_heads = self.value_size == self.head_size
+        if uses_kernel and has_equal_heads and (self.query_norm is None or self.is_normed_after_rotation):
+            groups = self.clamp_and_group(packed).unflatten(-1, (-1, self.head_size))  # [s, b, g/t, a/g + 2, d]
+            heads = groups.select(3, 0).permute(1, 2, 0, 3)
+            cosine, sine = self.rotary_positions.cos_sin(heads, cache, positions)
             query, key, value = fused_rotary.split_and_rotate(groups, cosine, sine)
             return *self._norm_heads(query, key), value
         query, key, value = self.split_groups(packed)
         if not self.is_normed_after_rotation:
             query, key = self._norm_heads(query, key)
-        cosine, sine = self._cos_sin(rotary, query, cache, positions)
+        cosine, sine = self.rotary_positions.cos_sin(query, cache, positions)
         if uses_kernel:
             query, key = fused_rotary.rotate(query, key, cosine, sine)
         else:
             query, key = (apply_rotary(x, cosine, sine, rotary.is_interleaved) for x in (query, key))
         return *(self._norm_heads(query, key) if self.is_normed_after_rotation else (query, key)), value
 
-    def _cos_sin(
-        self, rotary: Rotary, heads: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``rotary_cos_sin`` for the positions of ``heads`` [b, any number, s, d].
-
-        longrope selects the factors by the length of the full sequence. With a cache, that is the capacity of its rows,
-        because cached keys have been rotated.
-        """
-        if self.long_rotary is not None:
-            length = heads.shape[2] * self.parallel.context.size if cache is None else cache.slots.capacity
-            rotary = self.long_rotary if length > rotary.original_positions else rotary
-        positions, max_positions = self._token_positions(heads, cache, positions)
-        return rotary_cos_sin(rotary, heads, positions, max_positions)
-
-    def _token_positions(
-        self, heads: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, int]:
-        """Return the positions of ``heads``, None for 0 ... s-1, and their exclusive upper bound."""
-        if cache is not None:
-            return cache.slots.positions, cache.slots.stop
-        if self.parallel.context.size > 1:
-            return self._full_sequence_positions(heads, positions)
-        return positions, self.max_positions
-
-    def _full_sequence_positions(self, heads: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """Return the rotary positions of this rank's tokens and their exclusive upper bound.
-
-        The positions are ``positions`` if given, otherwise indices into the full sequence.
-        """
-        local_length = heads.shape[2]
-        if positions is None:
-            positions = self.parallel.positions(local_length, heads.device).unsqueeze(0)
-        return positions, max(self.max_positions, local_length * self.parallel.context.size)
-
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split ``packed`` into queries, keys and values.
 
         Shapes:
-            packed [s, b, (a + 2 g) d / t]
-            output [b, a/t, s, d], 2 x [b, g/t, s, d]
+            packed [s, b, (a d + g d + g d_v) / t]
+            output [b, a/t, s, d], [b, g/t, s, d], [b, g/t, s, d_v]
         """
-        groups = self.view_by_group(packed)
-        heads_per_group = self.num_heads // self.num_groups
+        groups = self.clamp_and_group(packed)
+        query_size = self.num_heads // self.num_groups * self.head_size
         # one split, so that backward concatenates the three gradients instead of adding three zero-padded tensors
-        query, key, value = groups.split([heads_per_group, 1, 1], dim=3)  # [s, b, g/t, a/g, d], 2 x [s, b, g/t, 1, d]
-        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)  # [s, b, a/t, d], 2 x [s, b, g/t, d]
+        query, key, value = groups.split([query_size, self.head_size, self.value_size], dim=-1)
+        query = query.unflatten(-1, (-1, self.head_size)).flatten(2, 3)  # [s, b, a/t, d]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
-    def view_by_group(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return ``packed``, clamped if the model requires it, as [s, b, g/t, a/g + 2, d]."""
+    def clamp_and_group(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return ``packed``, clamped if the model requires it, as [s, b, g/t, (a/g + 1) d + d_v]."""
         if self.clip:
             packed = packed.clamp(-self.clip, self.clip)
-        heads_per_group = self.num_heads // self.num_groups
-        return packed.view(*packed.shape[:2], self.num_groups, heads_per_group + 2, self.head_size)
+        return packed.unflatten(-1, (self.num_groups, -1))
 
 
-def _attention_function(args: ModelArgs) -> Callable[..., torch.Tensor]:
-    """Return the attention function of a model; it accepts ``mask`` and the arguments for attention dropout.
+def _attention_function(args: ModelArgs, layer: int) -> Callable[..., torch.Tensor]:
+    """Return the attention function of a layer; it accepts ``mask`` and the arguments for attention dropout.
 
     With sinks it also requires ``sinks``.
     """
     options: dict[str, Any] = {"scale": args.softmax_scale} if args.softmax_scale else {}
-    if args.softmax_type != VANILLA:
+    if has_sinks(args, has_window=has_window(args, layer)):
         return partial(sink_attention, cap=args.attn_logit_softcapping, **options)
     if args.attn_logit_softcapping:
         return partial(softcapped_attention, cap=args.attn_logit_softcapping, **options)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.config import Config
-from megatron.config.decoder import BASE_WIDTHS
+from megatron.config.decoder import BASE_WIDTHS, has_window
 from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
@@ -352,6 +352,10 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "qk_norm_order": "before",
     "activation_func_clamp_value": 0.0,
     "glu_linear_offset": 0.0,
+    "sink_layers": "all",
+    "window_num_query_groups": 0,
+    "attention_value_scale": 1.0,
+    "v_head_dim": 0,
     "multi_latent_attention": False,
 }
 """Setting that distinguishes one decoder from another -> its value in GPT-2."""
@@ -375,6 +379,10 @@ def unsupported_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: 
             yield f"{flags[name]} must be {required}, got {value}"
 
 
+def _window_layers(model: ModelConfig) -> list[bool]:
+    return [has_window(model, layer_idx) for layer_idx in range(model.num_layers)]
+
+
 def _has_effect(model: ModelConfig, name: str) -> bool:
     """Return True if the setting takes effect given the other settings."""
     if name == "norm_bias":
@@ -383,6 +391,12 @@ def _has_effect(model: ModelConfig, name: str) -> bool:
         return model.position_embedding_type == "rope" and model.window_size > 0
     if name in BASE_WIDTHS:
         return bool(model.width_logit_multiplier != 1.0)
+    if name == "v_head_dim":
+        return not model.multi_latent_attention
+    if name == "sink_layers":
+        return model.softmax_type != "vanilla" and not all(_window_layers(model))
+    if name == "window_num_query_groups":
+        return any(_window_layers(model))
     if name == "rotary_truncate" and model.rotary_scaling != "yarn":
         return False
     if name == "no_rope_freq":

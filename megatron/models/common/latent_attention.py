@@ -17,6 +17,7 @@ from megatron.models.common.latent_context_attention import LatentContextAttenti
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import LayerNorm, RMSNorm, norm_class, norm_kwargs
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.rotary_positions import RotaryPositions
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.matrices import set_matrices
@@ -24,7 +25,7 @@ from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention
 from megatron.ops.document_attention import document_attention
 from megatron.ops.padded_heads import pad_heads
-from megatron.ops.positions import apply_rotary, rotary_cos_sin
+from megatron.ops.positions import apply_rotary
 from megatron.ops.softcapped_attention import softcapped_attention
 
 # What each tensor rank computes:
@@ -130,9 +131,9 @@ class LatentAttention(Attention):
     def __init__(self, args: ModelArgs, parallel: ParallelContext, layer: int) -> None:
         super().__init__(args, parallel, layer)
         self.parallel = parallel
-        self.rotary = args.local_rotary if has_window(args, layer) else args.rotary
+        rotary = args.local_rotary if has_window(args, layer) else args.rotary
+        self.rotary_positions = RotaryPositions(args, parallel, rotary)
         self.is_interleaved = args.rotary_interleaved
-        self.max_positions = args.max_position_embeddings
         self.part_sizes = (args.qk_head_dim, args.qk_pos_emb_head_dim)  # d_n, d_r
         self.value_size, self.kv_lora_rank = args.v_head_dim, args.kv_lora_rank
         h, num_heads = args.hidden_size, args.num_attention_heads
@@ -204,7 +205,7 @@ class LatentAttention(Attention):
         query = self.query(query_latents[0] if query_latents else x)  # [s, b, a (d_n + d_r) / t]
         query = query.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)  # [b, a/t, s, d_n + d_r]
         rotated_key = rotated_key.transpose(0, 1).unsqueeze(1)  # [b, 1, s, d_r]
-        cosine, sine = self._cos_sin(query, cache, positions)
+        cosine, sine = self.rotary_positions.cos_sin(query, cache, positions)
         query_part, rotated_query = query.split(self.part_sizes, dim=-1)
         rotated_query, rotated_key = (
             apply_rotary(x, cosine, sine, self.is_interleaved) for x in (rotated_query, rotated_key)
@@ -218,20 +219,6 @@ class LatentAttention(Attention):
             return parts
         entered = enter_tensor_region(torch.cat(parts, dim=-1), **self.parallel.layer_kwargs)
         return list(entered.split([part.shape[-1] for part in parts], dim=-1))
-
-    def _cos_sin(
-        self, query: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine of the rotary angles at the positions of ``query`` [b, a/t, s, d]."""
-        assert self.rotary is not None
-        if cache is not None:
-            return rotary_cos_sin(self.rotary, query, cache.slots.positions, cache.slots.stop)
-        max_positions, length = self.max_positions, query.shape[2]
-        if self.parallel.context.size > 1:
-            max_positions = max(max_positions, length * self.parallel.context.size)
-            if positions is None:
-                positions = self.parallel.positions(length, query.device).unsqueeze(0)
-        return rotary_cos_sin(self.rotary, query, positions, max_positions)
 
     def expand(
         self, latent: torch.Tensor, rotated_key: torch.Tensor, heads: slice | None = None

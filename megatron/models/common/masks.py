@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from megatron.config.decoder import has_sinks
 from megatron.config.layer_features import VANILLA
 from megatron.models.common.attention import local_alibi_slopes
 from megatron.models.common.kv_cache import KVCacheSlots
@@ -104,14 +105,14 @@ class Masks:
             has_window: the layers have a window.
         """
         length = self._parallel.full_length(x)
+        has_layer_sinks = has_sinks(self._args, has_window=has_window)
         has_window = self._has_effective_window(has_window, length)
-        has_sinks = self._args.softmax_type != VANILLA
-        is_causal_only = segment_ids is None and self.slopes is None and not has_window and not has_sinks
+        is_causal_only = segment_ids is None and self.slopes is None and not has_window and not has_layer_sinks
         if is_causal_only and not self._needs_causal_mask(x):
             return None
         if segment_ids is not None and self._has_document_starts(x, length):
             return self._document_starts.get(segment_ids, partial(self._compute_document_starts, segment_ids))
-        prefers_starts = self._parallel.context.size > 1 or has_sinks
+        prefers_starts = self._parallel.context.size > 1 or has_layer_sinks
         if segment_ids is None and prefers_starts and self._has_document_starts(x, length):
             return self._single_document_starts(x, length)
         causal = self._causal_mask(length, x, has_window)

@@ -19,9 +19,9 @@ have the decoder's loss and logits.
 
 Documents are known from the segment ids. The token behind the last position has none: there the loss mask decides.
 
-A sample with N tokens in the main loss has fewer targets M_k in layer k. Each target is weighted by N / M_k, so that the
-MTP loss of a sample is the mean over its targets times N, and the layer has the weight of the main loss in spite of its
-missing targets. With W tokens in the main loss of a global batch, the loss to train on is
+A sample with N tokens in the main loss has fewer targets M_k in layer k. Each target is weighted by N / M_k, so that
+the MTP loss of a sample is the mean over its targets times N, and the layer has the weight of the main loss in spite of
+its missing targets. With W tokens in the main loss of a global batch, the loss to train on is
 
     1 / W x (sum of the main loss + factor / D x sum over k of the weighted sum of MTP loss k).
 
@@ -29,8 +29,8 @@ N and M_k are those of one sample, so the loss does not depend on micro-batches,
 ``--loss-average micro-batch`` they are those of all samples of the micro-batch. ``mtp_k_loss`` is reported as the
 weighted mean over the targets of layer k in the global batch.
 
-Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; Megatron-LM's ``--mtp-num-layers``, which weights by the numbers of
-a micro-batch.
+Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; Megatron-LM's ``--mtp-num-layers``, which weights by the numbers
+of a micro-batch.
 """
 
 from __future__ import annotations

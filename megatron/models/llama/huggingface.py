@@ -14,7 +14,7 @@ in this order:
 | gemma3_text | as gemma2, with head norms, no soft-cap of scores, and a separate base in layers with a window |
 | olmo2 | norms after attention and feed-forward, and over all query and all key heads |
 | mixtral, qwen3_moe, qwen2_moe, glm4_moe | a mistral, qwen3, qwen2 and llama with experts (``huggingface_experts``) |
-| smollm3, afmoe, gpt_oss | layers without rotary positions, output gates, sinks (``huggingface_extras``) |
+| smollm3, afmoe, gpt_oss, mimo_v2_flash | NoPE layers, output gates, sinks (``huggingface_extras``) |
 | deepseek_v2, deepseek_v3, glm4_moe_lite | multi-latent attention (``huggingface_latent``) and experts |
 | youtu, minicpm3 | multi-latent attention and dense layers; minicpm3 has scaled embeddings, residuals and logits |
 | dots1 | a glm4_moe with windows per layer |
@@ -56,7 +56,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.decoder import ARCHITECTURE, window_pattern
+from megatron.config.decoder import ARCHITECTURE, has_sinks, has_window, query_groups, window_pattern
 from megatron.config.experts import has_experts
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
@@ -79,6 +79,7 @@ from megatron.models.llama.huggingface_experts import (
     GLM4,
     GLM4_LITE,
     GPT_OSS_EXPERTS,
+    MIMO_EXPERTS,
     MINIMAX,
     MIXTRAL,
     OLMOE,
@@ -93,9 +94,13 @@ from megatron.models.llama.huggingface_experts import (
 from megatron.models.llama.huggingface_extras import (
     AFMOE,
     GPT_OSS,
+    MIMO,
+    MIMO_ROTARY_SHARE,
+    MIMO_WINDOW,
     SMOLLM3,
     TypeExtras,
     gpt_oss_expert_recipes,
+    mimo_windows,
     reject_mxfp4,
     smollm3_rotary_layers,
 )
@@ -120,8 +125,11 @@ _HF_WORD, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
 WINDOW_KEYS = frozenset(
-    {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
-)
+    {
+        "sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
+        "hybrid_layer_pattern", "sliding_window_size",
+    }
+)  # fmt: skip
 _WINDOW_FIELDS = {"window_size", "window_attn_skip_freq"}
 ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
 """Buffers saved by older versions, per layer or once per model."""
@@ -149,6 +157,10 @@ class Preset:
         aliases: further values of ``model_type`` in config.json of published models of the type.
         example: settings of models of the type for ``--model``, if the defaults of the class are not supported.
         mtp: names of the multi-token prediction layers; None: folders of the type have none.
+        sinks: name of the sinks in the attention module.
+        local_rotary: layers with a window have rotary parameters of their own: "base": in a key of their own, "nested":
+            in ``rope_parameters`` by layer type; "": they have those of all layers.
+        rotary_share: default of the class for the rotated share of each head.
     """
 
     model_type: str
@@ -166,6 +178,9 @@ class Preset:
     aliases: tuple[str, ...] = ()
     example: Mapping[str, Any] = field(default_factory=dict)
     mtp: MTPNames | None = None
+    sinks: str = "sinks"
+    local_rotary: str = ""
+    rotary_share: float = 0.5
 
     @property
     def is_latent(self) -> bool:
@@ -233,6 +248,7 @@ PRESETS = (
         architecture="Gemma3ForCausalLM",
         fixed={**_GEMMA_SETTINGS, "qk_norm": "head"},
         free=frozenset({*_WINDOW_FIELDS, "softmax_scale", "final_logit_softcapping", "rotary_local_base"}),
+        local_rotary="base",
         defaults={
             **_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
@@ -326,6 +342,27 @@ PRESETS = (
         window="layer",
         experts=GPT_OSS_EXPERTS,
         extras=GPT_OSS,
+    ),
+    Preset(
+        model_type="mimo_v2_flash",
+        architecture="MiMoV2FlashForCausalLM",
+        fixed={"softmax_type": "learnable", "sink_layers": "window"},
+        free=frozenset({
+            *_WINDOW_FIELDS, "rotary_percent", "rotary_local_base", "v_head_dim", "window_num_query_groups",
+            "attention_value_scale", "add_qkv_bias",
+        }),
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "sliding_window": MIMO_WINDOW, "attention_value_scale": 0.707,
+            **MIMO_EXPERTS.defaults,
+        },
+        window="layer",
+        experts=MIMO_EXPERTS,
+        extras=MIMO,
+        sinks="attention_sink_bias",
+        local_rotary="nested",
+        rotary_share=MIMO_ROTARY_SHARE,
+        example={"layer_types": [_SLIDING if layer % 6 else _FULL for layer in range(1, 61)]},
     ),
     Preset(
         model_type="deepseek_v3",
@@ -448,8 +485,8 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
     for layer_idx, our_layer, hf_layer in layer_names(preset.mtp, model):
         for our_name, hf_name in {**_NORMS[model.norm_placement], **preset.norms}.items():
             mappings[f"{our_layer}.{our_name}.weight"] = WeightMapping((f"{hf_layer}.{hf_name}.weight",))
-        if model.softmax_type == "learnable":
-            mappings[f"{our_layer}.attention.sinks.weight"] = WeightMapping((f"{hf_layer}.self_attn.sinks",))
+        if model.softmax_type == "learnable" and has_sinks(model, has_window=has_window(model, layer_idx)):
+            mappings[f"{our_layer}.attention.sinks.weight"] = WeightMapping((f"{hf_layer}.self_attn.{preset.sinks}",))
         for name in ("query", "key") if model.qk_norm not in ("none", "l2") else ():
             mappings[f"{our_layer}.attention.{name}_norm.weight"] = WeightMapping(
                 (f"{hf_layer}.self_attn.{name[0]}_norm.weight",)
@@ -458,7 +495,7 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
             projections = ("q", "gate", "k", "v") if model.attention_output_gate else ("q", "k", "v")
             hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in projections)
             mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
-                hf_names, num_blocks=model.num_query_groups, rotary_rows=rotary_rows
+                hf_names, num_blocks=query_groups(model, layer_idx), rotary_rows=rotary_rows
             )
         if model.multi_latent_attention:
             del mappings[f"{our_layer}.attention.query_key_value.weight"]
@@ -488,9 +525,15 @@ def copies(preset: Preset, config: Config) -> dict[str, str]:
 
 def heights(config: Config) -> dict[str, int]:
     """Return the numbers of rows of the query, gate, key and value weights and biases, by the suffix of their names."""
-    query_rows = config.model.attention_size
-    key_rows = config.model.num_query_groups * config.model.kv_hidden_size
-    num_rows = {"q": query_rows, "self_attn.gate": query_rows, "k": key_rows, "v": key_rows}
+    model = config.model
+    num_rows = {"q": model.attention_size, "self_attn.gate": model.attention_size}
+    # with another number of groups in layers with a window, names include their layer
+    layers = range(model.num_layers) if model.window_num_query_groups else ()
+    for prefix, groups in (
+        ("", model.num_query_groups),
+        *((f"model.layers.{layer_idx}.self_attn.", query_groups(model, layer_idx)) for layer_idx in layers),
+    ):
+        num_rows |= {f"{prefix}k": groups * model.kv_hidden_size, f"{prefix}v": groups * model.value_size}
     return {f"{name}_proj.{suffix}": rows for name, rows in num_rows.items() for suffix in ("weight", "bias")}
 
 
@@ -563,8 +606,9 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         **_window_fields(preset, config),
         **rotary_fields(
             model,
-            has_local=preset.model_type == "gemma3_text",
+            has_local=bool(preset.local_rotary),
             has_partial_rotary="rotary_percent" in preset.free,
+            is_nested=preset.local_rotary == "nested",
         ),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
@@ -650,9 +694,10 @@ def values(preset: Preset, hf_config: dict[str, Any]) -> dict[str, Any]:
     else:
         rotary, unsupported_rotary = rotary_values(
             settings,
-            has_local=preset.model_type == "gemma3_text",
+            has_local=bool(preset.local_rotary),
             has_windows="window_size" in windows,
             has_partial_rotary="rotary_percent" in preset.free,
+            default_share=preset.rotary_share,
         )
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
     extras: dict[str, Any] = {}
@@ -746,7 +791,7 @@ def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
     biases = settings.get("attention_bias") or False
     if preset.has_biases and (settings.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (supported: both or neither)"
-    has_fixed_biases = preset.model_type.startswith("qwen2") or preset.experts in (GLM4, GPT_OSS_EXPERTS)
+    has_fixed_biases = preset.model_type.startswith("qwen2") or preset.experts in (GLM4, GPT_OSS_EXPERTS, MIMO_EXPERTS)
     if not preset.has_biases and not has_fixed_biases and biases:
         yield "attention_bias True (supported: False)"
     if preset.model_type == "gemma3_text" and settings.get("attn_logit_softcapping"):
@@ -804,6 +849,8 @@ def _default_windows(
     if preset.extras is SMOLLM3:
         uses_window = settings.get("use_sliding_window", False) and window_size is not None
         return [uses_window and not has_rotary for has_rotary in smollm3_rotary_layers(settings)[:num_layers]]
+    if preset.extras is MIMO:
+        return mimo_windows(num_layers)
     if preset.is_gemma or preset.extras is not None:
         period = settings["sliding_window_pattern"]
         return [layer_number % period != 0 for layer_number in range(1, num_layers + 1)]
@@ -830,6 +877,11 @@ def _rename_tensor(name: str, config: Config) -> str | None:
     return None if match is not None and int(match[1]) >= num_layers else name
 
 
+def _rename_mimo_tensor(name: str, config: Config) -> str | None:
+    """Return ``name``, or None for multi-token prediction layers, which the class ignores as well."""
+    return None if name.startswith("model.mtp.") else name
+
+
 def _rename_gpt_oss_tensor(name: str, config: Config) -> str:
     """Return ``name``.
 
@@ -850,13 +902,16 @@ def _required_fields(preset: Preset) -> tuple[str, ...]:
     if preset.experts is None:
         return ()
     has_shared_expert = preset.experts in (QWEN2, AFMOE_EXPERTS)
-    return ("num_experts", *(("moe_shared_expert_intermediate_size",) if has_shared_expert else ()))
+    names = ["num_experts", *(["moe_shared_expert_intermediate_size"] if has_shared_expert else [])]
+    return (*names, *(["window_num_query_groups"] if preset.extras is MIMO else []))
 
 
 def _tensor_renaming(preset: Preset) -> Callable[[str, Config], str | None]:
     """Return the function that renames or skips tensors in files of the type."""
     if preset.extras is GPT_OSS:
         return _rename_gpt_oss_tensor
+    if preset.extras is MIMO:
+        return _rename_mimo_tensor
     has_extra_layers = preset.experts is not None and preset.experts.has_deepseek_keys and preset.extras is None
     return _rename_tensor if has_extra_layers else keep_tensor_name
 

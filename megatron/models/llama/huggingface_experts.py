@@ -1,4 +1,4 @@
-"""Experts of Mixtral, Qwen 2 and 3 MoE and GLM 4 MoE in Hugging Face files: weight names and settings.
+"""Experts of Mixtral, Qwen 2 and 3 MoE, GLM 4 MoE and others in Hugging Face files: weight names and settings.
 
 | ours | Qwen 3 MoE, Qwen 2 MoE, GLM 4 MoE | Mixtral |
 |---|---|---|
@@ -158,6 +158,17 @@ GLM4_LITE = replace(
         "routed_scaling_factor": 1.8,
     },
 )  # fmt: skip
+MIMO_EXPERTS = replace(
+    GLM4,
+    free=GLM4.free - {"moe_shared_expert_intermediate_size"},
+    shared_expert="",
+    num_shared_key="",
+    dense_layers="types",
+    defaults={
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "routed_scaling_factor": 1.0,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    },
+)  # fmt: skip
 DOTS1 = replace(GLM4, defaults={**GLM4.defaults, "first_k_dense_replace": 0, "norm_topk_prob": False})
 ERNIE = ExpertNames(
     num_experts_key="moe_num_experts",
@@ -292,9 +303,12 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
     if names.dense_layers == "types":
         fields["mlp_layer_types"] = ["sparse" if is_sparse else "dense" for is_sparse in has_experts]
     if names.has_deepseek_keys:
+        if names.num_shared_key:
+            fields |= {
+                "first_k_dense_replace": list(has_experts).index(True),
+                "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
+            }
         fields |= {
-            "first_k_dense_replace": list(has_experts).index(True),
-            "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor,
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
@@ -336,7 +350,7 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
         num_shared = settings[names.num_shared_key] or 0
         fields["moe_shared_expert_intermediate_size"] = num_shared * settings[names.ffn_size_key]
     if names.has_deepseek_keys:
-        fields["moe_router_topk_scaling_factor"] = settings["routed_scaling_factor"]
+        fields["moe_router_topk_scaling_factor"] = settings["routed_scaling_factor"] or 1.0  # MiMo's file has null
         fields |= _group_values(names, settings, unsupported)
     if not any(has_experts):
         unsupported.append(f"{names.num_experts_key} {num_experts} in no layer (supported: in at least one layer)")

@@ -1,13 +1,18 @@
-"""Settings and weights of SmolLM3, AFMoE and gpt-oss in Hugging Face files that no other type has.
+"""Settings and weights of SmolLM3, AFMoE, gpt-oss and MiMo-V2-Flash in Hugging Face files that no other type has.
 
-| ours | SmolLM3 | AFMoE | gpt-oss |
-|---|---|---|---|
-| --no-rope-freq | no_rope_layers (1: with rotary positions) | the layers without a window | none |
-| layer with a window | layer_types | layer_types | layer_types |
-| attention.query_key_value | q, k, v | q, output gate (gate_proj), k, v | q, k, v |
-| attention.sinks | | | self_attn.sinks |
-| mlp.router | | mlp.router.gate; bias of choices: mlp.expert_bias | mlp.router, with a bias |
-| mlp.experts.N.up, .down | | one tensor per expert and projection | two tensors of all experts, [in, out], and biases |
+| ours | SmolLM3 | AFMoE | gpt-oss | MiMo-V2-Flash |
+|---|---|---|---|---|
+| --no-rope-freq | no_rope_layers (1: with rotary positions) | the layers without a window | none | none |
+| layer with a window | layer_types | layer_types | layer_types | layer_types |
+| attention.query_key_value | q, k, v | q, output gate (gate_proj), k, v | q, k, v | q, k, v |
+| --window-num-query-groups | | | | 2 num_key_value_heads |
+| attention.sinks | | | self_attn.sinks | self_attn.attention_sink_bias, with a window only |
+| mlp.router | | mlp.router.gate; bias of choices: mlp.expert_bias | mlp.router, with a bias | mlp.gate |
+| mlp.experts.N.up, .down | | one tensor per expert and projection | two tensors of all experts, biases | as AFMoE |
+
+The published config.json of MiMo-V2-Flash has the keys of its own code (``hybrid_layer_pattern``, ``swa_rope_theta``
+and others). They are read where the keys of the class are missing. Its multi-token prediction layers (``model.mtp``)
+are skipped, as by the class.
 
 The published weights of gpt-oss are quantised (MXFP4: blocks of 4-bit numbers with a scale each). They are rejected by
 name, because training needs weights that it can change.
@@ -38,6 +43,7 @@ class TypeExtras:
 
     Args:
         keys: key of this type's config.json -> key with the same meaning in other types.
+        completed: function that adds the keys of the class to a config.json with those of other code.
         fields: function from our model and the layers with a window to further fields of config.json.
         values: function from config.json and the layers with a window to our further settings, and the settings that
             we do not support.
@@ -47,11 +53,12 @@ class TypeExtras:
     keys: Mapping[str, str] = field(default_factory=dict)
     fields: Callable[[ModelConfig, tuple[bool, ...]], dict[str, Any]] = lambda model, has_window: {}
     values: Callable[[Mapping[str, Any], list[bool]], tuple[dict[str, Any], list[str]]]
+    completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda hf_config: hf_config
     problems: Callable[[ModelConfig, tuple[bool, ...]], Iterator[str]] = lambda model, has_window: iter(())
 
     def read_keys(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``hf_config`` with the keys of other types."""
-        return {self.keys.get(key, key): value for key, value in hf_config.items()}
+        return self.completed({self.keys.get(key, key): value for key, value in hf_config.items()})
 
     def written_keys(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``hf_config`` with the keys of this type."""
@@ -201,3 +208,80 @@ def _gpt_oss_problems(model: ModelConfig, has_window: tuple[bool, ...]) -> Itera
 
 
 GPT_OSS = TypeExtras(fields=_gpt_oss_fields, values=_gpt_oss_values, problems=_gpt_oss_problems)
+
+
+# MiMo-V2-Flash
+
+_SLIDING, _FULL, _PERIOD = "sliding_attention", "full_attention", 6
+
+
+def _complete_mimo(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``hf_config`` with the keys of the class, taken from those of the published code where they are missing.
+
+    As in the class, ``sliding_window_size`` excludes the token itself and takes precedence over ``sliding_window``.
+    """
+    completed, rope = dict(hf_config), hf_config.get("rope_parameters") or {}
+    for key, other_key, names in (
+        ("layer_types", "hybrid_layer_pattern", (_FULL, _SLIDING)),
+        ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
+    ):
+        if hf_config.get(key) is None and isinstance(hf_config.get(other_key), list):
+            completed[key] = [names[bool(entry)] for entry in hf_config[other_key]]
+    if "rms_norm_eps" not in hf_config and "layernorm_epsilon" in hf_config:
+        completed["rms_norm_eps"] = hf_config["layernorm_epsilon"]
+    if hf_config.get("sliding_window_size") is not None:
+        completed["sliding_window"] = hf_config["sliding_window_size"] + 1
+    if _FULL not in rope:
+        share = {"partial_rotary_factor": hf_config.get("partial_rotary_factor") or MIMO_ROTARY_SHARE}
+        full = {"rope_type": "default", "rope_theta": hf_config.get("rope_theta") or 5e6, **share, **rope}
+        local = {"rope_type": "default", "rope_theta": hf_config.get("swa_rope_theta") or 1e4, **share}
+        completed["rope_parameters"] = {_FULL: full, _SLIDING: local}
+    return completed
+
+
+def mimo_windows(num_layers: int) -> list[bool]:
+    """Return a bool per layer: True if it has a window by default."""
+    return [layer > 0 and (layer + 1) % _PERIOD != 0 for layer in range(num_layers)]
+
+
+def _mimo_values(settings: Mapping[str, Any], has_window: list[bool]) -> tuple[dict[str, Any], list[str]]:
+    heads, groups = settings["num_attention_heads"], settings["num_key_value_heads"]
+    accepted = {
+        "swa_num_key_value_heads": 2 * groups, "swa_num_attention_heads": heads, "swa_head_dim": settings["head_dim"],
+        "swa_v_head_dim": settings["v_head_dim"], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "n_shared_experts": 0,
+    }  # fmt: skip
+    unsupported = [
+        f"{key} {settings[key]!r} (supported: {value!r})"
+        for key, value in accepted.items()
+        if settings.get(key) not in (None, value)
+    ]
+    scale = settings.get("attention_value_scale")
+    return {
+        "v_head_dim": settings["v_head_dim"],
+        "window_num_query_groups": 2 * groups if any(has_window) else 0,
+        "attention_value_scale": 1.0 if scale is None else float(scale),
+        "add_qkv_bias": bool(settings.get("attention_bias")),
+    }, unsupported
+
+
+def _mimo_fields(model: ModelConfig, has_window: tuple[bool, ...]) -> dict[str, Any]:
+    window_size = model.window_size if any(has_window) else MIMO_WINDOW - 1  # the class requires a number
+    return {
+        "sliding_window": window_size + 1,
+        "v_head_dim": model.value_size,
+        "attention_value_scale": model.attention_value_scale,
+        "attention_bias": model.add_qkv_bias,
+    }
+
+
+def _mimo_problems(model: ModelConfig, has_window: tuple[bool, ...]) -> Iterator[str]:
+    groups = model.window_num_query_groups or model.num_query_groups
+    if any(has_window) and groups != 2 * model.num_query_groups:
+        yield f"--window-num-query-groups must be 2 x --num-query-groups, got {groups} and {model.num_query_groups}"
+
+
+MIMO_ROTARY_SHARE, MIMO_WINDOW = 0.334, 129
+"""Defaults of the class."""
+MIMO = TypeExtras(completed=_complete_mimo, fields=_mimo_fields, values=_mimo_values, problems=_mimo_problems)

@@ -46,16 +46,21 @@ _OPTIONAL_KEYS = {_LENGTH_KEY, "beta_fast", "beta_slow", "attention_factor"}
 _MSCALE_KEYS = ("mscale", "mscale_all_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_BASE, _LOCAL_BASE_KEY = 10000.0, "rope_local_base_freq"
-ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE_KEY})
+ROTARY_KEYS = frozenset({
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE_KEY, "swa_rope_theta",
+})  # fmt: skip
 """Keys of config.json for rotary positions."""
 
 
-def rotary_fields(model: ModelConfig, *, has_local: bool, has_partial_rotary: bool = False) -> dict[str, Any]:
+def rotary_fields(
+    model: ModelConfig, *, has_local: bool, has_partial_rotary: bool = False, is_nested: bool = False
+) -> dict[str, Any]:
     """Return the rotary fields of config.json.
 
     Args:
         has_local: in this model type, layers with a window have a separate rotary base.
         has_partial_rotary: this model type supports rotating only a share of each head.
+        is_nested: this model type has parameters for each layer type, in ``rope_parameters`` only.
     """
     rope_type = {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling)
     scaled = {"rope_type": rope_type, **{key: getattr(model, _FIELD_BY_KEY[key]) for key in _KEYS_BY_TYPE[rope_type]}}
@@ -65,6 +70,12 @@ def rotary_fields(model: ModelConfig, *, has_local: bool, has_partial_rotary: bo
         scaled |= {key: list(parse_factors(scaled[key])) for key in _FACTOR_LISTS}
     if rope_type == "yarn" and not model.rotary_truncate:
         scaled["truncate"] = False
+    if is_nested:
+        share = {"partial_rotary_factor": model.rotary_percent}
+        full = local = {**scaled, "rope_theta": model.rotary_base, **share}
+        if model.rotary_local_base:
+            local = {"rope_type": "default", "rope_theta": model.rotary_local_base, **share}
+        return {"rope_parameters": {_FULL: full, _SLIDING: dict(local)}}
     fields = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
     if has_partial_rotary:
         fields["partial_rotary_factor"] = model.rotary_percent
@@ -79,14 +90,22 @@ def rotary_fields(model: ModelConfig, *, has_local: bool, has_partial_rotary: bo
 
 
 def rotary_values(
-    hf_config: Mapping[str, Any], *, has_local: bool, has_windows: bool, has_partial_rotary: bool = False
+    hf_config: Mapping[str, Any],
+    *,
+    has_local: bool,
+    has_windows: bool,
+    has_partial_rotary: bool = False,
+    default_share: float = 0.5,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for a config.json, and its settings that we do not support.
 
     Args:
         has_windows: some layers have a window.
         has_local, has_partial_rotary: as in ``rotary_fields``.
+        default_share: default of the class for the rotated share of each head.
     """
+    if has_local and has_partial_rotary:
+        return _partial_parameters_by_layer_type(hf_config, has_windows, default_share)
     if has_local:
         return _parameters_by_layer_type(hf_config, has_windows)
     rope = _global_parameters(hf_config)
@@ -99,7 +118,7 @@ def rotary_values(
         return {}, [f"partial_rotary_factor {rotary_share!r} (supported: 1.0)"]
     fields, unsupported = _convert_parameters(rope, hf_config)
     if has_partial_rotary and fields:
-        fields["rotary_percent"] = 0.5 if rotary_share is None else float(rotary_share)
+        fields["rotary_percent"] = default_share if rotary_share is None else float(rotary_share)
     return fields, unsupported
 
 
@@ -117,8 +136,25 @@ def _global_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(rope_scaling or rope_parameters or {})
 
 
+def _partial_parameters_by_layer_type(
+    hf_config: Mapping[str, Any], has_windows: bool, default_share: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Return our fields for ``rope_parameters`` by layer type, each with a share, and the unsupported settings."""
+    saved = hf_config.get("rope_parameters") or {}
+    parameters, shares = {}, set()
+    for layer_type in (_FULL, *([_SLIDING] if has_windows else [])):
+        if not isinstance(saved.get(layer_type), Mapping):
+            return {}, [f"rope_parameters without {layer_type} (supported: parameters for each layer type)"]
+        parameters[layer_type] = dict(saved[layer_type])
+        shares.add(float(parameters[layer_type].pop("partial_rotary_factor", None) or default_share))
+    if len(shares) > 1:
+        return {}, [f"different values of partial_rotary_factor, {sorted(shares)} (supported: one for all layers)"]
+    fields, unsupported = _parameters_by_layer_type({"rope_parameters": parameters}, has_windows)
+    return {**fields, "rotary_percent": shares.pop()}, unsupported
+
+
 def _parameters_by_layer_type(hf_config: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields for the config.json of a Gemma 3, and its settings that we do not support."""
+    """Return our fields for the config.json of a type with a base of its own for windows, and unsupported settings."""
     saved, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling")
     full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
     if scaling is not None:

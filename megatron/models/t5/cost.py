@@ -183,7 +183,8 @@ class T5Costs(Costs):
 
     def _scores(self, samples: int, tensor: int, queries: int, keys: int) -> tuple[Product, ...]:
         num_heads = samples * self.model.num_attention_heads / tensor
-        return scores(queries, keys, self.model.kv_hidden_size, num_heads)
+        head_sizes = self.model.kv_hidden_size, self.model.value_size
+        return scores(queries, keys, *head_sizes, num_heads)
 
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
         """Return the bytes of the encoder's output, which all decoder layers of a chunk share."""

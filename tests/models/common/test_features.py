@@ -93,6 +93,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "q, k norms behind rope": {**ROPE, "qk_norm": "head", "qk_norm_order": "after"},
     "q, k norms without weights": {"qk_norm": "l2"},
     "gated, clamped": {"activation": "gated-silu", "activation_func_clamp_value": 0.3},
+    "value heads": {"v_head_dim": 4},
+    "large value heads": {"v_head_dim": 9},
+    "scaled values": {"attention_value_scale": 0.6},
+    "groups by window": {
+        "num_query_groups": 1,
+        "window_num_query_groups": 2,
+        "window_size": 2,
+        "window_attn_skip_freq": "2",
+    },
+    "sinks by window": {
+        "softmax_type": "learnable",
+        "sink_layers": "window",
+        "window_size": 2,
+        "window_attn_skip_freq": "[0,1]",
+    },
     "gated, offset": {"activation": "gated-quick-gelu", "glu_linear_offset": 1.0},
 }
 """Name -> what it sets; two that set one field differently are no pair."""
@@ -106,6 +121,8 @@ def are_compatible(first: dict[str, Any], second: dict[str, Any]) -> bool:
     is_residual_normed = merged.get("apply_residual_connection_post_layernorm")
     is_parallel = "parallel_residual" in merged
     is_rejected = (is_after and (is_residual_normed or is_parallel)) or (is_residual_normed and is_parallel)
+    if "v_head_dim" in merged and "attention_output_gate" in merged:
+        return False
     if merged.get("rotary_scaling") == "longrope" and "rotary_percent" in merged:  # another number of factors
         return False
     return not has_conflict and not is_rejected

@@ -161,15 +161,25 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_unsupported_combinations_are_one_error() -> None:
     flags = (
         "--softmax-type learnable --attention-output-gate --no-rope-freq 2 --attention-temperature-scale 0.1 "
-        "--rotary-scaling longrope --rotary-short-factors [1.0] --rotary-long-factors [2.0] --qk-norm l2"
+        "--window-size 3 --window-num-query-groups 1 --attention-value-scale 0.5 --qk-norm l2"
     )
     message = (
         "--multi-latent-attention does not support --qk-norm l2, --softmax-type learnable, --attention-output-gate, "
-        "--no-rope-freq 2, --attention-temperature-scale 0.1, --rotary-scaling longrope. Remove"
+        "--no-rope-freq 2, --attention-temperature-scale 0.1, --attention-value-scale 0.5, "
+        "--window-num-query-groups 1. Remove"
     )
     with pytest.raises(ConfigError) as error:
         parse(f"{FLAGS} {flags}".split(), world_size=1)
-    assert message in str(error.value) and "rotated pairs of a head" not in str(error.value)
+    assert message in str(error.value)
+
+
+def test_longrope_has_a_factor_for_each_rotated_pair() -> None:
+    flags = "--rotary-scaling longrope --rotary-short-factors [1.0] --rotary-long-factors [2.0]"
+    with pytest.raises(
+        ConfigError, match="needs one factor for each of the 32 rotated pairs of a head, got 1"
+    ) as error:
+        parse(f"{FLAGS} {flags}".split(), world_size=1)
+    assert "--qk-pos-emb-head-dim" in str(error.value)
 
 
 def test_rotary_positions_are_required() -> None:

@@ -1,4 +1,4 @@
-"""SmolLM3, AFMoE and gpt-oss with Hugging Face's weights: logits, loss, every gradient, generation, folders."""
+"""SmolLM3, AFMoE, gpt-oss and MiMo-V2-Flash with Hugging Face's weights: logits, gradients, generation, folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SINGLE_PROCESS_TOLERANCES = (1e-12, 1e-13, 1e-12, None)
 def random_case(seed: int) -> tuple[str, dict[str, Any]]:
     """Return a type and random sizes for it."""
     rng = random.Random(seed)
-    case = rng.choice(list(EXTRA_CASES))
+    case = rng.choice(("smollm3", "afmoe", "gpt_oss")) if seed < 12 else "mimo_v2_flash"
     num_groups, num_layers = rng.choice([1, 2, 3]), rng.randint(1, 4)
     num_heads = num_groups * rng.choice([1, 2, 3])
     sizes: dict[str, Any] = {
@@ -56,10 +56,17 @@ def random_case(seed: int) -> tuple[str, dict[str, Any]]:
         sizes["no_rope_layers"] = [1 if has_biases else rng.randint(0, 1) for _ in range(num_layers)]
     elif case == "afmoe":
         sizes |= {"num_dense_layers": rng.randint(0, num_layers - 1), "moe_intermediate_size": rng.choice([5, 12])}
+    elif case == "mimo_v2_flash":
+        sizes |= {
+            "num_attention_heads": 2 * num_heads, "v_head_dim": rng.choice([1, 6, 15]), "attention_bias": False,
+            "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(num_layers - 1)] + ["sparse"],
+            "moe_intermediate_size": rng.choice([5, 12]), "head_dim": rng.choice([3, 6, 9]),
+            "attention_value_scale": rng.choice([None, 1.7]),
+        }  # fmt: skip
     return case, sizes
 
 
-RANDOM_CASES = {f"random {seed}": random_case(seed) for seed in range(12)}
+RANDOM_CASES = {f"random {seed}": random_case(seed) for seed in range(18)}
 CASES = {**{name: (name, {}) for name in EXTRA_CASES}, **RANDOM_CASES}
 
 
@@ -120,6 +127,7 @@ def test_model_flag_sets_the_architecture(name: str) -> None:
     """--model has the settings of the class's defaults."""
     sizes = "--num-layers 12 --hidden-size 24 --num-attention-heads 4 --vocab-size 101 --seq-length 12"
     experts = "--num-experts 4 --moe-shared-expert-intermediate-size 8" if name == "afmoe" else "--num-experts 4"
+    experts += " --window-num-query-groups 2" if name == "mimo_v2_flash" else ""
     flags = f"--model {name} {sizes} {'' if name == 'smollm3' else experts} --data-path none".split()
     model = parse(flags, world_size=1, accepts_model=True).model
     expected = {
@@ -128,6 +136,10 @@ def test_model_flag_sets_the_architecture(name: str) -> None:
         "gpt_oss": {
             "softmax_type": "learnable", "activation": "gated-quick-gelu", "activation_func_clamp_value": 7.0,
             "glu_linear_offset": 1.0, "hidden_bias": True, "rotary_truncate": False, "window_attn_skip_freq": "2",
+        },
+        "mimo_v2_flash": {
+            "softmax_type": "learnable", "sink_layers": "window", "rotary_percent": 0.334, "rotary_local_base": 1e4,
+            "attention_value_scale": 0.707, "window_size": 128, "window_attn_skip_freq": "6", "rotary_base": 5e6,
         },
     }[name]  # fmt: skip
     assert {key: getattr(model, key) for key in expected} == expected
@@ -178,6 +190,12 @@ EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
         "softmax_type": "learnable", "window_size": 127, "window_attn_skip_freq": "2", "rotary_truncate": False,
         "rotary_base": 150000.0, "activation_func_clamp_value": 7.0, "moe_ffn_hidden_size": 24, "hidden_bias": True,
     },
+    "mimo_v2_flash": {
+        "softmax_type": "learnable", "sink_layers": "window", "window_size": 128, "v_head_dim": 128,
+        "window_attn_skip_freq": "[0,1,1,1,1,0]", "rotary_base": 5e6, "rotary_local_base": 1e4, "rotary_percent": 0.334,
+        "num_query_groups": 2, "window_num_query_groups": 4, "attention_value_scale": 0.707, "layernorm_epsilon": 1e-5,
+        "moe_layer_freq": "[0,1,1,1,1,1]", "moe_router_topk_scaling_factor": 1.0, "add_qkv_bias": False,
+    },
 }  # fmt: skip
 
 
@@ -209,11 +227,33 @@ def test_transformers_reads_exported_config(name: str) -> None:
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         ("gpt_oss", {"attention_bias": False, "swiglu_limit": 0.0}, "attention_bias False .*swiglu_limit 0.0"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"MXFP4.*Mxfp4Config\(dequantize=True\)"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 2}, r"swa_num_key_value_heads 2 \(supported: 4\)"),
+        ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias True"),
+        ("mimo_v2_flash", {"n_shared_experts": 1, "swa_head_dim": 64}, "swa_head_dim 64 .*n_shared_experts 1"),
+        ("mimo_v2_flash", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            "mimo_v2_flash",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                    SLIDING: {"rope_theta": 1e4},
+                }
+            },
+            r"different values of partial_rotary_factor, \[0.334, 0.5\]",
+        ),
     ],
 )
 def test_unsupported_settings_are_rejected(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_from_huggingface({**HUB_CONFIGS[name], **changes})
+
+
+def test_multi_token_prediction_of_mimo_is_skipped() -> None:
+    """As by the class of transformers."""
+    (hf_format,) = (candidate for candidate in FORMATS if "mimo_v2_flash" in candidate.model_types)
+    config = config_from_huggingface(HUB_CONFIGS["mimo_v2_flash"])
+    names = ["model.mtp.layers.0.eh_proj.weight", "model.layers.5.self_attn.attention_sink_bias"]
+    assert [hf_format.rename_tensor(name, config) for name in names] == [None, names[1]]
 
 
 def test_mxfp4_tensors_are_rejected_by_name(convert: ConvertCommand, tmp_path: Path) -> None:
@@ -259,6 +299,9 @@ def test_gpt_oss_without_scaling_is_not_scaled_by_the_default_of_the_class() -> 
         ({"no_rope_freq": "[1,0,0,0,0,0]"}, "rotary positions must be in the layers with a window only"),
         ({"rotary_interleaved": True}, "--rotary-interleaved must be False"),
         ({"qk_norm_order": "after"}, "--qk-norm-order must be before"),
+        ({"v_head_dim": 4}, "--v-head-dim must be 0, got 4"),
+        ({"attention_value_scale": 0.5}, "--attention-value-scale must be 1.0"),
+        ({"window_num_query_groups": 6}, "--window-num-query-groups must be 0, got 6"),
     ],
 )
 def test_export_rejects_settings_that_afmoe_cannot_express(changes: dict[str, Any], message: str) -> None:
