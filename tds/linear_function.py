@@ -92,15 +92,22 @@ def accumulates_in_place(weight: torch.Tensor) -> bool:
 def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
     """Return True if the gradient of ``weight`` can be computed later than the gradient of ``x``.
 
-    ``weight`` must be a trainable leaf matrix with the dtype of ``x``, outside of autocast and of compiled layers, and
-    ``bias`` a leaf or None.
+    ``weight`` must be a trainable matrix with the dtype of ``x``, outside of autocast and of compiled layers. It is a
+    leaf, or a view of a leaf such as the gate's rows of a weight with interleaved rows. ``bias`` is a leaf, such a view
+    or None.
     """
     are_tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
     if not are_tensors or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return False
-    if not (weight.is_leaf and weight.requires_grad and weight.dim() == 2 and x.dtype == weight.dtype):
+    if not (leaf_of(weight) is not None and weight.requires_grad and weight.dim() == 2 and x.dtype == weight.dtype):
         return False
-    return bias is None or (isinstance(bias, torch.Tensor) and bias.is_leaf)
+    return bias is None or (isinstance(bias, torch.Tensor) and leaf_of(bias) is not None)
+
+
+def leaf_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return ``weight`` if it is a leaf, the leaf that it is a view of, or None."""
+    leaf = weight if weight.is_leaf else weight._base
+    return leaf if leaf is not None and leaf.is_leaf else None
 
 
 def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -3,7 +3,8 @@
 A ``WeightGradStore`` defers three types of work from a ``BackwardInput`` to its ``BackwardWeight``:
 
 * Calls of ``tds.linear_function.linear`` in layers of this project, and of ``torch.nn.functional.linear`` in users'
-  layers, on a leaf weight. The input and the gradient of the output are saved.
+  layers, on a leaf weight or on views of one, such as gate and value of a gated layer. The input and the gradient of
+  the output are saved.
 * Modules with ``backward_dw()``, such as the layers of Transformer Engine and Megatron-LM, and our experts.
 * With "backward_split": "graph", all weight gradients that autograd's graph allows to defer (``graph_split``). The full
   graph is retained.
@@ -44,7 +45,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
-from tds.linear_function import deferring_weight_grads, is_plain_product, percentage_of
+from tds.linear_function import deferring_weight_grads, is_plain_product, leaf_of, percentage_of
 from tds.param_info import info_of
 
 Key = tuple[int, int]
@@ -62,18 +63,29 @@ class DeferredWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _LinearCall:
-    """One call of a linear function: its input, output gradient, weight and bias."""
+    """One call of a linear function: its input, output gradient, and weight and bias, which may be views of leaves."""
 
     x: torch.Tensor
     grad: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
 
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Weight and bias, as far as they require gradients."""
+        return [tensor for tensor in (self.weight, self.bias) if tensor is not None and tensor.requires_grad]
+
     def leaves(self) -> list[torch.Tensor]:
-        return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
+        return [leaf for tensor in self.trained if (leaf := leaf_of(tensor)) is not None]
 
     def run(self) -> None:
+        grads = self.weight_grads()
+        torch.autograd.backward([get_gradient_edge(tensor) for tensor in grads], list(grads.values()))
+
+    def weight_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """Compute the products that autograd or ``tds.linear_function`` would compute.
+
+        Autograd computes the gradient of a non-contiguous weight as a transposed product.
 
         Shapes:
             x    [..., input_size]
@@ -81,14 +93,30 @@ class _LinearCall:
         """
         rows, inputs = self.grad.reshape(-1, self.grad.shape[-1]), self.x.reshape(-1, self.x.shape[-1])
         grads: dict[torch.Tensor, torch.Tensor] = {}
-        for leaf in self.leaves():
-            if leaf is self.bias:
-                grads[leaf] = rows.sum(0)
-            elif (add_product := info_of(leaf).add_product) is not None:
+        for tensor in self.trained:
+            if tensor is self.bias:
+                grads[tensor] = rows.sum(0)
+            elif (add_product := info_of(tensor).add_product) is not None:
                 add_product(rows, inputs)
+            elif tensor.stride() == (tensor.shape[1], 1):
+                grads[tensor] = rows.t().mm(inputs)
             else:
-                grads[leaf] = rows.t().mm(inputs)
-        torch.autograd.backward([get_gradient_edge(leaf) for leaf in grads], list(grads.values()))
+                grads[tensor] = inputs.t().mm(rows).t()
+        return grads
+
+
+@dataclass(frozen=True, slots=True)
+class _ViewCalls:
+    """Calls on views of one leaf weight. One backward computes its gradient, so that its hooks run once."""
+
+    calls: list[_LinearCall]
+
+    def leaves(self) -> list[torch.Tensor]:
+        return list(dict.fromkeys(leaf for call in self.calls for leaf in call.leaves()))
+
+    def run(self) -> None:
+        grads = {tensor: grad for call in self.calls for tensor, grad in call.weight_grads().items()}
+        torch.autograd.backward([get_gradient_edge(tensor) for tensor in grads], list(grads.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +278,15 @@ class WeightGradStore:
 
     def record(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Store the work for the gradients of ``weight`` and ``bias``."""
-        self._require_active_work().append(_LinearCall(x, grad, weight, bias))
+        active_work, call = self._require_active_work(), _LinearCall(x, grad, weight, bias)
+        if weight.is_leaf:
+            active_work.append(call)
+            return
+        for work in active_work:
+            if isinstance(work, _ViewCalls) and leaf_of(work.calls[0].weight) is leaf_of(weight):
+                work.calls.append(call)
+                return
+        active_work.append(_ViewCalls([call]))
 
     def _require_active_work(self) -> list[DeferredWork]:
         if self._active_work is None:
