@@ -48,8 +48,14 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "core",
     ),
     "Qwen 3 of Transformer Engine": (
-        {**LLAMA, "qk_norm": "head", "window_size": 4, "window_attn_skip_freq": "[1,0]", "untie_embeddings": False},
-        {**MEGATRON_LLAMA, "qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": [1, 0]},
+        {
+            **LLAMA, "qk_norm": "head", "window_size": 4, "window_attn_skip_freq": "[1,0]", "untie_embeddings": False,
+            "no_rope_freq": "[1,0]",
+        },
+        {
+            **MEGATRON_LLAMA, "qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": [1, 0],
+            "no_rope_freq": [1, 0],
+        },
         "engine",
     ),
     "Nemotron": (
@@ -64,10 +70,10 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "old",
     ),
     "Megatron-DeepSpeed": (
-        {**LLAMA, "rotary_base": 800.0},
+        {**LLAMA, "rotary_base": 800.0, "no_rope_freq": "2"},
         {
-            "swiglu": True, "normalization": "rmsnorm", "use_rotary_position_embeddings": True, "num_experts": [1],
-            "num_key_value_heads": 2, "rotary_position_embeddings_theta": 800,
+            "no_rope_freq": 2, "swiglu": True, "normalization": "rmsnorm", "use_rotary_position_embeddings": True,
+            "num_experts": [1], "num_key_value_heads": 2, "rotary_position_embeddings_theta": 800,
         },
         "old",
     ),
@@ -173,7 +179,6 @@ def test_first_half_of_rank_rows_is_gate() -> None:
         ({"position_embedding_type": "mrope"}, "positions of type mrope"),
         ({"position_embedding_type": "yarn"}, "positions of type yarn"),
         ({"softmax_type": "learnable"}, "a softmax of type learnable"),
-        ({"no_rope_freq": 4}, "layers without rotary positions"),
         ({"window_size": (4, 4)}, "must end at the current token"),
         ({"normalization": "CRMSNorm"}, "CRMSNorm instead of LayerNorm"),
     ],
