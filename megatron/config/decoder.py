@@ -361,7 +361,18 @@ def has_window(model: Any, layer_idx: int) -> bool:
     Raises:
         ValueError: ``window_attn_skip_freq`` is invalid, or its list does not have one entry per layer.
     """
-    return bool(model.window_size) and window_pattern(model.window_attn_skip_freq, model.num_layers)[layer_idx]
+    return bool(model.window_size) and window_layers(model)[layer_idx]
+
+
+def window_layers(model: Any) -> tuple[bool, ...]:
+    """Return a bool per layer: True if it attends to a window only.
+
+    Raises:
+        ValueError: as ``has_window``.
+    """
+    if not model.window_size:
+        return (False,) * model.num_layers
+    return window_pattern(model.window_attn_skip_freq, model.num_layers)
 
 
 def query_groups(model: Any, layer_idx: int) -> int:

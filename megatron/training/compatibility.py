@@ -51,7 +51,8 @@ RULES = (
     Rule(
         "--rotary-base and all other rotary flags, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
         "--scale-embeddings, --clip-qkv, --no-rope-freq, --qk-norm-order, --activation-func-clamp-value, "
-        "--glu-linear-offset, muP and MiniCPM's scalings (decoders), --relative-attention-max-distance (T5)",
+        "--glu-linear-offset, --attention-value-scale, muP and MiniCPM's scalings (decoders), "
+        "--relative-attention-max-distance (T5)",
         (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST_MATCH,
         "the same weights produce other outputs; --finetune uses the current values and warns (check_model)",
         applies_to_weights=True,

@@ -46,6 +46,10 @@ TYPE_SETTINGS = {
         "softmax_type": "learnable", "activation": "gated-quick-gelu", "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 1.0, "hidden_bias": True, "rotary_truncate": False, "window_attn_skip_freq": "2",
     },
+    "mimo_v2_flash": {
+        "softmax_type": "learnable", "sink_layers": "window", "rotary_percent": 0.334, "rotary_local_base": 1e4,
+        "attention_value_scale": 0.707, "window_attn_skip_freq": "6", "moe_router_enable_expert_bias": True,
+    },
     "glm4_moe": {"rotary_percent": 0.5, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     "olmo3": {"norm_placement": "after", "qk_norm": "all", "rotary_base": 5e5, "window_attn_skip_freq": "4"},
     "seed_oss": {"add_qkv_bias": True, "layernorm_epsilon": 1e-6},
@@ -110,7 +114,10 @@ def require_architecture(name: str) -> Architecture:
 
 def size_flags(name: str) -> str:
     """Return flags with sizes for ``--model name``."""
-    return LATENT_SIZE_FLAGS if require_architecture(name).settings["multi_latent_attention"] else SIZE_FLAGS
+    architecture = require_architecture(name)
+    flags = LATENT_SIZE_FLAGS if architecture.settings["multi_latent_attention"] else SIZE_FLAGS
+    has_window_groups = "window_num_query_groups" in architecture.required_fields
+    return f"{flags} --kv-channels 12 --window-size 128 --window-num-query-groups 6" if has_window_groups else flags
 
 
 def architecture_values(config: Config) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def test_model_name_preserves_sizes_and_dropout(name: str) -> None:
         parse_line(f"{size_flags(name)} {experts}", require_architecture(name).family),
     )
     if config.model.multi_latent_attention:
-        other_fields -= {"kv_hidden_size"}
+        other_fields -= {"kv_hidden_size", "v_head_dim"}
     assert {field: getattr(config.model, field) for field in other_fields} == {
         field: getattr(baseline.model, field) for field in other_fields
     }

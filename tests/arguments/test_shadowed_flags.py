@@ -68,7 +68,6 @@ SHADOWED = {
             "kv_lora_rank": "8",
             "qk_head_dim": "8",
             "qk_pos_emb_head_dim": "8",
-            "v_head_dim": "8",
             "latent_norm_epsilon": "1e-6",
             "moe_router_group_score_topk": "1",
         }.items()
@@ -96,6 +95,8 @@ SHADOWED = {
     "rotary_attention_factor": f"{ROPE_FLAGS} --rotary-scaling llama3 --rotary-attention-factor 2",
     "rotary_percent": "--rotary-percent 0.5",
     "no_rope_freq": "--no-rope-freq 2",
+    "sink_layers": "--sink-layers window --softmax-type learnable",
+    "window_num_query_groups": "--window-num-query-groups 4",
     "rotary_interleaved": "--rotary-interleaved",
     "rotary_truncate": "--no-rotary-truncate",
     "qk_norm_order": "--qk-norm-order after",
@@ -258,7 +259,8 @@ NEVER_SHADOWED = set(
     normalization layernorm_1p
     norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
-    softmax_type attention_output_gate parallel_residual logit_scale attention_temperature_scale
+    softmax_type v_head_dim attention_value_scale attention_output_gate parallel_residual logit_scale
+    attention_temperature_scale
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
     binary_head mask_prob whole_word_masking short_seq_prob
     model_parallel_size pipe_parallel_size context_parallel_size reduce_bucket_size checkpoint_activations

@@ -129,7 +129,7 @@ OBSERVED_FIELDS = {
         activation_func_clamp_value glu_linear_offset parallel_residual logit_scale attention_temperature_scale
         attention_temperature_floor rotary_short_factors rotary_long_factors
         multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim
-        latent_norm_epsilon
+        latent_norm_epsilon sink_layers window_num_query_groups attention_value_scale
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.config import Config
-from megatron.config.decoder import BASE_WIDTHS, has_window
+from megatron.config.decoder import BASE_WIDTHS, window_layers
 from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
@@ -379,10 +379,6 @@ def unsupported_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: 
             yield f"{flags[name]} must be {required}, got {value}"
 
 
-def _window_layers(model: ModelConfig) -> list[bool]:
-    return [has_window(model, layer_idx) for layer_idx in range(model.num_layers)]
-
-
 def _has_effect(model: ModelConfig, name: str) -> bool:
     """Return True if the setting takes effect given the other settings."""
     if name == "norm_bias":
@@ -394,9 +390,9 @@ def _has_effect(model: ModelConfig, name: str) -> bool:
     if name == "v_head_dim":
         return not model.multi_latent_attention
     if name == "sink_layers":
-        return model.softmax_type != "vanilla" and not all(_window_layers(model))
+        return model.softmax_type != "vanilla" and not all(window_layers(model))
     if name == "window_num_query_groups":
-        return any(_window_layers(model))
+        return any(window_layers(model))
     if name == "rotary_truncate" and model.rotary_scaling != "yarn":
         return False
     if name == "no_rope_freq":

@@ -56,7 +56,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.decoder import ARCHITECTURE, has_sinks, has_window, query_groups, window_pattern
+from megatron.config.decoder import ARCHITECTURE, has_sinks, has_window, query_groups, window_layers
 from megatron.config.experts import has_experts
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
@@ -106,6 +106,14 @@ from megatron.models.llama.huggingface_extras import (
 )
 from megatron.models.llama.huggingface_latent import LATENT_SETTINGS, latent_fields, latent_recipes, latent_values
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
+from megatron.models.llama.huggingface_windows import (
+    FULL,
+    SLIDING,
+    WINDOW_KEYS,
+    layer_types_of,
+    layer_types_problems,
+    window_settings,
+)
 
 _ACTIVATIONS = {
     "silu": "gated-silu",
@@ -122,14 +130,7 @@ _NORMS = {
     "both": {**_PRE_NORMS, "post_attention_norm": "pre_feedforward_layernorm", **_POST_NORMS},
 }
 _HF_WORD, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
-WINDOW_KEYS = frozenset(
-    {
-        "sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
-        "hybrid_layer_pattern", "sliding_window_size",
-    }
-)  # fmt: skip
 _WINDOW_FIELDS = {"window_size", "window_attn_skip_freq"}
 ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
 """Buffers saved by older versions, per layer or once per model."""
@@ -362,7 +363,7 @@ PRESETS = (
         sinks="attention_sink_bias",
         local_rotary="nested",
         rotary_share=MIMO_ROTARY_SHARE,
-        example={"layer_types": [_SLIDING if layer % 6 else _FULL for layer in range(1, 61)]},
+        example={"layer_types": layer_types_of([layer % 6 != 0 for layer in range(1, 61)])},
     ),
     Preset(
         model_type="deepseek_v3",
@@ -557,7 +558,7 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
     if preset.experts is GLM4 and model.qk_norm == "all":
         yield "--qk-norm must be none or head, got all"
     if preset.extras is not None:
-        yield from preset.extras.problems(model, _window_layers(config))
+        yield from preset.extras.problems(model, window_layers(config.model))
     if model.activation not in _HF_ACTIVATIONS and "activation" not in preset.fixed:
         yield f"--activation must be {' or '.join(_HF_ACTIVATIONS)}, got {model.activation}"
     if model.hidden_bias and not preset.has_biases and "hidden_bias" not in preset.fixed:
@@ -567,7 +568,7 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
             "--hidden-size must be a multiple of --num-attention-heads, got "
             f"{model.hidden_size} and {model.num_attention_heads}"
         )
-    if preset.window == "all" and model.window_size and not all(_window_layers(config)):
+    if preset.window == "all" and model.window_size and not all(window_layers(config.model)):
         yield (
             f"{model_type} supports windows in all layers only, got --window-attn-skip-freq "
             f"{model.window_attn_skip_freq}"
@@ -634,7 +635,7 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             hf_config[name] = getattr(model, name) or None
     if preset.extras is not None:
-        hf_config = preset.extras.written_keys(hf_config) | preset.extras.fields(model, _window_layers(config))
+        hf_config = preset.extras.written_keys(hf_config) | preset.extras.fields(model, window_layers(config.model))
     return hf_config
 
 
@@ -644,16 +645,9 @@ def _attention_scalar(config: Config) -> int:
     return round(model.softmax_scale**-2) if model.softmax_scale else model.kv_hidden_size
 
 
-def _window_layers(config: Config) -> tuple[bool, ...]:
-    model = config.model
-    if not model.window_size:
-        return (False,) * model.num_layers
-    return window_pattern(model.window_attn_skip_freq, model.num_layers)
-
-
 def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
     """Return the window fields. The Hugging Face window size includes the token itself, ours does not."""
-    has_window = _window_layers(config)
+    has_window = window_layers(config.model)
     window_size = config.model.window_size + 1 if any(has_window) else None
     if not preset.window:
         return {}
@@ -661,7 +655,7 @@ def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
         return {"sliding_window": window_size}
     result: dict[str, Any] = {
         "sliding_window": window_size,
-        "layer_types": [_SLIDING if is_sliding else _FULL for is_sliding in has_window],
+        "layer_types": layer_types_of(has_window),
     }
     if preset.extras is not None:
         return result
@@ -804,26 +798,14 @@ def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
 def _window_values(preset: Preset, settings: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[str]]:
     """Return our window fields, empty without windows, and the window settings that we do not support."""
     layer_types, window_size = settings.get("layer_types"), _window_size(preset, settings)
-    if layer_types is not None:
-        if unknown := sorted({str(layer_type) for layer_type in layer_types} - {_SLIDING, _FULL}):
-            return {}, [f"layer_types with {', '.join(unknown)} (supported: {_SLIDING}, {_FULL})"]
-        if len(layer_types) != num_layers:
-            return {}, [f"layer_types with {len(layer_types)} entries for num_hidden_layers {num_layers}"]
+    if layer_types is not None and (unsupported := layer_types_problems(layer_types, num_layers)):
+        return {}, unsupported
     has_window = _layers_with_window(preset, settings, num_layers)
     if not preset.window and (window_size is not None or any(has_window)):
         return {}, [f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: none)"]
     if preset.window == "all" and window_size is not None and not all(has_window):
-        return {}, [
-            f"layer_types with {_FULL} and sliding_window {window_size!r} (supported: {_SLIDING} in all layers)"
-        ]
-    if not any(has_window):
-        return {}, []
-    if not isinstance(window_size, int) or window_size < 2:
-        return {}, [
-            f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: integers of at "
-            "least 2)"
-        ]
-    return {"window_size": window_size - 1, "window_attn_skip_freq": skip_freq(has_window)}, []
+        return {}, [f"layer_types with {FULL} and sliding_window {window_size!r} (supported: {SLIDING} in all layers)"]
+    return window_settings(has_window, window_size)
 
 
 def _window_size(preset: Preset, settings: Mapping[str, Any]) -> int | None:
@@ -838,7 +820,7 @@ def _layers_with_window(preset: Preset, settings: Mapping[str, Any], num_layers:
     """Return a bool per layer: True if it has a window."""
     layer_types = settings.get("layer_types")
     if layer_types is not None:
-        return [layer_type == _SLIDING for layer_type in layer_types]
+        return [layer_type == SLIDING for layer_type in layer_types]
     return _default_windows(preset, settings, _window_size(preset, settings), num_layers)
 
 
@@ -858,16 +840,6 @@ def _default_windows(
     return [
         bool(preset.window) and window_size is not None and layer >= first_window_layer for layer in range(num_layers)
     ]
-
-
-def skip_freq(has_window: list[bool]) -> str:
-    """Return the ``window_attn_skip_freq`` that describes the layers with a window."""
-    if all(has_window):
-        return ""
-    for period in range(2, len(has_window) + 1):
-        if tuple(has_window) == window_pattern(str(period), len(has_window)):
-            return str(period)
-    return f"[{','.join(str(int(is_windowed)) for is_windowed in has_window)}]"
 
 
 def _rename_tensor(name: str, config: Config) -> str | None:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
-from megatron.config.decoder import ARCHITECTURE, SHARED_NORM, window_pattern
+from megatron.config.decoder import ARCHITECTURE, SHARED_NORM, window_layers
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
@@ -31,13 +31,19 @@ from megatron.models.common.huggingface import (
     unsupported_settings,
 )
 from megatron.models.common.rotary_rows import RotaryRows
-from megatron.models.llama.huggingface import EXAMPLE_SIZES, ROTARY_BUFFERS, WINDOW_KEYS, heights, skip_freq
+from megatron.models.llama.huggingface import EXAMPLE_SIZES, ROTARY_BUFFERS, heights
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS, rotary_fields, rotary_values
+from megatron.models.llama.huggingface_windows import (
+    SLIDING,
+    WINDOW_KEYS,
+    layer_types_of,
+    layer_types_problems,
+    window_settings,
+)
 
 if TYPE_CHECKING:
     import torch
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 GATED_SILU = {"silu": "gated-silu", "swish": "gated-silu"}
 """Activation in config.json -> ours; the first entry of each of ours is written."""
 PRE_NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
@@ -314,13 +320,6 @@ def problems(dense_type: DenseType, config: Config) -> Iterator[str]:
     yield from dense_type.problems(model)
 
 
-def window_layers(model: ModelConfig) -> tuple[bool, ...]:
-    """Return a bool per layer: True if it has a window."""
-    if not model.window_size:
-        return (False,) * model.num_layers
-    return window_pattern(model.window_attn_skip_freq, model.num_layers)
-
-
 def fields(dense_type: DenseType, config: Config) -> dict[str, Any]:
     """Return the contents of config.json for ``config``."""
     model = config.model
@@ -361,7 +360,7 @@ def _window_fields(dense_type: DenseType, model: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": window_size}
     return {
         "sliding_window": window_size or dense_type.defaults["sliding_window"],  # the class requires an integer
-        "layer_types": [_SLIDING if is_sliding else _FULL for is_sliding in has_window],
+        "layer_types": layer_types_of(has_window),
     }
 
 
@@ -435,27 +434,18 @@ def _window_values(dense_type: DenseType, settings: Mapping[str, Any]) -> tuple[
     layer_types = settings.get("layer_types")
     if layer_types is None and dense_type.window == "layer":
         period = settings["sliding_window_pattern"]
-        layer_types = [_FULL if layer % period == 0 else _SLIDING for layer in range(1, num_layers + 1)]
+        layer_types = layer_types_of([layer % period != 0 for layer in range(1, num_layers + 1)])
     if layer_types is None:
-        layer_types = [_SLIDING if dense_type.window and window_size is not None else _FULL] * num_layers
-    if unknown := sorted({str(layer_type) for layer_type in layer_types} - {_SLIDING, _FULL}):
-        return {}, [f"layer_types with {', '.join(unknown)} (supported: {_SLIDING}, {_FULL})"]
-    if len(layer_types) != num_layers:
-        return {}, [f"layer_types with {len(layer_types)} entries for num_hidden_layers {num_layers}"]
-    has_window = [layer_type == _SLIDING for layer_type in layer_types]
-    if not any(has_window):
-        return {}, []
-    if dense_type.window != "layer" and not (dense_type.window and all(has_window)):
-        supported = f"{_SLIDING} in all layers" if dense_type.window else "none"
+        layer_types = layer_types_of([bool(dense_type.window) and window_size is not None] * num_layers)
+    if unsupported := layer_types_problems(layer_types, num_layers):
+        return {}, unsupported
+    has_window = [layer_type == SLIDING for layer_type in layer_types]
+    if any(has_window) and dense_type.window != "layer" and not (dense_type.window and all(has_window)):
+        supported = f"{SLIDING} in all layers" if dense_type.window else "none"
         return {}, [
             f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: {supported})"
         ]
-    if not isinstance(window_size, int) or window_size < 2:
-        return {}, [
-            f"sliding_window {window_size!r} with a window in {sum(has_window)} layers (supported: integers of at "
-            "least 2)"
-        ]
-    return {"window_size": window_size - 1, "window_attn_skip_freq": skip_freq(has_window)}, []
+    return window_settings(has_window, window_size)
 
 
 def architecture(dense_type: DenseType) -> dict[str, Any]:

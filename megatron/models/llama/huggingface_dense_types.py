@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.config.decoder import SEQUENTIAL, SHARED_NORM
+from megatron.config.decoder import SEQUENTIAL, SHARED_NORM, window_layers
 from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.models.llama.huggingface_dense import (
@@ -32,11 +32,11 @@ from megatron.models.llama.huggingface_dense import (
     DenseType,
     Problems,
     make_format,
-    window_layers,
 )
 from megatron.models.llama.huggingface_extras import format_no_rope
+from megatron.models.llama.huggingface_rotary import rotary_fields
+from megatron.models.llama.huggingface_windows import FULL, SLIDING
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _LENGTH_KEY, _BETA_KEY = "original_max_position_embeddings", "llama_4_scaling_beta"
 _SQUARED_RELU = {"relu2": "squared-relu"}
 _ALL_BIASES = BiasKeys(query_key_value="attention_bias", output="attention_bias", feed_forward="mlp_bias")
@@ -60,16 +60,13 @@ def shortest_decimal(approximation: float, is_exact: Callable[[float], bool]) ->
 
 
 def _olmo3_rotary(model: ModelConfig, common: dict[str, Any]) -> dict[str, Any]:
-    full = {**(common["rope_scaling"] or {"rope_type": "default"}), "rope_theta": model.rotary_base}
-    has_local = model.window_size > 0 and model.rotary_local_base > 0
-    local = {"rope_type": "default", "rope_theta": model.rotary_local_base} if has_local else {**full}
-    return {"rope_parameters": {_FULL: full, _SLIDING: local}}
+    return rotary_fields(model, has_local=True, is_nested=True)
 
 
 def _olmo3_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
     rope = settings.get("rope_parameters")
-    if rope and not {_FULL, _SLIDING} & rope.keys():
-        return {}, [f"rope_parameters with {', '.join(rope)} (supported: parameters for {_FULL} and {_SLIDING})"]
+    if rope and not {FULL, SLIDING} & rope.keys():
+        return {}, [f"rope_parameters with {', '.join(rope)} (supported: parameters for {FULL} and {SLIDING})"]
     return {}, []
 
 
@@ -223,10 +220,10 @@ def _cohere2_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]
     num_layers, period = settings["num_hidden_layers"], settings["sliding_window_pattern"]
     layer_types = settings.get("layer_types")
     if layer_types is None:
-        layer_types = [_FULL if layer % period == 0 else _SLIDING for layer in range(1, num_layers + 1)]
-    if settings["sliding_window"] is None or _SLIDING not in layer_types:
-        return {}, [f"layers without a window only, which have no positions (supported: {_SLIDING} in some layers)"]
-    no_rope_freq = format_no_rope([layer_type != _SLIDING for layer_type in layer_types])
+        layer_types = [FULL if layer % period == 0 else SLIDING for layer in range(1, num_layers + 1)]
+    if settings["sliding_window"] is None or SLIDING not in layer_types:
+        return {}, [f"layers without a window only, which have no positions (supported: {SLIDING} in some layers)"]
+    no_rope_freq = format_no_rope([layer_type != SLIDING for layer_type in layer_types])
     return {"logit_scale": float(settings["logit_scale"]), "no_rope_freq": no_rope_freq}, []
 
 

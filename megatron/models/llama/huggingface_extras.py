@@ -28,6 +28,7 @@ from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import WeightMapping
+from megatron.models.llama.huggingface_windows import FULL, SLIDING
 
 _MXFP4_ADVICE = (
     "its weights are quantised to MXFP4. Convert them to bf16 first: load the folder with transformers' "
@@ -212,7 +213,7 @@ GPT_OSS = TypeExtras(fields=_gpt_oss_fields, values=_gpt_oss_values, problems=_g
 
 # MiMo-V2-Flash
 
-_SLIDING, _FULL, _PERIOD = "sliding_attention", "full_attention", 6
+_PERIOD = 6
 
 
 def _complete_mimo(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +223,7 @@ def _complete_mimo(hf_config: dict[str, Any]) -> dict[str, Any]:
     """
     completed, rope = dict(hf_config), hf_config.get("rope_parameters") or {}
     for key, other_key, names in (
-        ("layer_types", "hybrid_layer_pattern", (_FULL, _SLIDING)),
+        ("layer_types", "hybrid_layer_pattern", (FULL, SLIDING)),
         ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
     ):
         if hf_config.get(key) is None and isinstance(hf_config.get(other_key), list):
@@ -231,11 +232,11 @@ def _complete_mimo(hf_config: dict[str, Any]) -> dict[str, Any]:
         completed["rms_norm_eps"] = hf_config["layernorm_epsilon"]
     if hf_config.get("sliding_window_size") is not None:
         completed["sliding_window"] = hf_config["sliding_window_size"] + 1
-    if _FULL not in rope:
+    if FULL not in rope:
         share = {"partial_rotary_factor": hf_config.get("partial_rotary_factor") or MIMO_ROTARY_SHARE}
         full = {"rope_type": "default", "rope_theta": hf_config.get("rope_theta") or 5e6, **share, **rope}
         local = {"rope_type": "default", "rope_theta": hf_config.get("swa_rope_theta") or 1e4, **share}
-        completed["rope_parameters"] = {_FULL: full, _SLIDING: local}
+        completed["rope_parameters"] = {FULL: full, SLIDING: local}
     return completed
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from megatron import log
 from megatron.config.decoder import parse_factors
 from megatron.config.model import ModelConfig
+from megatron.models.llama.huggingface_windows import FULL, SLIDING
 
 _FIELD_BY_KEY = {
     "factor": "rotary_scaling_factor",
@@ -44,7 +45,6 @@ _KEYS_BY_TYPE = {
 }
 _OPTIONAL_KEYS = {_LENGTH_KEY, "beta_fast", "beta_slow", "attention_factor"}
 _MSCALE_KEYS = ("mscale", "mscale_all_dim")
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_BASE, _LOCAL_BASE_KEY = 10000.0, "rope_local_base_freq"
 ROTARY_KEYS = frozenset({
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE_KEY, "swa_rope_theta",
@@ -71,11 +71,11 @@ def rotary_fields(
     if rope_type == "yarn" and not model.rotary_truncate:
         scaled["truncate"] = False
     if is_nested:
-        share = {"partial_rotary_factor": model.rotary_percent}
+        share = {"partial_rotary_factor": model.rotary_percent} if has_partial_rotary else {}
         full = local = {**scaled, "rope_theta": model.rotary_base, **share}
-        if model.rotary_local_base:
+        if model.window_size and model.rotary_local_base:
             local = {"rope_type": "default", "rope_theta": model.rotary_local_base, **share}
-        return {"rope_parameters": {_FULL: full, _SLIDING: dict(local)}}
+        return {"rope_parameters": {FULL: full, SLIDING: dict(local)}}
     fields = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
     if has_partial_rotary:
         fields["partial_rotary_factor"] = model.rotary_percent
@@ -85,7 +85,7 @@ def rotary_fields(
         fields[_LOCAL_BASE_KEY] = model.rotary_base
     elif has_local:
         parameters = {**scaled, "rope_theta": model.rotary_base}
-        return {"rope_parameters": {_FULL: parameters, _SLIDING: {**parameters}}}
+        return {"rope_parameters": {FULL: parameters, SLIDING: {**parameters}}}
     return fields
 
 
@@ -109,8 +109,8 @@ def rotary_values(
     if has_local:
         return _parameters_by_layer_type(hf_config, has_windows)
     rope = _global_parameters(hf_config)
-    if _FULL in rope or _SLIDING in rope:
-        return {}, [f"separate rope_parameters for {_FULL} and {_SLIDING} (supported: the same for all layers)"]
+    if FULL in rope or SLIDING in rope:
+        return {}, [f"separate rope_parameters for {FULL} and {SLIDING} (supported: the same for all layers)"]
     outer_share = hf_config.get("partial_rotary_factor")
     rotary_share = rope.pop("partial_rotary_factor", None)
     rotary_share = outer_share if rotary_share is None else rotary_share
@@ -142,7 +142,7 @@ def _partial_parameters_by_layer_type(
     """Return our fields for ``rope_parameters`` by layer type, each with a share, and the unsupported settings."""
     saved = hf_config.get("rope_parameters") or {}
     parameters, shares = {}, set()
-    for layer_type in (_FULL, *([_SLIDING] if has_windows else [])):
+    for layer_type in (FULL, *([SLIDING] if has_windows else [])):
         if not isinstance(saved.get(layer_type), Mapping):
             return {}, [f"rope_parameters without {layer_type} (supported: parameters for each layer type)"]
         parameters[layer_type] = dict(saved[layer_type])
@@ -156,7 +156,7 @@ def _partial_parameters_by_layer_type(
 def _parameters_by_layer_type(hf_config: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for the config.json of a type with a base of its own for windows, and unsupported settings."""
     saved, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling")
-    full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
+    full, local = dict(saved.get(FULL) or {}), dict(saved.get(SLIDING) or {})
     if scaling is not None:
         if "type" in scaling and "rope_type" not in scaling:
             return {}, ["rope_scaling with type (supported: rope_type, the only key that Gemma 3 reads)"]
