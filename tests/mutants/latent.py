@@ -25,6 +25,7 @@ HUGGING_FACE = (
     "tests/models/llama/test_latent_against_huggingface.py"
     "::test_logits_loss_and_gradients_match_hugging_face[deepseek_v3]"
 )
+MINICPM3 = HUGGING_FACE.replace("deepseek_v3", "minicpm3")
 CONTEXT = "tests/models/common/test_context_parallel.py::test_every_family_matches_one_process_with_same_masks"
 CACHE = "tests/models/common/test_cache.py::test_decoder_feature_cache_matches_full_forward[DeepSeek-V2]"
 
@@ -71,6 +72,11 @@ def yarn_term_of_the_scores_is_not_squared(original: Any) -> Any:
 @mutant("megatron.config.latent_attention:LatentFeatures.latent_rotary_factor", FORMULA)
 def rotated_parts_ignore_mscale(original: Any) -> Any:
     return property(lambda self: 1.0)
+
+
+@mutant("megatron.config.latent_attention:LatentFeatures.latent_rotary_factor", MINICPM3)
+def longrope_does_not_scale_the_rotated_parts(original: Any) -> Any:
+    return property(lambda self: original.fget(self) or 1.0)
 
 
 @mutant("megatron.models.common.rotary_rows:RotaryRows.to_ours", HUGGING_FACE)

@@ -82,6 +82,11 @@ def llama3_scaling_slows_down_high_frequencies(original: Any) -> Any:
     return lambda self, plain: [1.0 - share for share in original(self, plain)]
 
 
+@mutant("megatron.models.common.attention:replace", f"{FEATURE}[large value heads]")
+def padded_heads_change_the_scale_of_the_scores(original: Any) -> Any:
+    return lambda args, **changes: args
+
+
 @mutant("megatron.models.common.model_args:ModelArgs.local_rotary", f"{FEATURE}[rope, local base]")
 def layers_with_a_window_use_the_global_rotary_base(original: Any) -> Any:
     return property(lambda self: self.rotary)

@@ -26,6 +26,7 @@ LOSS = "tests/tds/test_loss.py"
 NAMED_LOSSES = f"{LOSS}::test_named_losses_are_averaged_on_all_ranks"
 SHARED = "tests/tds/test_sharing.py::test_gradients_and_norm_equal_one_process[2]"
 TWO_STAGES = "tests/tds/test_structures.py::test_dict_and_list_outputs_equal_one_process[2]"
+SPLIT = "tests/tds/engine/test_split.py"
 USERS_ORDER = "tests/tds/test_parity.py::test_user_schedule_equals_one_process_and_rejects_invalid_order"
 FAILED_STEP = "tests/tds/engine/test_engine.py::test_failed_step_is_not_counted_and_leaves_no_gradients"
 OWN_OPTIMIZER = "tests/tds/engine/test_engine.py::test_self_scaling_optimizer_is_not_clipped_by_engine"
@@ -360,6 +361,15 @@ def replicas_read_the_same_samples(original: Any) -> Any:
 
 
 # Backwards that are split into halves.
+
+
+@mutant("tds.engine.weight_grad_store:_ViewCalls.run", f"{SPLIT}::test_hooks_run_when_weight_gradient_is_computed")
+def each_view_of_a_weight_runs_its_hooks(original: Any) -> Any:
+    def run(self: Any) -> None:
+        for call in self.calls:
+            call.run()
+
+    return run
 
 
 @mutant("tds.engine.weight_grad_store:WeightGradStore.run", USERS_ORDER)

@@ -61,6 +61,8 @@ def test_features_add_their_saved_activations() -> None:
     assert extra_bytes(num_query_groups=2) == -2 * 12 * width
     assert extra_bytes(parallel_residual="separate-norms") == -h * width
     assert extra_bytes(parallel_residual="shared-norm") == -2 * h * width
+    assert extra_bytes(v_head_dim=4) == 4 * 4 * width, "the context, in addition to four padded tensors"
+    assert extra_bytes(v_head_dim=9) == 4 * 4 * (9 - 6) * width
     assert extra_bytes(attention_output_gate=True) == 2 * 24 * width and extra_bytes(softmax_type="learnable") == 0
     gated = {"activation": "gated-silu"}
     clamped = extra_bytes(**gated, activation_func_clamp_value=1.0) - extra_bytes(**gated)
@@ -120,6 +122,26 @@ def test_output_gates_and_expert_biases_count_in_flops_and_parameters() -> None:
     plain, gated = (make_costs(attention_output_gate=has_gate) for has_gate in (False, True))
     assert gated.flops_per_token() - plain.flops_per_token() == 6 * 2 * 12 * 24  # two layers, h 12, all heads 24
     assert gated.unit_work(2, 1, 4)[1].products[0].columns - plain.unit_work(2, 1, 4)[1].products[0].columns == 24
+
+
+def test_value_heads_count_in_flops() -> None:
+    """Two layers lose 4 x 2 rows of values and columns of the output, and as many products of each score."""
+    plain, smaller = make_costs(), make_costs(v_head_dim=4)
+    assert plain.flops_per_token() - smaller.flops_per_token() == 6 * 2 * (2 * 8 * 12 + 8 * 3.5)
+    scores = smaller.unit_work(2, 1, 4)[1].core
+    assert [product.inner for product in scores] == [6, 7] and [product.columns for product in scores] == [7, 4]
+
+
+def test_layers_have_their_own_groups_and_sinks() -> None:
+    windows: dict[str, Any] = {"window_size": 2, "window_attn_skip_freq": "2"}  # in the first of two layers
+    costs = make_costs(num_query_groups=1, window_num_query_groups=2, **windows)
+    assert [work.products[0].columns for work in costs.unit_work(2, 1, 4)[1:3]] == [24 + 4 * 6, 24 + 2 * 6]
+    first, second = costs.unit_saved_bytes(2, 1, 4)[1:3]
+    assert first.full - second.full == 2 * 7 * 2 * 6 * 4
+    sinks = make_costs(softmax_type="learnable", sink_layers="window", **windows)
+    assert [
+        sinks.layer_parameters(layer=layer) - make_costs(**windows).layer_parameters(layer=layer) for layer in (0, 1)
+    ] == [4, 0]
 
 
 def test_sinks_need_no_window_mask_and_no_flash_kernel() -> None:

@@ -248,7 +248,7 @@ def test_formats_cover_every_decoder_setting() -> None:
         "rotary_attention_factor", "rotary_short_factors", "rotary_long_factors", "attention_temperature_floor",
         "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim", "moe_router_group_score_topk", "mtp_num_layers",
     }  # fmt: skip
-    dependent_fields |= {*latent_attention.FIELD_NAMES} - {"multi_latent_attention"}
+    dependent_fields |= {*latent_attention.LATENT_ONLY} - {"multi_latent_attention"}
     dependent_fields |= {*huggingface_experts._MIXTRAL_SETTINGS, *huggingface_experts._SIZES}
     assert set(IDENTITY) == dependent_fields | (
         set(huggingface._GPT2_SETTINGS) - {"apply_residual_connection_post_layernorm"}
