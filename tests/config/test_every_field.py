@@ -220,6 +220,7 @@ COMPANION_FLAGS = {
     "data_path": "--dry-run",
     "mixture_schedule": "--data-path 1 a 1 b --dry-run",
     "num_query_groups": "",
+    "sink_layers": "--softmax-type learnable --window-size 3 --window-attn-skip-freq 2",
     "partition_method": "--pipe-parallel-size 2 --num-layers 6",
     "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
     "pipeline_auto_schedules": "--pipe-parallel-size 2 --gas 4 --pipeline-schedule auto",

@@ -82,9 +82,12 @@ def llama3_scaling_slows_down_high_frequencies(original: Any) -> Any:
     return lambda self, plain: [1.0 - share for share in original(self, plain)]
 
 
-@mutant("megatron.models.common.attention:replace", f"{FEATURE}[large value heads]")
+@mutant("megatron.models.common.attention:SelfAttention._set_attention_functions", f"{FEATURE}[large value heads]")
 def padded_heads_change_the_scale_of_the_scores(original: Any) -> Any:
-    return lambda args, **changes: args
+    def set_functions(self: Any, args: Any, *others: Any) -> None:
+        original(self, replace(args, softmax_scale=args.padded_head_size**-0.5), *others)
+
+    return set_functions
 
 
 @mutant("megatron.models.common.model_args:ModelArgs.local_rotary", f"{FEATURE}[rope, local base]")
