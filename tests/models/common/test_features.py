@@ -163,6 +163,11 @@ FULL_MODELS: dict[str, dict[str, Any]] = {
         "attention_output_gate": True, "window_size": 2, "window_attn_skip_freq": "2", "no_rope_freq": "2",
         "activation": "gated-silu", "scale_embeddings": True,
     },
+    "MiMo-V2-Flash": {
+        **FEATURES["rope of a part"], **FEATURES["rms"], **FEATURES["groups by window"],
+        "window_attn_skip_freq": "[0,1]", "softmax_type": "learnable",
+        "sink_layers": "window", "rotary_local_base": 20.0, "v_head_dim": 4, "attention_value_scale": 0.6, "add_qkv_bias": True, "activation": "gated-silu", "untie_embeddings": True,
+    },
 }  # fmt: skip
 
 

@@ -145,7 +145,9 @@ def test_model_flag_sets_the_architecture(name: str) -> None:
     assert {key: getattr(model, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize("name", EXTRA_CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "mimo_v2_flash" else ()) for name in EXTRA_CASES]
+)
 @torch.no_grad()
 def test_greedy_generation_matches_hugging_face(name: str) -> None:
     """Prompts of several lengths, far beyond the window; each of theirs is alone, so that nothing is padded."""
