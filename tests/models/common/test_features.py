@@ -165,8 +165,9 @@ FULL_MODELS: dict[str, dict[str, Any]] = {
     },
     "MiMo-V2-Flash": {
         **FEATURES["rope of a part"], **FEATURES["rms"], **FEATURES["groups by window"],
-        "window_attn_skip_freq": "[0,1]", "softmax_type": "learnable",
-        "sink_layers": "window", "rotary_local_base": 20.0, "v_head_dim": 4, "attention_value_scale": 0.6, "add_qkv_bias": True, "activation": "gated-silu", "untie_embeddings": True,
+        "window_attn_skip_freq": "[0,1]", "softmax_type": "learnable", "sink_layers": "window", "v_head_dim": 4,
+        "rotary_local_base": 20.0, "attention_value_scale": 0.6, "add_qkv_bias": True, "activation": "gated-silu",
+        "untie_embeddings": True,
     },
 }  # fmt: skip
 
