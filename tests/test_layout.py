@@ -23,6 +23,7 @@ CROSS_PACKAGE_FOLDERS = (
     "mutants",
     "parity",
     "reliability",
+    "types",
 )
 """Test folders that belong to no single package."""
 OUTSIDE_MEGATRON = ("benchmarks", "examples", "tds", "tools")

@@ -32,7 +32,7 @@ PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
 TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
-SLOW_TEST_EXTRAS = ("eval", "ray", "stores", "kubernetes")
+SLOW_TEST_EXTRAS = ("eval", "ray", "stores", "kubernetes", "spmd-types")
 SATISFIED_PREFIX = "Requirement already satisfied"
 """Start of the lines of pip that are not shown: one for each package that is installed already."""
 

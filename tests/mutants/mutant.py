@@ -103,10 +103,10 @@ def apply_mutant(selected: Mutant) -> None:
         replacement = selected.make(original)
     setattr(owner, name, replacement)
     if isinstance(owner, ModuleType):
-        _replace_references(name, original, replacement)
+        replace_references(name, original, replacement)
 
 
-def _replace_references(name: str, original: Any, replacement: Any) -> None:
+def replace_references(name: str, original: Any, replacement: Any) -> None:
     """Replace the references of other modules; a value that is no function or class only under its own name.
 
     Small integers and strings are shared by the interpreter, so identity says nothing about them.
