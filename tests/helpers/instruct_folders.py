@@ -18,6 +18,20 @@ OPTIONAL_SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "d_ff": 24, "num_local_experts": 4, "num_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
 }  # fmt: skip
+LATENT_SIZES = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+"""Sizes of models with multi-latent attention, which has as many key heads as query heads."""
+SIZES_BY_TYPE: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    # transformers saves no weights of MTP layers, and an import without them changes the number to 0
+    "deepseek_v3": {"num_nextn_predict_layers": 0},
+    "glm4_moe": {"num_nextn_predict_layers": 0},
+}  # fmt: skip
 UNKNOWN_FIELDS = {"company": "Acmé", "pretraining_tp": 3, "serving": {"max_batch": 7, "ratio": 1e-05}, "odd_flag": None}
 
 
@@ -33,8 +47,11 @@ def write_instruct_folder(
     config_class: Any = transformers.CONFIG_MAPPING[model_type]
     fields = {config_class.attribute_map.get(name, name): size for name, size in COMMON_SIZES.items()}
     fields |= {name: size for name, size in OPTIONAL_SIZES.items() if hasattr(config_class, name)}
+    if hasattr(config_class, "kv_lora_rank"):
+        fields |= {name: size for name, size in LATENT_SIZES.items() if hasattr(config_class, name)}
+    fields |= SIZES_BY_TYPE.get(model_type, {})
     torch.manual_seed(0)
-    config = config_class(vocab_size=tokenizer.get_vocab_size(), **fields)
+    config = config_class(vocab_size=tokenizer.get_vocab_size(), pad_token_id=0, **fields)
     auto_class = formats_of(family_by_type()[model_type])[0].auto_class
     name = auto_class if isinstance(auto_class, str) else "AutoModelForPreTraining"
     getattr(transformers, name).from_config(config).to(dtype).save_pretrained(folder)

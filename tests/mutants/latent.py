@@ -20,7 +20,7 @@ from tests.mutants.mutant import mutant
 TENSOR_RANKS = "tests/models/common/test_tensor_ranks.py::test_tensor_ranks_match_one_process[2-latents]"
 LATENT = "tests/models/common/test_latent_attention.py"
 SEQUENCE_PARALLEL = f"{LATENT}::test_sequence_parallel_matches_one_process"
-FORMULA = "tests/models/common/test_features.py::test_full_models_match_formulas[switches0-DeepSeek-V2]"
+FORMULA = "tests/models/common/test_features.py::test_full_models_match_formulas[{}-DeepSeek-V2]"
 HUGGING_FACE = (
     "tests/models/llama/test_latent_against_huggingface.py"
     "::test_logits_loss_and_gradients_match_hugging_face[deepseek_v3]"

@@ -87,6 +87,6 @@ def alibi_slopes_assume_a_power_of_two(original: Any) -> Any:
 @mutant("megatron.ops.grouped:_Dispatch.backward", EXPERTS)
 def gradient_of_a_token_is_that_of_its_first_expert(original: Any) -> Any:
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _look_up(grads[0], ctx.slots)[:, 0], None
+        return _look_up(grads[0], ctx.slots)[:, 0], None, None
 
     return backward

@@ -76,7 +76,7 @@ class ContextAttention:
             return self._attend_with_head_shards(function, query, key, value)
         if drop is not None:
             kwargs["drop"] = partial(drop, runs=token_ranges(query.shape[2], group))
-        if mask is None:
+        if mask is None and kwargs.get("is_causal") is not False:
             causal_function = self._causal_function if sinks is None else partial(self._function, **sink_kwargs)
             function = partial(self._attend_by_chunk, partial(causal_function, **kwargs))
             return self._attend_with_gathered_keys(function, query, key, value)
