@@ -111,9 +111,16 @@ def _run_on_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_tensors(operation: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Return ``args`` with numbers replaced by tensors where ``operation`` expects tensors; torch passes numbers."""
+    """Return ``args`` with numbers replaced by tensors where ``operation`` expects tensors; torch passes numbers.
+
+    Next to fp64 tensors a number keeps all of its bits. Otherwise it has torch's default dtype, so that the product of
+    integers and a number is fp32.
+    """
+    is_fp64 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in args)
     return [
-        torch.scalar_tensor(value, dtype=torch.tensor(value).dtype)
+        torch.scalar_tensor(
+            value, dtype=torch.float64 if is_fp64 and isinstance(value, float) else torch.tensor(value).dtype
+        )
         if isinstance(value, (bool, int, float)) and argument.type.kind() == "TensorType"
         else value
         for value, argument in zip(args, operation._schema.arguments, strict=False)
