@@ -81,7 +81,7 @@ class CpuStream:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: self  # record_event returns an event, which is also one of these
 
 
 def replace_cuda_calls() -> None:
@@ -97,8 +97,23 @@ def replace_cuda_calls() -> None:
     torch.cuda.synchronize = torch.cuda.set_device = torch.cuda.empty_cache = lambda *args: None
 
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    moe_utils.te_general_gemm = None  # a fault of 0.16.1: without Transformer Engine the router reads an undefined name
     random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
+    make_norm = WrappedTorchNorm.__new__
+
+    def make_sequence_parallel_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        is_parallel, config.sequence_parallel = config.sequence_parallel, False
+        norm = make_norm(cls, config, *args, **kwargs)
+        config.sequence_parallel = is_parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = is_parallel  # the gradient is summed over the tensor ranks
+        return norm
+
+    # torch's norms are rejected with sequence parallelism; the norms of Apex only add this attribute
+    WrappedTorchNorm.__new__ = make_sequence_parallel_norm
 
 
 def init_model_parallel(**sizes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 VOCAB, SEQ, EOD = 102, 12, 0
 MICRO_BATCH, NUM_MICRO_BATCHES, STEPS = 2, 2, 20
 GLOBAL_BATCH = MICRO_BATCH * NUM_MICRO_BATCHES
-WARMUP_STEPS, LR, MIN_LR, WEIGHT_DECAY, CLIP_GRAD, BETA_2 = 3, 3e-3, 1e-4, 0.1, 1.0, 0.95
+WARMUP_STEPS, LR, MIN_LR, WEIGHT_DECAY, CLIP_GRAD, BETA_2 = 3, 3e-3, 1e-4, 0.1, 0.5, 0.95
 COMMON_FLAGS = (
     f"--num-layers 2 --seq-length {SEQ} --max-position-embeddings 14 --vocab-size {VOCAB} "
     "--make-vocab-size-divisible-by 1 --attention-dropout 0 --hidden-dropout 0 "
