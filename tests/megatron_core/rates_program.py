@@ -48,8 +48,9 @@ def compute_rates(flags: dict[str, Any]) -> list[list[float]]:
     optimizer = ParamGroups({}, decoupled)
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=flags["lr"], min_lr=flags["min_lr"], lr_warmup_steps=warmup,
-        lr_decay_steps=decay, lr_decay_style=flags["lr_decay_style"], start_wd=0.0, end_wd=0.0, wd_incr_steps=decay, wd_incr_style="constant",
-        wsd_decay_steps=wsd, lr_wsd_decay_style=flags.get("lr_wsd_decay_style", "exponential"),
+        lr_decay_steps=decay, lr_decay_style=flags["lr_decay_style"], start_wd=0.0, end_wd=0.0, wd_incr_steps=decay,
+        wd_incr_style="constant", wsd_decay_steps=wsd,
+        lr_wsd_decay_style=flags.get("lr_wsd_decay_style", "exponential"),
     )  # fmt: skip
     rates = []
     for position in flags["positions"]:

@@ -45,7 +45,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
         flags |= {"kv_channels": generator.choice((8, 40, 64))} if generator.random() < 0.5 else {}
         flags |= {"group_query_attention": True, "num_query_groups": heads // 4} if generator.random() < 0.5 else {}
     if generator.random() < 0.5:
-        flags |= {"num_experts": 8, "moe_router_topk": generator.randint(1, 4), "moe_aux_loss_coeff": 0.0}
+        flags |= {"num_experts": 8, "moe_router_topk": generator.randint(2, 4), "moe_aux_loss_coeff": 0.0}
         flags |= {"moe_ffn_hidden_size": 48} if generator.random() < 0.5 else {}
         flags |= {"moe_shared_expert_intermediate_size": 56} if generator.random() < 0.5 else {}
         if generator.random() < 0.5:
