@@ -6,21 +6,35 @@ fp64 its conversions to fp32 are replaced (``fp64_for_fp32``), so that only diff
 
 The learning rate of our step n is that of Megatron's step n + 1 (docs/migration.md), so the program advances
 megatron-core's scheduler once before the first step.
+
+Differences, none of which is a fault of ours:
+
+* The tanh GELU of megatron-core has sqrt(2 / pi) with 8 digits, a relative error of 1e-9; the exact GELU agrees.
+* Megatron's load-balancing loss uses the experts' shares of the micro-batch, ours their shares of the previous global
+  batch (docs/moe.md). With the same shares both agree (``mixtral-balanced``).
+* Rows that pad the vocabulary are in Megatron's softmax only.
+* 0.16.1 cannot run experts without Transformer Engine, because its router reads an undefined name (``te_general_gemm``
+  in tests/helpers/megatron_core_on_cpu.py), and rejects torch's norms with sequence parallelism.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from megatron.arguments.other_programs import GPT
 from megatron.config import Config, parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.router import Router
 from megatron.models.registry import build_model
 from megatron.mpu.shard import set_uninitialized
 from megatron.training import initialize
@@ -33,21 +47,32 @@ from tests.megatron_core.training_cases import CASES, CLIP_GRAD, GLOBAL_BATCH, S
 from tests.megatron_core.weight_names import core_name, to_core_rows, to_our_rows
 from tests.megatron_core.weight_names import join_shards as join_core_shards
 
-pytestmark = [pytest.mark.slow, requires_megatron_core]
-LAYOUTS = (1, 2)
-PRECISIONS = ("fp64", "fp32")
-TOKENS = MockTokens(VOCAB, SEQ, seed=5)
+MODELS = ("gpt2", "llama", "qwen3", "mixtral")
+RUNS = [
+    *((name, tensor, "fp64") for name in MODELS for tensor in (1, 2)),
+    *((name, 1, "fp32") for name in MODELS),
+    *((name, 2, "fp32") for name in ("llama", "mixtral")),
+    *((name, 1, "fp64") for name in ("gpt2-gelu", "mixtral-balanced")),
+]
+"""(case, number of tensor ranks, precision)."""
+PADDED_RUN = ("gpt2-padded", 1, "fp64")
+TOKENS = MockTokens(VOCAB - 1, SEQ, seed=5)
+QUANTITIES = ("logits", "gradients", "loss", "norm", "weights")
 ALLOWED = {
-    "fp64": {"logits": 1e-13, "gradients": 1e-11, "loss": 1e-12, "norm": 1e-12, "weights": 1e-10},
-    "fp32": {"logits": 2e-6, "gradients": 3e-6, "loss": 2e-5, "norm": 2e-5, "weights": None},
+    "fp64": (1e-13, 1e-11, 1e-11, 1e-11, 1e-10),
+    "rounded constants": (1e-9, 1e-9, 1e-9, 1e-9, 1e-8),
+    "fp32": (2e-6, 3e-6, 5e-5, 1e-3, None),
 }
-"""Allowed relative errors by precision. Weights after 20 steps of Adam are not comparable in fp32."""
+"""Precision -> allowed relative errors of ``QUANTITIES``. Weights after 20 steps of Adam are not comparable in fp32."""
+RECORDED = Path(__file__).with_name("recorded_training.json")
+"""Losses and norms of megatron-core 0.16.1 in fp64, for the test without the package."""
+RECORDED_STEPS, RECORDED_CASES = 3, ("llama", "mixtral")
 
 
 def our_config(case: TrainingCase, tensor: int, precision: str) -> Config:
     """Return the configuration that our program reads from the flags of ``case``."""
     argv = [*case.flags_of_layout(tensor), f"--{precision}"]
-    return parse(argv, world_size=tensor, family="gpt2", defaults=GPT).with_vocab(VOCAB)
+    return parse(argv, world_size=tensor, family="gpt2", defaults=GPT).with_vocab(case.vocab)
 
 
 @functools.cache
@@ -60,11 +85,21 @@ def full_weights(name: str) -> dict[str, torch.Tensor]:
     }
 
 
-def train_ours(rank: int, case: TrainingCase, tensor: int, precision: str) -> tuple[torch.Tensor, Trace]:
-    """Train ``case`` with our program; return the logits [s, b, v/t] of the first micro-batch and the trace."""
+@dataclass
+class OurRun:
+    """Values of a rank: logits [s, b, v/t] and summed loss of the first micro-batch, and the trace of the steps."""
+
+    logits: torch.Tensor
+    first_loss: float
+    trace: Trace
+
+
+def train_ours(rank: int, case: TrainingCase, tensor: int, precision: str, num_steps: int = STEPS) -> OurRun:
+    """Train ``case`` with our program on this rank."""
     config = our_config(case, tensor, precision)
     world = initialize.start(config)
     logits: list[torch.Tensor] = []
+    losses: list[float] = []
 
     def model_provider() -> torch.nn.Module:
         model = fill_weights(decoder.model_provider())
@@ -79,27 +114,55 @@ def train_ours(rank: int, case: TrainingCase, tensor: int, precision: str) -> tu
             with torch.no_grad():
                 logits.append(model.eval()(**inputs).clone())
             model.train()
-        return model(**fields), {}
+        if case.uses_batch_shares:
+            set_batch_shares(model, fields)
+        loss = model(**fields)
+        losses.append(loss[0].item())
+        return loss, {}
 
-    trace = trace_steps(config, world, TOKENS, model_provider, forward_step, num_steps=STEPS)
-    return logits[0], trace
+    trace = trace_steps(config, world, TOKENS, model_provider, forward_step, num_steps=num_steps)
+    return OurRun(logits[0], losses[0], trace)
+
+
+def set_batch_shares(model: Any, fields: dict[str, Any]) -> None:
+    """Let the routers' load-balancing loss use the experts' shares of this micro-batch."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    counts_before = [router.counts.clone() for router in routers]
+    with torch.no_grad():
+        model(**fields)
+    for router, counts in zip(routers, counts_before, strict=True):
+        router.tokens_per_expert.copy_(router.counts - counts)
+        router.counts.copy_(counts)
+
+
+def run_core(folder: Path, runs: Iterable[tuple[str, int, str]]) -> None:
+    """Train the cases of ``runs`` with megatron-core; ``folder`` receives the results."""
+    rows = [torch.from_numpy(TOKENS[idx]) for idx in range(STEPS * GLOBAL_BATCH)]
+    torch.save(torch.stack(rows), folder / "tokens.pt")
+    cases_by_layout: dict[int, list[tuple[str, str]]] = {}
+    for name, tensor, precision in runs:
+        cases_by_layout.setdefault(tensor, []).append((name, precision))
+        torch.save(core_weights(name), folder / f"{name}.pt")
+    for tensor, cases in cases_by_layout.items():
+        run_megatron_core("tests.megatron_core.training_program", folder, tensor, cases=cases, tensor=tensor)
+
+
+def core_weights(name: str) -> dict[str, torch.Tensor]:
+    """Return the full initial weights of a case for megatron-core, with rows of zeros that pad the vocabulary."""
+    weights = {}
+    for our_name, weight in full_weights(name).items():
+        if our_name == "embedding.word.weight":
+            weight = torch.cat([weight, weight.new_zeros(VOCAB - len(weight), weight.shape[1])])
+        weights[core_name(our_name)] = to_core_rows(core_name(our_name), weight, is_gated=CASES[name].is_gated)
+    return weights
 
 
 @pytest.fixture(scope="module")
-def core_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the results of megatron-core for all cases, layouts and precisions."""
+def core_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the results of megatron-core for the selected tests."""
     folder = tmp_path_factory.mktemp("core")
-    rows = [torch.from_numpy(TOKENS[idx]) for idx in range(STEPS * GLOBAL_BATCH)]
-    torch.save(torch.stack(rows), folder / "tokens.pt")
-    for name, case in CASES.items():
-        weights = {
-            core_name(our_name): to_core_rows(core_name(our_name), weight, is_gated=case.is_gated)
-            for our_name, weight in full_weights(name).items()
-        }
-        torch.save(weights, folder / f"{name}.pt")
-    cases = [(name, precision) for name in CASES for precision in PRECISIONS]
-    for tensor in LAYOUTS:
-        run_megatron_core("tests.megatron_core.training_program", folder, tensor, cases=cases, tensor=tensor)
+    tests = [item for item in request.session.items if "core_folder" in getattr(item, "fixturenames", ())]
+    run_core(folder, [test.callspec.params["run"] if hasattr(test, "callspec") else PADDED_RUN for test in tests])
     return folder
 
 
@@ -124,30 +187,66 @@ def mean_losses(case: TrainingCase, values: dict[str, Any]) -> list[float]:
     return [sum(total / count for total, count in step) / len(step) for step in values["losses"]]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tensor", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_model_trains_as_in_megatron_core(core_folder: Path, name: str, tensor: int, precision: str) -> None:
-    case = CASES[name]
-    core = read_core(core_folder, name, tensor, precision)
-    ranks = run_ranks(tensor, train_ours, case, tensor, precision)
-    trace = ranks[0][1]
-    logits = torch.cat([rank_logits for rank_logits, _ in ranks], dim=-1).transpose(0, 1)
-    gradients = join_shards([rank_trace.gradients for _, rank_trace in ranks])
-    weights = join_shards([rank_trace.weights for _, rank_trace in ranks])
-    losses = mean_losses(case, core)
+def compare(run: tuple[str, int, str], core: dict[str, Any], ranks: list[OurRun]) -> dict[str, float]:
+    """Return the relative error of each quantity."""
+    trace, losses = ranks[0].trace, mean_losses(CASES[run[0]], core)
+    logits = torch.cat([rank.logits for rank in ranks], dim=-1).transpose(0, 1)
+    gradients = join_shards([rank.trace.gradients for rank in ranks])
     gradient_error, worst_gradient = worst_relative_error(gradients, core["gradients"])
-    weight_error, worst_weight = worst_relative_error(weights, core["weights"])
-    observed = {
+    weight_error, worst_weight = worst_relative_error(
+        join_shards([rank.trace.weights for rank in ranks]), core["weights"]
+    )
+    errors = {
         "logits": (logits - core["logits"]).abs().max().item() / core["logits"].abs().max().item(),
         "gradients": gradient_error,
         "loss": max(abs(ours - theirs) / theirs for ours, theirs in zip(trace.losses, losses, strict=True)),
         "norm": max(abs(o - t) / t for o, t in zip(trace.grad_norms, core["norms"], strict=True)),
         "weights": weight_error,
     }
-    print(name, tensor, precision, {k: f"{v:.1e}" for k, v in observed.items()}, worst_gradient, worst_weight)
-    for quantity, allowed in ALLOWED[precision].items():
-        assert allowed is None or observed[quantity] <= allowed, (quantity, worst_gradient, worst_weight)
+    print(*run, {name: f"{error:.1e}" for name, error in errors.items()}, worst_gradient, worst_weight)
+    return errors
+
+
+@pytest.mark.slow
+@requires_megatron_core
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run)))
+def test_model_trains_as_in_megatron_core(core_folder: Path, run: tuple[str, int, str]) -> None:
+    name, tensor, precision = run
+    case, core = CASES[name], read_core(core_folder, *run)
+    errors = compare(run, core, run_ranks(tensor, train_ours, case, tensor, precision))
+    is_rounded = precision == "fp64" and not case.has_exact_constants
+    for quantity, allowed in zip(QUANTITIES, ALLOWED["rounded constants" if is_rounded else precision], strict=True):
+        assert allowed is None or errors[quantity] <= allowed, quantity
     assert max(core["norms"]) > CLIP_GRAD, "gradients are clipped"
     for our_name, initial in full_weights(name).items():
         assert (core["weights"][our_name] - initial).norm() > 1e-3 * initial.norm(), f"{our_name} does not change"
+    if name in RECORDED_CASES and (tensor, precision) == (1, "fp64"):
+        recorded = json.loads(RECORDED.read_text())[name]
+        assert recorded == pytest.approx(record(case, core), rel=1e-12), "record the values again"
+
+
+def record(case: TrainingCase, core: dict[str, Any]) -> list[float]:
+    """Return the recorded losses and norms."""
+    return [*mean_losses(case, core)[:RECORDED_STEPS], *core["norms"][:RECORDED_STEPS]]
+
+
+@pytest.mark.parametrize("name", RECORDED_CASES)
+def test_model_trains_as_recorded_from_megatron_core(name: str) -> None:
+    (ours,) = run_ranks(1, train_ours, CASES[name], 1, "fp64", RECORDED_STEPS)
+    recorded = json.loads(RECORDED.read_text())[name]
+    assert [*ours.trace.losses, *ours.trace.grad_norms] == pytest.approx(recorded, rel=1e-11)
+
+
+@pytest.mark.slow
+@requires_megatron_core
+def test_only_megatron_core_counts_padding_rows_in_softmax(core_folder: Path) -> None:
+    """A difference by design, reported in a note at the start: a row of zeros has the logit 0, not minus infinity."""
+    case, core = CASES[PADDED_RUN[0]], read_core(core_folder, *PADDED_RUN)
+    (ours,) = run_ranks(1, train_ours, case, 1, "fp64", 1)
+    logits, labels = core["logits"].flatten(0, 1), torch.cat([torch.from_numpy(TOKENS[idx][1:]) for idx in (0, 1)])
+    assert torch.allclose(logits[:, : case.vocab], ours.logits.transpose(0, 1).flatten(0, 1), rtol=0, atol=1e-12)
+    core_loss, our_loss = (
+        cross_entropy(logits[:, :size], labels, reduction="sum").item() for size in (VOCAB, case.vocab)
+    )
+    assert core["losses"][0][0][0] == pytest.approx(core_loss, rel=1e-12)
+    assert ours.first_loss == pytest.approx(our_loss, rel=1e-12) and our_loss < core_loss
