@@ -97,6 +97,13 @@ def comparable_positions(flags: dict[str, Any]) -> int:
     return sum(position * unit <= decay for position in flags["positions"]) if has_warmup or name == "samples" else 0
 
 
+def compute_core_rates(folder: Path) -> list[list[list[float]]]:
+    """Return megatron-core's rates for each set of flags; ``folder`` is used for the exchange."""
+    (folder / "flags.json").write_text(json.dumps(draw_sets()))
+    run_megatron_core("tests.megatron_core.rates_program", folder)
+    return json.loads((folder / "rates.json").read_text())
+
+
 def check_rates(sets: list[dict[str, Any]], rates: list[list[list[float]]]) -> None:
     """Check that our rates equal ``rates``, which megatron-core computed."""
     wrong = []
@@ -112,13 +119,9 @@ def check_rates(sets: list[dict[str, Any]], rates: list[list[list[float]]]) -> N
 @pytest.mark.slow
 @requires_megatron_core
 def test_rates_equal_megatron_core(tmp_path: Path) -> None:
-    sets = draw_sets()
-    (tmp_path / "flags.json").write_text(json.dumps(sets))
-    run_megatron_core("tests.megatron_core.rates_program", tmp_path)
-    rates = json.loads((tmp_path / "rates.json").read_text())
-    check_rates(sets, rates)
-    recorded = json.loads(RECORDED.read_text())
-    assert recorded == rates[:NUM_RECORDED], "record the rates again"
+    rates = compute_core_rates(tmp_path)
+    check_rates(draw_sets(), rates)
+    assert json.loads(RECORDED.read_text()) == rates[:NUM_RECORDED], "run python -m tests.megatron_core.record"
 
 
 def test_rates_equal_recorded_rates_of_megatron_core() -> None:

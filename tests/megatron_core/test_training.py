@@ -222,7 +222,7 @@ def test_model_trains_as_in_megatron_core(core_folder: Path, run: tuple[str, int
         assert (core["weights"][our_name] - initial).norm() > 1e-3 * initial.norm(), f"{our_name} does not change"
     if name in RECORDED_CASES and (tensor, precision) == (1, "fp64"):
         recorded = json.loads(RECORDED.read_text())[name]
-        assert recorded == pytest.approx(record(case, core), rel=1e-12), "record the values again"
+        assert recorded == pytest.approx(record(case, core), rel=1e-12), "run python -m tests.megatron_core.record"
 
 
 def record(case: TrainingCase, core: dict[str, Any]) -> list[float]:
