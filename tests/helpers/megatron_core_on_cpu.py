@@ -86,7 +86,8 @@ class CpuStream:
 
 def replace_cuda_calls() -> None:
     """Replace the CUDA calls of this process and of the processes that it forks."""
-    torch.compile = lambda function=None, **options: function or (lambda inner: inner)  # its fused functions
+    # the package compiles its fused functions; they run uncompiled
+    torch.compile = lambda function=None, **options: function or (lambda inner: inner)
     CudaOnCpu().__enter__()
     stream = CpuStream()
     torch.cuda.current_device = lambda: CPU

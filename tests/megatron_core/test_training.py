@@ -144,7 +144,8 @@ def run_core(folder: Path, runs: Iterable[tuple[str, int, str]]) -> None:
         cases_by_layout.setdefault(tensor, []).append((name, precision))
         torch.save(core_weights(name), folder / f"{name}.pt")
     for tensor, cases in cases_by_layout.items():
-        run_megatron_core("tests.megatron_core.training_program", folder, tensor, cases=cases, tensor=tensor)
+        program = "tests.megatron_core.training_program"
+        run_megatron_core(program, folder, tensor, deadline_s=240.0, cases=cases, tensor=tensor)
 
 
 def core_weights(name: str) -> dict[str, torch.Tensor]:
