@@ -97,6 +97,17 @@ class DataConfig:
         choices=("range", "hash"),
     )
     mixture_schedule: str | None = option(None, 'blend weights by training tokens: "1e9: 0.5 0.5; 2e9: 0.2 0.8"')
+    data_order: str = _decoder_option(
+        "native",
+        "order of the samples; native: computed without index files, the same for every length of the run; megatron: "
+        "the samples of Megatron's GPTDataset in its order, which depends on the length of the run",
+        choices=("native", "megatron"),
+    )
+    mid_level_dataset_surplus: float = _decoder_option(
+        0.005,
+        "fraction by which --data-order megatron builds more samples of each corpus of a blend than its share",
+        minimum=0,
+    )
     data_impl: str = option(
         "mmap",
         "access to token files: memory-mapped, or read calls (for network file systems)",
@@ -192,6 +203,11 @@ class DataConfig:
         return ("segments",) if self.packing == "best-fit" else ()
 
     @property
+    def has_megatron_order(self) -> bool:
+        """True if samples are read, and handed to the replicas, in Megatron's order."""
+        return self.data_order == "megatron"
+
+    @property
     def corpora(self) -> dict[str, str | None]:
         """Field of a corpus flag -> corpora. With --sft, the files of conversations replace the token files."""
         if self.sft is None:
@@ -266,6 +282,7 @@ class DataConfig:
         yield from self._path_problems()
         yield from self._schedule_problems()
         yield from self._sft_problems()
+        yield from self._order_problems()
         for flag, path in (
             ("--chat-template", self.chat_template),
             ("--vocab-file", self.vocab_file),
@@ -305,6 +322,24 @@ class DataConfig:
         flags = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
         if self.sft is not None and flags:
             yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
+
+    def _order_problems(self) -> Iterator[str]:
+        """Yield the settings that Megatron's order does not support, in one problem."""
+        settings = {
+            f"--packing {self.packing}": self.packing != "concat",
+            f"--fim-rate {self.fim_rate:g}": self.fim_rate > 0,
+            f"--split-by {self.split_by}": self.split_by != "range",
+            "--mixture-schedule": self.mixture_schedule is not None,
+            "--sft": self.sft is not None,
+            f"--data-path {self.data_path}": self.is_mock or self.is_script_data,
+        }
+        unsupported = [flag for flag, is_set in settings.items() if is_set]
+        if self.has_megatron_order and unsupported:
+            yield (
+                "--data-order megatron reads token files as Megatron's GPTDataset with constant weights does, got "
+                f"{', '.join(unsupported)}. Remove {'them' if len(unsupported) > 1 else 'it'}, or use --data-order "
+                "native"
+            )
 
     def _schedule_problems(self) -> Iterator[str]:
         if self.mixture_schedule is None or self.training_path is None:

@@ -11,7 +11,6 @@ from megatron.data.blend_schedule import BlendSchedule
 from megatron.data.megatron_order.order import MegatronOrder
 from megatron.errors import DataError, SampleError
 
-
 SampleOrder = BlendSchedule | MegatronOrder
 """An order of the samples of a run: --data-order native or megatron."""
 

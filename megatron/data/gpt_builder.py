@@ -50,7 +50,7 @@ def build_train_valid_test(
     """
     if paths.order == ORDER and (num_samples is None or packing != "concat" or fim is not None):
         raise DataError(
-            "--data-order megatron needs the lengths of the splits, and supports neither packing nor fill-in-the-middle. "
+            "--data-order megatron needs the lengths of the splits, and has neither packing nor fill-in-the-middle. "
             "Pass num_samples=train_val_test_num_samples to build_train_valid_test, or use --data-order native."
         )
 

@@ -188,6 +188,8 @@ SHADOWED = {
     "split": "--split 9,1,0 --data-path mock",
     "split_by": "--split-by hash --data-path mock",
     "mixture_schedule": "--mixture-schedule 5:1",
+    "data_order": "--data-order megatron --data-path mock",
+    "mid_level_dataset_surplus": "--mid-level-dataset-surplus 0.01",
     "data_impl": "--data-impl pread --data-path mock",
     "data_cache_path": "--data-cache-path x --data-path mock",
     "object_storage_cache_path": "--object-storage-cache-path x --data-path a --dry-run",

@@ -77,6 +77,7 @@ def build_in_megatron_order(
             plans=plans,
             shares=normalized_shares(shares) if is_blend else None,
             num_samples=size if is_blend else plans[0].num_samples,
+            run_samples=num_samples[split_idx],
             cache_path=paths.cache_path,
         )
         _check_surplus(order, paths.surplus)

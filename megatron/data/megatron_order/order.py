@@ -14,7 +14,7 @@ from megatron.data.blend_schedule import FORMAT, Corpus
 from megatron.data.cache import IndexCache
 from megatron.data.megatron_order.blend_choices import blend_choices
 from megatron.data.megatron_order.epochs import EpochPlan
-from megatron.errors import DataError
+from megatron.errors import SampleError
 
 ORDER = "megatron"
 """Name of this order in checkpoints, and value of --data-order."""
@@ -34,7 +34,8 @@ class MegatronOrder:
         corpora: the corpora in the order of the command line, on which the order of the samples depends.
         plans: the epochs of each corpus.
         shares: the share of each corpus, as Megatron normalises the weights; None for a single corpus without a weight.
-        num_samples: samples in the order.
+        num_samples: samples in the order; at least ``run_samples``.
+        run_samples: samples that the run reads, for which the order is built.
         cache_path: folder of the cache that shares the blend between the processes of a host; see ``IndexCache``.
     """
 
@@ -42,6 +43,7 @@ class MegatronOrder:
     plans: tuple[EpochPlan, ...]
     shares: tuple[float, ...] | None
     num_samples: int
+    run_samples: int
     cache_path: str | None = None
 
     @property
@@ -53,12 +55,12 @@ class MegatronOrder:
         """Map sample ``index`` of the run to (corpus index, sample index within the corpus).
 
         Raises:
-            DataError: the order has no such sample.
+            SampleError: the order has no such sample.
         """
         if not 0 <= index < self.num_samples:
-            raise DataError(
-                f"the order of --data-order megatron has {self.num_samples} samples, got index {index}. The order is "
-                "built for the length of the run: set --train-samples or --train-iters to it."
+            raise SampleError(
+                f"--data-order megatron orders {self.num_samples} samples for the length of this run, got sample "
+                f"{index}. Set --train-samples {self.run_samples} to end the run there. A longer run has another order."
             )
         if self.shares is None:
             return 0, index
@@ -94,7 +96,7 @@ class MegatronOrder:
             "format": FORMAT,
             "order": ORDER,
             "samples_consumed": samples_consumed,
-            "num_samples": self.num_samples,
+            "run_samples": self.run_samples,
             "fingerprints": {corpus.name: corpus.fingerprint for corpus in self.corpora},
             "sizes": {corpus.name: corpus.counts for corpus in self.corpora},
             "cursors": self.cursors(samples_consumed),

@@ -7,6 +7,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from megatron.data.megatron_order.epochs import EpochPlan
 from megatron.data.megatron_order.order import ORDER, MegatronOrder
 from megatron.errors import CheckpointError
 
@@ -63,19 +64,25 @@ def _describe_differences(order: MegatronOrder, saved: Mapping[str, Any], settin
     elif len(weights) != len(shares):
         yield f"the corpora were {', '.join(saved['fingerprints'])}, now {', '.join(order.weights(0))}"
     elif not is_same_data:
-        yield f"the token files, their sequence in the list, the tokenizer or a setting of {', '.join(saved['weights'])}"
+        names = ", ".join(saved["fingerprints"])
+        yield f"the files, the tokenizer, the sequence in the list or a setting of the samples has changed for {names}"
     else:
         yield f"the weights were {weights}, now {shares}"
 
 
 def _describe_lengths(order: MegatronOrder, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description of each corpus whose number of epochs has changed, with the flag that restores it."""
-    for corpus, plan in zip(order.corpora, order.plans, strict=True):
-        old = saved["epochs"].get(corpus.name)
-        if old is not None and list(old) != list(plan):
-            is_separate = ["shuffled together", "the last shuffled separately"]
-            yield (
-                f"Megatron's order depends on the length of the run, and {corpus.name} had {old[0]} epochs, "
-                f"{is_separate[old[2] < old[1]]}, now {plan.num_epochs}, {is_separate[plan.has_separate_last]} "
-                f"(--train-samples {saved['num_samples']} restores the earlier length)"
-            )
+    """Yield a description of the corpora whose epochs have changed, with the flag that restores them."""
+    changes = [
+        f"{corpus.name} had {_format_plan(EpochPlan(*old))}, now {_format_plan(plan)}"
+        for corpus, plan in zip(order.corpora, order.plans, strict=True)
+        if (old := saved["epochs"].get(corpus.name)) is not None and EpochPlan(*old) != plan
+    ]
+    if changes and saved["run_samples"] != order.run_samples:
+        yield (
+            f"the run had {saved['run_samples']} samples, now {order.run_samples}, and Megatron's order depends on the "
+            f"length of the run (--train-samples {saved['run_samples']} restores it): {', '.join(changes)}"
+        )
+
+
+def _format_plan(plan: EpochPlan) -> str:
+    return f"{plan.num_epochs} epochs{', the last shuffled separately' if plan.has_separate_last else ''}"

@@ -13,7 +13,6 @@ from megatron.data.concatenated_documents import ConcatenatedDocuments, Segment
 from megatron.data.documents import DocumentSlice, TokenSource, count_tokens, gather_lengths
 from megatron.data.megatron_order.epochs import plan_epochs
 from megatron.data.megatron_order.permutations import permuted_documents, permuted_samples
-from megatron.errors import DataError
 
 _FORMAT = 1
 _STRIDE = 64
@@ -60,13 +59,10 @@ class MegatronWindows:
         """Return the nonempty document slices of sample ``index``.
 
         Raises:
-            DataError: the order has no such sample.
+            IndexError: the order has no such sample.
         """
         if not 0 <= index < self.plan.num_samples:
-            raise DataError(
-                f"{self._source.prefix}: the order of --data-order megatron has {self.plan.num_samples} samples, "
-                f"got index {index}. Set --train-samples or --train-iters to the length of the run."
-            )
+            raise IndexError(f"{self._source.prefix} has {self.plan.num_samples} ordered samples, got index {index}")
         start = int(self._sample_order[index]) * self.seq_length
         return self._concatenation.slices(start, start + self.seq_length + self.extra_tokens)
 
