@@ -108,6 +108,11 @@ class DataConfig:
         "fraction by which --data-order megatron builds more samples of each corpus of a blend than its share",
         minimum=0,
     )
+    no_extra_token: bool = _decoder_option(
+        False,
+        "samples of --seq-length tokens without a label for the last one, as with add_extra_token_to_sequence=False of "
+        "Megatron's GPTDatasetConfig; only with --data-order megatron",
+    )
     data_impl: str = option(
         "mmap",
         "access to token files: memory-mapped, or read calls (for network file systems)",
@@ -193,13 +198,15 @@ class DataConfig:
     @property
     def separates_documents(self) -> bool:
         """True if the documents of a sample do not attend to each other."""
-        return self.reset_attention_mask or bool(self.packed_keys)
+        return self.reset_attention_mask or "segments" in self.packed_keys
 
     @cached_property
     def packed_keys(self) -> tuple[str, ...]:
         """Names of the arrays of a sample in addition to its text: int32, with one entry per token."""
         if self.sft is not None:
             return "segments", "loss_mask"
+        if self.no_extra_token:
+            return ("loss_mask",)
         return ("segments",) if self.packing == "best-fit" else ()
 
     @property
@@ -333,6 +340,8 @@ class DataConfig:
             "--sft": self.sft is not None,
             f"--data-path {self.data_path}": self.is_mock or self.is_script_data,
         }
+        if self.no_extra_token and not self.has_megatron_order:
+            yield "--no-extra-token needs --data-order megatron, got native. Remove it, or add --data-order megatron"
         unsupported = [flag for flag, is_set in settings.items() if is_set]
         if self.has_megatron_order and unsupported:
             yield (

@@ -33,6 +33,7 @@ def build_train_valid_test(
     packing: str = "concat",
     fim: Fim | None = None,
     num_samples: Sequence[int] | None = None,
+    has_extra_token: bool = True,
 ) -> SplitDatasets:
     """Return the training, validation and test datasets; None for a split that is not needed.
 
@@ -44,6 +45,7 @@ def build_train_valid_test(
         packing, fim: see ``GPTDataset``.
         num_samples: samples that the run reads from train, valid and test, as passed to the script's provider of data
             sets; required for ``paths.order`` "megatron", which depends on them.
+        has_extra_token: see ``GPTDataset``.
 
     Raises:
         DataError: a fault in row D02, D09-D12 or D14 of docs/reliability.md, or unusable paths or weights.
@@ -95,6 +97,7 @@ def build_train_valid_test(
             seed=seed,
             cache=cache,
             megatron_samples=count,
+            has_extra_token=has_extra_token,
         )
 
     if paths.order == ORDER and num_samples is not None:

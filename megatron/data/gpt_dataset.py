@@ -40,6 +40,8 @@ class GPTDataset:
         draws: additional key for the random draws of ``fim``, so that the corpora of a mixture draw differently.
         megatron_samples: build the order of megatron-core's GPTDataset for a run that reads this number of samples;
             None: the order of this project, which has no end.
+        has_extra_token: False: a sample of Megatron's order has L tokens, and the last one has no label. It is
+            {"text": int64[L + 1], "loss_mask": int32[L + 1]} with an unused token 0 at the end.
 
     Raises:
         DataError: the documents have fewer tokens than one sample.
@@ -57,11 +59,13 @@ class GPTDataset:
         cache: IndexCache | None = None,
         draws: str = "",
         megatron_samples: int | None = None,
+        has_extra_token: bool = True,
     ) -> None:
         if packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self.packing, self.fim, self.megatron_samples = packing, fim, megatron_samples
+        self.has_extra_token = has_extra_token
         self._draw_key = (draws, seed) if draws else (seed,)
         self._windows = self._make_windows(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
@@ -76,6 +80,7 @@ class GPTDataset:
                 seq_length=self.seq_length,
                 seed=self.seed,
                 num_samples=self.megatron_samples,
+                extra_tokens=int(self.has_extra_token),
                 cache=cache,
             )
         if self.packing == "best-fit":
@@ -115,7 +120,7 @@ class GPTDataset:
         if self.fim is not None:
             key += f":{self.fim.key}"
         if isinstance(self._windows, MegatronWindows):
-            key += f":megatron:{tuple(self._windows.plan)}"
+            key += f":megatron:{tuple(self._windows.plan)}:{self._windows.extra_tokens}"
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def prefetch(self, index: int) -> None:
@@ -132,6 +137,10 @@ class GPTDataset:
         text, slice_lengths = read_slices(self.token_file, index, slices), [doc_slice.length for doc_slice in slices]
         if self.fim is not None:
             text = self.fim.apply(text, slice_lengths, *self._draw_key, int(index))
+        if not self.has_extra_token:
+            has_label = np.ones(self.seq_length + 1, np.int32)
+            has_label[-1] = 0
+            return {"text": np.append(text, _PADDING), "loss_mask": has_label}
         if self.packing == "concat":
             return text
         padded, segments = np.full(self.seq_length + 1, _PADDING, np.int64), np.full(self.seq_length + 1, -1, np.int32)

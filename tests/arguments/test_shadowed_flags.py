@@ -189,6 +189,7 @@ SHADOWED = {
     "split_by": "--split-by hash --data-path mock",
     "mixture_schedule": "--mixture-schedule 5:1",
     "data_order": "--data-order megatron --data-path mock",
+    "no_extra_token": "--no-extra-token",
     "mid_level_dataset_surplus": "--mid-level-dataset-surplus 0.01",
     "data_impl": "--data-impl pread --data-path mock",
     "data_cache_path": "--data-cache-path x --data-path mock",

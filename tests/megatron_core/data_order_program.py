@@ -18,7 +18,10 @@ NUM_COMPLETE_SAMPLES = 5
 
 
 def main(rank: int, folder: Path, runs: list[dict[str, Any]], max_samples: int) -> None:
-    """Write ``RUN-SPLIT.npy``, the tokens of up to ``max_samples`` samples of each split, int64 [samples, L + 1]."""
+    """Write ``RUN-SPLIT.npy``, the tokens of up to ``max_samples`` samples of each split.
+
+    The arrays are int64 [samples, L + 1], or [samples, L] without an extra token.
+    """
     for run_idx, run in enumerate(runs):
         datasets = build_datasets(folder / "cache", **run)
         for split, dataset in zip(SPLITS, datasets, strict=True):
@@ -38,6 +41,7 @@ def build_datasets(
     seed: int,
     split: str | None,
     surplus: float,
+    extra_token: bool = True,
 ) -> list[Any]:
     """Build the three datasets as pretrain_gpt.py of Megatron-LM does.
 
@@ -53,6 +57,7 @@ def build_datasets(
         split=split if is_shared else None,
         path_to_cache=str(cache),
         mid_level_dataset_surplus=surplus,
+        add_extra_token_to_sequence=extra_token,
         tokenizer=SimpleNamespace(
             vocab_size=None, pad=-1, eod=0, unique_identifiers=OrderedDict(), special_tokens_dict={}
         ),
@@ -73,14 +78,15 @@ def blend_of(words: str | None) -> tuple[list[str], list[float] | None] | None:
 
 
 def read_text(dataset: Any, idx: int) -> np.ndarray:
-    """Return the L + 1 tokens of a sample, without the torch operations that make inputs and labels of them."""
+    """Return the tokens of a sample, without the torch operations that make inputs and labels of them."""
     if isinstance(dataset, BlendedDataset):
         dataset, idx = dataset.datasets[dataset.dataset_index[idx]], dataset.dataset_sample_index[idx]
     return dataset._query_document_sample_shuffle_indices(idx)[0]
 
 
 def check_sample(sample: dict[str, Any], text: np.ndarray) -> None:
-    """Check that inputs and labels consist of the tokens of ``text``, without a mask."""
-    assert bool(sample["loss_mask"].all())
-    assert np.array_equal(sample["tokens"].numpy(), text[:-1])
-    assert np.array_equal(sample["labels"].numpy(), text[1:])
+    """Check that inputs and labels consist of the tokens of ``text``, and that each token with a label has a loss."""
+    tokens, labels, loss_mask = (sample[name].numpy() for name in ("tokens", "labels", "loss_mask"))
+    assert np.array_equal(tokens, text[: len(tokens)])
+    assert np.array_equal(labels[: len(text) - 1], text[1:])
+    assert loss_mask.sum() == loss_mask[: len(text) - 1].sum() == len(text) - 1

@@ -67,6 +67,7 @@ def random_runs(paths: dict[str, str]) -> list[dict[str, Any]]:
             "seed": choose.randint(0, 2**32 - 1),
             "split": choose.choice(["6,2,2", "60,30,10", "0.8,0.1,0.1", "500,333,167"]),
             "surplus": choose.choice([0.005, 0.3]),
+            "extra_token": choose.random() < 0.8,
         })  # fmt: skip
     return runs
 
@@ -78,7 +79,17 @@ def our_datasets(run: dict[str, Any]) -> tuple[BlendedDataset | None, ...]:
     return build_train_valid_test(
         BlendPaths(**fields, **split, order="megatron", surplus=run["surplus"]),
         seq_length=run["seq_length"], seed=run["seed"], vocab_size=10_000_000, num_samples=run["sizes"],
+        has_extra_token=run.get("extra_token", True),
     )  # fmt: skip
+
+
+def read_tokens(dataset: BlendedDataset, idx: int) -> np.ndarray:
+    """Return the tokens of a sample; without an extra token, check that the unused one at the end has no loss."""
+    sample = dataset[idx]
+    if not isinstance(sample, dict):
+        return sample
+    assert sample["loss_mask"].tolist() == [1] * (len(sample["text"]) - 1) + [0]
+    return sample["text"][:-1]
 
 
 def test_samples_equal_those_of_megatron_core(tmp_path: Path) -> None:
@@ -90,5 +101,5 @@ def test_samples_equal_those_of_megatron_core(tmp_path: Path) -> None:
             assert dataset is not None
             expected = np.load(tmp_path / f"{run_idx}-{split}.npy")
             assert len(expected) == min(dataset.order.num_samples, MAX_SAMPLES), (run, split)
-            actual = np.stack([dataset[idx] for idx in range(len(expected))])
+            actual = np.stack([read_tokens(dataset, idx) for idx in range(len(expected))])
             assert np.array_equal(actual, expected), (run, split, np.flatnonzero((actual != expected).any(axis=1))[:5])

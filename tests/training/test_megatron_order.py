@@ -116,11 +116,11 @@ def test_validation_continues_after_the_previous_validation(corpora: dict[str, s
     assert np.array_equal(texts, [valid[firsts[2] + i] for i in range(BATCH)])
 
 
-def resume(data: RunData, saved: RunData, consumed: int, config: Config | None = None, **options: Any) -> None:
+def resume(data: RunData, saved: RunData, consumed: int, saved_config: Config | None = None, **options: Any) -> None:
     state = json.loads(json.dumps(saved.order.state(consumed)))
     metadata = {"data_order": state, "data_fingerprint": "x", "progress": {"samples_consumed": consumed}}
-    if config is not None:
-        metadata["config"] = config.to_dict()
+    if saved_config is not None:
+        metadata["config"] = saved_config.to_dict()
     data.use_order(resume_order(data, metadata, **{"allow_change": False, **options}))
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data import GPTDataset, gpt2_fields
 from megatron.data.cache import IndexCache
 from megatron.data.megatron_order import sample_windows
 from megatron.data.megatron_order.epochs import EpochPlan, plan_epochs
@@ -123,6 +125,18 @@ def test_epochs_are_permuted_completely_and_the_last_one_follows() -> None:
     samples = permuted_samples(plan, np.random.RandomState(3))
     assert sorted(samples[:299].tolist()) == [*range(299)] and sorted(samples[299:].tolist()) == [*range(299, 399)]
     assert len({tuple(order[begin : begin + 20].tolist()) for begin in range(0, 80, 20)}) == 4
+
+
+def test_sample_without_extra_token_has_no_loss_at_its_last_token() -> None:
+    source, options = FakeDocuments(LENGTHS), {"documents": DOCUMENTS, "seq_length": 4, "seed": 1234}
+    data = GPTDataset(source, megatron_samples=12, has_extra_token=False, **options)  # type: ignore[arg-type]
+    batch = {name: torch.from_numpy(value)[None] for name, value in data[3].items()}  # type: ignore[union-attr]
+    fields = gpt2_fields(batch["text"], loss_mask=batch["loss_mask"])
+    windows = make_windows(12, extra_tokens=0)
+    assert fields["tokens"].tolist() == [read_sample(windows, 3)]
+    assert fields["labels"].tolist() == [[*read_sample(windows, 3)[1:], 0]]
+    assert fields["loss_mask"].tolist() == [[1, 1, 1, 0]]
+    assert data.fingerprint != GPTDataset(source, megatron_samples=12, **options).fingerprint  # type: ignore[arg-type]
 
 
 def test_index_outside_the_order_is_an_error() -> None:
