@@ -63,6 +63,8 @@ class GPTDataset:
     ) -> None:
         if packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
+        if not has_extra_token and megatron_samples is None:
+            raise ValueError("has_extra_token=False needs megatron_samples, got None")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self.packing, self.fim, self.megatron_samples = packing, fim, megatron_samples
         self.has_extra_token = has_extra_token

@@ -140,7 +140,8 @@ OBSERVED_FIELDS = {
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
         mixture_schedule data_order mid_level_dataset_surplus no_extra_token data_impl data_cache_path
-        object_storage_cache_path object_storage_cache_gb packing fim_rate fim_spm_rate sft valid_sft chat_template sft_overlong
+        object_storage_cache_path object_storage_cache_gb packing fim_rate fim_spm_rate sft valid_sft chat_template
+        sft_overlong
     """,
     "samples": "eval_iters eval_interval",
     "batch": "reset_position_ids reset_attention_mask eod_mask_loss",

@@ -97,6 +97,7 @@ class MegatronOrder:
             "order": ORDER,
             "samples_consumed": samples_consumed,
             "run_samples": self.run_samples,
+            "corpora": [corpus.name for corpus in self.corpora],
             "fingerprints": {corpus.name: corpus.fingerprint for corpus in self.corpora},
             "sizes": {corpus.name: corpus.counts for corpus in self.corpora},
             "cursors": self.cursors(samples_consumed),

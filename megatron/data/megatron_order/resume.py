@@ -50,22 +50,24 @@ def _describe_differences(order: MegatronOrder, saved: Mapping[str, Any], settin
             yield f"--data-order was native, now {ORDER}"
         yield from settings
         return
-    fingerprints = list(saved["fingerprints"].values())
-    is_same_data = len(fingerprints) == len(order.corpora) and all(
-        text in (corpus.fingerprint, *corpus.other_fingerprints)
-        for text, corpus in zip(fingerprints, order.corpora, strict=False)
+    names = saved["corpora"]  # in the order of the list, unlike the keys of the other entries
+    is_same_data = len(names) == len(order.corpora) and all(
+        saved["fingerprints"][name] in (corpus.fingerprint, *corpus.other_fingerprints)
+        for name, corpus in zip(names, order.corpora, strict=True)
     )
-    weights, shares = list(saved["weights"].values()), list(order.weights(0).values())
+    weights, shares = [saved["weights"][name] for name in names], list(order.weights(0).values())
     if is_same_data and weights == shares:
         return
     lengths = list(_describe_lengths(order, saved))
     if settings or lengths:
         yield from [*settings, *lengths]
     elif len(weights) != len(shares):
-        yield f"the corpora were {', '.join(saved['fingerprints'])}, now {', '.join(order.weights(0))}"
+        yield f"the corpora were {', '.join(names)}, now {', '.join(order.weights(0))}"
     elif not is_same_data:
-        names = ", ".join(saved["fingerprints"])
-        yield f"the files, the tokenizer, the sequence in the list or a setting of the samples has changed for {names}"
+        yield (
+            "the files, the tokenizer, the sequence in the list or a setting of the samples has changed for "
+            f"{', '.join(names)}"
+        )
     else:
         yield f"the weights were {weights}, now {shares}"
 
