@@ -87,4 +87,5 @@ def _describe_lengths(order: MegatronOrder, saved: Mapping[str, Any]) -> Iterato
 
 
 def _format_plan(plan: EpochPlan) -> str:
-    return f"{plan.num_epochs} epochs{', the last shuffled separately' if plan.has_separate_last else ''}"
+    unit = "epoch" if plan.num_epochs == 1 else "epochs"
+    return f"{plan.num_epochs} {unit}{', the last shuffled separately' if plan.has_separate_last else ''}"
