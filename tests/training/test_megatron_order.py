@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.config import Config, parse
+from megatron.config.batch import share_of
 from megatron.data import BlendPaths, build_train_valid_test
 from megatron.errors import CheckpointError, ConfigError, DataError, SampleError
 from megatron.mpu.groups import Group, single_grid
@@ -99,6 +100,12 @@ def test_each_replica_reads_the_samples_of_megatrons_sampler(
     step = StepSamples(1, 0, BATCH, micro_batch_size, replicas, is_interleaved=True)
     last = sampler_indices(0, BATCH, micro_batch_size, replicas - 1, replicas)[0]
     assert str(last[0]) in step.micro_batch_text(replicas - 1, 0)
+
+
+def test_replicas_take_turns_when_micro_batches_do_not_divide_evenly() -> None:
+    shares = [share_of(7, 3, replica, is_interleaved=True) for replica in range(3)]
+    indices = [[share.index_in_step(i) for i in range(share.num_micro_batches)] for share in shares]
+    assert indices == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 def test_validation_continues_after_the_previous_validation(corpora: dict[str, str]) -> None:
