@@ -141,12 +141,16 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     from megatron.data.inspect import view
     from megatron.data.inspect.view import TokenFormatter
     from megatron.training import global_vars, initialize
+    from megatron.training.data import num_samples_of_splits
 
     script = importlib.import_module(f"pretrain_{flags.model}")
-    initialize.start(settings)
+    world = initialize.start(settings)
     global_vars.set_current(settings, tokenizer, None)
-    num_samples = [flags.first + flags.samples if name == flags.subset else 0 for name in SUBSETS]
-    samples = script.train_valid_test_datasets_provider(num_samples)[SUBSETS.index(flags.subset)]
+    num_samples, split_idx = [0] * len(SUBSETS), SUBSETS.index(flags.subset)
+    num_samples[split_idx] = flags.first + flags.samples
+    if settings.data.has_megatron_order:  # the order depends on the length of the run
+        num_samples[split_idx] = num_samples_of_splits(settings, world)[split_idx]
+    samples = script.train_valid_test_datasets_provider(num_samples)[split_idx]
     tokenizer = global_vars.get_tokenizer()
     streams_of = view.t5_streams if flags.model == "t5" else view.gpt2_streams
     words = TokenFormatter(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
@@ -169,8 +173,9 @@ def order_lines(samples: Any) -> Iterator[str]:
     if len(names) < 2:
         return
     yield from (f"{letter(corpus_idx)} = {name}" for corpus_idx, name in enumerate(names))
-    letters = "".join(letter(samples.order.locate(index)[0]) for index in range(NUM_SHOWN_LETTERS))
-    yield f"corpora of the first {NUM_SHOWN_LETTERS} samples: {letters}"
+    num_shown = min(NUM_SHOWN_LETTERS, getattr(samples.order, "num_samples", NUM_SHOWN_LETTERS))
+    letters = "".join(letter(samples.order.locate(index)[0]) for index in range(num_shown))
+    yield f"corpora of the first {num_shown} samples: {letters}"
 
 
 def letter(corpus_idx: int) -> str:

@@ -215,6 +215,11 @@ SHADOWS = (
     ),
     # data
     Shadow(
+        ("mid_level_dataset_surplus",),
+        lambda config: not config.data.has_megatron_order,
+        "only the order of --data-order megatron depends on it",
+    ),
+    Shadow(
         ("reset_position_ids", "reset_attention_mask"),
         lambda config: config.data.packing == "best-fit",
         "--packing best-fit keeps documents apart",

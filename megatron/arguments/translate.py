@@ -221,11 +221,24 @@ def _set_profile_steps(scanned: Scan) -> None:
 
 
 def _set_paths(scanned: Scan) -> None:
-    """Set the corpora named by path files and by weighted split paths."""
+    """Set the corpora named by path files and by weighted split paths, and check them for --data-order megatron."""
     converted = scanned.converted
     for field in ("data_path", *SPLIT_PATH_FIELDS):
         if isinstance(text := scanned.values.get(field), str):
             scanned.values[field] = with_weights(text, scanned.notes)
+            if scanned.values[field] != text and scanned.values.get("data_order") == "megatron":
+                scanned.problems.append(
+                    f"--data-order megatron needs a weight before each path, got --{field.replace('_', '-')} {text}: "
+                    "without weights, Megatron reads each corpus once at most. Add the weights, or use --data-order "
+                    "native"
+                )
+    if loader := converted.get("--dataloader-type"):
+        if loader != "single" and scanned.values.get("data_order") == "megatron":
+            scanned.problems.append(
+                f"--data-order megatron reads samples as --dataloader-type single does, got {loader}. Remove "
+                "--dataloader-type, or use --data-order native"
+            )
+        scanned.ignored["--dataloader-type"] = "the sample order follows from --data-order and --seed"
     try:
         if path := converted.get("--data-args-path"):
             scanned.set("data_path", paths_of_file(path), f"--data-args-path {path}")

@@ -18,19 +18,29 @@ class Share(NamedTuple):
         first: index within the step of the replica's first micro-batch.
         num_micro_batches: number of micro-batches of the replica.
         mean_num_micro_batches: mean number over the replicas, by which every replica normalises its losses.
+        spacing: distance within the step between two micro-batches of the replica.
     """
 
     first: int
     num_micro_batches: int
     mean_num_micro_batches: float
+    spacing: int = 1
+
+    def index_in_step(self, micro_batch: int) -> int:
+        """Return the index within the step of the replica's micro-batch ``micro_batch``."""
+        return self.first + micro_batch * self.spacing
 
 
-def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
-    """Return a replica's share of the micro-batches; if they do not divide evenly, the first replicas run one more."""
+def share_of(num_micro_batches: int, replicas: int, replica: int, *, is_interleaved: bool = False) -> Share:
+    """Return a replica's share of the micro-batches; if they do not divide evenly, the first replicas run one more.
+
+    Args:
+        is_interleaved: replica r runs micro-batches r, r + replicas, ..., as in Megatron, instead of consecutive ones.
+    """
     count, remainder = divmod(num_micro_batches, replicas)
-    return Share(
-        replica * count + min(replica, remainder), count + int(replica < remainder), num_micro_batches / replicas
-    )
+    first = replica if is_interleaved else replica * count + min(replica, remainder)
+    mean = num_micro_batches / replicas
+    return Share(first, count + int(replica < remainder), mean, replicas if is_interleaved else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +121,10 @@ class BatchConfig:
         full, requested = self.batch_size * self.gas * data_parallel_size, self.requested_global_batch_size
         return requested if 0 < full - requested < self.batch_size * data_parallel_size else full
 
-    def share(self, data_parallel_size: int, replica: int) -> Share:
-        """Return a replica's share of a step; with a batch ramp-up, after the end of the ramp."""
-        return share_of(self.global_batch_size(data_parallel_size) // self.batch_size, data_parallel_size, replica)
+    def share(self, data_parallel_size: int, replica: int, *, is_interleaved: bool = False) -> Share:
+        """Return a replica's share of a step; with a batch ramp-up, after the end of the ramp. See ``share_of``."""
+        num_micro_batches = self.global_batch_size(data_parallel_size) // self.batch_size
+        return share_of(num_micro_batches, data_parallel_size, replica, is_interleaved=is_interleaved)
 
     def describe_gas(self, data_parallel_size: int) -> str:
         """Return the micro-batches of a replica as text: "4", or "3 or 4" if some replicas run one less."""

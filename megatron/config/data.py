@@ -97,6 +97,22 @@ class DataConfig:
         choices=("range", "hash"),
     )
     mixture_schedule: str | None = option(None, 'blend weights by training tokens: "1e9: 0.5 0.5; 2e9: 0.2 0.8"')
+    data_order: str = _decoder_option(
+        "native",
+        "order of the samples; native: computed without index files, the same for every length of the run; megatron: "
+        "the samples of Megatron's GPTDataset in its order, which depends on the length of the run",
+        choices=("native", "megatron"),
+    )
+    mid_level_dataset_surplus: float = _decoder_option(
+        0.005,
+        "fraction by which --data-order megatron builds more samples of each corpus of a blend than its share",
+        minimum=0,
+    )
+    no_extra_token: bool = _decoder_option(
+        False,
+        "samples of --seq-length tokens without a label for the last one, as with add_extra_token_to_sequence=False of "
+        "Megatron's GPTDatasetConfig; only with --data-order megatron",
+    )
     data_impl: str = option(
         "mmap",
         "access to token files: memory-mapped, or read calls (for network file systems)",
@@ -182,14 +198,21 @@ class DataConfig:
     @property
     def separates_documents(self) -> bool:
         """True if the documents of a sample do not attend to each other."""
-        return self.reset_attention_mask or bool(self.packed_keys)
+        return self.reset_attention_mask or "segments" in self.packed_keys
 
     @cached_property
     def packed_keys(self) -> tuple[str, ...]:
         """Names of the arrays of a sample in addition to its text: int32, with one entry per token."""
         if self.sft is not None:
             return "segments", "loss_mask"
+        if self.no_extra_token:
+            return ("loss_mask",)
         return ("segments",) if self.packing == "best-fit" else ()
+
+    @property
+    def has_megatron_order(self) -> bool:
+        """True if samples are read, and handed to the replicas, in Megatron's order."""
+        return self.data_order == "megatron"
 
     @property
     def corpora(self) -> dict[str, str | None]:
@@ -266,6 +289,7 @@ class DataConfig:
         yield from self._path_problems()
         yield from self._schedule_problems()
         yield from self._sft_problems()
+        yield from self._order_problems()
         for flag, path in (
             ("--chat-template", self.chat_template),
             ("--vocab-file", self.vocab_file),
@@ -305,6 +329,26 @@ class DataConfig:
         flags = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
         if self.sft is not None and flags:
             yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
+
+    def _order_problems(self) -> Iterator[str]:
+        """Yield the settings that Megatron's order does not support, in one problem."""
+        settings = {
+            f"--packing {self.packing}": self.packing != "concat",
+            f"--fim-rate {self.fim_rate:g}": self.fim_rate > 0,
+            f"--split-by {self.split_by}": self.split_by != "range",
+            "--mixture-schedule": self.mixture_schedule is not None,
+            "--sft": self.sft is not None,
+            f"--data-path {self.data_path}": self.is_mock or self.is_script_data,
+        }
+        if self.no_extra_token and not self.has_megatron_order:
+            yield "--no-extra-token needs --data-order megatron, got native. Remove it, or add --data-order megatron"
+        unsupported = [flag for flag, is_set in settings.items() if is_set]
+        if self.has_megatron_order and unsupported:
+            yield (
+                "--data-order megatron reads token files as Megatron's GPTDataset with constant weights does, got "
+                f"{', '.join(unsupported)}. Remove {'them' if len(unsupported) > 1 else 'it'}, or use --data-order "
+                "native"
+            )
 
     def _schedule_problems(self) -> Iterator[str]:
         if self.mixture_schedule is None or self.training_path is None:

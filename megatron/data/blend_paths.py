@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -32,6 +33,8 @@ class BlendPaths:
         objects_path: host-local folder for data read from object stores; None: a subfolder of ``cache_path``.
         objects_bytes: maximum size of the data in ``objects_path``.
         mixture_schedule: changes of the training weights, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
+        order: order of the samples, "native" or "megatron" (decoders only).
+        surplus: fraction of samples by which Megatron's order exceeds the share of each corpus of a blend.
     """
 
     data_path: str | None = None
@@ -45,6 +48,8 @@ class BlendPaths:
     objects_path: str | None = None
     objects_bytes: int = range_cache.DEFAULT_BYTES
     mixture_schedule: str | None = None
+    order: str = "native"
+    surplus: float = 0.005
 
     @property
     def has_separate_splits(self) -> bool:
@@ -69,6 +74,11 @@ class BlendPaths:
             self._split_corpora(name) if is_needed else None
             for name, is_needed in zip(SPLIT_NAMES, needed, strict=True)
         ]
+
+    @property
+    def is_blend(self) -> bool:
+        """True if Megatron blends the corpora of --data-path: several, or a single one with a weight."""
+        return self.data_path is not None and len(shlex.split(self.data_path)) > 1
 
     def schedule(self, tokens_per_sample: int) -> list[tuple[int, tuple[float, ...]]]:
         """Return (first sample, weights) of each phase of the training mixture.

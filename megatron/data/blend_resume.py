@@ -273,7 +273,9 @@ def _decode_state(state: Mapping[str, Any], samples_consumed: int) -> _SavedStat
             raise _damaged_error(f"its format is {state['format']!r}, only {FORMAT} is supported")
         if state["samples_consumed"] != samples_consumed:
             raise _damaged_error(f"it is for sample {state['samples_consumed']}, but the run is at {samples_consumed}")
-        phases = [(phase["start"], phase["weights"], phase["cursors"]) for phase in state["phases"]]
+        # The state of another order has no phases. Its fingerprints match no corpus of this order.
+        saved_phases = [] if "order" in state else state["phases"]
+        phases = [(phase["start"], phase["weights"], phase["cursors"]) for phase in saved_phases]
         return _SavedState(state["fingerprints"], state["cursors"], phases, dict(state.get("sizes", {})))
     except (KeyError, TypeError) as error:
         raise _damaged_error(f"{type(error).__name__}: {error}") from error

@@ -8,7 +8,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from megatron.data.blend_schedule import BlendSchedule
+from megatron.data.megatron_order.order import MegatronOrder
 from megatron.errors import DataError, SampleError
+
+SampleOrder = BlendSchedule | MegatronOrder
+"""An order of the samples of a run: --data-order native or megatron."""
 
 
 class MegatronDataset(Protocol):
@@ -33,11 +37,11 @@ class BlendedDataset:
         parts: corpus name -> dataset, for statistics by corpus.
     """
 
-    def __init__(self, parts: Mapping[str, MegatronDataset], order: BlendSchedule) -> None:
+    def __init__(self, parts: Mapping[str, MegatronDataset], order: SampleOrder) -> None:
         self.parts = dict(parts)
         self.use_order(order)
 
-    def use_order(self, order: BlendSchedule) -> None:
+    def use_order(self, order: SampleOrder) -> None:
         """Replace the sample order.
 
         Raises:

@@ -23,6 +23,7 @@ If the folder is not writable, all arrays are stored in the process's own memory
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
@@ -30,7 +31,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -39,6 +40,7 @@ import numpy as np
 from megatron import files, log
 from megatron.data import range_cache
 from megatron.data.range_cache import RangeCache
+from megatron.file_lock import FileLock
 
 _MAGIC, _SUFFIX = b"mdc2", ".mdc"
 _CRC_OFFSET, _VERIFIED_OFFSET, _HEADER_BYTES = 16, 24, 32
@@ -111,6 +113,31 @@ class IndexCache:
             with self._hold_claim(self._file_path(stem, idx)):
                 self._build_file(arrays, stem, idx, build, should_fsync=not boot_id)
         return [arrays[idx] for idx in range(count)]
+
+    def built_once(self, name: str, build: Callable[[], Iterable[np.ndarray]]) -> np.ndarray:
+        """Return the read-only array ``name``; one process of the host builds it, and the others wait.
+
+        For arrays that cannot be built in parts, and whose computation takes too much memory to be repeated in every
+        process. If the folder cannot be written or locked, each process builds the array.
+
+        Args:
+            build: returns the content as a sequence of arrays of one type.
+        """
+        with ExitStack() as stack:
+            if self._can_write():
+                try:
+                    lock = FileLock(
+                        self.folder / f".{name}{_SUFFIX}.lock",
+                        "flock",
+                        wait_s=lambda _: math.inf,
+                        describe=lambda _: "",
+                        error=OSError,
+                        without_lock=lambda *_: True,
+                    )
+                    stack.callback(lock.release)
+                except OSError as error:
+                    self._disable_writes(error)
+            return self.arrays(name, 1, lambda _: build())[0]
 
     def keep_newest(self, name_prefix: str, num_retained: int) -> None:
         """Delete old sets of files whose names start with ``name_prefix``.

@@ -55,7 +55,10 @@ def make_prefetch(dataset: Any) -> Callable[[int], None] | None:
         return lambda index: dataset.prefetch(index % len(dataset) if isinstance(dataset, Sized) else index)
 
     def prefetch_from_corpus(index: int) -> None:
-        corpus_idx, sample_idx = ordered.order.locate(index)
+        try:
+            corpus_idx, sample_idx = ordered.order.locate(index)
+        except SampleError:  # past the end of Megatron's order, which the run does not reach
+            return
         if hasattr(corpus_dataset := corpus_datasets[corpus_idx], "prefetch"):
             corpus_dataset.prefetch(sample_idx)
 

@@ -3,8 +3,9 @@
 A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size is B = b m d, with
 m micro-batches of b samples on each of d replicas. It depends only on c, and is constant or grows
 (``megatron.config.batch``). Replica r reads the contiguous range r m b ... (r + 1) m b - 1 of the step's samples, one
-micro-batch after another. If B is not a multiple of b d, the first replicas read one additional micro-batch each. The
-number of consumed samples is therefore the only state needed to resume, with any values of b, m and d.
+micro-batch after another. With interleaved replicas, as in Megatron, its micro-batch j consists of the b samples from
+(j d + r) b on. If B is not a multiple of b d, the first replicas read one additional micro-batch each. The number of
+consumed samples is therefore the only state needed to resume, with any values of b, m and d.
 
 A dataset with a length restarts at its end: sample i of the run is its item i % len. A dataset without a length, such
 as ``GPTDataset``, has an item for every index.
@@ -45,6 +46,7 @@ class DataLoader:
         samples_consumed: samples that earlier steps have read, over all replicas.
         batch_sizes: samples per step over all replicas, by samples consumed; required if the global batch size changes
             or replicas have different numbers of micro-batches.
+        is_interleaved: the replicas read the micro-batches of a step in turn, instead of one contiguous range each.
         lengths: sequence length by tokens consumed; None: samples are not split.
         num_workers: processes that read ahead; 0: samples are read in this process.
         prefetch_factor: micro-batches that each worker reads ahead.
@@ -68,6 +70,7 @@ class DataLoader:
         data_size: int,
         samples_consumed: int = 0,
         batch_sizes: BatchSizes | None = None,
+        is_interleaved: bool = False,
         lengths: SeqLengths | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
@@ -76,7 +79,7 @@ class DataLoader:
         self.dataset, self.num_workers = dataset, num_workers
         self.prefetch_factor, self.pin_memory = prefetch_factor, pin_memory
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
-        self.samples_consumed = samples_consumed
+        self.samples_consumed, self.is_interleaved = samples_consumed, is_interleaved
         self.batch_sizes = batch_sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
         invalid = [
             batch_size
@@ -92,7 +95,8 @@ class DataLoader:
 
     def share_at(self, samples_consumed: int) -> Share:
         """Return this replica's share of the micro-batches in the step after ``samples_consumed`` samples."""
-        return share_of(self.batch_sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
+        num_micro_batches = self.batch_sizes.at(samples_consumed) // self.micro_batch_size
+        return share_of(num_micro_batches, self.data_size, self.data_rank, is_interleaved=self.is_interleaved)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the sample indices and the sequence length of each micro-batch of this replica, without end."""
@@ -100,9 +104,8 @@ class DataLoader:
         while True:
             share = self.share_at(start)
             length = self.length_at(start)
-            replica_start = start + share.first * self.micro_batch_size
             for micro_batch_idx in range(share.num_micro_batches):
-                first = replica_start + micro_batch_idx * self.micro_batch_size
+                first = start + share.index_in_step(micro_batch_idx) * self.micro_batch_size
                 yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
             start += self.batch_sizes.at(start)
 

@@ -123,8 +123,19 @@ def _blend(
     schedule: Sequence[tuple[int, tuple[float, ...]]],
     tokenizer_identity: str | None,
 ) -> BlendedDataset:
-    names = short_names([prefix for _, prefix in corpora])
-    blend_corpora = [
+    blend_corpora = describe_corpora([prefix for _, prefix in corpora], open_corpora, datasets, tokenizer_identity)
+    parts = {corpus.name: dataset for corpus, dataset in zip(blend_corpora, datasets, strict=True)}
+    return BlendedDataset(parts, BlendSchedule(blend_corpora, schedule))
+
+
+def describe_corpora(
+    prefixes: Sequence[str],
+    open_corpora: Sequence[OpenCorpus],
+    datasets: Sequence[MegatronDataset],
+    tokenizer_identity: str | None,
+) -> list[Corpus]:
+    """Return the properties of the corpora of a split: names, fingerprints and counts."""
+    return [
         Corpus(
             name,
             make_fingerprint(corpus.content, _tokenizer_identity(corpus, tokenizer_identity), dataset.fingerprint),
@@ -137,9 +148,8 @@ def _blend(
                 for identity in _tokenizer_digests(corpus, tokenizer_identity)
             ),
         )
-        for name, corpus, dataset in zip(names, open_corpora, datasets, strict=True)
+        for name, corpus, dataset in zip(short_names(prefixes), open_corpora, datasets, strict=True)
     ]
-    return BlendedDataset(dict(zip(names, datasets, strict=True)), BlendSchedule(blend_corpora, schedule))
 
 
 def _tokenizer_identity(corpus: OpenCorpus, run_identity: str | None) -> str | None:

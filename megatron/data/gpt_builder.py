@@ -12,6 +12,9 @@ from megatron.data.documents import Documents
 from megatron.data.fim import Fim
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.megatron_order.builder import build_in_megatron_order
+from megatron.data.megatron_order.order import ORDER
+from megatron.errors import DataError
 
 MIN_PACKED_TOKENS = 2
 """Tokens of the shortest useful document (one input and one label); best-fit packing pads the rest of its sample."""
@@ -29,6 +32,8 @@ def build_train_valid_test(
     flags_needing_eod: Sequence[str] = (),
     packing: str = "concat",
     fim: Fim | None = None,
+    num_samples: Sequence[int] | None = None,
+    has_extra_token: bool = True,
 ) -> SplitDatasets:
     """Return the training, validation and test datasets; None for a split that is not needed.
 
@@ -38,10 +43,18 @@ def build_train_valid_test(
             one.
         flags_needing_eod: flags in use that require every document to end with the end-of-document token.
         packing, fim: see ``GPTDataset``.
+        num_samples: samples that the run reads from train, valid and test, as passed to the script's provider of data
+            sets; required for ``paths.order`` "megatron", which depends on them.
+        has_extra_token: see ``GPTDataset``.
 
     Raises:
         DataError: a fault in row D02, D09-D12 or D14 of docs/reliability.md, or unusable paths or weights.
     """
+    if paths.order == ORDER and (num_samples is None or packing != "concat" or fim is not None):
+        raise DataError(
+            "--data-order megatron needs the lengths of the splits, and has neither packing nor fill-in-the-middle. "
+            "Pass num_samples=train_val_test_num_samples to build_train_valid_test, or use --data-order native."
+        )
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
         token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
@@ -74,4 +87,21 @@ def build_train_valid_test(
             has_random_draws=fim is not None,
         )
 
+    def make_megatron_dataset(
+        corpus: OpenCorpus, documents: tuple[int, int], count: int, cache: IndexCache
+    ) -> GPTDataset:
+        return GPTDataset(
+            corpus.token_file,
+            documents=documents,
+            seq_length=seq_length,
+            seed=seed,
+            cache=cache,
+            megatron_samples=count,
+            has_extra_token=has_extra_token,
+        )
+
+    if paths.order == ORDER and num_samples is not None:
+        return build_in_megatron_order(
+            paths, num_samples, needed, open_corpus, make_megatron_dataset, tokenizer_identity
+        )
     return build_datasets(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

@@ -10,6 +10,8 @@ import numpy as np
 from megatron.data.cache import IndexCache
 from megatron.data.documents import Documents, documents_key
 from megatron.data.fim import Fim
+from megatron.data.megatron_order.epochs import EpochPlan
+from megatron.data.megatron_order.sample_windows import MegatronWindows
 from megatron.data.packing import PackedSampleIndex
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_slices, read_slices
 
@@ -36,6 +38,10 @@ class GPTDataset:
         cache: shares the document order of large corpora between the processes of this host; None: each process
             computes the order in its own memory.
         draws: additional key for the random draws of ``fim``, so that the corpora of a mixture draw differently.
+        megatron_samples: build the order of megatron-core's GPTDataset for a run that reads this number of samples;
+            None: the order of this project, which has no end.
+        has_extra_token: False: a sample of Megatron's order has L tokens, and the last one has no label. It is
+            {"text": int64[L + 1], "loss_mask": int32[L + 1]} with an unused token 0 at the end.
 
     Raises:
         DataError: the documents have fewer tokens than one sample.
@@ -52,17 +58,33 @@ class GPTDataset:
         fim: Fim | None = None,
         cache: IndexCache | None = None,
         draws: str = "",
+        megatron_samples: int | None = None,
+        has_extra_token: bool = True,
     ) -> None:
         if packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
+        if not has_extra_token and megatron_samples is None:
+            raise ValueError("has_extra_token=False needs megatron_samples, got None")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
-        self.packing, self.fim = packing, fim
+        self.packing, self.fim, self.megatron_samples = packing, fim, megatron_samples
+        self.has_extra_token = has_extra_token
         self._draw_key = (draws, seed) if draws else (seed,)
         self._windows = self._make_windows(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
-    def _make_windows(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex:
+    def _make_windows(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex | MegatronWindows:
         """Return the index that divides the documents into samples."""
+        if self.megatron_samples is not None:
+            assert isinstance(self.documents, tuple)
+            return MegatronWindows(
+                self.token_file,
+                documents=self.documents,
+                seq_length=self.seq_length,
+                seed=self.seed,
+                num_samples=self.megatron_samples,
+                extra_tokens=int(self.has_extra_token),
+                cache=cache,
+            )
         if self.packing == "best-fit":
             return PackedSampleIndex(
                 self.token_file,
@@ -86,6 +108,11 @@ class GPTDataset:
         """The path of the token files without a suffix."""
         return self.token_file.prefix
 
+    @property
+    def plan(self) -> EpochPlan | None:
+        """The epochs of Megatron's order; None in the order of this project."""
+        return self._windows.plan if isinstance(self._windows, MegatronWindows) else None
+
     @cached_property
     def fingerprint(self) -> str:
         """A short digest of all settings and data that determine the samples and their order."""
@@ -94,6 +121,8 @@ class GPTDataset:
             key += f":{self.packing}"
         if self.fim is not None:
             key += f":{self.fim.key}"
+        if isinstance(self._windows, MegatronWindows):
+            key += f":megatron:{tuple(self._windows.plan)}:{self._windows.extra_tokens}"
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def prefetch(self, index: int) -> None:
@@ -110,6 +139,10 @@ class GPTDataset:
         text, slice_lengths = read_slices(self.token_file, index, slices), [doc_slice.length for doc_slice in slices]
         if self.fim is not None:
             text = self.fim.apply(text, slice_lengths, *self._draw_key, int(index))
+        if not self.has_extra_token:
+            has_label = np.ones(self.seq_length + 1, np.int32)
+            has_label[-1] = 0
+            return {"text": np.append(text, _PADDING), "loss_mask": has_label}
         if self.packing == "concat":
             return text
         padded, segments = np.full(self.seq_length + 1, _PADDING, np.int64), np.full(self.seq_length + 1, -1, np.int32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron import object_store
-from megatron.data import dataset_metadata, file_io
+from megatron.data import dataset_metadata, file_io, index_format
 from megatron.data.cache import IndexCache
 from megatron.data.document_table import read_table
 from megatron.data.documents import DocumentSlice
@@ -101,6 +101,13 @@ class IndexedDataset:
                     for doc_slice in slices
                 ]
             )
+
+    @cached_property
+    def num_sequences(self) -> int:
+        """The number of sequences; more than the number of documents if documents consist of several sentences."""
+        with open(self.index_path, "rb") as file:
+            header_bytes = file.read(index_format.HEADER.size)
+        return index_format.decode_header(header_bytes, self.index_path.stat().st_size, self.index_path).num_sequences
 
     @property
     def mtime_ns(self) -> int:

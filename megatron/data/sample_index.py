@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron.data.cache import IndexCache
+from megatron.data.concatenated_documents import ConcatenatedDocuments, Segment
 from megatron.data.documents import (
     Documents,
     DocumentSlice,
@@ -28,11 +27,9 @@ from megatron.errors import DataError, SampleError
 
 # Document order of one epoch, and the token positions of the documents when they are concatenated in this order.
 #
-# The order is a permutation computed from (seed, epoch). It is stored in segments of 4 million positions. A segment
-# contains the document at each position (int32 if the document indices fit) and, for every 64th position, the number of
-# tokens that precede it in the segment. The final step of a search reads the sizes of 64 documents. A single segment is
-# stored in memory; several segments are shared by the processes of a host through an ``IndexCache``. No other data of
-# an epoch grows with the corpus.
+# The order is a permutation computed from (seed, epoch). It is stored in segments of 4 million positions, with document
+# indices in int32 if they fit. A single segment is stored in memory; several segments are shared by the processes of a
+# host through an ``IndexCache``. No other data of an epoch grows with the corpus.
 
 FORMAT = 1
 SEGMENT = 1 << 22
@@ -41,12 +38,7 @@ _BLOCK = 1 << 18
 _MAX_CACHED_EPOCHS = 2
 
 
-class _Segment(NamedTuple):
-    starts: np.ndarray  # int64, tokens of the segment before every _STRIDE-th position, then in the whole segment
-    document_indices: np.ndarray  # int32 or int64, the document at each position
-
-
-class DocumentIndex:
+class DocumentIndex(ConcatenatedDocuments):
     """``documents`` concatenated in the order of one epoch.
 
     Args:
@@ -61,60 +53,28 @@ class DocumentIndex:
         self._permutation = Permutation(self._num_documents, "documents", seed, epoch)
         num_segments = -(-self._num_documents // SEGMENT)
         if cache is None or num_segments <= 1:
-            self._segments = [self._build(segment) for segment in range(num_segments)]
+            segments = [self._build(segment) for segment in range(num_segments)]
         else:
             name_prefix = _cache_name_prefix(source, documents, seed)
             contents = cache.arrays(f"{name_prefix}{epoch}", num_segments, self._segment_arrays)
             cache.keep_newest(name_prefix, _MAX_CACHED_EPOCHS)
-            self._segments = [self._segment_from_content(content, segment) for segment, content in enumerate(contents)]
-        self._ends = list(accumulate(int(segment.starts[-1]) for segment in self._segments))
-
-    def slices(self, start: int, stop: int) -> list[DocumentSlice]:
-        """Return the nonempty document slices that make up tokens ``start`` ... ``stop - 1`` of the epoch."""
-        slices: list[DocumentSlice] = []
-        for documents, bounds in self._blocks(start):
-            first = int(bounds.searchsorted(start, "right")) - 1
-            last = int(bounds.searchsorted(stop, "left"))
-            slice_bounds = bounds[first : last + 1].tolist()
-            for document, begin, end in zip(
-                documents[first:last].tolist(), slice_bounds, slice_bounds[1:], strict=False
-            ):
-                slice_end = min(end, stop)
-                if slice_end > start:
-                    slices.append(DocumentSlice(document, start - begin, slice_end - start))
-                    start = slice_end
-            if start >= stop:
-                break
-        return slices
-
-    def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (documents, token bounds) of blocks of positions, from the block that contains token ``start``."""
-        first_segment = bisect_right(self._ends, start)
-        for segment in range(first_segment, len(self._segments)):
-            starts, document_indices = self._segments[segment]
-            base = self._ends[segment - 1] if segment else 0
-            first = int(starts.searchsorted(start - base, "right")) - 1 if segment == first_segment else 0
-            for block in range(first, len(starts) - 1):
-                documents = document_indices[block * _STRIDE : (block + 1) * _STRIDE]
-                bounds = np.zeros(len(documents) + 1, np.int64)
-                np.cumsum(gather_lengths(self._document_lengths, documents), out=bounds[1:])
-                bounds += base + int(starts[block])
-                yield documents, bounds
+            segments = [self._segment_from_content(content, segment) for segment, content in enumerate(contents)]
+        super().__init__(source.document_lengths, segments)
 
     def _segment_arrays(self, segment: int) -> list[np.ndarray]:
         """Compute a segment and return the arrays to store in a cache file."""
-        starts, document_indices = self._build(segment)
+        starts, document_indices, _ = self._build(segment)
         return [starts.view(np.uint8), document_indices.view(np.uint8)]
 
-    def _segment_from_content(self, content: np.ndarray, segment: int) -> _Segment:
+    def _segment_from_content(self, content: np.ndarray, segment: int) -> Segment:
         """Return the segment whose cache file contains ``content``."""
         num_bytes = 8 * (_num_blocks(self._segment_length(segment)) + 1)
-        return _Segment(content[:num_bytes].view(np.int64), content[num_bytes:].view(self._index_dtype))
+        return Segment(content[:num_bytes].view(np.int64), content[num_bytes:].view(self._index_dtype), _STRIDE)
 
     def _segment_length(self, segment: int) -> int:
         return min(SEGMENT, self._num_documents - segment * SEGMENT)
 
-    def _build(self, segment: int) -> _Segment:
+    def _build(self, segment: int) -> Segment:
         """Compute a segment block by block, to limit the size of temporary arrays."""
         length = self._segment_length(segment)
         document_indices = np.empty(length, self._index_dtype)
@@ -128,7 +88,7 @@ class DocumentIndex:
                 gather_lengths(self._document_lengths, block), stride_starts, dtype=np.int64
             )
             starts[1 + begin // _STRIDE :][: len(stride_tokens)] = stride_tokens
-        return _Segment(np.cumsum(starts, out=starts), document_indices)
+        return Segment(np.cumsum(starts, out=starts), document_indices, _STRIDE)
 
 
 def _num_blocks(length: int) -> int:

@@ -9,26 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatron.data.blend_schedule import BlendSchedule
-from megatron.data.blended_dataset import MegatronDataset
+from megatron.data.blended_dataset import MegatronDataset, SampleOrder
 
 
 class Ordered(Protocol):
     """``BlendedDataset``, or a user-defined dataset that forwards the attributes of a ``BlendedDataset``."""
 
     @property
-    def order(self) -> BlendSchedule: ...
+    def order(self) -> SampleOrder: ...
 
     @property
     def parts(self) -> Mapping[str, MegatronDataset]: ...
 
-    def use_order(self, order: BlendSchedule) -> None: ...
+    def use_order(self, order: SampleOrder) -> None: ...
 
 
 def as_ordered(dataset: object) -> Ordered | None:
-    """Return ``dataset`` if it has a ``BlendSchedule``, the corpora of the schedule and ``use_order``; else None."""
+    """Return ``dataset`` if it has a ``SampleOrder``, the corpora of the order and ``use_order``; else None."""
     order, parts = getattr(dataset, "order", None), getattr(dataset, "parts", None)
-    if not isinstance(order, BlendSchedule) or not isinstance(parts, Mapping):
+    if not isinstance(order, SampleOrder) or not isinstance(parts, Mapping):
         return None
     if list(parts) != [corpus.name for corpus in order.corpora] or not callable(getattr(dataset, "use_order", None)):
         return None

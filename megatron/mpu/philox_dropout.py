@@ -12,9 +12,10 @@ the global batch; four neighbouring columns share a counter:
 
 Neither key nor counter depends on the rank, stage, replica or micro-batch. Samples are numbered as
 ``megatron.data.data_loader`` distributes them: sample j of micro-batch i on replica r is sample (r m + i) b + j of the
-global batch, with m micro-batches of b samples on each replica. If replicas have different numbers of micro-batches,
-``DropoutKey.first_micro_batch`` replaces r m. If samples are split into shorter sequences (--seq-length-schedule), the
-sequences are numbered instead of the samples, and b is the number of sequences per micro-batch.
+global batch, with m micro-batches of b samples on each replica. If replicas have different numbers of micro-batches, or
+run them in turn, ``DropoutKey.first_micro_batch`` replaces r m. If samples are split into shorter sequences
+(--seq-length-schedule), the sequences are numbered instead of the samples, and b is the number of sequences per
+micro-batch.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from megatron.mpu.random_key import hash_key
 class DropoutKey:
     """Position of a forward pass: the optimizer step and the micro-batch within it, both from 0.
 
-    ``first_micro_batch`` is the number of micro-batches of the step that replicas of lower rank process. Only
-    ``PhiloxDropout`` reads it.
+    ``first_micro_batch + micro_batch`` is the index of the micro-batch among those of all replicas. Only
+    ``PhiloxDropout`` reads ``first_micro_batch``.
     """
 
     step: int = 0

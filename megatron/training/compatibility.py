@@ -62,7 +62,7 @@ RULES = (
         "token ids would change their meaning; --allow-vocab-change accepts one of the same size (check_tokenizer)",
     ),
     Rule(
-        "corpora, --split, lengths and --seed (compared by fingerprint)", (), MUST_MATCH,
+        "corpora, --split, lengths, --seed and --data-order (compared by fingerprint)", (), MUST_MATCH,
         "samples would be repeated or lost; --allow-data-change, --finetune (resume_order)",
     ),
     Rule(
@@ -73,7 +73,8 @@ RULES = (
         "--train-iters, --train-samples, --train-tokens, --lr-decay-iters, --lr-decay-samples",
         ("batch.train_iters", "batch.train_samples", "batch.train_tokens", "optimizer.lr_decay_iters",
          "optimizer.lr_decay_samples"), WARNED,
-        "the order of the samples is unchanged; the learning-rate decay follows the current flags",
+        "the order of the samples is unchanged; the learning-rate decay follows the current flags. With --data-order "
+        "megatron, another number of epochs changes the order and is rejected like another seed (resume_order)",
     ),
     Rule(
         "--batch-size, --gas, replicas, --rampup-batch-size",
@@ -159,9 +160,9 @@ def changed_settings(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule
 
 DATA_SETTINGS = {
     SAMPLES: (
-        "split", "split_by", "packing", "fim_rate", "fim_spm_rate", "chat_template", "sft_overlong", "seq_length",
-        "seed", "enc_seq_length", "dec_seq_length", "noise_density", "mean_span_length", "denoisers", "mask_prob",
-        "whole_word_masking", "short_seq_prob",
+        "data_order", "mid_level_dataset_surplus", "no_extra_token", "split", "split_by", "packing", "fim_rate",
+        "fim_spm_rate", "chat_template", "sft_overlong", "seq_length", "seed", "enc_seq_length", "dec_seq_length",
+        "noise_density", "mean_span_length", "denoisers", "mask_prob", "whole_word_masking", "short_seq_prob",
     ),
     TOKENIZER: ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "vocab_extra_ids"),
     CONTENT: ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft"),

@@ -10,7 +10,8 @@ from megatron import device
 from megatron.config import Config
 from megatron.config.batch_rampup import BatchSizes
 from megatron.config.seq_length import SeqLengths
-from megatron.data import BlendSchedule, DataLoader
+from megatron.data import DataLoader
+from megatron.data.blended_dataset import SampleOrder
 from megatron.data.collate import Samples
 from megatron.data.sample_order import as_ordered
 from megatron.errors import DataError
@@ -35,7 +36,7 @@ class RunData:
 
     datasets: dict[str, Samples]
     fingerprint: str | None
-    order: BlendSchedule | None = None
+    order: SampleOrder | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     has_training: bool = True
 
@@ -71,6 +72,7 @@ class RunData:
             batch_sizes=config.batch.batch_sizes(replicas)
             if is_training
             else BatchSizes(config.batch.global_batch_size(replicas)),
+            is_interleaved=config.data.has_megatron_order,
             lengths=lengths,
             num_workers=config.data.num_reading_processes if is_training else 0,
             prefetch_factor=config.data.prefetch_factor,
@@ -78,7 +80,7 @@ class RunData:
         )
         return TimedBatches(batches) if world.device_type == "cpu" else UploadedBatches(batches, world.device)
 
-    def use_order(self, order: BlendSchedule) -> None:
+    def use_order(self, order: SampleOrder) -> None:
         """Continue the training data in ``order``."""
         self.order = order
         ordered = as_ordered(self.datasets.get("train"))
@@ -102,10 +104,11 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 
 
 def num_samples_of_splits(config: Config, world: World) -> list[int]:
-    """Return the numbers of samples for training, all validations and the test.
+    """Return the numbers of samples for training, validation and the test.
 
     The number of training samples is --train-samples, as in Megatron, so that it does not change if a run is resumed
-    with another batch size. Without that flag, it is the number of samples of a new run.
+    with another batch size. Without that flag, it is the number of samples of a new run. All validations read the same
+    samples, but with --data-order megatron each validation reads other samples.
     """
     batch, replicas = config.batch, world.grid.data.size
     training = batch.batch_sizes(replicas).consumed_after(batch.train_iters)
@@ -113,11 +116,29 @@ def num_samples_of_splits(config: Config, world: World) -> list[int]:
         training = batch.train_samples
     samples_per_step = batch.global_batch_size(replicas)
     evaluated = evaluated_splits(config)
+    num_validations = num_validations_of_run(config) if config.data.has_megatron_order else 1
     return [
         0 if config.checkpoint.eval_only else training,
-        batch.eval_iters * samples_per_step if evaluated["valid"] else 0,
+        num_validations * batch.eval_iters * samples_per_step if evaluated["valid"] else 0,
         batch.eval_iters * samples_per_step if evaluated["test"] else 0,
     ]
+
+
+def num_validations_of_run(config: Config) -> int:
+    """Return the number of validations for which Megatron reads samples: one more than the intervals of the run."""
+    return config.batch.train_iters // config.batch.eval_interval + 1
+
+
+def first_validation_sample(config: Config, step: int, samples_per_step: int) -> int:
+    """Return the first sample of the validation after ``step`` steps.
+
+    With --data-order megatron, a validation continues after the samples of the previous one. After more validations
+    than planned, for example because a resumed run has smaller batches, it restarts at the first sample.
+    """
+    if not config.data.has_megatron_order:
+        return 0
+    validation_idx = max(step - 1, 0) // config.batch.eval_interval
+    return validation_idx % num_validations_of_run(config) * config.batch.eval_iters * samples_per_step
 
 
 def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunData:

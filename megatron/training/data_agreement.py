@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
-from megatron.data import BlendSchedule
+from megatron.data.blended_dataset import SampleOrder
 from megatron.data.collate import Samples
+from megatron.data.megatron_order.order import MegatronOrder
 from megatron.data.sample_order import as_ordered
 
 SPLITS = ("train", "valid", "test")
@@ -26,7 +27,7 @@ class RankData:
     problem: str | None
     reads_data: bool
     fingerprint: str | None = None
-    order: BlendSchedule | None = None
+    order: SampleOrder | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     identities: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,9 +53,12 @@ def _fingerprint(dataset: object) -> str | None:
 
 
 def _weights(dataset: object) -> dict[str, float]:
-    """Return the weight of each corpus by name; empty if the data set has no corpora."""
+    """Return the weight of each corpus that an evaluation reads separately, by name; empty if there is none.
+
+    As in Megatron, an evaluation in Megatron's order reads the samples of the blend.
+    """
     ordered = as_ordered(dataset)
-    return {} if ordered is None else ordered.order.weights(0)
+    return {} if ordered is None or isinstance(ordered.order, MegatronOrder) else ordered.order.weights(0)
 
 
 def _identity_text(dataset: object) -> str:

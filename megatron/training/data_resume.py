@@ -1,6 +1,7 @@
 """Resume the training data at the position stored in a checkpoint.
 
-Data sets report their position as an ``order`` (``megatron.data.BlendSchedule``); a user's data sets may have none.
+Data sets report their position as an ``order`` (``megatron.data.blended_dataset.SampleOrder``); a user's data sets may
+have none.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import Any, NamedTuple
 from megatron import log
 from megatron.checkpoint import former
 from megatron.config import Config
-from megatron.data import BlendSchedule, resumed_order
+from megatron.data import resumed_order
 from megatron.data.blend_resume import SAME_LENGTH
+from megatron.data.blended_dataset import SampleOrder
+from megatron.data.megatron_order.order import MegatronOrder
+from megatron.data.megatron_order.resume import check_megatron_resume
 from megatron.errors import CheckpointError
 from megatron.training.compatibility import changed_data_settings
 from megatron.training.data import RunData
@@ -34,7 +38,7 @@ class SavedData(NamedTuple):
 def resume_order(
     data: RunData, metadata: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool,
     config: Config | None = None,
-) -> BlendSchedule | None:  # fmt: skip
+) -> SampleOrder | None:  # fmt: skip
     """Return the order of samples that continues the checkpoint's order; None if the data set has no order.
 
     Args:
@@ -55,7 +59,14 @@ def resume_order(
             _check_unknown_data(consumed, allow_change)
         return data.order
     settings = {} if config is None else changed_data_settings(metadata.get("config", {}), config)
-    order, lines = resumed_order(data.order, saved, consumed, allow_change=allow_change, ratio=ratio, settings=settings)
+    order: SampleOrder
+    if isinstance(data.order, MegatronOrder):
+        order = data.order
+        lines = check_megatron_resume(order, saved, consumed, allow_change=allow_change, settings=settings)
+    else:
+        order, lines = resumed_order(
+            data.order, saved, consumed, allow_change=allow_change, ratio=ratio, settings=settings
+        )
     for line in lines:
         log.info(line)
     return order

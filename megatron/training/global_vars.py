@@ -60,6 +60,8 @@ def get_data_paths() -> BlendPaths:
         objects_path=settings.object_storage_cache_path,
         objects_bytes=int(settings.object_storage_cache_gb * 1e9),
         mixture_schedule=settings.mixture_schedule,
+        order=settings.data_order,
+        surplus=settings.mid_level_dataset_surplus,
     )
 
 

@@ -47,7 +47,7 @@ class PipelineStepEngine:
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.averages_micro_batches = settings.averages_micro_batches
         self.routers, self.device = settings.routers, torch.device(engine.device)
-        self._step, self._first_micro_batch, self._micro_batch = 0, share.first, 0
+        self._step, self._step_share, self._micro_batch = 0, share, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
         self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).record_loss
@@ -62,7 +62,9 @@ class PipelineStepEngine:
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
         """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
-        self._step, (self._first_micro_batch, num_micro_batches, mean_num_micro_batches) = step, share or self.share
+        self._step, self._step_share = step, share or self.share
+        num_micro_batches = self._step_share.num_micro_batches
+        mean_num_micro_batches = self._step_share.mean_num_micro_batches
         set_micro_batches(self.engine, num_micro_batches)
         self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean_num_micro_batches)
         self.engine.mean_num_micro_batches = mean_num_micro_batches
@@ -101,7 +103,8 @@ class PipelineStepEngine:
     def _start_micro_batch(self, micro_batch: int) -> None:
         """Set the position of the dropout masks; called by the engine before each micro-batch."""
         self._micro_batch = micro_batch
-        self.streams.position = DropoutKey(self._step, micro_batch, self._first_micro_batch)
+        num_before = self._step_share.index_in_step(micro_batch) - micro_batch
+        self.streams.position = DropoutKey(self._step, micro_batch, num_before)
 
     def _recording_losses(self, loss_fn: LossFn) -> WrappedLoss:
         """Return a wrapper of ``loss_fn`` that records the loss of each micro-batch of a step."""

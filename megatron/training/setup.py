@@ -94,7 +94,7 @@ def build_engine(
     settings = StepSettings(
         grid=world.grid,
         streams=streams,
-        share=batch.share(world.grid.data.size, world.grid.data.rank),
+        share=batch.share(world.grid.data.size, world.grid.data.rank, is_interleaved=config.data.has_megatron_order),
         micro_batch_tokens=batch.batch_size * world.grid.data.size * config.loss_tokens_per_sample,
         averages_micro_batches=config.model.loss_average == "micro-batch",
         routers=routers,

@@ -95,7 +95,8 @@ class SingleStageEngine:
             step: index of the step, from 0.
             share: this replica's micro-batches; None uses ``self.share``.
         """
-        first_micro_batch, num_micro_batches, mean_num_micro_batches = share or self.share
+        share = share or self.share
+        num_micro_batches, mean_num_micro_batches = share.num_micro_batches, share.mean_num_micro_batches
         tokens_per_step = self.micro_batch_tokens * mean_num_micro_batches
         optimizer = self.optimizer
         reported_values: dict[str, torch.Tensor] = {}
@@ -114,7 +115,7 @@ class SingleStageEngine:
         # 1. Forward and backward of each micro-batch; gradients accumulate.
         start_mark = self._clock.mark()
         for micro_batch in range(num_micro_batches):
-            self.streams.position = DropoutKey(step, micro_batch, first_micro_batch)
+            self.streams.position = DropoutKey(step, micro_batch, share.index_in_step(micro_batch) - micro_batch)
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported_values = scalars(report, loss)

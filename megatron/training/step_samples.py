@@ -9,12 +9,13 @@ from megatron.config.batch import Share, share_of
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The ``num_samples`` samples of one step over all replicas, from ``first`` on, split contiguously by replica.
+    """The ``num_samples`` samples of one step over all replicas, from ``first`` on.
 
     Args:
         step: number of the step, counted from 1 as in progress lines.
         micro_batch_size: number of samples in a micro-batch of one replica.
         replicas: number of data-parallel replicas.
+        is_interleaved: see ``share_of``.
     """
 
     step: int
@@ -22,6 +23,7 @@ class StepSamples:
     num_samples: int
     micro_batch_size: int
     replicas: int
+    is_interleaved: bool = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -30,7 +32,8 @@ class StepSamples:
 
     def share(self, replica: int) -> Share:
         """Return the micro-batches of a replica."""
-        return share_of(self.num_samples // self.micro_batch_size, self.replicas, replica)
+        num_micro_batches = self.num_samples // self.micro_batch_size
+        return share_of(num_micro_batches, self.replicas, replica, is_interleaved=self.is_interleaved)
 
     @property
     def last(self) -> int:
@@ -44,7 +47,7 @@ class StepSamples:
 
     def micro_batch_text(self, replica: int, micro_batch: int) -> str:
         """Return the samples of micro-batch ``micro_batch`` of a replica as text."""
-        first = self.first + (self.share(replica).first + micro_batch) * self.micro_batch_size
+        first = self.first + self.share(replica).index_in_step(micro_batch) * self.micro_batch_size
         return range_text(first, first + self.micro_batch_size - 1)
 
 

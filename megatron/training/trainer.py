@@ -226,7 +226,7 @@ class Trainer:
         progress, first_sample = self.progress, self.progress.samples_consumed
         num_samples = self.batch_sizes.at(first_sample)
         self.seq_length = self.seq_lengths.length_of_step(first_sample)
-        batch_dims = self.config.batch.batch_size, self.world.grid.data.size
+        batch_dims = self.config.batch.batch_size, self.world.grid.data.size, self.config.data.has_megatron_order
         self.samples = StepSamples(progress.step + 1, first_sample, num_samples, *batch_dims)
         follows_samples = self.config.optimizer.lr_follows_samples
         self._lr_position = progress.samples_updated + num_samples if follows_samples else progress.updates + 1

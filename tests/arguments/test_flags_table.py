@@ -234,6 +234,7 @@ _DECODER_REQUIRED_FLAGS = {
     "--alibi-bias-max": ["--position-embedding-type", "alibi"],
     "--window-attn-skip-freq": ["--window-size", "3"],
     "--reset-position-ids": _ROPE_FLAGS,
+    "--no-extra-token": ["--data-order", "megatron"],
 }
 FAMILY_REQUIRED_FLAGS = {
     "gpt2": _DECODER_REQUIRED_FLAGS,

@@ -139,8 +139,9 @@ OBSERVED_FIELDS = {
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
-        mixture_schedule data_impl data_cache_path object_storage_cache_path object_storage_cache_gb packing fim_rate
-        fim_spm_rate sft valid_sft chat_template sft_overlong
+        mixture_schedule data_order mid_level_dataset_surplus no_extra_token data_impl data_cache_path
+        object_storage_cache_path object_storage_cache_gb packing fim_rate fim_spm_rate sft valid_sft chat_template
+        sft_overlong
     """,
     "samples": "eval_iters eval_interval",
     "batch": "reset_position_ids reset_attention_mask eod_mask_loss",
@@ -219,6 +220,9 @@ COMPANION_FLAGS = {
     "merge_file": "--vocab-file {folder}/file.json",
     "data_path": "--dry-run",
     "mixture_schedule": "--data-path 1 a 1 b --dry-run",
+    "data_order": "--data-path a --dry-run",
+    "no_extra_token": "--data-order megatron --data-path a --dry-run",
+    "mid_level_dataset_surplus": "--data-order megatron --data-path 1 a 1 b --dry-run",
     "num_query_groups": "",
     "sink_layers": "--softmax-type learnable --window-size 3 --window-attn-skip-freq 2",
     "partition_method": "--pipe-parallel-size 2 --num-layers 6",

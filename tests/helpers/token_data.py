@@ -33,3 +33,15 @@ def write_megatron_files(prefix: Path, sequence_lengths: list[int], starts: list
     arrays = lengths.tobytes() + offsets.astype("<i8").tobytes() + np.array(starts, "<i8").tobytes()
     prefix.with_suffix(".idx").write_bytes(header + counts + arrays)
     prefix.with_suffix(".bin").write_bytes(np.arange(sum(sequence_lengths), dtype="<u2").tobytes())
+
+
+def write_token_files(prefix: Path, lengths: np.ndarray, *, first_token: int = 1) -> None:
+    """Write a pair of files without a sidecar; tokens (int32) count up from ``first_token``; documents may be empty."""
+    lengths = np.asarray(lengths).astype("<i4")
+    offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * 4
+    header = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([4])
+    counts = len(lengths).to_bytes(8, "little") + (len(lengths) + 1).to_bytes(8, "little")
+    arrays = lengths.tobytes() + offsets.astype("<i8").tobytes() + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+    prefix.with_suffix(".idx").write_bytes(header + counts + arrays)
+    tokens = np.arange(first_token, first_token + int(lengths.sum()), dtype="<i4")
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())

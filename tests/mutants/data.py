@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron.data.preprocess.shards import Shard
+from megatron.data.split import split_documents
 from tests.mutants.mutant import mutant
 
 PERMUTATION = "tests/data/test_permutation.py"
@@ -20,6 +21,9 @@ BATCHES = "tests/data/test_batches.py"
 SFT = "tests/data/test_sft.py"
 WRITER = "tests/data/test_token_writer.py"
 PREPROCESS = "tests/data/preprocess/test_preprocess.py"
+MEGATRON_WINDOWS = "tests/data/megatron_order/test_windows.py"
+MEGATRON_BLENDS = "tests/data/megatron_order/test_blends.py"
+MEGATRON_RUNS = "tests/training/test_megatron_order.py"
 CORRUPTION = "tests/models/t5/test_corruption.py"
 T5_SAMPLES = "tests/models/t5/test_t5_samples.py"
 
@@ -434,3 +438,71 @@ def verification_trusts_the_checksum_of_the_tokens(original: Any) -> Any:
 )
 def token_ids_outside_the_vocabulary_are_accepted(original: Any) -> Any:
     return lambda self, vocab_size: None
+
+
+# Megatron's order.
+
+
+@mutant(
+    "megatron.data.megatron_order.sample_windows:plan_epochs",
+    f"{MEGATRON_WINDOWS}::test_order_equals_recorded_order_of_megatron_core[8]",
+)
+def last_epoch_of_megatrons_order_is_never_separate(original: Any) -> Any:
+    def plan(*args: Any) -> Any:
+        epochs = original(*args)
+        return epochs._replace(num_samples_before_last=epochs.num_samples)
+
+    return plan
+
+
+@mutant(
+    "megatron.data.megatron_order.sample_windows:permuted_samples",
+    f"{MEGATRON_WINDOWS}::test_order_equals_recorded_order_of_megatron_core[12]",
+)
+def samples_of_megatrons_order_have_their_own_generator(original: Any) -> Any:
+    return lambda plan, generator: original(plan, np.random.RandomState(1234))
+
+
+@mutant(
+    "megatron.data.megatron_order.split_bounds:split_bounds",
+    f"{MEGATRON_WINDOWS}::test_split_has_megatrons_rounding[15-70,20,10-bounds1]",
+)
+def split_of_megatrons_order_rounds_halves_up(original: Any) -> Any:
+    return split_documents
+
+
+@mutant(
+    "megatron.data.megatron_order.blend_choices:_start_counts",
+    f"{MEGATRON_BLENDS}::test_choices_equal_recorded_choices_of_megatron_core",
+)
+def megatrons_blend_starts_with_one_sample_too_many(original: Any) -> Any:
+    def start_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        counts = original(weights, starts)
+        counts[0, 0] += 1
+        return counts
+
+    return start_counts
+
+
+@mutant(
+    "megatron.data.data_loader:share_of",
+    f"{MEGATRON_RUNS}::test_each_replica_reads_the_samples_of_megatrons_sampler[2-2]",
+)
+def replicas_read_contiguous_samples_in_megatrons_order(original: Any) -> Any:
+    return lambda count, replicas, replica, is_interleaved=False: original(count, replicas, replica)
+
+
+@mutant(
+    "megatron.training.data:num_validations_of_run",
+    f"{MEGATRON_RUNS}::test_validation_continues_after_the_previous_validation",
+)
+def each_validation_in_megatrons_order_reads_the_same_samples(original: Any) -> Any:
+    return lambda config: 1
+
+
+@mutant(
+    "megatron.training.data_resume:check_megatron_resume",
+    f"{MEGATRON_RUNS}::test_resume_in_another_order_is_an_error_with_a_fix",
+)
+def change_of_megatrons_order_is_not_noticed(original: Any) -> Any:
+    return lambda *args, **options: []

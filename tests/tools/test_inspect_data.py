@@ -80,6 +80,12 @@ def test_blend_samples_name_their_corpus(folder: Path) -> None:
         assert f"sample {index} of train: " in line and f"{letter}, its sample {next(counters[letter])} " in line
 
 
+def test_samples_in_megatron_order_are_those_of_the_run(folder: Path) -> None:
+    line = "--data-path 0.7 DIR/a 0.3 DIR/b --samples 2 --rows 0 --split 1,0,0 --seq-length 16 --data-order megatron"
+    text = get_output(folder, f"{line} --train-iters 5 --batch-size 2 --eval-iters 0")
+    assert "corpora of the first 10 samples: abaabaabaa" in text
+
+
 def test_t5_samples_show_corrupted_spans(folder: Path) -> None:
     text = get_output(folder, "DIR/a --model t5 --samples 1 --enc-seq-length 20 --subset valid --split 1,1,0 --rows 0")
     _, inputs, decoder_inputs, targets = re.split("\n(?:inputs|decoder inputs|targets), ", text)

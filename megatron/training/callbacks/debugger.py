@@ -193,7 +193,7 @@ class Debugger(Callback):
         if info.is_boundary or not self._pattern.search(info.name):
             return
         samples_per_micro_batch = self.config.batch.batch_size * self.trainer.num_sequences_per_sample
-        micro_batch_idx = self.trainer.samples.share(self.world.grid.data.rank).first + info.micro_batch
+        micro_batch_idx = self.trainer.samples.share(self.world.grid.data.rank).index_in_step(info.micro_batch)
         self._writer.add(
             x,
             info.name,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.runtime.exit_signals import resume_advice
+from megatron.training.data import first_validation_sample
 from megatron.training.data_progress import format_by_corpus
 from megatron.training.step_result import StepResult
 from megatron.training.timeouts import EVALUATING
@@ -63,7 +64,9 @@ class Evaluator(Callback):
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
         length = trainer.next_seq_length
-        batches = trainer.data.batches(split, trainer.config, trainer.world, corpus=corpus, length=length)
+        batch_size = trainer.config.batch.global_batch_size(trainer.world.grid.data.size)
+        first = first_validation_sample(trainer.config, trainer.progress.step, batch_size) if split == "valid" else 0
+        batches = trainer.data.batches(split, trainer.config, trainer.world, first, corpus=corpus, length=length)
         loss = 0.0
         for _ in range(iterations):
             loss += trainer.engine.evaluate_batch(batches) / iterations

@@ -49,6 +49,8 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
         flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
         packing=args.packing,
         fim=data.fim_from(tokenizer, args.fim_rate, args.fim_spm_rate),
+        num_samples=train_val_test_num_samples,
+        has_extra_token=not args.no_extra_token,
     )
 
 

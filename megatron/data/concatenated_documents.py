@@ -1,0 +1,73 @@
+"""ConcatenatedDocuments: find the documents that contain a range of tokens when documents are concatenated in an order.
+
+A segment of an order contains the document at each position and, for every ``stride``-th position, the number of tokens
+that precede it in the segment. The final step of a search reads the sizes of ``stride`` documents.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.data.documents import DocumentSlice, gather_lengths
+
+
+class Segment(NamedTuple):
+    """A part of an order.
+
+    Args:
+        starts: int64, tokens of the segment before every ``stride``-th position, then in the whole segment.
+        document_indices: int32 or int64, the document at each position.
+    """
+
+    starts: np.ndarray
+    document_indices: np.ndarray
+    stride: int
+
+
+class ConcatenatedDocuments:
+    """Documents concatenated in the order of ``segments``.
+
+    Args:
+        document_lengths: tokens of each document of the file; may be an unaligned view of a mapped file.
+    """
+
+    def __init__(self, document_lengths: np.ndarray, segments: Sequence[Segment]) -> None:
+        self._document_lengths, self._segments = document_lengths, segments
+        self._ends = list(accumulate(int(segment.starts[-1]) for segment in segments))
+
+    def slices(self, start: int, stop: int) -> list[DocumentSlice]:
+        """Return the nonempty document slices that make up tokens ``start`` ... ``stop - 1`` of the concatenation."""
+        slices: list[DocumentSlice] = []
+        for documents, bounds in self._blocks(start):
+            first = int(bounds.searchsorted(start, "right")) - 1
+            last = int(bounds.searchsorted(stop, "left"))
+            slice_bounds = bounds[first : last + 1].tolist()
+            for document, begin, end in zip(
+                documents[first:last].tolist(), slice_bounds, slice_bounds[1:], strict=False
+            ):
+                slice_end = min(end, stop)
+                if slice_end > start:
+                    slices.append(DocumentSlice(document, start - begin, slice_end - start))
+                    start = slice_end
+            if start >= stop:
+                break
+        return slices
+
+    def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (documents, token bounds) of blocks of positions, from the block that contains token ``start``."""
+        first_segment = bisect_right(self._ends, start)
+        for segment_idx in range(first_segment, len(self._segments)):
+            starts, document_indices, stride = self._segments[segment_idx]
+            base = self._ends[segment_idx - 1] if segment_idx else 0
+            first = int(starts.searchsorted(start - base, "right")) - 1 if segment_idx == first_segment else 0
+            for block in range(first, len(starts) - 1):
+                documents = document_indices[block * stride : (block + 1) * stride]
+                bounds = np.zeros(len(documents) + 1, np.int64)
+                np.cumsum(gather_lengths(self._document_lengths, documents), out=bounds[1:])
+                bounds += base + int(starts[block])
+                yield documents, bounds

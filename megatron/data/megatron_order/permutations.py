@@ -1,0 +1,37 @@
+"""The permutations of documents and samples that Megatron draws from one numpy generator per corpus and split.
+
+numpy does not change the stream of ``RandomState`` (NEP 19), so the permutations are the same with every version.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.data.megatron_order.epochs import EpochPlan
+
+_LARGEST_UINT32 = np.iinfo(np.uint32).max
+
+
+def permuted_documents(first: int, stop: int, plan: EpochPlan, generator: np.random.RandomState) -> np.ndarray:
+    """Return int32[num_epochs * documents], the documents ``first`` ... ``stop - 1`` of all epochs in their order.
+
+    The documents of all epochs are permuted together, except that a separate last epoch follows the others.
+    """
+    order = np.tile(np.arange(first, stop, dtype=np.int32), plan.num_epochs)
+    num_together = (plan.num_epochs - plan.has_separate_last) * (stop - first)
+    generator.shuffle(order[:num_together])
+    if plan.has_separate_last:
+        generator.shuffle(order[num_together:])
+    return order
+
+
+def permuted_samples(plan: EpochPlan, generator: np.random.RandomState) -> np.ndarray:
+    """Return uint32[num_samples], the position in the concatenated documents of each sample of the run, in samples.
+
+    The array is int64 if there are too many samples for uint32.
+    """
+    order = np.arange(plan.num_samples, dtype=np.uint32 if plan.num_samples < _LARGEST_UINT32 else np.int64)
+    generator.shuffle(order[: plan.num_samples_before_last])
+    if plan.has_separate_last:
+        generator.shuffle(order[plan.num_samples_before_last :])
+    return order
