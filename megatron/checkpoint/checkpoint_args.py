@@ -95,7 +95,8 @@ def load_checkpoint_args(scanned: Scan, defaults: Mapping[str, Any], name: str =
 
 
 SCHEDULE_FIELDS = (
-    "lr", "min_lr", "lr_decay_style", "warmup", "lr_warmup_rounding", "lr_warmup_iters", "lr_warmup_samples",
+    "lr", "min_lr", "lr_decay_style", "warmup", "lr_warmup_rounding", "lr_step_offset", "lr_warmup_iters",
+    "lr_warmup_samples",
     "lr_decay_iters", "lr_decay_samples", "wsd_decay_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples",
     "lr_wsd_decay_style", "weight_decay",
 )  # fmt: skip

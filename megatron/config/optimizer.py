@@ -90,6 +90,14 @@ class OptimizerConfig:
     lr_warmup_samples: float | None = option(
         None, "warm-up samples, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )
+    lr_step_offset: int = option(
+        0,
+        "steps by which the learning-rate schedule is read earlier: 0: a step has the rate after its own update, so "
+        "the first one has a rate above 0; -1: the rate before its update, as in Megatron-LM. A run that continues a "
+        "checkpoint of Megatron-LM has -1 unless the flag is set, and its checkpoints keep it",
+        minimum=-1,
+        maximum=0,
+    )
     lr_wsd_decay_iters: int | None = option(
         None,
         "with --lr-decay-style wsd: number of decay steps at the end",
