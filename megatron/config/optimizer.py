@@ -92,11 +92,11 @@ class OptimizerConfig:
     )
     lr_step_offset: int = option(
         0,
-        "steps by which the learning-rate schedule is read earlier: 0: a step has the rate after its own update, so "
-        "the first one has a rate above 0; -1: the rate before its update, as in Megatron-LM. A run that continues a "
-        "checkpoint of Megatron-LM has -1 unless the flag is set, and its checkpoints keep it",
+        "offset of the learning-rate schedule, 0 or -1: with 0, a step has the rate of the position after it, so that "
+        "the first step has a rate above 0; with -1, that of the position before it, as in Megatron-LM",
         minimum=-1,
         maximum=0,
+        shown_default="0; in a run that continues a checkpoint of Megatron-LM -1, which its checkpoints keep",
     )
     lr_wsd_decay_iters: int | None = option(
         None,

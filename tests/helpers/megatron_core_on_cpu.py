@@ -1,13 +1,14 @@
 """Replacements of CUDA calls with which megatron-core runs on CPUs over gloo.
 
 ``run_megatron_core`` of tests/helpers/megatron_core.py applies them before it imports a program. They change where
-tensors are stored and how work is queued, and no arithmetic. Dropout and random initial weights are not reproduced:
-programs set dropout to 0 and load their weights.
+tensors are stored and how work is queued, and no arithmetic; ``fp64_for_fp32`` changes the precision. Dropout and
+random initial weights are not reproduced: programs set dropout to 0 and load their weights.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,39 @@ class CudaOnCpu(TorchFunctionMode):
         if function is torch.Tensor.to and any(_is_cuda(argument) for argument in args[1:]):
             args = tuple(CPU if _is_cuda(argument) else argument for argument in args)
         return function(*args, **kwargs)
+
+
+class Fp64ForFp32(TorchFunctionMode):
+    """Computes in fp64 where the program asks for fp32, and lets fp64 tensors report the type of fp32 tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        if function is torch.Tensor.float:
+            return args[0].double()
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(args[0]).replace("DoubleTensor", "FloatTensor")
+        return function(*(_widened(value) for value in args), **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def fp64_for_fp32() -> Iterator[None]:
+    """Run megatron-core in fp64: new tensors are fp64, and conversions to fp32 are conversions to fp64.
+
+    The package converts to fp32 where it needs more precision than bf16 has (cross-entropy, softmax, router, norm of
+    the gradients), and its optimizer rejects fp64. The operations are unchanged, so that differences that remain are
+    not rounding.
+    """
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Fp64ForFp32():
+            yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def _is_cuda(device: Any) -> bool:
