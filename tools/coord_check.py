@@ -132,7 +132,7 @@ def measure_magnitudes(config: Config, steps: int) -> Magnitudes:
     for step in range(steps + 1):
         with record_outputs(model, magnitudes), torch.no_grad():
             magnitudes["logits"].append(mean_magnitude(model(tokens)))
-        set_learning_rates(optimizer, schedule, step + 1)
+        set_learning_rates(optimizer, schedule, schedule.position(step, 1))
         total, count = model(tokens, labels=labels, loss_mask=mask)
         (total / count).backward()
         optimizer.step()

@@ -12,7 +12,7 @@ from tds.lazy_imports import lazy_attribute
 _NAMES = {
     "megatron.checkpoint.async_saving": ("AsyncSaver", "Committed", "Staged"),
     "megatron.checkpoint.folders": ("check_writable",),
-    "megatron.checkpoint.loading": ("open_checkpoint", "open_latest"),
+    "megatron.checkpoint.loading": ("open_checkpoint", "open_latest", "open_newest"),
     "megatron.checkpoint.model_match": ("check_model", "compare_model_config"),
     "megatron.checkpoint.opened_checkpoint": ("Checkpoint",),
     "megatron.checkpoint.saving": ("CapturedState", "SyncSaver", "save"),

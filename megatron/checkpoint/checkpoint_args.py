@@ -41,6 +41,8 @@ from megatron.checkpoint.huggingface.config import (
 from megatron.checkpoint.huggingface_args import read_huggingface
 from megatron.checkpoint.manifest import CHECKPOINTS, newest_metadata
 from megatron.checkpoint.settings_source import INHERITED_FIELDS, SettingsSource, check_family
+from megatron.checkpoint.torch_dist.folder import find_iteration
+from megatron.checkpoint.torch_dist.settings import FAMILY, read_torch_dist
 from megatron.config import Config
 from megatron.config.changed_defaults import describe_saved_settings, saved_settings
 from megatron.errors import CheckpointError, marked
@@ -95,7 +97,8 @@ def load_checkpoint_args(scanned: Scan, defaults: Mapping[str, Any], name: str =
 
 
 SCHEDULE_FIELDS = (
-    "lr", "min_lr", "lr_decay_style", "warmup", "lr_warmup_rounding", "lr_warmup_iters", "lr_warmup_samples",
+    "lr", "min_lr", "lr_decay_style", "warmup", "lr_warmup_rounding", "lr_step_offset", "lr_warmup_iters",
+    "lr_warmup_samples",
     "lr_decay_iters", "lr_decay_samples", "wsd_decay_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples",
     "lr_wsd_decay_style", "weight_decay",
 )  # fmt: skip
@@ -165,7 +168,9 @@ def find_source(flags: Mapping[str, Any], name: str) -> Path | str | None:
 
 
 def read_source(path: Path | str, family: str, model: str = "") -> SettingsSource | None:
-    """Return the settings of the model in ``path``: a Hugging Face folder, a run folder or a checkpoint.
+    """Return the settings of the model in ``path``: a run folder, a checkpoint, or a folder of another program.
+
+    The other programs are Hugging Face's and Megatron-LM's (``torch_dist``).
 
     Returns None if ``path`` has no model, or a model of a family that is not supported.
 
@@ -178,6 +183,8 @@ def read_source(path: Path | str, family: str, model: str = "") -> SettingsSourc
     """
     if isinstance(path, Path) and is_huggingface(path):
         return read_huggingface(path, family, model)
+    if isinstance(path, Path) and (iteration := find_iteration(path)) is not None:
+        return read_torch_dist(iteration, family, model)
     newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     if newest is None:
         return None
@@ -206,6 +213,8 @@ def detect_family(path: Path) -> str | None:
     """Return the family of the model in ``path``; None without a model of a supported family."""
     if is_huggingface(path):
         return family_by_type().get(read_json(path, CONFIG).get("model_type", ""))
+    if find_iteration(path) is not None:
+        return FAMILY
     newest = newest_metadata(path)
     config = newest[1].get("config") if newest else None
     family = config.get("family") if isinstance(config, dict) else None

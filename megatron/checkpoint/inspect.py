@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import metadata
 from megatron.checkpoint.one_process import WEIGHTS, read_full
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.tensor_record import DTYPE_NAMES
@@ -54,13 +53,13 @@ def summarize_run(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def file_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the size of each file in bytes. Opening the checkpoint has verified the files' checksums."""
-    return {name: info.size for name, info in _manifest(checkpoint).files.items()}
+    """Return the size of each file in bytes. Opening a checkpoint of ours has verified the files' checksums."""
+    return {name: info.size for name, info in checkpoint.manifest.files.items()}
 
 
 def compute_tensor_stats(checkpoint: Checkpoint) -> list[TensorStats]:
     """Return the statistics of every tensor, reading one tensor at a time."""
-    index = _manifest(checkpoint).index
+    index = checkpoint.manifest.index
     return [_tensor_stats(checkpoint, name, len({p.file for p in index[name].shards})) for name in checkpoint.names()]
 
 
@@ -71,11 +70,6 @@ def num_elements(stats: list[TensorStats]) -> dict[str, int]:
         group = tensor.name.partition("/")[0]
         counts[group] = counts.get(group, 0) + math.prod(tensor.shape)
     return counts
-
-
-def _manifest(checkpoint: Checkpoint) -> metadata.Manifest:
-    path = checkpoint.path / metadata.MANIFEST_NAME
-    return metadata.manifest_from_bytes(path.read_bytes(), path)
 
 
 def _tensor_stats(checkpoint: Checkpoint, name: str, num_files: int) -> TensorStats:

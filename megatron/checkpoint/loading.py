@@ -17,6 +17,8 @@ from megatron.checkpoint.metadata import (
 )
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.rank_errors import gather_verdict
+from megatron.checkpoint.torch_dist.checkpoint import open_torch_dist
+from megatron.checkpoint.torch_dist.folder import find_iteration
 from megatron.checkpoint.verify import verify
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
@@ -151,6 +153,22 @@ def _check_latest_hint(root: Path, checkpoint: Checkpoint) -> None:
         )
 
 
+def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
+    """Return the newest checkpoint in ``source`` that verifies: one of ours, otherwise Megatron-Core's. Collective.
+
+    Args:
+        source: a run folder, its folder of checkpoints, one checkpoint, or a folder of Megatron-LM.
+        strict: as in ``open_latest``.
+
+    Raises:
+        CheckpointError: as ``open_latest``.
+    """
+    iteration = gather_verdict(world, lambda: None, lambda _: find_iteration(source))
+    if iteration is not None:
+        return open_torch_dist(iteration, world)
+    return open_latest(folders.checkpoints_folder(source), world, strict=strict)
+
+
 @marked(is_of_this_rank=False)
 def open_checkpoint(path: Path, world: Group) -> Checkpoint:
     """Verify the checkpoint in the folder ``path`` and return it. Each rank reads a part of the files. Collective.
@@ -159,6 +177,8 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
         CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.
     """
     path = Path(path)
+    if gather_verdict(world, lambda: None, lambda _: find_iteration(path)) is not None:
+        return open_torch_dist(path, world)
     raw = gather_verdict(world, lambda: None, lambda _: read_manifest_bytes(path))
     manifest = metadata.manifest_from_bytes(raw, path / metadata.MANIFEST_NAME)
     verify(path, manifest, world)

@@ -9,8 +9,7 @@ import torch
 
 from megatron import hub
 from megatron.checkpoint import metadata
-from megatron.checkpoint.folders import checkpoints_folder
-from megatron.checkpoint.loading import deepspeed_format_message, open_latest, read_manifest_bytes
+from megatron.checkpoint.loading import deepspeed_format_message, open_newest, read_manifest_bytes
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE, Group
@@ -27,7 +26,9 @@ WEIGHTS = "weights/"
 
 
 def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) -> Checkpoint:
-    """Open the checkpoint in ``path``: a run folder, its checkpoints folder, or one checkpoint. Collective.
+    """Open the checkpoint in ``path``: a run folder, its checkpoints folder, one checkpoint, or Megatron-LM's folder.
+
+    Collective.
 
     Args:
         any_format: also accept a checkpoint in DeepSpeed's format, which has metadata but no tensors that can be read.
@@ -40,7 +41,7 @@ def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) 
         raise CheckpointError(
             f"{path} {actual}. Use a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
         )
-    checkpoint = open_latest(checkpoints_folder(path), world)
+    checkpoint = open_newest(path, world)
     if checkpoint.metadata.get("format") == DEEPSPEED and not any_format:
         raise CheckpointError(deepspeed_format_message(checkpoint.path))
     return checkpoint

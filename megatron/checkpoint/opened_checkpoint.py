@@ -32,6 +32,11 @@ class Checkpoint:
         self._manifest, self._index, self._world = manifest, manifest.index, world
         self._reader: ShardReader | None = None
 
+    @property
+    def manifest(self) -> Manifest:
+        """The files of the checkpoint, and the index of its tensors."""
+        return self._manifest
+
     def names(self) -> list[str]:
         """Return the names of the global tensors."""
         return list(self._index)

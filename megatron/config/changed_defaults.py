@@ -1,4 +1,4 @@
-"""Settings whose default has changed, and the values that resumed runs of earlier versions keep.
+"""Settings whose default has changed or depends on the origin of a run, and the values that resumed runs keep.
 
 A run stores the resolved value of every setting in ``config.json`` and in its checkpoints. If the run is resumed, or
 repeated from its ``config.json``, the saved values of the settings in ``CHANGED_DEFAULTS`` replace the new defaults. A
@@ -33,6 +33,7 @@ class ChangedDefault(NamedTuple):
 CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
     ChangedDefault("optimizer", "lr_warmup_rounding", "down"),
     ChangedDefault("optimizer", "train_tokens_lr_unit", "steps"),
+    ChangedDefault("optimizer", "lr_step_offset", 0),  # -1 in runs that continue a checkpoint of Megatron-LM
     ChangedDefault("model", "loss_average", "token"),
     ChangedDefault("optimizer", "sgd_momentum", 0.0, "sgd"),
     ChangedDefault("optimizer", "muon_momentum", 0.95, "muon"),

@@ -90,6 +90,14 @@ class OptimizerConfig:
     lr_warmup_samples: float | None = option(
         None, "warm-up samples, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )
+    lr_step_offset: int = option(
+        0,
+        "offset of the learning-rate schedule, 0 or -1: with 0, a step has the rate of the position after it, so that "
+        "the first step has a rate above 0; with -1, that of the position before it, as in Megatron-LM",
+        minimum=-1,
+        maximum=0,
+        shown_default="0; in a run that continues a checkpoint of Megatron-LM -1, which its checkpoints keep",
+    )
     lr_wsd_decay_iters: int | None = option(
         None,
         "with --lr-decay-style wsd: number of decay steps at the end",

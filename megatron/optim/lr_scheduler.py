@@ -38,6 +38,7 @@ class LRScheduler:
         warmup: fraction of ``decay_updates``; the warm-up need not be a whole number of updates.
         warmup_length: updates of the warm-up; None: the fraction.
         wsd_length: updates of the decay of wsd; None: ``wsd_decay_fraction`` of the updates after the warm-up.
+        step_offset: 0: an update has the rate after itself; -1: the rate after the update before it, as in Megatron-LM.
 
     Raises:
         ValueError: an unknown style, or exponential decay to 0.
@@ -55,6 +56,7 @@ class LRScheduler:
     warmup_length: float | None = None
     wsd_length: float | None = None
     wsd_style: str = "linear"
+    step_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -78,20 +80,29 @@ class LRScheduler:
         remaining = self.decay_updates - self.warmup_updates
         return self.wsd_length / remaining if remaining > 0 else 1.0
 
-    def at(self, update: int) -> float:
-        """Return the learning rate of update ``update``, counted from 0; valid if the lengths are updates."""
-        return self.after(update + 1)
-
-    def after(self, completed: float) -> float:
-        """Return the learning rate of an update.
+    def position(self, completed: float, step_length: float) -> float:
+        """Return the argument of ``after`` for an update.
 
         Args:
-            completed: total number of updates after this update, or of samples if the lengths are samples.
+            completed: total number of updates before this update, or of samples if the lengths are samples.
+            step_length: 1, or the number of samples of this update.
         """
-        if completed <= self.warmup_updates:
+        return completed + (1 + self.step_offset) * step_length
+
+    def at(self, update: int) -> float:
+        """Return the learning rate of update ``update``, counted from 0; valid if the lengths are updates."""
+        return self.after(self.position(update, 1))
+
+    def after(self, completed: float) -> float:
+        """Return the learning rate at a position of the schedule.
+
+        Args:
+            completed: total number of updates, or of samples if the lengths are samples; see ``position``.
+        """
+        if 0 < self.warmup_updates >= completed:
             return self.lr * completed / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
-            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / completed))
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / max(completed, 1)))
         remaining = self.decay_updates - self.warmup_updates
         progress = min(1.0, (completed - self.warmup_updates) / remaining) if remaining > 0 else 1.0
         return _DECAYS[self.style](self, progress)
@@ -154,7 +165,7 @@ def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRSchedule
     """Set the rate of each parameter group (``param_rates``) for the coming update; return the rate of --lr.
 
     Args:
-        completed: total number of updates, or of samples, after the coming update.
+        completed: the position of the coming update, ``scheduler.position``.
     """
     lr = scheduler.after(completed)
     for group in optimizer.param_groups:

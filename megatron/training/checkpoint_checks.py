@@ -55,8 +55,9 @@ def check_moments(checkpoint: Checkpoint) -> None:
     # SGD does not count its steps.
     updates = former.convert_progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]
     if updates and not has_moments(checkpoint):
+        reason = metadata.get("optimizer_missing") or "it was saved with --no-save-optim"
         raise CheckpointError(
-            f"{checkpoint.path} contains no optimizer state (it was saved with --no-save-optim). "
+            f"{checkpoint.path} contains no optimizer state ({reason}). "
             "Add --no-load-optim to continue with new optimizer state, or --finetune to start from its weights."
         )
 

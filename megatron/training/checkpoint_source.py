@@ -10,6 +10,7 @@ from megatron import hub
 from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_folder
 from megatron.checkpoint.huggingface import weights
 from megatron.checkpoint.metadata import MANIFEST_NAME
+from megatron.checkpoint.torch_dist.folder import find_iteration
 from megatron.config import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training import deepspeed_folders
@@ -96,12 +97,12 @@ def require_checkpoint(source: Path) -> None:
     """Check that ``source`` contains a checkpoint, which may be incomplete.
 
     Args:
-        source: a run folder, a folder of checkpoints, a checkpoint, or a Hugging Face folder.
+        source: a run folder, a folder of checkpoints, a checkpoint, a Hugging Face folder, or a folder of Megatron-LM.
 
     Raises:
         CheckpointError: the folder does not exist or contains no checkpoint.
     """
-    if is_deepspeed_folder(source) or weights.is_huggingface_folder(source):
+    if is_deepspeed_folder(source) or weights.is_huggingface_folder(source) or find_iteration(source) is not None:
         return
     folder = checkpoints_folder(source)
     if not folder.is_dir():

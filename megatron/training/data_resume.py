@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron import log
 from megatron.checkpoint import former
+from megatron.checkpoint.torch_dist.folder import BACKEND as TORCH_DIST
 from megatron.config import Config
 from megatron.data import resumed_order
 from megatron.data.blend_resume import SAME_LENGTH
@@ -55,7 +56,7 @@ def resume_order(
     saved = metadata.get("data_order") or metadata.get("data_fingerprint")
     consumed = metadata["progress"]["samples_consumed"]
     if not saved:
-        if consumed:
+        if consumed and not _continues_megatron_order(metadata, config):
             _check_unknown_data(consumed, allow_change)
         return data.order
     settings = {} if config is None else changed_data_settings(metadata.get("config", {}), config)
@@ -83,6 +84,12 @@ def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) ->
         f"sample {-(-tokens // tokens_per_sample)}, the first that begins at or after the {tokens} consumed tokens"
     )
     return Fraction(tokens, samples * tokens_per_sample)
+
+
+def _continues_megatron_order(metadata: Mapping[str, Any], config: Config | None) -> bool:
+    """Return True if the checkpoint is Megatron-LM's and the run reads the samples in Megatron-LM's order."""
+    has_megatron_order = config is not None and getattr(config.data, "has_megatron_order", False)
+    return metadata.get("format") == TORCH_DIST and has_megatron_order
 
 
 def _check_unknown_data(consumed: int, allow_change: bool) -> None:

@@ -132,6 +132,7 @@ def make_lr_scheduler(config: Config) -> LRScheduler:
         wsd_decay_fraction=settings.wsd_decay_fraction,
         wsd_length=settings.lr_wsd_decay_samples if settings.lr_follows_samples else settings.lr_wsd_decay_iters,
         wsd_style=settings.lr_wsd_decay_style,
+        step_offset=settings.lr_step_offset,
     )
 
 

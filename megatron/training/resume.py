@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint import Checkpoint, TensorRecord, open_latest
+from megatron.checkpoint import Checkpoint, TensorRecord, open_newest
 from megatron.checkpoint.downloading import fetch_newest
-from megatron.checkpoint.folders import checkpoints_folder
 from megatron.checkpoint.huggingface.origin import COPIED_ENTRIES, STATE
 from megatron.checkpoint.huggingface.tokenizer import origin_in
 from megatron.checkpoint.resized_vocab import fill_resized, is_resized
@@ -156,10 +155,10 @@ def roll_back_to(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
-    """Open and verify the newest checkpoint of ``source``, in either format. Collective.
+    """Open and verify the newest checkpoint of ``source``, in any format. Collective.
 
     Args:
-        source: a run folder, its folder of checkpoints, or one checkpoint.
+        source: a run folder, its folder of checkpoints, one checkpoint, or a folder of Megatron-LM.
         strict: raise if the newest one is damaged, instead of trying older ones.
 
     Raises:
@@ -167,7 +166,7 @@ def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoi
     """
     if is_deepspeed_folder(source):
         return deepspeed_folders.open_newest(source, world.grid.host, strict=strict)
-    return open_latest(checkpoints_folder(source), world.grid.host, strict=strict)
+    return open_newest(source, world.grid.host, strict=strict)
 
 
 def restore_trainer(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> TrainProgress:

@@ -157,7 +157,7 @@ class Trainer:
         self.seq_length = self.seq_lengths.full
         self.rates = RateTable.of(config).rates
         self.learning_rate: float | None = None
-        self._lr_position = 0
+        self._lr_position = 0.0
         self.last_loss: float | None = None
         self.stop_text = ""
         self.print_line: Callable[[str], None] = lambda line: None
@@ -229,7 +229,8 @@ class Trainer:
         batch_dims = self.config.batch.batch_size, self.world.grid.data.size, self.config.data.has_megatron_order
         self.samples = StepSamples(progress.step + 1, first_sample, num_samples, *batch_dims)
         follows_samples = self.config.optimizer.lr_follows_samples
-        self._lr_position = progress.samples_updated + num_samples if follows_samples else progress.updates + 1
+        lr_step = (progress.samples_updated, num_samples) if follows_samples else (progress.updates, 1)
+        self._lr_position = self.lr_scheduler.position(*lr_step)
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
         self.call("on_step_start")
         try:

@@ -327,6 +327,7 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "expert_model_parallel_size": "2",
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
+        "lr_step_offset": "-1",
         "stage3_prefetch_bucket_size": "0",
         "debug_dump_steps": "2,5-7",
         "profile": "2-3",

@@ -95,7 +95,7 @@ OBSERVED_FIELDS = {
     """,
     "rates": """
         config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_rounding
-        lr_warmup_iters
+        lr_warmup_iters lr_step_offset
         lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
         lr_embedding lr_head decoupled_lr decoupled_min_lr lr_by_name weight_decay_by_name
     """,

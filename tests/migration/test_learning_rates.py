@@ -1,11 +1,12 @@
 """The learning rate of every recorded script at every step is Megatron's: our step n has the rate of its step n + 1.
 
 Megatron sets the rate of a step before it counts the samples of the step, so its first step has rate 0. Here the
-samples of a step count for its own rate (docs/migration.md).
+samples of a step count for its own rate (docs/migration.md). With --lr-step-offset -1 they do not, and our step n has
+the rate of Megatron's step n.
 
 The formulas, with all lengths in samples, w the warm-up, d the decay, and n the samples of the updates made so far:
 
-* n <= w: lr n / w
+* n <= w, if w > 0: lr n / w
 * n > d: min_lr
 * otherwise, with u = (n - w) / (d - w): min_lr + (lr - min_lr) c, c = 1 - u (linear) or (1 + cos(pi u)) / 2 (cosine)
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +82,8 @@ def megatron_rates(schedule: MegatronSchedule, consumed: np.ndarray) -> np.ndarr
     c = 1 - u if style == "linear" else (np.cos(np.pi * u) + 1) / 2
     rates = min_lr + (lr - min_lr) * c
     rates[consumed > decay] = min_lr
-    rising = consumed <= warmup
-    rates[rising] = lr * consumed[rising] / max(warmup, 1e-300)
+    rising = (consumed <= warmup) & (warmup > 0)
+    rates[rising] = lr * consumed[rising] / max(warmup, 1)
     return rates
 
 
@@ -121,18 +123,27 @@ def select_steps(steps: ConsumedSamples, schedule: MegatronSchedule, num_selecte
     return selected[(selected >= 1) & (selected <= steps.num_steps)]
 
 
-def rate_differences(config: Config, script: Mapping[str, Any], num_selected: int) -> dict[int, tuple[float, float]]:
-    """Return step -> (our rate, Megatron's) of those of ``num_selected`` steps that differ by more than rounding."""
+def rate_differences(
+    config: Config, script: Mapping[str, Any], num_selected: int, offset: int = 0
+) -> dict[int, tuple[float, float]]:
+    """Return step -> (our rate, Megatron's) of those of ``num_selected`` steps that differ by more than rounding.
+
+    Args:
+        offset: --lr-step-offset. With -1, our step n is compared with Megatron's step n, otherwise with n + 1.
+    """
+    config = replace(config, optimizer=replace(config.optimizer, lr_step_offset=offset))
     schedule, steps, learning_rate = megatron_schedule(script), ConsumedSamples(script), make_lr_scheduler(config)
     selected = select_steps(steps, schedule, num_selected)
-    consumed = steps.consumed(selected)
-    by_samples = config.optimizer.lr_follows_samples
-    progress = (consumed if by_samples else selected).tolist()
-    expected_rates = megatron_rates(schedule, consumed.astype(np.float64)).tolist()
+    before, after = steps.consumed(selected - 1), steps.consumed(selected)
+    if not config.optimizer.lr_follows_samples:
+        positions = map(learning_rate.position, (selected - 1).tolist(), [1] * len(selected))
+    else:
+        positions = map(learning_rate.position, before.tolist(), (after - before).tolist())
+    expected_rates = megatron_rates(schedule, (before if offset else after).astype(np.float64)).tolist()
     return {
         step: (actual, expected)
         for step, actual, expected in zip(
-            selected.tolist(), map(learning_rate.after, progress), expected_rates, strict=True
+            selected.tolist(), map(learning_rate.after, positions), expected_rates, strict=True
         )
         if not math.isclose(actual, expected, rel_tol=1e-9, abs_tol=1e-18)
     }
@@ -143,6 +154,7 @@ def test_script_matches_megatron_rates(files: dict[str, str]) -> None:
         script = SCRIPTS[name]
         config = parse_script(script, files, script["refused"])
         assert rate_differences(config, script, 100) == {}
+        assert rate_differences(config, script, 100, offset=-1) == {}
         batch_sizes = config.batch.batch_sizes(
             config.parallel.data_parallel_size(script_world_size(script, script["refused"]))
         )

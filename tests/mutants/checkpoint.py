@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.folders import list_checkpoints, step_of
 from megatron.checkpoint.retention import RetentionPolicy, remove_old
+from megatron.models.common.huggingface import WeightMapping
 from tests.mutants.mutant import mutant
 
 FOLDERS = "tests/checkpoint/test_folders.py"
@@ -21,6 +22,8 @@ BACKGROUND = "tests/checkpoint/test_background.py"
 DIRECT = "tests/checkpoint/huggingface/test_direct.py"
 HF_FOLDER = "tests/checkpoint/huggingface/test_folder.py"
 LOSS_SCALE = "tests/training/test_loss_scale.py"
+TORCH_DIST = "tests/checkpoint/torch_dist/test_checkpoint.py"
+MEGATRON_LOSSES = f"{TORCH_DIST}::test_losses_after_load_are_those_of_megatron_core[--batch-size 2]"
 
 ANY_SLICE = f"{LAYOUTS}::test_any_slice_along_any_dimension_is_loaded"
 ANY_LAYOUT = "tests/checkpoint/test_reshard.py::test_tensors_survive_any_chain_of_layouts"
@@ -280,6 +283,24 @@ def trained_biases_are_dropped(original: Any) -> Any:
 )
 def query_key_value_rows_of_megatron_are_read_in_the_newest_order(original: Any) -> Any:
     return lambda version: original(2.0)
+
+
+@mutant("megatron.checkpoint.torch_dist.checkpoint:TorchDistCheckpoint._mapping", MEGATRON_LOSSES)
+def gates_and_values_of_megatron_core_are_read_as_if_they_alternated(original: Any) -> Any:
+    return lambda self, name, slices: WeightMapping(tuple(slices))
+
+
+@mutant("megatron.checkpoint.torch_dist.folder:_adam_steps", MEGATRON_LOSSES)
+def bias_correction_of_megatron_core_restarts(original: Any) -> Any:
+    return lambda optimizer, archive: 0
+
+
+@mutant(
+    "megatron.checkpoint.torch_dist.export:scheduler_state",
+    f"{TORCH_DIST}::test_export_of_checkpoint_has_same_tensors_and_objects",
+)
+def exported_schedule_counts_steps_instead_of_samples(original: Any) -> Any:
+    return lambda run: {**original(run), "num_steps": run.progress["updates"]}
 
 
 @mutant(

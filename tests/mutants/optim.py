@@ -327,6 +327,14 @@ def warmup_samples_are_rounded_to_whole_steps(original: Any) -> Any:
     return make_learning_rate
 
 
+@mutant(
+    "megatron.optim.lr_scheduler:LRScheduler.position",
+    f"{SCHEDULES}::test_offset_of_minus_one_counts_samples_before_step",
+)
+def step_offset_is_one_sample(original: Any) -> Any:
+    return lambda self, completed, step_length: completed + step_length + self.step_offset
+
+
 # Muon.
 
 

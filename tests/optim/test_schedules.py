@@ -44,6 +44,21 @@ def test_warmup_rises_linearly_to_lr(style):
     assert values == pytest.approx([LR * (i + 1) / 10 for i in range(10)], rel=1e-12)
 
 
+@every_style
+@pytest.mark.parametrize("warmup", [0.0, WARMUP])
+def test_offset_of_minus_one_shifts_curve_by_one_update(style, warmup):
+    schedule, shifted = make_schedule(style, warmup=warmup), make_schedule(style, warmup=warmup, step_offset=-1)
+    assert [shifted.at(update) for update in range(1, 2 * UPDATES)] == [
+        schedule.at(update) for update in range(2 * UPDATES - 1)
+    ]
+    assert shifted.at(0) == (0.0 if warmup else pytest.approx(LR)), "Megatron's first step"
+
+
+def test_offset_of_minus_one_counts_samples_before_step():
+    schedule = make_schedule("linear", decay_updates=900, warmup_length=100, step_offset=-1)
+    assert schedule.after(schedule.position(480, 24)) == pytest.approx(megatron_rate(480, LR, MIN_LR, 100, 900))
+
+
 @pytest.mark.parametrize("style", STYLES_WITH_END)
 def test_last_update_and_later_have_min_lr(style):
     final_rate = LR if style == "constant" else MIN_LR
@@ -69,8 +84,8 @@ def test_style_depends_only_on_parameters_in_its_formula(style):
     """Beside the warm-up and the number of updates, which all have; a new parameter must stand in a formula."""
     parameters = {field.name: getattr(make_schedule(style), field.name) for field in dataclasses.fields(LRScheduler)}
     del parameters["style"]
-    common_parameters = {"decay_updates", "warmup", "warmup_length"}
-    changed_values = {"warmup_length": 3, "wsd_length": 40, "wsd_style": "cosine"}
+    common_parameters = {"decay_updates", "warmup", "warmup_length", "step_offset"}
+    changed_values = {"warmup_length": 3, "wsd_length": 40, "wsd_style": "cosine", "step_offset": -1}
     updates = [*range(3 * UPDATES), 10**6]
     baseline = [make_schedule(style).at(update) for update in updates]
     for name, value in parameters.items():

@@ -41,6 +41,11 @@ SMOKE_COMMANDS = {
     "tools/evaluate.py": [
         "python tools/evaluate.py --load runs/my-run --texts data/story.txt news=news.jsonl wiki=data/wiki"
     ],
+    "tools/export_megatron.py": [
+        "python tools/export_megatron.py --load runs/my-run --output my-megatron",
+        "python tools/export_megatron.py --load runs/my-run --output my-megatron --use-distributed-optimizer "
+        "--output my-other-megatron",
+    ],
     "tools/generate.py": [
         "python tools/generate.py --load runs/my-run --prompt 'The tide' --prompt 'At noon' --max-new-tokens 4",
         "python tools/generate.py --load runs/my-run --max-new-tokens 4 <<< 'At noon'",

@@ -285,6 +285,18 @@ def test_checkpoint_without_data_identity_is_rejected_unless_allowed(
     assert resume_order(custom_data, unidentified_state, allow_change=False) is None
 
 
+def test_checkpoint_of_megatron_needs_its_order_or_flag(corpora: dict[str, str]) -> None:
+    data = make_run_data(make_config(corpora, 1, 4, blend="{a}"))
+    state: dict[str, Any] = {"data_fingerprint": None, "progress": {"samples_consumed": 32}, "format": "torch_dist"}
+    native, megatron = (SimpleNamespace(data=SimpleNamespace(has_megatron_order=has)) for has in (False, True))
+    with pytest.raises(CheckpointError, match=r"does not identify the data of its 32 .*--allow-data-change"):
+        resume_order(data, state, allow_change=False, config=native)  # type: ignore[arg-type]
+    assert resume_order(data, state, allow_change=False, config=megatron) is data.order  # type: ignore[arg-type]
+    state["format"] = None
+    with pytest.raises(CheckpointError):
+        resume_order(data, state, allow_change=False, config=megatron)  # type: ignore[arg-type]
+
+
 def test_run_without_training_data_preserves_saved_data_state(corpora: dict[str, str]) -> None:
     data, loaded = make_run_data(make_config(corpora, 1, 4)), SavedData("print", {"format": 1})
     assert data_to_save(RunData({}, None, has_training=False), 16, loaded) == loaded

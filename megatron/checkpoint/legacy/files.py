@@ -25,7 +25,8 @@ from megatron.errors import CheckpointError
 # | the same | layer_LL-model_TT-model_states.pt | DeepSpeed with a pipeline |
 #
 # TT is the tensor rank, PPP the stage, LL the layer. Distributed checkpoints of Megatron-Core (torch_dist) are detected
-# and rejected with instructions to convert them: only Megatron-LM can assemble their tensors.
+# and rejected: --load reads torch_dist folders directly (``megatron.checkpoint.torch_dist``), and only Megatron-LM can
+# assemble the tensors of the older format zarr.
 
 _MEGATRON = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _DEEPSPEED = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -108,10 +109,15 @@ def _reject_distributed(folder: Path) -> None:
     Source: folders written by Megatron-LM with ``--ckpt-format torch_dist`` and ``zarr``.
     """
     distcp_names = sorted(path.name for path in folder.glob("*.distcp"))
-    if distcp_names or all((folder / name).is_file() for name in _CORE_FILES):
+    if distcp_names:
         raise CheckpointError(
             f"{folder} must contain a file for each rank, got a distributed checkpoint of Megatron-Core "
-            f"({distcp_names[0] if distcp_names else ', '.join(_CORE_FILES)}), which only Megatron-LM can read. "
+            f"({distcp_names[0]}), which needs no import: train with --load {folder}"
+        )
+    if all((folder / name).is_file() for name in _CORE_FILES):
+        raise CheckpointError(
+            f"{folder} must contain a file for each rank, got a distributed checkpoint of Megatron-Core "
+            f"({', '.join(_CORE_FILES)}), which only Megatron-LM can read. "
             "Convert it with Megatron-LM: run the training command with --ckpt-convert-format torch "
             "--ckpt-convert-save DIR, then tools/checkpoint/convert.py --model-type GPT --loader core --saver legacy "
             "--load-dir DIR --save-dir OTHER, and import OTHER"

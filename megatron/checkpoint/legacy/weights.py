@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.legacy.files import LegacyFiles, unpickle_allowed
+from megatron.checkpoint.legacy.settings import get_num_groups
 from megatron.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -340,16 +341,6 @@ def read_legacy_weights(
     if not legacy.is_t5:
         legacy.weights = {without_side(name): tensor for name, tensor in legacy.weights.items()}
     return legacy
-
-
-def get_num_groups(settings: Mapping[str, Any], num_heads: int) -> int:
-    """Return the number of key and value heads according to the run's settings.
-
-    Megatron-LM has ``num_query_groups`` with ``group_query_attention``, Megatron-DeepSpeed ``num_key_value_heads``.
-    """
-    if settings.get("group_query_attention"):
-        return int(settings.get("num_query_groups") or 1)
-    return int(settings.get("num_key_value_heads") or num_heads)
 
 
 def get_num_interleaved(settings: Mapping[str, Any], num_heads: int) -> int:

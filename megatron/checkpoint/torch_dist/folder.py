@@ -1,0 +1,195 @@
+"""Find a ``torch_dist`` folder of Megatron-LM, and read the state that is common to its ranks. No torch.
+
+    checkpoints/
+        latest_checkpointed_iteration.txt   "10": the newest iteration; "release" for weights without a run
+        iter_0000010/
+            .metadata                       names, shapes and positions of all entries
+            __0_0.distcp ...                the entries; rank 0, file 0
+            common.pt                       arguments, iteration, state of the scheduler, parameter groups
+            metadata.json                   the format; it is written last
+
+Since 2026 Megatron-LM stores the content of ``common.pt`` as an entry of bytes instead.
+
+Source: Megatron-LM, megatron/training/checkpointing.py, ``generate_state_dict``; megatron/core/dist_checkpointing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME
+from megatron.checkpoint.torch_dist.index import METADATA, TorchDistIndex, attributes, read_index, read_span
+from megatron.checkpoint.torch_dist.torch_zip import ArchivedTensor, read_archive
+from megatron.errors import CheckpointError
+
+POINTER = "latest_checkpointed_iteration.txt"
+FORMAT_FILE = "metadata.json"
+COMMON = "common.pt"
+BACKEND = "torch_dist"
+_COMMON_ENTRY = re.compile(r"common_state/.*")
+_ITERATION = re.compile(r"iter_\d+|release")
+
+
+@dataclass(frozen=True)
+class TorchDistFolder:
+    """One checkpoint of Megatron-Core.
+
+    Args:
+        path: the folder ``iter_N``.
+        args: arguments of the run that saved it, by name.
+        iteration: number of iterations taken.
+        scheduler: state of the learning-rate schedule; empty without an optimizer.
+        adam_steps: number of updates of the optimizer; None if unknown.
+        scaler: state of the loss scale; empty without one.
+        sharding: how the distributed optimizer stored its state; "" without a distributed optimizer.
+    """
+
+    path: Path
+    index: TorchDistIndex
+    args: Mapping[str, Any]
+    iteration: int
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    adam_steps: int | None = None
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    sharding: str = ""
+
+
+def find_iteration(source: Path) -> Path | None:
+    """Return the folder of the newest checkpoint of Megatron-Core in ``source``; None if it contains none.
+
+    Checkpoints of this project in ``source`` take precedence, so that a run can continue in Megatron's folder.
+
+    Args:
+        source: the folder of ``--load``, or one ``iter_N``.
+
+    Raises:
+        CheckpointError: the file that names the newest iteration names a folder that does not exist.
+    """
+    if not source.is_dir() or (source / MANIFEST_NAME).exists():
+        return None
+    if any(source.glob("step-*")) or any((source / CHECKPOINTS).glob("step-*")):
+        return None
+    if _is_torch_dist(source):
+        return source
+    pointer = source / POINTER
+    if not pointer.is_file():
+        return None
+    word = pointer.read_text(errors="replace").strip()[:100]
+    folder = source / (f"iter_{int(word):07d}" if word.isdecimal() else word)
+    if folder.is_dir():
+        return folder if _is_torch_dist(folder) else None
+    others = sorted(path.name for path in source.iterdir() if _ITERATION.fullmatch(path.name) and _is_torch_dist(path))
+    if not others:
+        return None
+    raise CheckpointError(
+        f"{pointer} names {word!r}, but {folder} does not exist. Name one of the checkpoints with --load: "
+        f"{', '.join(others)}"
+    )
+
+
+def _is_torch_dist(folder: Path) -> bool:
+    """Return True if ``folder`` contains files of the format, even if the checkpoint is incomplete."""
+    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
+
+
+def read_folder(path: Path) -> TorchDistFolder:
+    """Read the checkpoint in the folder ``iter_N``, without the values of its tensors.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or damaged, or has another format.
+    """
+    _check_format(path)
+    index = read_index(path)
+    name, archive = _common_archive(path, index)
+    try:
+        content = read_archive(archive)
+        content = content[0] if isinstance(content, list) else content
+        args = attributes(content["args"])
+        optimizer = content.get("optimizer") or {}
+        return TorchDistFolder(
+            path=path,
+            index=index,
+            args=args,
+            iteration=int(content.get("iteration") or 0),
+            scheduler=content.get("opt_param_scheduler") or {},
+            adam_steps=_adam_steps(optimizer, archive),
+            scaler=_numbers(next(_values_of(optimizer, "grad_scaler"), {}), archive),
+            sharding=str(next(_values_of(optimizer, "param_state_sharding_type"), "")),
+        )
+    except KeyError as error:
+        raise CheckpointError(
+            f"{name} lacks {error}: it was not saved by Megatron-LM's training loop, or with another version"
+        ) from error
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+
+
+def _check_format(path: Path) -> None:
+    """Check ``metadata.json``, which Megatron-Core writes last.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or names another format.
+    """
+    file = path / FORMAT_FILE
+    try:
+        backend = json.loads(file.read_bytes())["sharded_backend"]
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint of Megatron-Core: {FORMAT_FILE}: {error.strerror}. The save was "
+            "interrupted: choose another iteration"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    if backend != BACKEND:
+        raise CheckpointError(
+            f"{path} must have the format {BACKEND}, got {backend}. Save it again with --ckpt-format torch_dist"
+        )
+
+
+def _common_archive(path: Path, index: TorchDistIndex) -> tuple[str, memoryview]:
+    """Return name and content of the archive with the common state."""
+    file = path / COMMON
+    if file.is_file():
+        return str(file), memoryview(file.read_bytes())
+    entries = [name for name in index.objects if _COMMON_ENTRY.fullmatch(name)]
+    if not entries:
+        raise CheckpointError(f"{path} is not a complete checkpoint of Megatron-Core: {COMMON} is missing")
+    return f"{path}: {entries[0]}", memoryview(read_span(path, index.objects[entries[0]]))
+
+
+def _adam_steps(optimizer: Any, archive: memoryview) -> int | None:
+    """Return the number of updates in the state of the optimizer; None if it has none.
+
+    Raises:
+        ValueError: parameters have different numbers.
+    """
+    steps = set()
+    for key in ("common_step", "step"):
+        for value in _values_of(optimizer, key):
+            step = value.item(archive) if isinstance(value, ArchivedTensor) else value
+            if isinstance(step, int | float):
+                steps.add(int(step))
+    if len(steps) > 1:
+        raise ValueError(f"the parameters have different numbers of updates: {sorted(steps)}")
+    return steps.pop() if steps else None
+
+
+def _numbers(state: Mapping[str, Any], archive: memoryview) -> dict[str, Any]:
+    """Return ``state`` with numbers instead of tensors of one element."""
+    return {key: value.item(archive) if isinstance(value, ArchivedTensor) else value for key, value in state.items()}
+
+
+def _values_of(value: Any, key: str) -> Iterator[Any]:
+    """Yield the values of ``key`` in nested dictionaries and lists."""
+    if isinstance(value, dict):
+        if key in value:
+            yield value[key]
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _values_of(item, key)

@@ -1,0 +1,184 @@
+"""Our settings for the arguments of a run of Megatron-LM, which its checkpoints store. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments.flag_values import config_from_values
+from megatron.checkpoint.legacy.settings import (
+    POSITIONS,
+    activation_of,
+    decoder_settings,
+    get_num_groups,
+    reject_unsupported,
+)
+from megatron.checkpoint.settings_source import SettingsSource, check_family
+from megatron.checkpoint.torch_dist.folder import COMMON, TorchDistFolder, read_folder
+from megatron.checkpoint.torch_dist.names import WeightNames
+from megatron.config import Config
+from megatron.config.changed_defaults import saved_settings
+from megatron.errors import CheckpointError
+
+FAMILY = "gpt2"
+_UNSUPPORTED = {
+    "mtp_num_layers": "layers for multi-token prediction",
+    "hybrid_layer_pattern": "layers that are not transformer layers",
+    "hybrid_override_pattern": "layers that are not transformer layers",
+    "attention_output_gate": "gated attention",
+    "experimental_attention_variant": "another attention",
+    "linear_attention_freq": "linear attention",
+    "moe_latent_size": "experts of a smaller hidden size",
+}
+_EXPERT_FIELDS = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+)  # fmt: skip
+"""Settings with the same name and meaning in both programs."""
+_LOAD_BALANCING = {"aux_loss": "aux_loss", "global_aux_loss": "aux_loss", "none": "none"}
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
+_DECAY_STYLES = {"WSD": "wsd"}
+LR_STEP_OFFSET = -1
+"""--lr-step-offset of a run that continues a checkpoint of Megatron-LM."""
+
+
+def read_torch_dist(path: Path, family: str, model: str = "") -> SettingsSource:
+    """Return the settings of the checkpoint in the folder ``iter_N``.
+
+    Args:
+        family: family of the program.
+        model: value of ``--model``; empty without the flag.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged, its model is not supported, or is not of ``family``.
+    """
+    folder = read_folder(path)
+    check_family(FAMILY, family, f"{path / COMMON}: a GPT of Megatron-Core", model)
+    values = setting_values(folder)
+    config = build_config(values)
+    optimizer = {name: value for name, value in values.items() if hasattr(config.optimizer, name)}
+    return SettingsSource(path / COMMON, config, set(values), saved_settings(config.to_dict()), optimizer)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Return the configuration of a checkpoint with the settings ``values``.
+
+    Raises:
+        CheckpointError: they do not define a model of ours.
+    """
+    try:
+        return config_from_values(values, family=FAMILY)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the arguments in the checkpoint do not describe a supported model: {error}") from error
+
+
+def setting_values(folder: TorchDistFolder) -> dict[str, Any]:
+    """Return field -> value of the settings that the checkpoint states.
+
+    Raises:
+        CheckpointError: an argument is missing, or the model has parts that ours do not have.
+    """
+    args = folder.args
+    try:
+        return {**_model_values(folder), **_schedule_values(args), **_training_values(args)}
+    except KeyError as error:
+        raise CheckpointError(f"{folder.path}: the arguments in the checkpoint lack {error}") from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{folder.path}: an argument in the checkpoint has an invalid value: {error}") from error
+
+
+def _model_values(folder: TorchDistFolder) -> dict[str, Any]:
+    args, tensors = folder.args, folder.index.tensors
+    names = WeightNames(tensors)
+    unsupported = sorted({text for name, text in _UNSUPPORTED.items() if args.get(name)})
+    if unsupported:
+        raise CheckpointError(f"{folder.path}: the model has unsupported features: {', '.join(unsupported)}")
+    reject_unsupported(args, names, has_experts=True)
+    num_rows, hidden_size = tensors["embedding.word_embeddings.weight"].shape
+    num_heads = int(args["num_attention_heads"])
+    activation = activation_of(args)
+    values: dict[str, Any] = {
+        "num_layers": int(args["num_layers"]),
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_query_groups": get_num_groups(args, num_heads),
+        "kv_hidden_size": int(args.get("kv_channels") or hidden_size // num_heads),
+        "ff_hidden_size": int(args.get("ffn_hidden_size") or 4 * hidden_size),
+        "max_position_embeddings": int(args["max_position_embeddings"]),
+        "hidden_bias": "layers.0.attention.dense.bias" in names,
+        "untie_embeddings": "head.weight" in names,
+        "layernorm_epsilon": float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        "activation": activation,
+        "apply_residual_connection_post_layernorm": bool(args.get("apply_residual_connection_post_layernorm")),
+        "vocab_size": num_rows,
+        "hidden_dropout": float(args.get("hidden_dropout", 0.1)),
+        "attention_dropout": float(args.get("attention_dropout", 0.1)),
+        **decoder_settings(args, names),
+    }
+    values["add_qkv_bias"] = "layers.0.attention.query_key_value.bias" in names and not values["hidden_bias"]
+    if args.get("rotary_interleaved"):
+        values["rotary_interleaved"] = True
+    if POSITIONS in names:
+        values["max_position_embeddings"] = tensors["embedding.position_embeddings.weight"].shape[0]
+    if (num_experts := args.get("num_experts") or 0) > 1:
+        values |= {"num_experts": num_experts, **_expert_values(args)}
+    return values
+
+
+def _expert_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: args[name] for name in _EXPERT_FIELDS if args.get(name) is not None}
+    frequency = args.get("moe_layer_freq", 1)
+    values["moe_layer_freq"] = str(frequency).replace(" ", "")
+    balancing, coefficient = args.get("moe_router_load_balancing_type", "aux_loss"), args.get("moe_aux_loss_coeff", 0.0)
+    if isinstance(balancing, list | tuple):  # several losses; ours has one
+        balancing, coefficient = (balancing[0], coefficient[0]) if len(balancing) == 1 else ("several", 0.0)
+    if balancing in _LOAD_BALANCING:
+        values["moe_router_load_balancing_type"] = _LOAD_BALANCING[balancing]
+        values["moe_aux_loss_coeff"] = float(coefficient or 0.0)
+    return values
+
+
+def _schedule_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the learning-rate schedule: in samples if the run's length is in samples, otherwise in steps."""
+    values: dict[str, Any] = {"lr_step_offset": LR_STEP_OFFSET, "lr_warmup_rounding": "none"}
+    for name in ("lr", "min_lr", "weight_decay"):
+        if args.get(name) is not None:
+            values[name] = float(args[name])
+    style = args.get("lr_decay_style")
+    if style is not None:
+        values["lr_decay_style"] = _DECAY_STYLES.get(style, style)
+    if args.get("lr_warmup_fraction") is not None:
+        values["warmup"] = float(args["lr_warmup_fraction"])
+    if args.get("train_samples"):
+        values["lr_decay_samples"] = int(args["train_samples"])
+        names = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+    else:
+        if args.get("train_iters"):
+            values["train_iters"] = values["lr_decay_iters"] = int(args["train_iters"])
+        names = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+    for name in names:
+        if args.get(name) and not (args.get("lr_warmup_fraction") is not None and "warmup" in name):
+            values[name] = int(args[name])
+    if "lr_warmup_iters" not in values and "lr_warmup_samples" not in values:
+        values.setdefault("warmup", 0.0)
+    if values.get("lr_decay_style") == "wsd" and args.get("lr_wsd_decay_style"):
+        values["lr_wsd_decay_style"] = args["lr_wsd_decay_style"]
+    return values
+
+
+def _training_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the remaining settings of the training run that both programs have."""
+    values: dict[str, Any] = {
+        "loss_average": "token" if args.get("calculate_per_token_loss") else "micro-batch",
+        "dtype": "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32",
+        "optimizer": _OPTIMIZERS.get(str(args.get("optimizer", "adam")), str(args.get("optimizer"))),
+    }
+    renamed = {
+        "adam_beta1": "adam_beta1", "adam_beta2": "adam_beta2", "adam_eps": "adam_eps", "clip_grad": "clip_grad",
+        "sgd_momentum": "sgd_momentum", "seq_length": "seq_length", "micro_batch_size": "batch_size",
+        "global_batch_size": "requested_global_batch_size", "seed": "seed",
+    }  # fmt: skip
+    return values | {ours: args[theirs] for theirs, ours in renamed.items() if args.get(theirs) is not None}
