@@ -1,0 +1,204 @@
+"""Compare one training step of any PyTorch trainer in a parallel layout with one process, and name the wrong gradient.
+
+    python tools/referee.py dumps/one dumps/tp2
+    python tools/referee.py dumps/one dumps/tp2dp2 --axes tp=2,dp=2
+    python tools/referee.py dumps/one dumps/tp2 --rename '^model\\.' '' --json
+
+Both folders are written by the hook in tools/referee_hook.py, which any trainer can paste (docs/referee.md). Both runs
+start from the same weights and read the same batch; the first one has one process, best in fp64. The tool assembles the
+shards, compares loss, gradient norm and every gradient, and names the fault: a factor (x tp, / cp), a sum over an axis
+that is missing, a part that counts twice, ranks without a gradient.
+
+Exit code 0: equal. 1: different. 2: a dump is missing, damaged or of another model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.arguments.argparse_parsers import OneLineParser
+
+if TYPE_CHECKING:
+    from megatron.debug.referee.diagnosis import Comparison
+    from megatron.debug.referee.scalars import ScalarComparison
+    from megatron.debug.referee.verdict import Verdict
+
+MAX_SHOWN = 20
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exit with code 2 and one line for values that are not accepted."""
+    parser = OneLineParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("one", type=Path, help="dump folder of one process, the reference")
+    parser.add_argument("many", type=Path, help="dump folder of the layout")
+    parser.add_argument(
+        "--axes", type=parse_axes, metavar="NAME=SIZE,...",
+        help="axes of the layout, the one with adjacent ranks first, for example tp=2,cp=1,dp=4 "
+        "(default: the axes that the hook was called with)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "REPLACEMENT"),
+        help="regular expression that is replaced in the layout's parameter names; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rtol", type=float, metavar="X",
+        help="largest relative error (default: by the coarsest format of gradients, fp64 1e-6, fp32 1e-4, fp16 1e-2, "
+        "bf16 5e-2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--all", action="store_true", help=f"list all parameters (default: up to {MAX_SHOWN} wrong ones)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    flags = parser.parse_args(argv)
+    if flags.rtol is not None and not 0 <= flags.rtol < math.inf:
+        parser.error(f"--rtol must be a finite number of at least 0, got {flags.rtol}")
+    if flags.all and flags.json:
+        parser.error("--all has no effect with --json, which always lists all parameters. Remove one of them")
+    return flags
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Parse "tp=2,dp=4"."""
+    axes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
+    if not all(name and size > 0 for name, size in axes.items()):
+        raise ValueError(text)
+    return axes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare the dumps of the command line; return the exit code."""
+    flags = parse_args(argv)
+    from megatron.debug.referee.dump_reader import read_dump
+    from megatron.debug.referee.verdict import judge_step
+
+    try:
+        verdict = judge_step(read_dump(flags.one), read_dump(flags.many, flags.axes, flags.rename), flags.rtol)
+    except (ValueError, OSError) as error:
+        print(f"referee.py: {error}", file=sys.stderr)
+        return 2
+    if flags.json:
+        print(json.dumps(to_json_data(verdict), indent=1))
+    else:
+        report(verdict, flags.all)
+    return 0 if verdict.is_equal else 1
+
+
+def report(verdict: Verdict, show_all: bool) -> None:
+    """Print loss and norm, the wrong gradients in the order of the forward pass, and the verdict."""
+    columns = ["", "one process", "layout", "fault"]
+    print_table("loss and gradient norm", columns, [scalar_row(scalar) for scalar in (verdict.loss, verdict.norm)])
+    listed = list(verdict.gradients) if show_all else verdict.wrong[:MAX_SHOWN]
+    if listed:
+        columns = ["gradient", "shards x copies", "norm", "error", "where", "fault"]
+        print_table("gradients in the order of the forward pass", columns, [gradient_row(item) for item in listed])
+        if len(listed) < len(verdict.wrong):
+            print(f"and {len(verdict.wrong) - len(listed)} more wrong gradients (--all lists them)")
+    for rank, local_name, name in list(verdict.renamed)[:MAX_SHOWN] if show_all else []:
+        print(f"rank {rank}: {local_name} is {name} of the one process")
+    print(f"verdict: {summarize(verdict)}", flush=True)
+
+
+def scalar_row(scalar: ScalarComparison) -> list[str]:
+    """Return the table cells of the loss or the gradient norm."""
+    values = list(dict.fromkeys(f"{value:.8g}" for value in scalar.actual))
+    text = ", ".join(values[:4]) + (", ..." if len(values) > 4 else "")
+    fault = scalar.note if scalar.fault is None else "; ".join(filter(None, [scalar.fault.text, scalar.note]))
+    return [scalar.name, "-" if scalar.expected is None else f"{scalar.expected:.8g}", text or "-", fault]
+
+
+def gradient_row(item: Comparison) -> list[str]:
+    """Return the table cells of a gradient."""
+    return [
+        item.name,
+        f"{item.num_shards} x {item.num_copies}",
+        f"{item.norm:.4g}",
+        f"{item.error:.1e}",
+        item.rows or "everywhere",
+        item.fault.text if item.fault else "",
+    ]
+
+
+def summarize(verdict: Verdict) -> str:
+    """Return the verdict, the last line of the output."""
+    wrong, total = verdict.wrong, len(verdict.gradients)
+    if wrong:
+        text = f"{len(wrong)} of {total} gradients are wrong. First in the forward pass: {describe(wrong[0])}"
+        parts = [text + (f". First in the backward pass: {describe(wrong[-1])}" if len(wrong) > 1 else "")]
+    else:
+        worst = max(verdict.gradients, key=lambda item: item.error)
+        parts = [
+            f"all {total} gradients agree (worst error {worst.error:.1e}, {worst.name}; allowed {verdict.rtol:.0e})"
+        ]
+    parts += [f"{scalar.name}: {scalar.fault.text}" for scalar in (verdict.loss, verdict.norm) if scalar.fault]
+    return "; ".join(parts)
+
+
+def describe(item: Comparison) -> str:
+    """Return the name of a wrong gradient and its fault."""
+    assert item.fault is not None
+    return f"{item.name}{f' ({item.rows})' if item.rows else ''}, {item.fault.text}"
+
+
+def to_json_data(verdict: Verdict) -> dict[str, Any]:
+    """Return the verdict as plain data; an infinite error becomes the text "inf"."""
+    wrong = verdict.wrong
+    return {
+        "equal": verdict.is_equal,
+        "verdict": summarize(verdict),
+        "rtol": verdict.rtol,
+        "first_wrong_forward": wrong[0].name if wrong else None,
+        "first_wrong_backward": wrong[-1].name if wrong else None,
+        "loss": scalar_to_json(verdict.loss),
+        "gradient_norm": scalar_to_json(verdict.norm),
+        "gradients": [gradient_to_json(item) for item in verdict.gradients],
+        "renamed": [{"rank": rank, "layout": local, "one": name} for rank, local, name in verdict.renamed],
+    }
+
+
+def scalar_to_json(scalar: ScalarComparison) -> dict[str, Any]:
+    """Return the comparison of the loss or the norm as plain data."""
+    return {"one": scalar.expected, "layout": list(scalar.actual), "note": scalar.note, **fault_to_json(scalar)}
+
+
+def gradient_to_json(item: Comparison) -> dict[str, Any]:
+    """Return the comparison of a gradient as plain data."""
+    error = item.error if math.isfinite(item.error) else "inf"
+    return {"name": item.name, "norm": item.norm, "error": error, "where": item.rows, **fault_to_json(item)}
+
+
+def fault_to_json(item: Comparison | ScalarComparison) -> dict[str, Any]:
+    """Return the fault as plain data, all None if there is none."""
+    fault = item.fault
+    return {
+        "fault": None if fault is None else fault.fault_type,
+        "text": None if fault is None else fault.text,
+        "factor": None if fault is None else fault.factor,
+        "axis": None if fault is None else fault.axis,
+    }
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table as wide as the terminal, or as wide as needed without a terminal."""
+    from rich.table import Table
+
+    from megatron import console
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print_table(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
