@@ -19,6 +19,7 @@ CROSS_PACKAGE_FOLDERS = (
     "gpu",
     "helpers",
     "kernels",
+    "megatron_core",
     "migration",
     "mutants",
     "parity",

@@ -32,7 +32,9 @@ PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
 TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
-SLOW_TEST_EXTRAS = ("eval", "ray", "stores", "kubernetes")
+SLOW_TEST_EXTRAS = ("eval", "ray", "stores", "kubernetes", "megatron-core")
+SEPARATE_EXTRAS = ("megatron-core",)
+"""Extras that are installed without dependencies into ``VENV/EXTRA``: their package is also named megatron."""
 SATISFIED_PREFIX = "Requirement already satisfied"
 """Start of the lines of pip that are not shown: one for each package that is installed already."""
 
@@ -111,26 +113,35 @@ def find_or_create_python(extra: str) -> str:
 def install_extra(python: str, extra: str) -> None:
     """Install the missing packages of ``extra`` into this checkout's environment; a failed installation is no error."""
     requirements_of_extra = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
-    report = query_python(Path(python), requirements_of_extra)
+    target = Path(python).parents[1] / extra if extra in SEPARATE_EXTRAS else None
+    report = query_python(Path(python), requirements_of_extra, target)
     if not report.missing:
         return
     packages = ", ".join(report.missing)
     skip_note = "tests that need it are skipped"
+    options = ["--upgrade", "--no-deps", "--target", str(target)] if target else []
     if Path(python) != VENV / "bin" / "python" or is_other_checkout(report.checkout):
-        log(f"{python} lacks {packages}: {skip_note}. To install: {python} -m pip install -e '.[{extra}]'")
+        arguments = " ".join([*options, *report.missing]) if target else f"-e '.[{extra}]'"
+        log(f"{python} lacks {packages}: {skip_note}. To install: {python} -m pip install {arguments}")
         return
+    command = [python, "-m", "pip", "install", *options, *report.missing]
     with locked(VENV.resolve().parent):
         try:
-            run(f"installing {packages}", [python, "-m", "pip", "install", *report.missing], without=SATISFIED_PREFIX)
+            run(f"installing {packages}", command, without=SATISFIED_PREFIX)
         except SetupError as error:
             log(f"{error} Until then {skip_note}")
 
 
-def query_python(python: Path, required: list[str]) -> PythonReport:
-    """Return the answer of the Python at this path; if it does not run, it lacks all of ``required``."""
+def query_python(python: Path, required: list[str], folder: Path | None = None) -> PythonReport:
+    """Return the answer of the Python at this path; if it does not run, it lacks all of ``required``.
+
+    Args:
+        folder: a folder with further packages.
+    """
     if python.is_file():
         command = [str(python), str(Path(__file__).resolve()), "ask", *required]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": str(folder)} if folder else None
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         with suppress(ValueError, TypeError):
             return PythonReport(*json.loads(process.stdout))
     return PythonReport(required, "")

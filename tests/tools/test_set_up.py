@@ -133,6 +133,25 @@ def test_add_installs_missing_extra(tool, monkeypatch, capsys):
     )
 
 
+def test_package_with_our_name_is_installed_into_separate_folder(tool):
+    tool.PROJECT.write_text(tool.PROJECT.read_text() + 'megatron-core = ["megatron-core==0.16.1"]\n')
+    python = make_fake_environment(tool.VENV, lacking=["megatron-core==0.16.1"])
+    tool.install_extra(str(python), "megatron-core")
+    folder = str(tool.VENV / "megatron-core")
+    command = ["-m", "pip", "install", "--upgrade", "--no-deps", "--target", folder, "megatron-core==0.16.1"]
+    assert tool.asked == [command]
+
+
+def test_ask_finds_package_in_separate_folder(tmp_path):
+    metadata = tmp_path / "no_such_package-2.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: no-such-package\nVersion: 2.0\n")
+    tool, python = load_set_up(), Path(sys.executable)
+    assert tool.query_python(python, ["no-such-package==2.0"], tmp_path).missing == []
+    assert tool.query_python(python, ["no-such-package==1.0"], tmp_path).missing == ["no-such-package==1.0"]
+    assert tool.query_python(python, ["no-such-package==2.0"]).missing == ["no-such-package==2.0"]
+
+
 @pytest.mark.parametrize("is_active", [True, False])
 def test_add_does_not_change_foreign_python(tool, capsys, is_active):
     tool.PROJECT.write_text(tool.PROJECT.read_text() + 'eval = ["no-such-harness>=0.4"]\n')
