@@ -99,7 +99,7 @@ def report(verdict: Verdict, show_all: bool) -> None:
     listed = list(verdict.gradients) if show_all else verdict.wrong[:MAX_SHOWN]
     if listed:
         columns = ["gradient", "shards x copies", "norm", "error", "where", "fault"]
-        print_table("gradients in the order of the forward pass", columns, [gradient_row(item) for item in listed])
+        print_table("gradients in forward order", columns, [gradient_row(item) for item in listed])
         if len(listed) < len(verdict.wrong):
             print(f"and {len(verdict.wrong) - len(listed)} more wrong gradients (--all lists them)")
     for rank, local_name, name in list(verdict.renamed)[:MAX_SHOWN] if show_all else []:
@@ -130,15 +130,17 @@ def gradient_row(item: Comparison) -> list[str]:
 def summarize(verdict: Verdict) -> str:
     """Return the verdict, the last line of the output."""
     wrong, total = verdict.wrong, len(verdict.gradients)
+    parts = [f"the loss is wrong: {verdict.loss.fault.text}"] if verdict.loss.fault else []
     if wrong:
         text = f"{len(wrong)} of {total} gradients are wrong. First in the forward pass: {describe(wrong[0])}"
-        parts = [text + (f". First in the backward pass: {describe(wrong[-1])}" if len(wrong) > 1 else "")]
+        parts.append(text + (f". First in the backward pass: {describe(wrong[-1])}" if len(wrong) > 1 else ""))
     else:
         worst = max(verdict.gradients, key=lambda item: item.error)
-        parts = [
+        parts.append(
             f"all {total} gradients agree (worst error {worst.error:.1e}, {worst.name}; allowed {verdict.rtol:.0e})"
-        ]
-    parts += [f"{scalar.name}: {scalar.fault.text}" for scalar in (verdict.loss, verdict.norm) if scalar.fault]
+        )
+    if verdict.norm.fault:
+        parts.append(f"the gradient norm is wrong: {verdict.norm.fault.text}")
     return "; ".join(parts)
 
 

@@ -1,5 +1,6 @@
 """Hook that dumps one training step of any PyTorch trainer for tools/referee.py. Paste it; it imports only torch.
 
+    referee("dumps/tp2", model, order=True)                               # optional: before forward
     referee("dumps/tp2", model, loss, tp=(tp_rank, 2), dp=(dp_rank, 1))   # after backward, before clipping
     referee("dumps/tp2", norm=grad_norm)                                  # after clipping
 
@@ -12,8 +13,10 @@ import os
 import torch
 import torch.distributed as dist
 
+CALLS = {}  # name of each module, in the order of the forward pass
 
-def referee(folder, model=None, loss=None, norm=None, **axes):
+
+def referee(folder, model=None, loss=None, norm=None, order=False, **axes):
     """Dump parameters, gradients and loss of this rank; with ``norm``, the gradient norm that the trainer computed."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     os.makedirs(folder, exist_ok=True)
@@ -23,6 +26,10 @@ def referee(folder, model=None, loss=None, norm=None, **axes):
         return
     tensors = {}
     for chunk_idx, chunk in enumerate(model if isinstance(model, (list, tuple)) else [model]):
+        if order:
+            for name, module in chunk.named_modules():
+                module.register_forward_pre_hook(lambda *_, name=f"chunk{chunk_idx}.{name}": CALLS.setdefault(name))
+            continue
         for name, param in chunk.named_parameters():
             grad = getattr(param, "main_grad", None) if param.grad is None else param.grad
             entry = tensors[f"chunk{chunk_idx}.{name}"] = {"dim": getattr(param, "partition_dim", None)}
@@ -32,5 +39,6 @@ def referee(folder, model=None, loss=None, norm=None, **axes):
                     entry["mesh"], entry["shape"] = tensor.device_mesh.mesh.tolist(), list(tensor.shape)
                     tensor = tensor.to_local()
                 entry[key] = None if tensor is None else tensor.detach().cpu().clone()
-    loss = None if loss is None else float(loss)
-    torch.save({"rank": rank, "world_size": world_size, "axes": axes, "loss": loss, "tensors": tensors}, path + ".pt")
+    if not order:
+        content = {"rank": rank, "world_size": world_size, "axes": axes, "tensors": tensors, "calls": list(CALLS)}
+        torch.save({**content, "loss": None if loss is None else float(loss)}, path + ".pt")

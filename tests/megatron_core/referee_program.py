@@ -25,7 +25,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from tests.helpers.megatron_core_on_cpu import fp64_for_fp32, init_model_parallel
-from tools.referee_hook import referee
+from tools.referee_hook import CALLS, referee
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN = 32, 16, 2, 32
 LABEL_SMOOTHING = 0.2
@@ -149,6 +149,8 @@ def step(case: Case, dump: Path, weights_path: Path, tensor: int) -> None:
     text = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=torch.Generator().manual_seed(7))
     model.zero_grad_buffer()
     optimizer.zero_grad()
+    CALLS.clear()
+    referee(dump, model, order=True)
     losses = get_forward_backward_func()(
         forward_step_func=partial(forward_step, case), data_iterator=iter([text]), model=[model], num_microbatches=1,
         seq_length=SEQ, micro_batch_size=MICRO_BATCH,

@@ -282,7 +282,7 @@ class GradientJudge:
             if groups is None:
                 continue
             size, axis = math.prod(self.sizes[name] for name in names), " x ".join(names)
-            factors = set()
+            factors: set[float | None] = set()
             for group in groups:
                 total = torch.stack([part.grad for part in group]).sum(0)
                 if all(self._fits(part.grad, group[0].grad) for part in group):

@@ -51,13 +51,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class RankDump:
-    """The dump of one rank. ``norm`` is the gradient norm that the trainer reported."""
+    """The dump of one rank.
+
+    Attributes:
+        norm: gradient norm that the trainer reported
+        calls: names of modules in the order of the forward pass; empty if not recorded
+    """
 
     rank: int
     axes: Axes
     loss: float | None
     norm: float | None
     parameters: tuple[Parameter, ...]
+    calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: S
         norm_path = path.with_suffix(".norm.pt")
         norm = float(_load(norm_path, ("norm",))["norm"]) if norm_path.exists() else None
         axes = _axes_of_rank(content["rank"], axis_sizes) if axis_sizes else _recorded_axes(content)
-        ranks.append(RankDump(content["rank"], axes, content["loss"], norm, parameters))
+        calls = tuple(plain_name(name) for name in content.get("calls", ()))
+        ranks.append(RankDump(content["rank"], axes, content["loss"], norm, parameters, calls))
     ranks.sort(key=lambda rank: rank.rank)
     if any(
         {name: size for name, (_, size) in rank.axes.items()} != {n: s for n, (_, s) in ranks[0].axes.items()}
@@ -119,6 +126,11 @@ def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: S
     ):
         raise BadDumpError(f"the ranks in {folder} name different axes or sizes. Use --axes")
     return Dump(folder, tuple(ranks))
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without the prefixes of wrappers."""
+    return WRAPPER_PREFIX.sub("", name + ".")[:-1]
 
 
 def _load(path: Path, keys: Sequence[str] = ("rank", "world_size", "axes", "loss", "tensors")) -> dict[str, Any]:
@@ -144,11 +156,11 @@ def _read_parameter(path: Path, name: str, entry: dict[str, Any], renames: Seque
                 "Dump full gradients: switch off sharded gradients (ZeRO 2, a distributed optimizer) for this step"
             )
         grad = grad.reshape(value.shape)
-    plain_name = WRAPPER_PREFIX.sub("", name)
+    name = plain_name(name)
     for pattern, replacement in renames:
-        plain_name = re.sub(pattern, replacement, plain_name)
+        name = re.sub(pattern, replacement, name)
     return Parameter(
-        plain_name,
+        name,
         value,
         grad,
         entry.get("dim"),

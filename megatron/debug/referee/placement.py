@@ -34,7 +34,7 @@ class Shard:
         index: its positions in the unsharded tensor
         grad: its gradient in fp64; None if the trainer computed none
         value_differs: the values are not those of the unsharded tensor, although another rank's are
-        partial_axes: the gradient is a DTensor that still has the placement ``Partial``
+        is_partial: the gradient is a DTensor that still has the placement ``Partial``
     """
 
     rank: int

@@ -23,7 +23,8 @@ class Verdict:
     """The comparison of a step.
 
     Attributes:
-        gradients: all parameters in the order of the forward pass
+        gradients: all parameters, in the order of the forward pass if one process recorded it, otherwise in the order
+            of the model
         renamed: parameters with another name in the layout, as (rank, name, name in one process)
     """
 
@@ -78,7 +79,8 @@ def judge_step(one: Dump, many: Dump, rtol: float | None = None) -> Verdict:
         rtol = max(RTOL.get(dtype, RTOL[torch.bfloat16]) for dtype in one.dtypes | many.dtypes)
     global_norm = math.sqrt(sum(float(grad.norm()) ** 2 for grad in grads.values()))
     judge = GradientJudge({rank.rank: rank.axes for rank in many.ranks}, rtol, global_norm)
-    gradients = tuple(judge.compare(name, grads.get(name), placements.shards[name]) for name in parameters)
+    names = forward_order(list(parameters), one.ranks[0].calls)
+    gradients = tuple(judge.compare(name, grads.get(name), placements.shards[name]) for name in names)
     renamed = tuple(
         (shard.rank, shard.local_name, name)
         for name, shards in placements.shards.items()
@@ -87,6 +89,20 @@ def judge_step(one: Dump, many: Dump, rtol: float | None = None) -> Verdict:
     )
     loss, norm = compare_loss(one, many, judge), compare_norm(one, many, grads, placements.shards, judge)
     return Verdict(rtol, gradients, loss, norm, renamed)
+
+
+def forward_order(names: list[str], calls: tuple[str, ...]) -> list[str]:
+    """Sort parameters by the first call of their module, or of the nearest enclosing module that was called."""
+    call_idx = {name: idx for idx, name in enumerate(calls)}
+
+    def first_call(name: str) -> int:
+        while name:
+            name = name.rpartition(".")[0]
+            if name in call_idx:
+                return call_idx[name]
+        return -1
+
+    return sorted(names, key=first_call)
 
 
 def _explain_unplaced(values: dict[str, Tensor], unplaced: list[tuple[int, str]], one: Dump, many: Dump) -> str:
