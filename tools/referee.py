@@ -3,11 +3,16 @@
     python tools/referee.py dumps/one dumps/tp2
     python tools/referee.py dumps/one dumps/tp2dp2 --axes tp=2,dp=2
     python tools/referee.py dumps/one dumps/tp2 --rename '^model\\.' '' --json
+    python tools/referee.py my-llama/ dumps/tp2 --batch batch.pt        # our model as the one process
 
-Both folders are written by the hook in tools/referee_hook.py, which any trainer can paste (docs/referee.md). Both runs
-start from the same weights and read the same batch; the first one has one process, best in fp64. The tool assembles the
+Dumps are written by the hook in tools/referee_hook.py, which any trainer can paste (docs/referee.md). Both runs start
+from the same weights and read the same batch; the first one has one process, preferably in fp64. The tool assembles the
 shards, compares loss, gradient norm and every gradient, and names the fault: a factor (x tp, / cp), a sum over an axis
 that is missing, a part that counts twice, ranks without a gradient.
+
+If the first folder is a Hugging Face folder of a supported model, our model computes the reference in fp64 from its
+weights. --batch names a file of torch.save with "tokens" and "labels" [b, s]; labels of -100 are ignored, and the loss
+is the mean over the others. The dump must have the parameter names of the folder, if necessary by --rename.
 
 Exit code 0: equal. 1: different. 2: a dump is missing, damaged or of another model.
 """
@@ -27,6 +32,7 @@ from megatron.arguments.argparse_parsers import OneLineParser
 
 if TYPE_CHECKING:
     from megatron.debug.referee.diagnosis import Comparison
+    from megatron.debug.referee.dump_reader import Dump
     from megatron.debug.referee.scalars import ScalarComparison
     from megatron.debug.referee.verdict import Verdict
 
@@ -38,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("one", type=Path, help="dump folder of one process, the reference")
+    parser.add_argument("one", type=Path, help="dump folder of one process, the reference, or a Hugging Face folder")
     parser.add_argument("many", type=Path, help="dump folder of the layout")
     parser.add_argument(
         "--axes", type=parse_axes, metavar="NAME=SIZE,...",
@@ -49,6 +55,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "REPLACEMENT"),
         help="regular expression that is replaced in the layout's parameter names; may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="tokens and labels of the step, if the first folder is a Hugging Face one",
+    )
     parser.add_argument(
         "--rtol", type=float, metavar="X",
         help="largest relative error (default: by the coarsest format of gradients, fp64 1e-6, fp32 1e-4, fp16 1e-2, "
@@ -61,6 +73,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flags = parser.parse_args(argv)
     if flags.rtol is not None and not 0 <= flags.rtol < math.inf:
         parser.error(f"--rtol must be a finite number of at least 0, got {flags.rtol}")
+    if (flags.batch is not None) != (flags.one / "config.json").is_file():
+        parser.error("--batch is needed if the first folder is a Hugging Face folder (with config.json), and only then")
     if flags.all and flags.json:
         parser.error("--all has no effect with --json, which always lists all parameters. Remove one of them")
     return flags
@@ -81,8 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.debug.referee.verdict import judge_step
 
     try:
-        verdict = judge_step(read_dump(flags.one), read_dump(flags.many, flags.axes, flags.rename), flags.rtol)
-    except (ValueError, OSError) as error:
+        one = read_dump(flags.one) if flags.batch is None else compute_reference(flags.one, flags.batch)
+        verdict = judge_step(one, read_dump(flags.many, flags.axes, flags.rename), flags.rtol)
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
         print(f"referee.py: {error}", file=sys.stderr)
         return 2
     if flags.json:
@@ -90,6 +105,51 @@ def main(argv: list[str] | None = None) -> int:
     else:
         report(verdict, flags.all)
     return 0 if verdict.is_equal else 1
+
+
+def compute_reference(folder: Path, batch_path: Path) -> Dump:
+    """Compute loss and gradients of our model in fp64 from the weights of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: The folder is damaged or of a model that is not supported.
+        KeyError: The batch has no tokens or labels.
+    """
+    import torch
+
+    from megatron.checkpoint.huggingface.config import config_from_huggingface, copy_names, format_of, read_json
+    from megatron.checkpoint.huggingface.folder import read_tensors
+    from megatron.checkpoint.huggingface.weights import (
+        build_model,
+        weights_from_huggingface,
+        without_missing_mtp,
+        without_zero_biases,
+    )
+    from megatron.debug.referee.dump_reader import Dump, Parameter, RankDump
+
+    hf_config, tensors = read_json(folder, "config.json"), read_tensors(folder)
+    model_type = hf_config["model_type"]
+    config = without_missing_mtp(tensors, config_from_huggingface(hf_config), model_type)
+    config = without_zero_biases(tensors, config, model_type)
+    weights = weights_from_huggingface(tensors, config, model_type)
+    hf_format = format_of(config, model_type)
+    model = build_model(config)
+    model.double().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
+    batch = torch.load(batch_path, weights_only=True)
+    logits = hf_format.model_logits(model.eval(), batch["tokens"])  # [b, s, v]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    loss.backward()
+    grads = {
+        name: torch.zeros_like(weights[name], dtype=torch.float64) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    hf_grads = hf_format.from_ours(grads, config)
+    copies = copy_names(config, model_type)
+    parameters = tuple(
+        Parameter(name, tensor, hf_grads[name])
+        for name, tensor in tensors.items()
+        if name in hf_grads and name not in copies
+    )
+    return Dump(folder, (RankDump(0, {}, loss.item(), None, parameters),))
 
 
 def report(verdict: Verdict, show_all: bool) -> None:

@@ -41,4 +41,4 @@ def referee(folder, model=None, loss=None, norm=None, order=False, **axes):
                 entry[key] = None if tensor is None else tensor.detach().cpu().clone()
     if not order:
         content = {"rank": rank, "world_size": world_size, "axes": axes, "tensors": tensors, "calls": list(CALLS)}
-        torch.save({**content, "loss": None if loss is None else float(loss)}, path + ".pt")
+        torch.save({**content, "loss": None if loss is None else float(torch.as_tensor(loss).detach())}, path + ".pt")

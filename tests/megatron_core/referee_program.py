@@ -6,6 +6,7 @@ The step is that of a user's program: megatron-core's model, DDP wrapper, schedu
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -107,8 +108,9 @@ def build_model(case: Case, tensor: int, weights_path: Path) -> DistributedDataP
 
 def gated_delta_net_spec() -> ModuleSpec:
     """Return megatron-core's GDN of local layers; its kernels come from a package for GPUs, its formula is used."""
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    kernels = sys.modules[gated_delta_net.GatedDeltaNet.__init__.__module__]
+    kernels.HAVE_FLA = True
+    kernels.l2norm = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     return ModuleSpec(
         module=gated_delta_net.GatedDeltaNet,
         submodules=gated_delta_net.GatedDeltaNetSubmodules(
