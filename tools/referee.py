@@ -192,8 +192,7 @@ def summarize(verdict: Verdict) -> str:
     wrong, total = verdict.wrong, len(verdict.gradients)
     parts = [f"the loss is wrong: {verdict.loss.fault.text}"] if verdict.loss.fault else []
     if wrong:
-        text = f"{len(wrong)} of {total} gradients are wrong. First in the forward pass: {describe(wrong[0])}"
-        parts.append(text + (f". First in the backward pass: {describe(wrong[-1])}" if len(wrong) > 1 else ""))
+        parts.append(summarize_gradients(wrong, total, with_faults=verdict.loss.fault is None))
     else:
         worst = max(verdict.gradients, key=lambda item: item.error)
         parts.append(
@@ -204,10 +203,21 @@ def summarize(verdict: Verdict) -> str:
     return "; ".join(parts)
 
 
-def describe(item: Comparison) -> str:
-    """Return the name of a wrong gradient and its fault."""
-    assert item.fault is not None
-    return f"{item.name}{f' ({item.rows})' if item.rows else ''}, {item.fault.text}"
+def summarize_gradients(wrong: list[Comparison], total: int, with_faults: bool) -> str:
+    """Return the number of wrong gradients, and the first ones of the forward and of the backward pass.
+
+    ``with_faults`` is False if the loss is wrong, because the gradients then follow from it.
+    """
+    first, last = (f"{item.name}{f' ({item.rows})' if item.rows else ''}" for item in (wrong[0], wrong[-1]))
+    first_fault, last_fault = (
+        f": {item.fault.text}" if item.fault and with_faults else "" for item in (wrong[0], wrong[-1])
+    )
+    if len(wrong) == 1:
+        return f"1 of {total} gradients is wrong, {first}{first_fault}"
+    if first_fault == last_fault:
+        first_fault = ""
+    start = f"{len(wrong)} of {total} gradients are wrong; first in the forward pass {first}{first_fault}"
+    return f"{start}; first in the backward pass {last}{last_fault}"
 
 
 def to_json_data(verdict: Verdict) -> dict[str, Any]:
