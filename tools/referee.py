@@ -73,8 +73,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flags = parser.parse_args(argv)
     if flags.rtol is not None and not 0 <= flags.rtol < math.inf:
         parser.error(f"--rtol must be a finite number of at least 0, got {flags.rtol}")
-    if (flags.batch is not None) != (flags.one / "config.json").is_file():
-        parser.error("--batch is needed if the first folder is a Hugging Face folder (with config.json), and only then")
     if flags.all and flags.json:
         parser.error("--all has no effect with --json, which always lists all parameters. Remove one of them")
     return flags
@@ -95,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.debug.referee.verdict import judge_step
 
     try:
+        if (flags.batch is not None) != (flags.one / "config.json").is_file():
+            raise ValueError(f"--batch and a Hugging Face folder (with config.json) need each other, got {flags.one}")
         one = read_dump(flags.one) if flags.batch is None else compute_reference(flags.one, flags.batch)
         verdict = judge_step(one, read_dump(flags.many, flags.axes, flags.rename), flags.rtol)
     except (ValueError, OSError, KeyError, RuntimeError) as error:

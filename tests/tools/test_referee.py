@@ -69,7 +69,9 @@ def test_bad_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "has no dump" in capsys.readouterr().err
     assert main([str(one), str(many), "--axes", "tp=4"]) == 2
     assert "number of ranks, 2" in capsys.readouterr().err
-    for words in (["--axes", "tp"], ["--rtol", "-1"], ["--all", "--json"], ["--batch", "batch.pt"]):
+    assert main([str(one), str(many), "--batch", "batch.pt"]) == 2
+    assert "Hugging Face folder" in capsys.readouterr().err
+    for words in (["--axes", "tp"], ["--rtol", "-1"], ["--all", "--json"]):
         with pytest.raises(SystemExit) as error:
             main([str(one), str(many), *words])
         assert error.value.code == 2
