@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.debug.referee.dump_reader import BadDumpError, read_dump
+from megatron.debug.referee.dump_reader import BadDumpError, Dump, Parameter, RankDump, read_dump
+from megatron.debug.referee.placement import place_shards
 from megatron.debug.referee.verdict import Verdict, judge_step
 from tests.helpers.referee_dumps import SHAPES, Rank, make_ranks, make_whole, norm_of, write_dump, write_pair
 
@@ -253,6 +254,21 @@ def test_layers_of_a_pipeline_stage_are_found_by_their_values(tmp_path: Path) ->
     verdict = judge(tmp_path, lambda dumps: (split_stages(dumps), scale(NORM, 2, (2, 3))(dumps))[0], tp=2, pp=2)
     assert [item.name for item in verdict.wrong] == ["layers.1.norm.weight"]
     assert (2, NORM, "layers.1.norm.weight") in verdict.renamed
+
+
+def test_shards_of_two_dimensions_are_found_as_chunks() -> None:
+    """Experts [E, h, f] are sharded over ep in dimension 0 and over tp in dimension 2."""
+    whole = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))
+    ranks = []
+    for rank in range(4):
+        value = whole.chunk(2, 0)[rank // 2].chunk(2, 2)[rank % 2].clone()
+        axes = {"tp": (rank % 2, 2), "ep": (rank // 2, 2)}
+        ranks.append(RankDump(rank, axes, None, None, (Parameter("experts", value, None),)))
+    placements = place_shards({"experts": whole}, Dump(Path(), tuple(ranks)))
+    indices = [[positions.tolist() for positions in shard.index] for shard in placements.shards["experts"]]
+    assert indices == [
+        [[2 * ep, 2 * ep + 1], [0, 1, 2], [3 * tp, 3 * tp + 1, 3 * tp + 2]] for ep in (0, 1) for tp in (0, 1)
+    ]
 
 
 def test_dtensor_placements_and_partial_gradients(tmp_path: Path) -> None:
