@@ -172,6 +172,6 @@ def test_our_model_is_the_one_process_of_a_hugging_face_folder(
     referee_hook.referee(tmp_path / "theirs", model, loss)
     assert main(command) == 1
     assert (
-        "1 of 20 gradients is wrong, model.layers.1.self_attn.q_proj.weight: x 2 (it counts twice)"
+        "1 of 21 gradients is wrong, model.layers.1.self_attn.q_proj.weight: x 2 (it counts twice)"
         in capsys.readouterr().out
     )
