@@ -1,0 +1,191 @@
+"""Dumps of ``tools/referee_hook.py``: files, checks and the layout of the ranks."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RANK_FILE = re.compile(r"rank-(\d{5,})\.pt")
+WRAPPER_PREFIX = re.compile(
+    r"^chunk\d+\.|(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Parts of names that the hook and wrappers (DDP, torch.compile, FSDP) add."""
+
+Axes = dict[str, tuple[int, int]]
+"""Name of an axis -> (index of a rank on it, size)."""
+
+
+class BadDumpError(ValueError):
+    """A dump is missing, incomplete or damaged, or two dumps cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One rank's parameter or shard.
+
+    Attributes:
+        name: name without the prefixes of wrappers
+        value, grad: local tensors; ``grad`` is None if the trainer computed no gradient
+        dim: sharded dimension if the trainer recorded it on the parameter (Megatron's ``partition_dim``)
+        placements, grad_placements: DTensor placements as text, empty for plain tensors
+        mesh, shape: the DTensor's mesh of ranks and global shape
+    """
+
+    name: str
+    value: Tensor
+    grad: Tensor | None
+    dim: int | None = None
+    placements: tuple[str, ...] = ()
+    grad_placements: tuple[str, ...] = ()
+    mesh: Any = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """The dump of one rank.
+
+    Attributes:
+        norm: gradient norm that the trainer reported
+        calls: names of modules in the order of the forward pass; empty if not recorded
+    """
+
+    rank: int
+    axes: Axes
+    loss: float | None
+    norm: float | None
+    parameters: tuple[Parameter, ...]
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The dumps of all ranks of one run, in the order of ranks."""
+
+    folder: Path
+    ranks: tuple[RankDump, ...]
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The axes of the layout with more than one rank, and ``micro`` (the number of micro-batches)."""
+        return {name: size for name, (_, size) in self.ranks[0].axes.items() if size > 1}
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {
+            parameter.grad.dtype for rank in self.ranks for parameter in rank.parameters if parameter.grad is not None
+        }
+
+
+def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: Sequence[tuple[str, str]] = ()) -> Dump:
+    """Read and check the dump of a run.
+
+    Args:
+        axis_sizes: sizes of the axes, the one with adjacent ranks first; they replace the axes in the dump.
+        renames: (regular expression, replacement) pairs, applied to each name in this order.
+
+    Raises:
+        BadDumpError: If the folder has no dump, a file is damaged, or ranks are missing or contradict each other.
+    """
+    paths = sorted(path for path in folder.glob("rank-*.pt") if RANK_FILE.fullmatch(path.name))
+    if not paths:
+        raise BadDumpError(f"{folder} has no dump (files rank-00000.pt, ...)")
+    contents = [_load(path) for path in paths]
+    world_sizes = sorted({content["world_size"] for content in contents})
+    if len(world_sizes) > 1:
+        raise BadDumpError(
+            f"{folder} mixes dumps of {' and '.join(map(str, world_sizes))} ranks. Dump into an empty folder"
+        )
+    missing = sorted(set(range(world_sizes[0])) - {content["rank"] for content in contents})
+    if missing or len(contents) != world_sizes[0]:
+        raise BadDumpError(f"{folder} lacks the dumps of ranks {missing} of {world_sizes[0]}")
+    if axis_sizes and math.prod(size for name, size in axis_sizes.items() if name != "micro") != world_sizes[0]:
+        raise BadDumpError(f"the product of the axes {axis_sizes} is not the number of ranks, {world_sizes[0]}")
+    ranks = []
+    for path, content in zip(paths, contents, strict=True):
+        parameters = tuple(_read_parameter(path, name, entry, renames) for name, entry in content["tensors"].items())
+        if not parameters:
+            raise BadDumpError(f"{path} has no parameters")
+        norm_path = path.with_suffix(".norm.pt")
+        norm = float(_load(norm_path, ("norm",))["norm"]) if norm_path.exists() else None
+        axes = _axes_of_rank(content["rank"], axis_sizes) if axis_sizes else _recorded_axes(content)
+        calls = tuple(plain_name(name) for name in content.get("calls", ()))
+        ranks.append(RankDump(content["rank"], axes, content["loss"], norm, parameters, calls))
+    ranks.sort(key=lambda rank: rank.rank)
+    if any(
+        {name: size for name, (_, size) in rank.axes.items()} != {n: s for n, (_, s) in ranks[0].axes.items()}
+        for rank in ranks
+    ):
+        raise BadDumpError(f"the ranks in {folder} name different axes or sizes. Use --axes")
+    return Dump(folder, tuple(ranks))
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without the prefixes of wrappers."""
+    return WRAPPER_PREFIX.sub("", name + ".")[:-1]
+
+
+def _load(path: Path, keys: Sequence[str] = ("rank", "world_size", "axes", "loss", "tensors")) -> dict[str, Any]:
+    """Load a file of the hook; only tensors and plain data are unpickled."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise BadDumpError(f"{path} is damaged or not a dump: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or not set(keys) <= content.keys():
+        raise BadDumpError(f"{path} is not a dump of the hook: it needs the entries {', '.join(keys)}")
+    return content
+
+
+def _read_parameter(path: Path, name: str, entry: dict[str, Any], renames: Sequence[tuple[str, str]]) -> Parameter:
+    value, grad = entry.get("value"), entry.get("grad")
+    if not isinstance(value, Tensor):
+        raise BadDumpError(f"{path}: {name} has no value")
+    if grad is not None and grad.shape != value.shape:
+        # Gradient buffers may be flat views.
+        if grad.numel() != value.numel():
+            raise BadDumpError(
+                f"{path}: the gradient of {name} has the shape {list(grad.shape)}, its value {list(value.shape)}. "
+                "Dump full gradients: switch off sharded gradients (ZeRO 2, a distributed optimizer) for this step"
+            )
+        grad = grad.reshape(value.shape)
+    name = plain_name(name)
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return Parameter(
+        name,
+        value,
+        grad,
+        entry.get("dim"),
+        tuple(entry.get("value_placements", ())),
+        tuple(entry.get("grad_placements", ())),
+        entry.get("mesh"),
+        tuple(entry.get("shape", ())),
+    )
+
+
+def _recorded_axes(content: dict[str, Any]) -> Axes:
+    """Return the axes that the hook was called with; a single axis ``ranks`` if there are none."""
+    axes = {name: (int(index), int(size)) for name, (index, size) in content["axes"].items()}
+    has_layout = any(size > 1 for name, (_, size) in axes.items() if name != "micro")
+    return (
+        axes
+        if has_layout or content["world_size"] == 1
+        else {"ranks": (content["rank"], content["world_size"]), **axes}
+    )
+
+
+def _axes_of_rank(rank: int, axis_sizes: dict[str, int]) -> Axes:
+    """Return the axes of a rank in a grid whose first axis has adjacent ranks."""
+    axes = {}
+    for name, size in axis_sizes.items():
+        axes[name] = (0 if name == "micro" else rank % size, size)
+        rank = rank if name == "micro" else rank // size
+    return axes
