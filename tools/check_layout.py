@@ -19,7 +19,7 @@ flags of pretrain_t5.py, and with --model bert the flags of pretrain_bert.py.
   works, too.
 * Dropout is off unless --layout-independent-dropout is given, because its masks depend on the tensor layout by design.
 * With --loss-average micro-batch, the losses depend on --batch-size, so all layouts that are compared must have the
-  same one; the single process uses it, too. Context-parallel layouts match only if no token is masked.
+  same one; the single process uses it, too.
 * Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the single process uses it, too.
 * --json writes the results to a file; --reference saves the results of the single process for the next start.
 
@@ -184,16 +184,10 @@ def check_flags(flags: list[str], layout: Layout, model: str, user_flags: list[s
 
 def loss_average_notes(config: Any) -> Iterator[str]:
     """Yield the limits of the comparison under --loss-average micro-batch."""
-    if config.model.loss_average != "micro-batch":
-        return
-    yield (
-        f"--loss-average micro-batch: both runs use the same micro-batches of {config.batch.batch_size} samples. With "
-        "another --batch-size, the losses differ if tokens are masked"
-    )
-    if config.parallel.context_parallel_size > 1:
+    if config.model.loss_average == "micro-batch":
         yield (
-            "each context rank averages the loss of its chunk as a separate micro-batch, so the losses differ from one "
-            "process if tokens are masked. Use --loss-average token to compare them"
+            f"--loss-average micro-batch: both runs use the same micro-batches of {config.batch.batch_size} samples. "
+            "With another --batch-size, the losses differ if tokens are masked"
         )
 
 
