@@ -36,7 +36,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def main() -> int:
     user_flags = list(flags)
     pipe, context = max(args.pipe_parallel_size, 1), args.context_parallel_size
     layout = Layout(args.model_parallel_size, pipe, args.data_parallel_size, context)
-    os.environ["MEGATRON_DEFAULTS"] = f"{default_flags(args.model)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
+    os.environ["MEGATRON_DEFAULTS"] = f"{default_flags(args.model, flags)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
     flags = [*flags, f"--{args.dtype}", "--device", args.device, *([] if DROPOUT_FLAG in flags else NO_DROPOUT_FLAGS)]
     layout_flags = [
         word for name in LAYOUT_FLAGS if (value := getattr(args, name)) is not None for word in (name, value)
@@ -125,11 +125,12 @@ def main() -> int:
     return report(reference, traces, args.dtype, args.json)
 
 
-def default_flags(model: str) -> str:
-    """Return the default flags for a family."""
+def default_flags(model: str, flags: Sequence[str]) -> str:
+    """Return the default flags for a family; multi-latent attention has no query groups."""
     from megatron.models.registry import FAMILIES
 
-    return DEFAULT_FLAGS[FAMILIES[model].model_type] + FAMILY_FLAGS.get(model, "")
+    family_flags = "" if "--multi-latent-attention" in flags else FAMILY_FLAGS.get(model, "")
+    return DEFAULT_FLAGS[FAMILIES[model].model_type] + family_flags
 
 
 def make_tool_parser() -> argparse.ArgumentParser:
