@@ -19,7 +19,7 @@ flags of pretrain_t5.py, and with --model bert the flags of pretrain_bert.py.
   works, too.
 * Dropout is off unless --layout-independent-dropout is given, because its masks depend on the tensor layout by design.
 * With --loss-average micro-batch, the losses depend on --batch-size, so all layouts that are compared must have the
-  same one; the single process uses it, too. Context-parallel layouts match only if no token is masked.
+  same one; the single process uses it, too.
 * Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the single process uses it, too.
 * --json writes the results to a file; --reference saves the results of the single process for the next start.
 
@@ -36,7 +36,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def main() -> int:
     user_flags = list(flags)
     pipe, context = max(args.pipe_parallel_size, 1), args.context_parallel_size
     layout = Layout(args.model_parallel_size, pipe, args.data_parallel_size, context)
-    os.environ["MEGATRON_DEFAULTS"] = f"{default_flags(args.model)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
+    os.environ["MEGATRON_DEFAULTS"] = f"{default_flags(args.model, flags)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
     flags = [*flags, f"--{args.dtype}", "--device", args.device, *([] if DROPOUT_FLAG in flags else NO_DROPOUT_FLAGS)]
     layout_flags = [
         word for name in LAYOUT_FLAGS if (value := getattr(args, name)) is not None for word in (name, value)
@@ -125,11 +125,12 @@ def main() -> int:
     return report(reference, traces, args.dtype, args.json)
 
 
-def default_flags(model: str) -> str:
-    """Return the default flags for a family."""
+def default_flags(model: str, flags: Sequence[str]) -> str:
+    """Return the default flags for a family; multi-latent attention has no query groups."""
     from megatron.models.registry import FAMILIES
 
-    return DEFAULT_FLAGS[FAMILIES[model].model_type] + FAMILY_FLAGS.get(model, "")
+    family_flags = "" if "--multi-latent-attention" in flags else FAMILY_FLAGS.get(model, "")
+    return DEFAULT_FLAGS[FAMILIES[model].model_type] + family_flags
 
 
 def make_tool_parser() -> argparse.ArgumentParser:
@@ -184,16 +185,10 @@ def check_flags(flags: list[str], layout: Layout, model: str, user_flags: list[s
 
 def loss_average_notes(config: Any) -> Iterator[str]:
     """Yield the limits of the comparison under --loss-average micro-batch."""
-    if config.model.loss_average != "micro-batch":
-        return
-    yield (
-        f"--loss-average micro-batch: both runs use the same micro-batches of {config.batch.batch_size} samples. With "
-        "another --batch-size, the losses differ if tokens are masked"
-    )
-    if config.parallel.context_parallel_size > 1:
+    if config.model.loss_average == "micro-batch":
         yield (
-            "each context rank averages the loss of its chunk as a separate micro-batch, so the losses differ from one "
-            "process if tokens are masked. Use --loss-average token to compare them"
+            f"--loss-average micro-batch: both runs use the same micro-batches of {config.batch.batch_size} samples. "
+            "With another --batch-size, the losses differ if tokens are masked"
         )
 
 

@@ -29,8 +29,12 @@ def vocab_parallel_cross_entropy(
 
     Args:
         has_kernels: use the Triton kernels on CUDA if Triton is installed.
+
+    Raises:
+        ValueError: the logits have other columns than this rank's shard, for example because they are gathered.
     """
-    _, start, num_real = vocab_range(vocab_size, group, divisible_by)
+    num_rows, start, num_real = vocab_range(vocab_size, group, divisible_by)
+    _check_columns(logits.shape[-1], num_rows, num_real, group)
     if uses_kernels(logits, has_kernels):
         return _FusedCrossEntropy.apply(logits, targets - start, num_real, group, z_loss)
     real_logits = logits[..., :num_real] if logits.shape[-1] != num_real else logits
@@ -38,6 +42,21 @@ def vocab_parallel_cross_entropy(
     if group.size == 1:
         return _CrossEntropy.apply(real_logits, targets, z_loss)
     return _VocabParallelCrossEntropy.apply(real_logits, targets, start, group, z_loss)
+
+
+def _check_columns(num_columns: int, num_rows: int, num_real: int, group: Group) -> None:
+    """Raise ``ValueError`` unless the columns are this rank's shard of the vocabulary, with or without its padding.
+
+    On one rank, columns after those of the vocabulary are padding, whatever their number.
+    """
+    is_shard = num_columns in (num_rows, num_real) if group.size > 1 else num_columns >= num_real
+    if not is_shard:
+        expected = f"{num_rows} (or {num_real} without padding)" if num_rows != num_real else str(num_rows)
+        raise ValueError(
+            f"logits must have the columns of this tensor rank's shard of the vocabulary, {expected}, got "
+            f"{num_columns}. Pass logits [..., v/t] that are not gathered over the {group.size} tensor ranks, and the "
+            "divisible_by of the output table"
+        )
 
 
 # The z-loss of a token is ``c (log Z)^2``, where Z is the sum of the exponentials of all its logits. The returned

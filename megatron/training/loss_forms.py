@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megatron.models.common.router import Routers
-from megatron.mpu.groups import Grid
+from megatron.mpu.groups import SINGLE, Grid, Group
+from megatron.mpu.mappings import all_reduce
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.step_result import StepResult
 from tds.loss import Weighted, WrappedLoss, named_losses
@@ -36,25 +37,28 @@ def with_weighted_pairs(loss_fn: LossFn | None) -> WrappedLoss:
     return WrappedLoss(weighted_loss, loss_fn)
 
 
-def mean_of_micro_batch(loss: Any) -> Any:
-    """Replace the training loss by its mean over the micro-batch, for ``--loss-average micro-batch``.
+def mean_of_micro_batch(loss: Any, context: Group = SINGLE) -> Any:
+    """Replace the training loss by its mean over the micro-batch, for ``--loss-average micro-batch``. Collective.
 
     The engines average such a scalar over the micro-batches of all replicas and context ranks with equal weights. The
-    mean of a micro-batch without counted tokens is 0. Losses that are only reported are unchanged.
+    counted tokens of a micro-batch are those of all its context ranks, so its mean does not depend on how its sequences
+    are sharded. The mean of a micro-batch without counted tokens is 0. Losses that are only reported are unchanged.
 
     Args:
         loss: return value of a loss function, with pairs as ``Weighted``.
+        context: the ranks that share the sequences of the micro-batch.
 
-    Source: Megatron-LM, core/pipeline_parallel/schedules.py, ``forward_step_calc_loss``.
+    Source: Megatron-LM, core/pipeline_parallel/schedules.py, ``forward_step_calc_loss``, which divides by the tokens of
+    the context rank.
     """
     if isinstance(loss, Weighted):
-        count = torch.as_tensor(loss.count, device=loss.total.device)
-        return loss.total / count.to(loss.total.dtype).clamp(min=1)
+        count = torch.as_tensor(loss.count, device=loss.total.device).to(loss.total.dtype, copy=True)
+        return loss.total * context.size / all_reduce(count, context).clamp(min=1)
     if isinstance(loss, torch.Tensor):
         return loss
     losses = named_losses(loss, 0)
     trained_name = next(iter(losses))
-    return {**losses, trained_name: mean_of_micro_batch(losses[trained_name])}
+    return {**losses, trained_name: mean_of_micro_batch(losses[trained_name], context)}
 
 
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ class PipelineStepEngine:
         def recorded_loss(output: Any, labels: Any) -> Any:
             loss = loss_fn(output, labels)
             if torch.is_grad_enabled():
-                loss = mean_of_micro_batch(loss) if self.averages_micro_batches else loss
+                loss = mean_of_micro_batch(loss, self.grid.context) if self.averages_micro_batches else loss
                 trained_loss = next(iter(named_losses(loss, self._micro_batch).values()))
                 self.has_weighted_loss = is_weighted(trained_loss)
                 if self.routers is not None and self.has_weighted_loss == self._trains_on_means:

@@ -121,7 +121,7 @@ class SingleStageEngine:
             reported_values = scalars(report, loss)
             loss = as_weighted(loss)
             if self.averages_micro_batches:
-                loss = mean_of_micro_batch(loss)
+                loss = mean_of_micro_batch(loss, self.grid.context)
             trained_loss = meter.add(loss, micro_batch)
             self.has_weighted_loss = next(iter(meter.loss_sums.values())).is_weighted
             self.micro_losses[micro_batch] = trained_loss.detach()

@@ -247,8 +247,8 @@ def check_command(args: list[str]) -> None:
             tool_args, unknown_flags = tool.make_tool_parser().parse_known_args(flags)
         else:
             tool_args, unknown_flags = tool.parse_args(flags), []
-        is_t5 = getattr(tool_args, "model", None) == "t5"  # other tools have a --model, too
-        parse(unknown_flags, world_size=1, family="t5" if is_t5 else "gpt2")
+        model = getattr(tool_args, "model", None)  # of other tools, a type that is no family
+        parse(unknown_flags, world_size=1, family=model if model in FAMILIES else "gpt2")
     else:
         assert (ROOT / script).is_file(), f"{script} is not there"
         if Path(script).name.startswith("run_") and script != "run_tests.sh":

@@ -108,6 +108,30 @@ def test_16_bit_logits_give_fp32_losses():
         assert (losses - expected).abs().max() <= 1e-5
 
 
+def find_rejected_widths(rank, size):
+    """Return the widths of logits for a vocabulary of 101 in rows of 8 that this rank rejects."""
+    group = group_of_all_ranks(rank, size)
+    rejected = []
+    for width in (52, 56, 101, 104, 112):
+        try:
+            vocab_parallel_cross_entropy(
+                torch.zeros(*SHAPE, width), random_tokens(45, 5), vocab_size=101, divisible_by=8, group=group
+            )
+        except ValueError as error:
+            assert f"got {width}. Pass logits [..., v/t] that are not gathered" in str(error)
+            rejected.append(width)
+    return rejected
+
+
+def test_logits_that_are_not_own_shard_are_rejected():
+    """Gathered logits would give the loss of another vocabulary (Megatron-LM #7452, finding 2).
+
+    Each of two ranks has 56 rows. A table of other rows has another ``divisible_by``.
+    """
+    assert find_rejected_widths(0, 1) == [52, 56]
+    assert run_ranks(2, find_rejected_widths, 2) == [[52, 101, 104, 112]] * 2
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 16))
 def test_vocab_ranges_cover_each_token_once_with_equal_size(vocab, size, divisible_by):

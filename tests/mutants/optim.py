@@ -647,8 +647,8 @@ def weighted_losses_are_averaged_by_micro_batch(original: Any) -> Any:
 
 @mutant("megatron.training.loss_forms:mean_of_micro_batch", MEANS)
 def mean_of_an_empty_micro_batch_is_nan(original: Any) -> Any:
-    def mean(loss: Any) -> Any:
-        return loss.total / loss.count if hasattr(loss, "total") else original(loss)
+    def mean(loss: Any, *context: Any) -> Any:
+        return loss.total / loss.count if hasattr(loss, "total") else original(loss, *context)
 
     return mean
 

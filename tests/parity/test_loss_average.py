@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,6 @@ from megatron.config import parse
 from megatron.data.mock_dataset import MockTokens
 from megatron.models.bert.model import BertModelArgs, bert_loss
 from megatron.models.common.parallel_context import ParallelContext
-from megatron.mpu import get_batch_on_this_cp_rank
-from megatron.mpu.groups import Group
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
 from megatron.training.loss_forms import mean_of_micro_batch, token_weight
@@ -28,6 +25,7 @@ from tds.loss import Weighted
 from tests.helpers import t5_runs
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import SEQ, VOCAB, check_fp64, make_flags, trace_layout, trace_one_process
+from tests.helpers.whole import group_of_all_ranks
 from tests.parity import bert_runs
 
 MASKED = "--fp64 --eod-mask-loss --loss-average micro-batch"
@@ -59,13 +57,10 @@ def test_router_divisor_is_all_tokens_of_mean_micro_batch_count() -> None:
 HandComputed = tuple[list[tuple[float, float]], float, float, dict[str, torch.Tensor]]
 
 
-def compute_gradients_by_hand(rank: int, argv: list[str], context: int = 1) -> HandComputed:
+def compute_gradients_by_hand(rank: int, argv: list[str]) -> HandComputed:
     """Return (sum, count) of each micro-batch of the first step, both averages, and the gradient of the means' mean.
 
     Plain autograd on the single-stage model, without an engine's step.
-
-    Args:
-        context: context ranks; the part of each one counts as a micro-batch.
     """
     config = parse(argv, world_size=1).with_vocab(VOCAB)
     world = initialize.start(config)
@@ -75,22 +70,13 @@ def compute_gradients_by_hand(rank: int, argv: list[str], context: int = 1) -> H
     batches = RunData({"train": MockTokens(VOCAB, SEQ, seed=7)}, None).batches("train", config, world)
     parameters = dict(named_parameters(engine.module))
     pairs, mean_gradients = [], {name: torch.zeros_like(weight) for name, weight in parameters.items()}
-    context_groups = [Group(tuple(range(context)), context_rank) for context_rank in range(context)]
-    rank_positions = [
-        get_batch_on_this_cp_rank({"at": torch.arange(SEQ).unsqueeze(0)}, group)["at"] for group in context_groups
-    ]
     for _ in range(config.batch.gas):
-        fields = pretrain_gpt2.get_batch(next(batches))
-        for positions in rank_positions:
-            assert positions is not None
-            mask = torch.zeros_like(fields["loss_mask"])
-            mask[:, positions[0]] = fields["loss_mask"][:, positions[0]]
-            total, count = engine.module(**{**fields, "loss_mask": mask})
-            pairs.append((total.item(), float(count)))
-            for name, gradient in zip(
-                parameters, torch.autograd.grad(total / count, list(parameters.values())), strict=True
-            ):
-                mean_gradients[name] += gradient / (config.batch.gas * context)
+        total, count = engine.module(**pretrain_gpt2.get_batch(next(batches)))
+        pairs.append((total.item(), float(count)))
+        for name, gradient in zip(
+            parameters, torch.autograd.grad(total / count, list(parameters.values())), strict=True
+        ):
+            mean_gradients[name] += gradient / config.batch.gas
     by_token = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
     by_micro_batch = sum(total / count for total, count in pairs) / len(pairs)
     return pairs, by_token, by_micro_batch, {name: gradient.detach() for name, gradient in mean_gradients.items()}
@@ -153,28 +139,18 @@ def test_layouts_with_same_micro_batches_are_equal(
     check_against_single_process(tensor, pipe, data, 1, gas, extra, layout_flags)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout_flags", ["", "--cp-comm-type a2a", "--pipe-parallel-size 2"])
-def test_context_rank_slice_counts_as_micro_batch(layout_flags: str) -> None:
-    """Megatron divides the loss by the tokens of the context rank and averages the gradients over the ranks."""
-    argv = make_flags(1, 1, micro_batch_size=2, gas=3, extra=MASKED)
-    ((pairs, _, expected_loss, gradients),) = run_ranks(
-        1, functools.partial(compute_gradients_by_hand, context=2), argv
-    )
-    assert len({count for _, count in pairs}) > 1
+@pytest.mark.parametrize(
+    "layout_flags",
+    ["", *(pytest.param(flags, marks=pytest.mark.slow) for flags in ("--cp-comm-type a2a", "--pipe-parallel-size 2"))],
+)
+def test_context_ranks_share_count_of_micro_batch(layout_flags: str) -> None:
+    """Ranks that divide by their own tokens train on another loss where masks differ (Megatron-LM #7452, finding 9)."""
     pipe = 2 if "pipe" in layout_flags else 1
-    for trace in trace_layout(1, pipe, 1, 2, 3, f"{MASKED} {layout_flags}", steps=1, context=2):
-        assert trace.losses[0] == pytest.approx(expected_loss, rel=1e-13)
-        for name, (shard, gradient) in trace.gradients.items():
-            torch.testing.assert_close(gradient, shard.narrow(gradients[name]), rtol=1e-11, atol=1e-14, msg=name)
+    check_against_single_process(1, pipe, 1, 2, 3, MASKED, layout_flags)
 
 
-@pytest.mark.parametrize("context", [1, 2])
-def test_bert_heads_add_their_means(context: int) -> None:
-    """Megatron's loss of a micro-batch is the mean over masked tokens plus the mean over samples.
-
-    With context parallelism the tokens of a rank count as a micro-batch; the second head is on the first rank.
-    """
+def mean_of_bert_heads(rank: int, context: int) -> tuple[float, float]:
+    """Return this context rank's loss of a micro-batch, and the loss that the average over the ranks must have."""
     torch.manual_seed(0)
     s, b, v = 6, 3, 11
     words, scores = torch.randn(s, b, v, dtype=torch.float64), torch.randn(b, 2, dtype=torch.float64)
@@ -184,22 +160,24 @@ def test_bert_heads_add_their_means(context: int) -> None:
         kv_hidden_size=4, ff_hidden_size=4, loss_average="micro-batch",
     )  # fmt: skip
     losses = F.cross_entropy(words.permute(1, 2, 0), labels, reduction="none") * mask
-    token_slices = [slice(rank * s // context, (rank + 1) * s // context) for rank in range(context)]
-    expected = sum(losses[:, token_slice].sum() / mask[:, token_slice].sum() for token_slice in token_slices) / context
-    expected += F.cross_entropy(scores, is_random)
-    total = scalar(0.0)
-    for rank, token_slice in enumerate(token_slices):
-        ctx = ParallelContext(context=Group(tuple(range(context)), rank))
-        loss_inputs = (
-            (words[token_slice], scores),
-            labels[:, token_slice],
-            mask[:, token_slice],
-            is_random,
-            torch.tensor([900, 7]),
-        )
-        pairs = bert_loss(*loss_inputs, args=args, parallel=ctx)
-        total += mean_of_micro_batch({name: Weighted(*pair) for name, pair in pairs.items()})["loss"] / context
-    assert total.item() == pytest.approx(expected.item(), rel=1e-14)
+    expected = losses.sum() / mask.sum() + F.cross_entropy(scores, is_random)
+    group = group_of_all_ranks(rank, context)
+    tokens = slice(rank * s // context, (rank + 1) * s // context)
+    assert context == 1 or mask[:, tokens].sum() != mask.sum() / context
+    shard = (words[tokens], scores), labels[:, tokens], mask[:, tokens], is_random, torch.tensor([900, 7])
+    pairs = bert_loss(*shard, args=args, parallel=ParallelContext(context=group))
+    loss = mean_of_micro_batch({name: Weighted(*pair) for name, pair in pairs.items()}, group)["loss"]
+    return loss.item(), expected.item()
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_bert_heads_add_their_means(context: int) -> None:
+    """Megatron's loss of a micro-batch is the mean over masked tokens plus the mean over samples.
+
+    With context parallelism the second head is on the first rank.
+    """
+    means, expected = zip(*run_ranks(context, mean_of_bert_heads, context), strict=True)
+    assert sum(means) / context == pytest.approx(expected[0], rel=1e-14)
 
 
 @pytest.mark.slow
@@ -215,11 +193,6 @@ def test_bert_and_t5_layouts_with_same_micro_batches_are_equal() -> None:
             layout_argv = runs.make_flags(1, pipe, micro_batch_size=2, gas=4 // data, extra=f"{argv} {common_flags}")
             ranks = run_ranks(2, runs.trace_rank, layout_argv, 2, 2, 2)
             check_fp64(compare(reference, ranks))
-
-
-@pytest.mark.slow
-def test_context_ranks_equal_single_process_without_masks() -> None:
-    check_against_single_process(1, 1, 1, 2, 3, "--fp64 --loss-average micro-batch", "")
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ _ACTIVATIONS = {"swiglu": "gated-silu", "squared_relu": "squared-relu"}
 _UNSUPPORTED = {
     "quick_geglu": "a gated quick GELU",
     "multi_latent_attention": "latent attention",
-    "no_rope_freq": "layers without rotary positions (--no-rope-freq)",
 }
 _UNSUPPORTED_IN_T5 = {
     "swiglu": "a gated activation",
@@ -97,6 +96,7 @@ def decoder_settings(settings: Mapping[str, Any], names: Container[str]) -> dict
     base = settings.get("rotary_base") or settings.get("rotary_position_embeddings_theta") or 10000.0
     values["rotary_base"] = float(base)
     values["rotary_percent"] = float(settings.get("rotary_percent") or 1.0)
+    values["no_rope_freq"] = str(settings.get("no_rope_freq") or "").replace(" ", "")  # a number, or a list by layer
     if settings.get("use_rope_scaling"):
         values |= {**_ROPE_SCALING, "rotary_scaling_factor": float(settings.get("rope_scaling_factor") or 8.0)}
     elif settings.get("rotary_seq_len_interpolation_factor"):

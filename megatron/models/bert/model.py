@@ -91,8 +91,8 @@ def bert_loss(
     next_sentence_loss = F.cross_entropy(scores.to(dtype), is_random, reduction="sum")
     num_samples = num_masked.new_full((), len(is_random))
     if args.loss_average == "micro-batch" and torch.is_grad_enabled():
-        # Each context rank divides by its own masked tokens, and the ranks' quotients are averaged.
-        predictions_per_sample = num_masked.clamp(min=1) * parallel.context.size / num_samples
+        # The sum of both losses is divided by the masked tokens of the micro-batch, at least 1.
+        predictions_per_sample = all_reduce(num_masked.clone(), parallel.context).clamp(min=1) / num_samples
     elif step_predictions is None:
         predictions_per_sample = all_reduce(num_masked.clone(), parallel.context) / num_samples
     else:
