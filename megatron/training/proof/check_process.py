@@ -17,20 +17,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megatron import device
 from megatron.arguments.deepspeed_keys import engine_features
 from megatron.child_process import die_with_parent
 from megatron.config import Config
+from megatron.errors import PeerError
 from megatron.models import registry
 from megatron.runtime import rank_status
+from megatron.runtime.exit_guard import as_peer_error
 from megatron.training.proof.check_result import FAILED, NOT_CHECKED, OK, CheckResult, bound_problems
-from megatron.training.proof.shrink import NUM_STEPS, Shrunk, ShrinkError, shrink
+from megatron.training.proof.shrink import NUM_STEPS, ShrinkError, Shrunk, shrink
 from megatron.training.proof.uncovered import uncovered_parts
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ LAUNCHER_VARIABLES = (
 REFERENCE = -1
 """Number of the single process among the ranks."""
 _END_MARGIN_S = 2.0
+_ERROR_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -205,18 +209,18 @@ def _check(job: CheckJob, deadline: float) -> CheckResult:
     outcomes = _run_ranks(job, shrunk, deadline)
     if outcomes is None:
         return CheckResult(NOT_CHECKED, _limit_reason(job.limit_s), uncovered=uncovered)
-    for rank, outcome in sorted(outcomes.items(), key=lambda item: (item[0] != REFERENCE, "connection" in str(item[1]))):
-        if isinstance(outcome, str):
-            name = "the small model in one process" if rank == REFERENCE else f"rank {rank} of the small layout"
-            return CheckResult(NOT_CHECKED, f"{name} failed: {outcome}", uncovered=uncovered)
-    reference, traces = outcomes[REFERENCE], [outcomes[rank] for rank in range(shrunk.world_size)]
+    errors = {rank: outcome for rank, outcome in sorted(outcomes.items()) if isinstance(outcome, RankError)}
+    if errors:
+        rank = min(errors, key=lambda number: errors[number].is_of_peer)  # the first one whose error is its own
+        name = "the small model in one process" if rank == REFERENCE else f"rank {rank} of the small layout"
+        return CheckResult(NOT_CHECKED, f"{name} failed: {errors[rank].text}", uncovered=uncovered)
+    traces = {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, RankError)}
+    reference = traces.pop(REFERENCE)
     try:
-        difference = compare(reference, traces)  # type: ignore[arg-type]
+        difference = compare(reference, list(traces.values()))
     except ValueError as error:
         return CheckResult(FAILED, str(error), num_ranks=shrunk.world_size, uncovered=uncovered)
-    differences = {
-        name: float(getattr(difference, name)) for name in ("first_loss", "loss", "first_norm", "gradient")
-    }
+    differences = {name: float(getattr(difference, name)) for name in ("first_loss", "loss", "first_norm", "gradient")}
     problems = bound_problems(differences, difference.worst_gradient, difference.expert_tokens)
     return CheckResult(
         FAILED if problems else OK,
@@ -254,43 +258,61 @@ def _use_cpu() -> None:
     set_accelerator(CPU_Accelerator())
 
 
-def _run_ranks(job: CheckJob, shrunk: Shrunk, deadline: float) -> Mapping[int, Trace | str] | None:
-    """Run all ranks and the single process; return the trace or the error of each, or None if the deadline passed."""
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended a rank of the check; ``is_of_peer``: another rank caused it."""
+
+    text: str
+    is_of_peer: bool = False
+
+
+def _run_ranks(job: CheckJob, shrunk: Shrunk, deadline: float) -> Mapping[int, Trace | RankError] | None:
+    """Run all ranks and the single process, and return the trace or the error of each.
+
+    Once a rank has failed, the others have ``_ERROR_GRACE_S`` to end. Returns None if the deadline passed.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
-    read_ends: dict[int, int] = {}
-    pids = []
+    ranks_by_pipe: dict[int, int] = {}
     received: dict[int, bytes] = {}
+    outcomes: dict[int, Trace | RankError] = {}
+    pids = []
+    has_error = False
     try:
         for rank in (REFERENCE, *range(shrunk.world_size)):
             read_end, write_end = os.pipe()
-            pids.append(_fork(lambda rank=rank, end=write_end: _rank_main(job, shrunk, rank, listener, end)))  # type: ignore[misc]
+            pids.append(_fork(partial(_rank_main, job, shrunk, rank, listener, write_end)))
             os.close(write_end)
-            read_ends[read_end] = rank
-            received[rank] = b""
+            ranks_by_pipe[read_end], received[rank] = rank, b""
         listener.close()
-        while read_ends:
-            ready, _, _ = select.select(list(read_ends), [], [], max(deadline - time.monotonic(), 0.0))
+        while ranks_by_pipe:
+            ready, _, _ = select.select(list(ranks_by_pipe), [], [], max(deadline - time.monotonic(), 0.0))
             if not ready:
-                return None
+                return outcomes if has_error else None
             for read_end in ready:
+                rank = ranks_by_pipe[read_end]
                 if data := os.read(read_end, 1 << 20):
-                    received[read_ends[read_end]] += data
-                else:
-                    os.close(read_end)
-                    del read_ends[read_end]
+                    received[rank] += data
+                    continue
+                os.close(read_end)
+                del ranks_by_pipe[read_end]
+                outcome = pickle.loads(received[rank]) if received[rank] else RankError("it ended without a result")
+                outcomes[rank] = outcome
+                if isinstance(outcome, RankError) and not has_error:
+                    has_error, deadline = True, min(deadline, time.monotonic() + _ERROR_GRACE_S)
     finally:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    return {rank: pickle.loads(data) if data else "it ended without a result" for rank, data in received.items()}
+    return outcomes
 
 
 def _rank_main(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket, write_end: int) -> None:
     """Train the small model on one rank, and write its trace or its error to ``write_end``."""
     try:
-        outcome: Trace | str = _trace(job, shrunk, rank, listener)
+        outcome: Trace | RankError = _trace(job, shrunk, rank, listener)
     except BaseException as error:
-        outcome = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        outcome = RankError(text, isinstance(as_peer_error(error), PeerError))
     with open(write_end, "wb") as file:
         pickle.dump(outcome, file)
 

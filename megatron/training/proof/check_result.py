@@ -70,15 +70,15 @@ def bound_problems(differences: dict[str, float], worst_gradient: str, num_exper
         num_expert_tokens: number of token counts of experts that differ.
     """
     names = {
+        "gradient": f"gradient of {worst_gradient}",
+        "first_norm": "gradient norm",
         "first_loss": "loss of the first step",
         "loss": "losses",
-        "first_norm": "gradient norm",
-        "gradient": f"gradient of {worst_gradient}",
     }
     problems = [
-        f"{names[name]} off by {value:.1e} (allowed {BOUNDS[name]:.0e})"
-        for name, value in differences.items()
-        if not value <= BOUNDS[name]  # also true for nan
+        f"{text} off by {differences[name]:.1e} (allowed {BOUNDS[name]:.0e})"
+        for name, text in names.items()
+        if not differences[name] <= BOUNDS[name]  # also true for nan
     ]
     if num_expert_tokens:
         problems.append(f"{num_expert_tokens} token counts of experts differ")

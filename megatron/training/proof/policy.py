@@ -34,9 +34,7 @@ class CheckPolicy:
         return not self.skip_reason
 
 
-def check_policy(
-    config: Config, device_type: str, world_size: int, model_provider: Callable[[], Any]
-) -> CheckPolicy:
+def check_policy(config: Config, device_type: str, world_size: int, model_provider: Callable[[], Any]) -> CheckPolicy:
     """Return the decision for a run with these settings.
 
     Args:

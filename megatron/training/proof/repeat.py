@@ -89,7 +89,9 @@ def repeat_proof(run_dir: Path, *, has_layout_check: bool = True) -> Iterator[It
 def _compare_values(prefix: str, recorded: Mapping[str, str], current: Mapping[str, str]) -> Iterator[Item]:
     for name, value in recorded.items():
         now = current.get(name, "none")
-        yield Item(f"{prefix}{name}", EQUAL if now == value else DIFFERENT, value if now == value else f"{value}, {now}")
+        yield Item(
+            f"{prefix}{name}", EQUAL if now == value else DIFFERENT, value if now == value else f"{value}, {now}"
+        )
 
 
 def _compare(name: str, recorded: Mapping[str, Any], current: Mapping[str, Any], key: str) -> Item:

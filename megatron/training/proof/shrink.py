@@ -1,11 +1,11 @@
 """The configuration of the layout check: the run's, shrunk to sizes that a CPU computes in a second. No torch.
 
-| kept | replaced |
-|---|---|
-| the axes of the layout (sizes above ``MAX_RANKS`` ranks are lowered, which a note states) | layers: one per stage, chunk and type of layer |
-| schedule, chunks and their placement, recomputation, ZeRO stage, fused accumulation, overlap | hidden size, heads, experts, vocabulary, sequence length |
-| the model's parts, the optimizer, clipping, the average of losses | number format: fp64; dropout: 0, unless it is independent of the layout |
-| ends of documents in positions, attention and loss | data: random tokens |
+Kept: the axes of the layout, except that sizes above ``MAX_RANKS`` ranks are lowered, which a note states; schedule,
+chunks and their placement, recomputation, ZeRO stage, fused accumulation and overlap; the parts of the model, the
+optimizer, clipping and the average of losses; the ends of documents in positions, attention and loss.
+
+Replaced: layers (one per stage, chunk and type of layer), hidden size, heads, experts, vocabulary and sequence length;
+the number format (fp64); dropout (0, unless it is independent of the layout); data (random tokens).
 """
 
 from __future__ import annotations
@@ -141,9 +141,7 @@ def shrink(config: Config, world_size: int, device_type: str) -> Shrunk:
     return Shrunk(small, reference, small_world_size, tuple(notes))
 
 
-def _shrink_parallel(
-    config: Config, world_size: int, device_type: str, notes: list[str]
-) -> tuple[ParallelConfig, int]:
+def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: list[str]) -> tuple[ParallelConfig, int]:
     """Return the small layout and its number of ranks; append the differences to ``notes``."""
     parallel = config.parallel
     sizes = {
@@ -226,13 +224,11 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
     heads = small_groups * min(model.num_attention_heads // max(groups, 1), 2)
     has_factor_lists = bool(model.rotary_short_factors or model.rotary_long_factors)
     sizes_of_heads = (8, 16, 20) if not has_factor_lists else ()
-    head_size = next(
-        (size for size in sizes_of_heads if (size * model.rotary_percent) % 2 == 0), model.kv_hidden_size
-    )
+    head_size = next((size for size in sizes_of_heads if (size * model.rotary_percent) % 2 == 0), model.kv_hidden_size)
     hidden = heads * head_size
     if model.hidden_size != model.num_attention_heads * model.kv_hidden_size and not model.multi_latent_attention:
         hidden += 8 * tensor
-    latents = {}
+    latents: dict[str, Any] = {}
     if model.multi_latent_attention:
         hidden = 16 * tensor
         latents = {
@@ -320,7 +316,7 @@ def _layer_types(model: ModelConfig) -> list[LayerType]:
 
 def _shrink_layers(
     config: Config, parallel: ParallelConfig, types: Sequence[LayerType]
-) -> tuple[int, str | None, dict[str, str]]:
+) -> tuple[int, str | None, dict[str, Any]]:
     """Return the number of layers, the layers of each pipeline chunk, and the fields with patterns of layers.
 
     Args:
@@ -344,7 +340,7 @@ def _shrink_layers(
     else:
         num_layers = max(len(distinct), min(len(types), 2))
     small_types = [distinct[(idx - num_layers) % len(distinct)] for idx in range(num_layers)]
-    patterns = {
+    patterns: dict[str, Any] = {
         name: str([int(value) for value in values])
         for name, is_set, values in (
             ("window_attn_skip_freq", bool(model.window_attn_skip_freq), [t.has_window for t in small_types]),
