@@ -244,7 +244,7 @@ SHADOWED = {
     "debug_dump_tensors": "--debug-dump-tensors",
     "eval_tasks_interval": "--eval-tasks-interval 5",
     "prompt_bos": "--no-prompt-bos",
-    "prove": "--prove --eval-only",
+    "prove": "--prove --eval-only --load x",
     "wandb_exp_name": "--wandb-exp-name a",
     "wandb_save_dir": "--wandb-save-dir a",
     "wandb_entity": "--wandb-entity a",

@@ -1,4 +1,4 @@
-"""Runs with a layout check: a failed one ends the run, a correct one changes nothing, and proof.json can be repeated."""
+"""Runs with a layout check: a failed one ends the run, a correct one changes no loss; proof.json is repeated."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ import pytest
 
 from megatron.arguments.validate import find_problems
 from megatron.config import Config, parse
+from megatron.config.decoder import window_pattern
+from megatron.config.experts import expert_layers
 from megatron.config.pipeline_layout import parse_layout
 from megatron.training.proof.shrink import MAX_RANKS, ShrinkError, Shrunk, _layer_types, shrink
 
@@ -61,6 +63,13 @@ def test_every_layer_type_and_chunk_has_a_layer(flags: str, world_size: int, num
         chunks = parse_layout(str(small.parallel.pipeline_layout))
         assert len(chunks) == 4 and all("t" in chunk for chunk in chunks)
         assert len(types) <= max(4, num_types)
+
+
+def test_types_of_layers_are_kept_with_their_patterns() -> None:
+    flags = "--model llama --num-layers 24 --num-experts 8 --moe-layer-freq 3 --window-size 9 --window-attn-skip-freq 2"
+    model = shrink_run(flags, 4).config.model
+    patterns = (expert_layers(model.moe_layer_freq, 4), window_pattern(model.window_attn_skip_freq, 4))
+    assert sorted(zip(*patterns, strict=True)) == [(False, False), (False, True), (True, False), (True, True)]
 
 
 def test_layout_and_features_are_kept_but_the_reference_has_none() -> None:
