@@ -52,7 +52,7 @@ def check_policy(config: Config, device_type: str, world_size: int, model_provid
         return CheckPolicy("one process has nothing to compare with", is_reported=is_requested)
     if device_type not in accelerators.BUILT_IN and not config.run.prove_only:
         return CheckPolicy(f"the adaptors of {device_type} also act on the CPU", is_reported=is_requested)
-    module = model_provider.__module__
+    module = getattr(model_provider, "__module__", "")
     if not is_requested and not module.startswith(BUILT_IN_PROGRAMS):
         return CheckPolicy("the model is the script's own (--prove checks it on random tokens)", is_reported=True)
     return CheckPolicy(waits=is_requested)

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron.training import rank_consistency
 from megatron.training.data_agreement import identity_text
 from megatron.training.proof.check_result import CheckResult
-from megatron.training.rank_consistency import code_checksum
 
 FILE_NAME = "proof.json"
 NUM_SAMPLES = 16
@@ -56,7 +56,7 @@ def make_proof(
         "data": data_proof(train_data, run["samples"]),
         "tokenizer": tokenizer_proof(tokenizer),
         "versions": {name: versions[name] for name in ("python", "torch", "deepspeed", "numpy") if name in versions},
-        "code": {"commit": versions.get("commit", "unknown"), "checksum": f"{code_checksum():08x}"},
+        "code": {"commit": versions.get("commit", "unknown"), "checksum": f"{rank_consistency.code_checksum():08x}"},
         "run": dict(run),
     }
 
