@@ -107,12 +107,13 @@ def pretrain(
 
             dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
+        providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         if config.run.prove_only:
             if os.environ.get("RANK", "0") != "0":
                 return  # rank 0 starts all processes of the check
             from megatron.training.proof.prove_only import prove_only  # imports torch, which --help does not need
 
-            sys.exit(prove_only(config, span.max_ranks if span else world_size, model_provider, forward_step))
+            sys.exit(prove_only(config, span.max_ranks if span else world_size, *providers))
         raise_on_this_rank(rank_problems)
 
         # Ranks: an elastic job may have fewer ranks than the configuration was validated for.
@@ -133,7 +134,7 @@ def pretrain(
         from megatron.training import initialize
         from megatron.training.proof.start import start_layout_check
 
-        layout_check = start_layout_check(config, world_size, device_type, model_provider, forward_step)
+        layout_check = start_layout_check(config, world_size, device_type, *providers)
         world = initialize.start(config, lambda: stop.signal_name)
         rank_name = world.name
         rank_status.write_coordinates(rank_name)
@@ -143,7 +144,6 @@ def pretrain(
         config = resolve_dtype(config, device.default_precision(world.device_type))
 
         # Data, model, engine, trainer.
-        providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         run(config, world, *providers, run_name(config.family), stop, callbacks, layout_check)
         initialize.stop()
         rank_status.write_state("")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.config import parse
 from megatron.mpu import mappings
-from megatron.training.proof import repeat
+from megatron.training.programs import decoder
+from megatron.training.proof import prove_only, repeat
 from megatron.training.proof.check_result import OK
-from tests.helpers.runs import launch_script, make_flags
+from tests.helpers.runs import ROOT, launch_script, make_flags
 from tools import verify
 
 RUN = "--model-parallel-size 2 --train-iters 3 --log-interval 1 --eval-iters 0 --attention-dropout 0.1"
@@ -123,3 +128,37 @@ def test_verify_repeats_the_layout_check(proven_run: tuple[Path, str], capsys: p
     assert verify.main([str(proven_run[0])]) == 0
     output = capsys.readouterr().out
     assert "layout check: equal (ok, worst gradient" in output and "verdict: equal" in output
+
+
+def fail() -> Any:
+    raise KeyError("no such size")
+
+
+def test_prove_only_returns_0_for_one_process_and_1_if_nothing_can_be_checked() -> None:
+    flags = "--prove-only --device cpu --num-layers 2 --vocab-size 100 --data-path none --eval-iters 0".split()
+    for world_size, model_provider, code in ((1, decoder.model_provider, 0), (2, fail, 1)):
+        config = parse(flags, world_size=world_size, env={})
+        providers = (decoder.train_valid_test_datasets_provider, model_provider, decoder.forward_step)
+        assert prove_only.prove_only(config, world_size, *providers) == code
+
+
+def run_program(command: str, world_size: int) -> tuple[int, str]:
+    """Return the exit code and the messages of a program that checks the layout only."""
+    env = {**os.environ, "WORLD_SIZE": str(world_size), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, *f"{command} --prove-only --device cpu --num-layers 4 --gas 4".split()]
+    result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    return result.returncode, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain_gpt2.py --model llama --sequence-parallel --hidden-size 64 --num-attention-heads 4",
+        "pretrain_t5.py --hidden-size 64 --num-attention-heads 4 --enc-seq-length 64",
+        "examples/own_model.py --hidden-size 64 --num-attention-heads 4",
+    ],
+)
+def test_prove_only_needs_no_data_and_no_launcher(command: str) -> None:
+    code, messages = run_program(f"{command} --model-parallel-size 2 --pipe-parallel-size 2", 8)
+    assert code == 0 and "ok (8 ranks, tensor 2 x pipe 2 x data 2, 2 layers of width 32" in messages, messages

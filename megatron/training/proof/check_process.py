@@ -39,6 +39,7 @@ from megatron.training.proof.uncovered import uncovered_parts
 if TYPE_CHECKING:
     import torch
 
+    from megatron.training.data import DatasetsProvider
     from megatron.training.parity import Trace
     from megatron.training.step_engine import ForwardStep
 
@@ -65,6 +66,7 @@ class CheckJob:
         config: configuration of the run.
         world_size: number of ranks of the run.
         device_type: device of the run.
+        datasets_provider: the data sets of the run's own script; None: random tokens.
         limit_s: seconds after which the check is stopped.
         niceness: added to the priority of the processes.
     """
@@ -74,6 +76,7 @@ class CheckJob:
     device_type: str
     model_provider: Callable[[], torch.nn.Module]
     forward_step: ForwardStep
+    datasets_provider: DatasetsProvider | None = None
     limit_s: float = LIMIT_S
     niceness: int = NICENESS
 
@@ -195,7 +198,8 @@ def _check(job: CheckJob, deadline: float) -> CheckResult:
         job.config, job.device_type, needs_deepspeed=bool(engine_features(job.config.deepspeed))
     )
     try:
-        shrunk = shrink(job.config, job.world_size, job.device_type)
+        keeps_data = job.datasets_provider is not None
+        shrunk = shrink(job.config, job.world_size, job.device_type, keeps_data=keeps_data)
     except ShrinkError as error:
         return CheckResult(NOT_CHECKED, f"this configuration cannot be shrunk: {error}", uncovered=uncovered)
     if job.device_type != "cpu":
@@ -323,7 +327,6 @@ def _trace(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket) ->
     import torch.distributed as dist
 
     from megatron.mpu.initialize import initialize_model_parallel
-    from megatron.training.mock_data import random_data
     from megatron.training.parity import trace_steps
     from megatron.training.world import World
 
@@ -356,5 +359,22 @@ def _trace(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket) ->
     )
     world = World("cpu", cpu, grid, rank, parallel.loss_stage)
     device.seed(config.run.seed)
+    dataset, tokenizer, config = _open_data(job, config)
     providers = (job.model_provider, job.forward_step)
-    return trace_steps(config, world, random_data(config), *providers, num_steps=NUM_STEPS)
+    return trace_steps(config, world, dataset, *providers, num_steps=NUM_STEPS, tokenizer=tokenizer)
+
+
+def _open_data(job: CheckJob, config: Config) -> tuple[Any, Any, Config]:
+    """Return the training data, the tokenizer (None: a mock), and the configuration with its vocabulary."""
+    from megatron.training import global_vars
+    from megatron.training.mock_data import random_data
+    from megatron.training.vocabulary import with_tokenizer
+
+    if job.datasets_provider is None:
+        return random_data(config), None, config
+    tokenizer, config = with_tokenizer(config)
+    global_vars.set_current(config, tokenizer, None)
+    if config.data.is_mock:
+        return random_data(config, tokenizer=tokenizer), tokenizer, config
+    dataset, _, _ = job.datasets_provider([NUM_STEPS * config.batch.global_batch_size(1), 0, 0])
+    return dataset, tokenizer, config

@@ -52,7 +52,11 @@ def check_policy(config: Config, device_type: str, world_size: int, model_provid
         return CheckPolicy("one process has nothing to compare with", is_reported=is_requested)
     if device_type not in accelerators.BUILT_IN and not config.run.prove_only:
         return CheckPolicy(f"the adaptors of {device_type} also act on the CPU", is_reported=is_requested)
-    module = getattr(model_provider, "__module__", "")
-    if not is_requested and not module.startswith(BUILT_IN_PROGRAMS):
-        return CheckPolicy("the model is the script's own (--prove checks it on random tokens)", is_reported=True)
+    if not is_requested and not is_built_in(model_provider):
+        return CheckPolicy("the model is the script's own (--prove checks it)", is_reported=True)
     return CheckPolicy(waits=is_requested)
+
+
+def is_built_in(provider: Callable[..., Any]) -> bool:
+    """Return True if a function of a script is one of the built-in programs."""
+    return str(getattr(provider, "__module__", "")).startswith(BUILT_IN_PROGRAMS)

@@ -131,7 +131,8 @@ def _compare_checks(recorded: CheckResult, config: Config, world_size: int, prog
     """Repeat the layout check."""
     if recorded.state == NOT_CHECKED:
         return Item("layout check", NONE, recorded.reason)
-    result = check_now(config, world_size, program.model_provider, program.forward_step)
+    providers = (program.train_valid_test_datasets_provider, program.model_provider, program.forward_step)
+    result = check_now(config, world_size, *providers)
     if result.state == NOT_CHECKED:
         return Item("layout check", NOT_REPEATED, result.reason)
     is_equal = result.state == recorded.state

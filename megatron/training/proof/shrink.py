@@ -73,12 +73,13 @@ class Shrunk:
     notes: tuple[str, ...] = field(default=())
 
 
-def shrink(config: Config, world_size: int, device_type: str) -> Shrunk:
+def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: bool = False) -> Shrunk:
     """Return the configurations of the layout check for a run.
 
     Args:
         world_size: number of ranks of the run.
         device_type: device of the run, which determines the defaults of some flags.
+        keeps_data: keep the data and the vocabulary of the run, whose script has its own data sets.
 
     Raises:
         ShrinkError: the small configuration is invalid, or needs more than ``MAX_RANKS`` ranks.
@@ -88,6 +89,8 @@ def shrink(config: Config, world_size: int, device_type: str) -> Shrunk:
     num_replicas = parallel.data_parallel_size(small_world_size)
     seq_length = _seq_length(parallel)
     model, layout = _shrink_model(config, parallel, seq_length)
+    if keeps_data:
+        model = replace(model, vocab_size=config.model.vocab_size)
     if layout is not None:
         parallel = replace(parallel, pipeline_layout=layout, pipeline_chunks=1)
     optimizer = config.optimizer
@@ -119,7 +122,7 @@ def shrink(config: Config, world_size: int, device_type: str) -> Shrunk:
             zero_stage=optimizer.zero_stage,
         ),
         precision=PrecisionConfig(dtype="fp64"),
-        data=_shrink_data(config),
+        data=replace(config.data, num_workers=0) if keeps_data else _shrink_data(config),
         checkpoint=CheckpointConfig(),
         stability=StabilityConfig(),
         debug=DebugConfig(),

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from megatron.config import Config
 from megatron.training.callbacks.layout_check import LayoutCheck
 from megatron.training.proof.check_process import CheckJob, CheckProcess
-from megatron.training.proof.policy import check_policy
+from megatron.training.proof.policy import check_policy, is_built_in
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron.training.data import DatasetsProvider
     from megatron.training.step_engine import ForwardStep
 
 
@@ -21,6 +22,7 @@ def start_layout_check(
     config: Config,
     world_size: int,
     device_type: str,
+    datasets_provider: DatasetsProvider,
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> LayoutCheck | None:
@@ -34,5 +36,7 @@ def start_layout_check(
     policy = check_policy(config, device_type, world_size, model_provider)
     process = None
     if policy.is_checked and os.environ.get("RANK", "0") == "0":
-        process = CheckProcess(CheckJob(config, world_size, device_type, model_provider, forward_step))
+        own_data = None if is_built_in(datasets_provider) else datasets_provider
+        job = CheckJob(config, world_size, device_type, model_provider, forward_step, own_data)
+        process = CheckProcess(job)
     return LayoutCheck(policy, process)
