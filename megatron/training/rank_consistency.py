@@ -158,7 +158,7 @@ def code_checksum(root: Path = ROOT, script: str | None = None) -> int:
     """Return a checksum over the names and contents of the code files and a script.
 
     Args:
-        script: path of the script; None: the running script.
+        script: path of the script; None: the running script; "": no script.
     """
     files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tds").rglob("*.py"))]
     checksum = 0

@@ -6,7 +6,7 @@
 | ``data`` | hashes of the order of the training samples, and of the tokens of some of the samples that were consumed |
 | ``tokenizer`` | its identity, and a hash of the ids of ``PROBE_TEXT`` |
 | ``versions`` | versions of Python and of the packages that affect results |
-| ``code`` | the git commit, and a checksum of all code files and of the script |
+| ``code`` | the git commit, and checksums of all code files and of the script |
 | ``run`` | family, script, number of ranks, steps and samples |
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,19 @@ def make_proof(
         "data": data_proof(train_data, run["samples"]),
         "tokenizer": tokenizer_proof(tokenizer),
         "versions": {name: versions[name] for name in ("python", "torch", "deepspeed", "numpy") if name in versions},
-        "code": {"commit": versions.get("commit", "unknown"), "checksum": f"{rank_consistency.code_checksum():08x}"},
+        "code": code_proof(versions.get("commit", "unknown"), run["script"]),
         "run": dict(run),
+    }
+
+
+def code_proof(commit: str, script: str) -> dict[str, str]:
+    """Return the commit, a checksum of all code files, and a checksum of the script."""
+    path = Path(script)
+    script_checksum = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "unknown"
+    return {
+        "commit": commit,
+        "checksum": f"{rank_consistency.code_checksum(script=''):08x}",
+        "script": script_checksum,
     }
 
 

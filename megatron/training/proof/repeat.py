@@ -13,12 +13,12 @@ from megatron.arguments import parse
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
-from megatron.training import global_vars, rank_consistency
+from megatron.training import global_vars
 from megatron.training.mock_data import random_data
 from megatron.training.plan_checks import BUILTIN_PROGRAMS
 from megatron.training.proof.check_result import NOT_CHECKED, CheckResult
 from megatron.training.proof.prove_only import check_now
-from megatron.training.proof.record import FILE_NAME, data_proof, tokenizer_proof
+from megatron.training.proof.record import FILE_NAME, code_proof, data_proof, tokenizer_proof
 from megatron.training.run_record import git_commit, package_versions
 from megatron.training.vocabulary import with_tokenizer
 
@@ -67,8 +67,7 @@ def repeat_proof(run_dir: Path, *, has_layout_check: bool = True) -> Iterator[It
     proof = read_proof(run_dir)
     run = proof["run"]
     yield from _compare_values("version of ", proof["versions"], package_versions())
-    code = {"commit": git_commit(), "checksum": f"{rank_consistency.code_checksum(script=run['script']):08x}"}
-    yield from _compare_values("code: ", proof["code"], code)
+    yield from _compare_values("code: ", proof["code"], code_proof(git_commit(), run["script"]))
     is_built_in = Path(run["script"]).name in BUILTIN_PROGRAMS
     config = _parse_config(run_dir, run)
     tokenizer, config = with_tokenizer(config)
