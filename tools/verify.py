@@ -24,14 +24,19 @@ from megatron import log
 from megatron.errors import JobError, exit_code
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the comparison of each item; return the exit code."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="run folder with proof.json")
     parser.add_argument("--no-layout-check", action="store_true", help="do not repeat the layout check")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the comparison of each item; return the exit code."""
+    args = parse_args(argv)
     os.environ["DS_ACCELERATOR"] = "cpu"  # before torch and DeepSpeed are imported
 
     from megatron.training.proof.repeat import DIFFERENT, NOT_REPEATED, repeat_proof
