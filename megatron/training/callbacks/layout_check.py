@@ -44,7 +44,7 @@ class LayoutCheck(Callback):
     def on_train_end(self) -> None:
         """Wait for the result. It precedes the last checkpoint, so that a failed run saves none."""
         if self._is_pending:
-            self._collect(should_wait=not self.trainer.stop_text)
+            self._collect(should_wait=bool(self.trainer.steps_taken) and not self.trainer.stop_text)
         self.close()
 
     def on_exception(self, error: BaseException) -> None:

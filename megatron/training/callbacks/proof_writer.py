@@ -14,12 +14,14 @@ from megatron.training.trainer import Callback
 
 
 class ProofWriter(Callback):
-    """Writes proof.json after the last step, or when the run is stopped. ``proof.record`` has its content."""
+    """Writes proof.json after the last step, or when the run is stopped; ``proof.record`` has its content."""
 
     on_all_ranks = False
 
     def on_train_end(self) -> None:
         trainer = self.trainer
+        if not trainer.steps_taken:
+            return  # keep the proof of the start that took the last step
         check = trainer.find(LayoutCheck)
         result = None if check is None else check.result
         run = {
