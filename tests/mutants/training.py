@@ -329,7 +329,7 @@ def differences_of_a_layout_are_not_judged(original: Any) -> Any:
     "tests/training/proof/test_shrink.py::test_types_of_layers_are_kept_with_their_patterns",
 )
 def layers_of_the_check_have_one_type(original: Any) -> Any:
-    return lambda model: original(model)[-1:] * model.num_layers
+    return lambda model: original(model)[:1] * model.num_layers
 
 
 @mutant(
