@@ -68,6 +68,7 @@ def test_every_layer_type_and_chunk_has_a_layer(flags: str, world_size: int, num
 def test_types_of_layers_are_kept_with_their_patterns() -> None:
     flags = "--model llama --num-layers 24 --num-experts 8 --moe-layer-freq 3 --window-size 9 --window-attn-skip-freq 2"
     model = shrink_run(flags, 4).config.model
+    assert model.num_layers == 4
     patterns = (expert_layers(model.moe_layer_freq, 4), window_pattern(model.window_attn_skip_freq, 4))
     assert sorted(zip(*patterns, strict=True)) == [(False, False), (False, True), (True, False), (True, True)]
 
