@@ -71,7 +71,7 @@ for flag in "$@"; do
     --config) file=next ;;
     --config=*) file=${flag#*=} ;;
     -h | --help | --help-all) is_help=$flag ;;
-    --dry-run) is_dry=1 ;;
+    --dry-run | --prove-only) is_dry=1 ;;
     --data-path | --data-path=* | --*-data-path | --*-data-path=* | --sft | --sft=*) has_data=1 ;;
   esac
 done

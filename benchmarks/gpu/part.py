@@ -361,6 +361,7 @@ def environment(machine: Machine, extra: Mapping[str, str] | None = None) -> dic
     removed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     env = {name: value for name, value in os.environ.items() if name not in removed}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env.setdefault("MEGATRON_PROVE", "0")  # runs on the CPU are compared with others, and timed
     env["PYTHONUNBUFFERED"] = "1"
     if machine.device_type == "cpu":
         env |= {"DS_ACCELERATOR": "cpu"}

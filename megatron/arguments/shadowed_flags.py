@@ -247,6 +247,10 @@ SHADOWS = (
         lambda config: config.checkpoint.finetune or config.checkpoint.eval_only,
         "--finetune and --eval-only (--skip-train) load the weights only",
     ),
+    # proof
+    Shadow(
+        ("prove",), lambda config: bool(config.run.prove) and config.checkpoint.eval_only, "--eval-only takes no step"
+    ),
 )
 """The conditions that other modules do not report as errors, notes or ignored flags."""
 

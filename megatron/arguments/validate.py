@@ -363,7 +363,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
     t = config.parallel.model_parallel_size
     yield from config.family_config.check(config)
     yield from _activation_problems(config)
-    if not config.run.dry_run:
+    if not (config.run.dry_run or config.run.prove_only):  # neither reads data
         yield from config.data.missing_files(reads_span_files=config.family_config.READS_SPAN_FILES)
     if config.run.check_paths and not config.run.dry_run:
         yield "--check-paths has no effect without --dry-run, because a run always checks its paths. Remove it"

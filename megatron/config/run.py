@@ -76,6 +76,20 @@ class RunConfig:
         "with --dry-run: exit with code 2 if this machine lacks data files, the folder of --load, memory or the "
         "device; without it these are warnings",
     )
+    prove: bool | None = option(
+        None,
+        "check the layout of the run, shrunk to small sizes, in fp64 against one process, and end the run before its "
+        "first step if gradients or losses differ; the default on a CPU checks beside the first steps and does not "
+        "delay them",
+        constants={"--no-prove": False},
+        shown_default="beside the first steps on a CPU, otherwise off",
+        short="check the layout against one process",
+    )
+    prove_only: bool = option(
+        False,
+        "check the layout as --prove does, without a time limit, and exit with code 0 if it is correct, otherwise 1; "
+        "needs no GPU and no launcher (WORLD_SIZE=N sets the number of ranks), and no data for the built-in models",
+    )
     progress: str = option("auto", "form of the progress display", choices=("auto", "bar", "plain"))
     local_rank: int | None = option(
         None,

@@ -59,6 +59,12 @@ def open_status_file() -> None:
         return
 
 
+def use_private_memory() -> None:
+    """Stop writing to the status file, in a fork of the rank that is not the rank."""
+    global _buffer
+    _buffer = bytearray(BUFFER_BYTES)
+
+
 def status_path(failure_file: str, rank: int) -> str:
     """Return the path of a rank's status file."""
     return f"{failure_file}.at-{rank}"

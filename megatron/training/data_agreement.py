@@ -43,7 +43,7 @@ class RankData:
             fingerprint=_fingerprint(datasets.get("train")),
             order=None if ordered is None else ordered.order,
             corpora={split: weights for split, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
-            identities={split: _identity_text(dataset) for split, dataset in datasets.items()},
+            identities={split: identity_text(dataset) for split, dataset in datasets.items()},
         )
 
 
@@ -61,7 +61,7 @@ def _weights(dataset: object) -> dict[str, float]:
     return {} if ordered is None or isinstance(ordered.order, MegatronOrder) else ordered.order.weights(0)
 
 
-def _identity_text(dataset: object) -> str:
+def identity_text(dataset: object) -> str:
     """Return a text that is equal on all ranks whose data sets return the same samples in the same order."""
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"

@@ -76,6 +76,11 @@ def get_tokenizer() -> Any:
     return _require(_current.tokenizer, "tokenizer")
 
 
+def current_tokenizer() -> Any:
+    """Return the tokenizer, or None if the run has none."""
+    return _current.tokenizer
+
+
 def missing_tokenizer(config: Config) -> str:
     """Return the error message for a script that needs a tokenizer if no flag names one."""
     if config.data.is_mock:

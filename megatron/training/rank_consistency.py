@@ -154,14 +154,18 @@ def differences(facts_by_rank: Sequence[Mapping[str, str]]) -> Iterator[str]:
             yield f"{name}: {'; '.join(values)}"
 
 
-def code_checksum(root: Path = ROOT) -> int:
-    """Return a checksum over the names and contents of the code files and the running script."""
+def code_checksum(root: Path = ROOT, script: str | None = None) -> int:
+    """Return a checksum over the names and contents of the code files and a script.
+
+    Args:
+        script: path of the script; None: the running script; "": no script.
+    """
     files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tds").rglob("*.py"))]
     checksum = 0
     for path in files:
         checksum = zlib.crc32(f"{path.relative_to(root)}\0".encode() + path.read_bytes(), checksum)
-    script = Path(sys.argv[0])
-    return zlib.crc32(script.read_bytes(), checksum) if script.is_file() else checksum
+    script_path = Path(sys.argv[0] if script is None else script)
+    return zlib.crc32(script_path.read_bytes(), checksum) if script_path.is_file() else checksum
 
 
 def git_commit(root: Path) -> str:

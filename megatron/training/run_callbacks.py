@@ -106,5 +106,6 @@ def reporting_callbacks(config: Config, parameter_counts: Sequence[int]) -> list
         CallbackRow(config.parallel.compile, "compile_meter:CompileMeter"),
         CallbackRow(True, "straggler:StragglerWarning"),
         CallbackRow(True, "metrics_writer:Metrics"),
+        CallbackRow(not config.checkpoint.eval_only, "proof_writer:ProofWriter"),
         CallbackRow(bool(config.logging.wandb_project), "wandb:Wandb"),
     ]

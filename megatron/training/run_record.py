@@ -17,6 +17,8 @@ from megatron import files
 from megatron.config import Config
 from megatron.training.world import World
 
+VERSIONS = "versions.json"
+
 
 def write_run_record(folder: Path, config: Config, world: World, step: int) -> None:
     """Write config.json, command.txt, versions.json and starts.jsonl. Called on rank 0, which holds the folder's lock.
@@ -31,7 +33,7 @@ def write_run_record(folder: Path, config: Config, world: World, step: int) -> N
         defaults = os.environ.get("MEGATRON_DEFAULTS", "")
         defaults_text = f"MEGATRON_DEFAULTS={shlex.quote(defaults)} " if defaults else ""
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {defaults_text}{shlex.join([sys.executable, *sys.argv])}\n")
-    files.replace_bytes(folder / "versions.json", _json(versions(world)))
+    files.replace_bytes(folder / VERSIONS, _json(versions(world)))
     with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
         start_entry = {"step": step, "time": time.time(), "ranks": world.grid.topology.world_size}
         file.write(json.dumps(start_entry) + "\n")
@@ -46,15 +48,19 @@ def _remove_stale(folder: Path) -> None:
 
 def versions(world: World) -> dict[str, Any]:
     """Return the versions of packages that affect results, the code's commit, and the machine."""
-    packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _is_installed(name)}
     return {
-        **packages,
-        "python": platform.python_version(),
+        **package_versions(),
         "commit": git_commit(),
         "host": platform.node(),
         "device": world.device_type,
         "world_size": world.grid.topology.world_size,
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that affect results."""
+    packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _is_installed(name)}
+    return {**packages, "python": platform.python_version()}
 
 
 def git_commit() -> str:

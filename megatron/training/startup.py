@@ -31,6 +31,7 @@ from megatron.runtime.rank_env import has_valid_world_size, process_name, raise_
 if TYPE_CHECKING:
     import torch
 
+    from megatron.training.callbacks.layout_check import LayoutCheck
     from megatron.training.data import DatasetsProvider
     from megatron.training.step_engine import ForwardStep
     from megatron.training.trainer import Callback
@@ -106,6 +107,13 @@ def pretrain(
 
             dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
+        providers = (train_valid_test_datasets_provider, model_provider, forward_step)
+        if config.run.prove_only:
+            if os.environ.get("RANK", "0") != "0":
+                return  # rank 0 starts all processes of the check
+            from megatron.training.proof.prove_only import prove_only  # imports torch, which --help does not need
+
+            sys.exit(prove_only(config, span.max_ranks if span else world_size, *providers))
         raise_on_this_rank(rank_problems)
 
         # Ranks: an elastic job may have fewer ranks than the configuration was validated for.
@@ -120,11 +128,13 @@ def pretrain(
         # Device and process groups.
         from megatron.training.device_setup import configure_device
 
-        configure_device(config)  # before DeepSpeed is imported
+        device_type = configure_device(config)  # before DeepSpeed is imported
         import megatron.training.setup  # noqa: F401 - import DeepSpeed before ranks wait for each other
         from megatron import device
         from megatron.training import initialize
+        from megatron.training.proof.start import start_layout_check
 
+        layout_check = start_layout_check(config, world_size, device_type, *providers)
         world = initialize.start(config, lambda: stop.signal_name)
         rank_name = world.name
         rank_status.write_coordinates(rank_name)
@@ -134,8 +144,7 @@ def pretrain(
         config = resolve_dtype(config, device.default_precision(world.device_type))
 
         # Data, model, engine, trainer.
-        providers = (train_valid_test_datasets_provider, model_provider, forward_step)
-        run(config, world, *providers, run_name(config.family), stop, callbacks)
+        run(config, world, *providers, run_name(config.family), stop, callbacks, layout_check)
         initialize.stop()
         rank_status.write_state("")
 
@@ -154,6 +163,7 @@ def run(
     name: str,
     stop: StopRequests,
     callbacks: Sequence[Callback] = (),
+    layout_check: LayoutCheck | None = None,
 ) -> None:
     """Train with an existing configuration and world. Collective.
 
@@ -161,6 +171,7 @@ def run(
         name: name of a new run folder, ``runs/<name>-<time>``.
         stop: requests to stop early, from signals or limits.
         callbacks: the script's callbacks.
+        layout_check: the check of the layout that has been started before the process groups; None: no check.
     """
     # Imported here so that --help and --dry-run need neither torch nor DeepSpeed.
     from megatron import device
@@ -213,6 +224,7 @@ def run(
             step_callbacks = run_callbacks.step_callbacks(config, num_parameters, bytes_before_model)
             reporting_callbacks = run_callbacks.reporting_callbacks(config, num_parameters)
             all_callbacks = [
+                *([layout_check] if layout_check is not None else []),
                 Checkpointer(paths, getattr(tokenizer, "identity", None)),
                 *debuggers,
                 *run_callbacks.make_callbacks(step_callbacks),

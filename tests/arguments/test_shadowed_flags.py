@@ -248,6 +248,7 @@ SHADOWED = {
     "debug_dump_tensors": "--debug-dump-tensors",
     "eval_tasks_interval": "--eval-tasks-interval 5",
     "prompt_bos": "--no-prompt-bos",
+    "prove": "--prove --eval-only --load x",
     "wandb_exp_name": "--wandb-exp-name a",
     "wandb_save_dir": "--wandb-save-dir a",
     "wandb_entity": "--wandb-entity a",
@@ -275,7 +276,7 @@ NEVER_SHADOWED = set(
     save load resume no_save_optim keep_last
     sample_prompts wandb_project
     seed deterministic log_interval exit_interval kill_switch_path exit_duration_in_mins tensorboard_dir
-    deepspeed_config config strict_flags ignore_unknown_flags verbose_deepspeed dry_run progress local_rank
+    deepspeed_config config strict_flags ignore_unknown_flags verbose_deepspeed dry_run prove_only progress local_rank
     """.split()
 )
 """Fields with an effect next to every value of the others, or whose contradictions are errors of another kind.

@@ -198,6 +198,8 @@ READING_MODULES = {
     "verbose_deepspeed": "training/deepspeed_engine.py",
     "dry_run": "training/startup.py",
     "check_paths": "training/dry_run.py",
+    "prove": "training/proof/policy.py",
+    "prove_only": "training/startup.py",
     "progress": "training/run_callbacks.py",
     "local_rank": "training/initialize.py",
 }

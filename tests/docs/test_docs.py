@@ -69,6 +69,7 @@ GENERATED_FILES = {
     "config.json",
     "generation_config.json",
     "versions.json",
+    "proof.json",
     "manifest.json",
     "vocab.json",
     "tokenizer.json",

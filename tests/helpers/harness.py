@@ -121,6 +121,7 @@ def _cache_start_checks() -> None:
         functools.cache, (consistency.code_checksum, consistency._package_version)
     )
     consistency.code_checksum()
+    consistency.code_checksum(script="")  # for proof.json
     for name in consistency.VERSIONS:
         consistency._package_version(name)
 

@@ -311,3 +311,30 @@ def checksum_of_a_weight_covers_its_first_half(original: Any) -> Any:
 )
 def pieces_have_the_flops_of_a_whole_sample(original: Any) -> Any:
     return lambda self, length: self.flops_per_sample
+
+
+# The proof of a run.
+
+
+@mutant(
+    "megatron.training.proof.check_process:bound_problems",
+    "tests/training/proof/test_check_process.py::test_missing_all_reduce_of_gradients_fails",
+)
+def differences_of_a_layout_are_not_judged(original: Any) -> Any:
+    return lambda *_: []
+
+
+@mutant(
+    "megatron.training.proof.shrink:_layer_types",
+    "tests/training/proof/test_shrink.py::test_types_of_layers_are_kept_with_their_patterns",
+)
+def layers_of_the_check_have_one_type(original: Any) -> Any:
+    return lambda model: original(model)[:1] * model.num_layers
+
+
+@mutant(
+    "megatron.training.proof.record:sample_indices",
+    "tests/training/proof/test_record.py::test_indices_cover_first_and_last_sample",
+)
+def only_first_samples_are_hashed(original: Any) -> Any:
+    return lambda num_samples: list(range(min(num_samples, 8)))

@@ -89,6 +89,7 @@ SMOKE_COMMANDS = {
         "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json "
         "--vocab-size 400 --output trained.json"
     ],
+    "tools/verify.py": ["python tools/verify.py runs/my-run"],
 }
 """The commands of each tool, in the order in which they run: a documented command, and flags that make it small. A
 repeated flag replaces the documented value."""

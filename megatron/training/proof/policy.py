@@ -1,0 +1,62 @@
+"""The decision whether a run checks its layout, the same on every rank. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron import accelerators
+from megatron.config import Config
+
+VARIABLE = "MEGATRON_PROVE"
+"""Environment variable: 0 turns off the default check on CPUs, as the test suite does. --prove takes precedence."""
+BUILT_IN_PROGRAMS = "megatron.training.programs"
+
+
+@dataclass(frozen=True)
+class CheckPolicy:
+    """The decision on the layout check of a run.
+
+    Args:
+        skip_reason: why the layout is not checked; "" if it is checked.
+        is_reported: the log has a line with ``skip_reason``.
+        waits: the first step waits for the result; otherwise the run is checked beside its steps.
+    """
+
+    skip_reason: str = ""
+    is_reported: bool = False
+    waits: bool = False
+
+    @property
+    def is_checked(self) -> bool:
+        return not self.skip_reason
+
+
+def check_policy(config: Config, device_type: str, world_size: int, model_provider: Callable[[], Any]) -> CheckPolicy:
+    """Return the decision for a run with these settings.
+
+    Args:
+        device_type: device of the run.
+        world_size: number of ranks of the run.
+    """
+    is_requested = config.run.prove is True or config.run.prove_only
+    if config.run.prove is False:
+        return CheckPolicy("--no-prove")
+    if not is_requested and os.environ.get(VARIABLE) == "0":
+        return CheckPolicy(f"{VARIABLE}=0")
+    if not is_requested and device_type != "cpu":
+        return CheckPolicy(f"off by default on {device_type} (--prove turns it on)")
+    if world_size == 1:
+        return CheckPolicy("one process has nothing to compare with", is_reported=is_requested)
+    if device_type not in accelerators.BUILT_IN and not config.run.prove_only:
+        return CheckPolicy(f"the adaptors of {device_type} also act on the CPU", is_reported=is_requested)
+    if not is_requested and not is_built_in(model_provider):
+        return CheckPolicy("the model is the script's own (--prove checks it)", is_reported=True)
+    return CheckPolicy(waits=is_requested)
+
+
+def is_built_in(provider: Callable[..., Any]) -> bool:
+    """Return True if a function of a script is one of the built-in programs."""
+    return str(getattr(provider, "__module__", "")).startswith(BUILT_IN_PROGRAMS)

@@ -1,0 +1,42 @@
+"""The parts of a run that a layout check in fp64 on CPUs cannot cover. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config import Config
+
+
+def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool = False) -> tuple[str, ...]:
+    """Return short names of the parts of a run that the layout check does not compute.
+
+    Args:
+        device_type: device of the run.
+        needs_deepspeed: True if DeepSpeed's engine trains the run.
+    """
+    return tuple(_parts(config, device_type, needs_deepspeed))
+
+
+def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[str]:
+    yield f"{config.precision.dtype or _default_dtype(device_type)} rounding"
+    if device_type != "cpu":
+        yield f"{device_type} kernels (flash attention, Triton)"
+        yield f"communication of {device_type} tensors"
+    if config.parallel.compile:
+        yield "--compile"
+    if config.optimizer.offload_optimizer or config.optimizer.offload_parameters:
+        yield "offload"
+    if config.optimizer.bf16_states:
+        yield "optimizer states in bf16"
+    if needs_deepspeed:
+        yield "DeepSpeed's engine"
+    is_dropping = max(config.model.attention_dropout, config.model.hidden_dropout) > 0
+    if is_dropping and not config.model.layout_independent_dropout:
+        yield "dropout"
+    if config.batch.rampup_batch_size or config.batch.seq_length_schedule:
+        yield "schedules of batch size and sequence length"
+
+
+def _default_dtype(device_type: str) -> str:
+    """Return the usual number format of a device type."""
+    return "fp32" if device_type == "cpu" else "bf16"
