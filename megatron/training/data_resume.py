@@ -88,8 +88,7 @@ def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) ->
 
 def _continues_megatron_order(metadata: Mapping[str, Any], config: Config | None) -> bool:
     """Return True if the checkpoint is Megatron-LM's and the run reads the samples in Megatron-LM's order."""
-    has_megatron_order = config is not None and getattr(config.data, "has_megatron_order", False)
-    return metadata.get("format") == TORCH_DIST and has_megatron_order
+    return metadata.get("format") == TORCH_DIST and config is not None and config.data.has_megatron_order
 
 
 def _check_unknown_data(consumed: int, allow_change: bool) -> None:

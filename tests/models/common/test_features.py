@@ -232,7 +232,10 @@ def test_full_models_match_formulas(name: str, switches: dict[str, Any]) -> None
 def check_pairs(pairs: list[tuple[str, str]]) -> None:
     for pair_idx, (first, second) in enumerate(pairs):
         changes = {**FEATURES[first], **FEATURES[second]}
-        changes = {"num_layers": 2 if changes.get("window_attn_skip_freq") or changes.get("no_rope_freq") else 1, **changes}
+        changes = {
+            "num_layers": 2 if changes.get("window_attn_skip_freq") or changes.get("no_rope_freq") else 1,
+            **changes,
+        }
         try:
             check_matches_formulas(changes, has_documents=pair_idx % 2 == 0)
         except AssertionError as error:
