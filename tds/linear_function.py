@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from tds.param_info import AddProduct, info_of
+from tds.torch_api import base_of
 
 
 class WeightGradDeferral(Protocol):
@@ -106,7 +107,7 @@ def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
 
 def leaf_of(weight: torch.Tensor) -> torch.Tensor | None:
     """Return ``weight`` if it is a leaf, the leaf that it is a view of, or None."""
-    leaf = weight if weight.is_leaf else weight._base
+    leaf = weight if weight.is_leaf else base_of(weight)
     return leaf if leaf is not None and leaf.is_leaf else None
 
 

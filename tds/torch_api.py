@@ -28,6 +28,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that ``tensor`` is a view of, or None."""
+    return tensor._base
+
+
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if both tensors have the same storage."""
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]

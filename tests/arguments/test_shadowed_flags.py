@@ -33,7 +33,7 @@ SCHEDULE_VALUES = {
 """Fields of the schedule, two values each."""
 SAMPLED_UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
 """Updates of the warm-up, of the end of the decay, and far beyond it."""
-GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style"}
+GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style", "lr_step_offset"}
 
 ROPE_FLAGS = "--position-embedding-type rope"
 EXPERT_FLAGS = "--num-experts 4"
@@ -259,6 +259,7 @@ NEVER_SHADOWED = set(
     architecture hidden_size num_attention_heads hidden_bias layernorm_epsilon attention_dropout
     hidden_dropout
     init_method_std untie_embeddings activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm
+    lr_step_offset
     loss_chunk_tokens z_loss mtp_num_layers vocab_size num_experts num_query_groups position_embedding_type
     normalization layernorm_1p
     norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping

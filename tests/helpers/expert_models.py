@@ -177,10 +177,6 @@ def disable_upcasts() -> Iterator[None]:
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inv_freq, scale = rotary_frequencies(self.config)
-        rotary_size = int(2 * len(inv_freq) * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        if rotary_size != 2 * len(inv_freq):
-            base = self.config.rope_parameters["rope_theta"]
-            inv_freq = 1.0 / base ** (torch.arange(0, rotary_size, 2, dtype=torch.float64) / rotary_size)
         freqs = position_ids[..., None].double() * inv_freq
         doubled = torch.cat((freqs, freqs), dim=-1)
         return doubled.cos() * scale, doubled.sin() * scale

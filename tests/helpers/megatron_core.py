@@ -59,7 +59,11 @@ def run_megatron_core(
         ProgramFailure: with the output of the program, which contains the traceback of each rank that failed.
     """
     call = json.dumps([str(PACKAGE_DIR), program, str(folder), num_ranks, deadline_s, options])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.megatron_core", call]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -198,6 +198,7 @@ def test_torch_has_expected_private_names() -> None:
     assert weight.tolist() == [4.0] * 3
     assert torch._foreach_norm([weight.data], 2, dtype=torch.float64)[0].item() == 48**0.5
     memory = torch.zeros(4)
+    assert memory[:2]._base is memory and memory._base is None
     assert torch._C._is_alias_of(memory[:2], memory[2:]) and not torch._C._is_alias_of(memory, torch.zeros(4))
     assert torch._C._current_graph_task_id() == -1 and callable(torch._C._will_engine_execute_node)
 

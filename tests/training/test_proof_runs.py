@@ -144,7 +144,11 @@ def test_prove_only_returns_0_for_one_process_and_1_if_nothing_can_be_checked() 
 
 def run_program(command: str, world_size: int) -> tuple[int, str]:
     """Return the exit code and the messages of a program that checks the layout only."""
-    env = {**os.environ, "WORLD_SIZE": str(world_size), "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     words = [sys.executable, *f"{command} --prove-only --device cpu --num-layers 4 --gas 4".split()]
     result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     return result.returncode, result.stderr

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.torch_dist.inert_pickle import InertObject, path_of, read_pickle
+from megatron.checkpoint.torch_dist.inert_pickle import InertObject, path_of, read_inertly
 from megatron.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -76,7 +76,7 @@ def read_index(folder: Path) -> TorchDistIndex:
     """
     path = folder / METADATA
     try:
-        metadata = read_pickle(path.read_bytes())
+        metadata = read_inertly(path.read_bytes())
         entries, locations = metadata.state["state_dict_metadata"], metadata.state["storage_data"]
         spans = _spans_by_chunk(locations)
         tensors, objects = {}, {}

@@ -92,7 +92,7 @@ def _make_list(items: Any = ()) -> list[Any]:
     return list(items)
 
 
-def read_pickle(
+def read_inertly(
     content: bytes,
     builders: dict[str, Callable[..., Any]] | None = None,
     load_storage: Callable[[Any], Any] | None = None,

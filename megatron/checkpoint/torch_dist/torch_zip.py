@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.torch_dist.inert_pickle import path_of, read_pickle
+from megatron.checkpoint.torch_dist.inert_pickle import path_of, read_inertly
 
 _STORAGE_DTYPES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -135,4 +135,4 @@ def read_archive(archive: memoryview) -> Any:
         return ArchivedTensor(dtype, tuple(shape), tuple(stride), start, stop, crc32, offset)
 
     builders = dict.fromkeys(_REBUILD, rebuild)
-    return read_pickle(content, {**builders, _REBUILD_PARAMETER: lambda tensor, *_: tensor}, load_storage)
+    return read_inertly(content, {**builders, _REBUILD_PARAMETER: lambda tensor, *_: tensor}, load_storage)

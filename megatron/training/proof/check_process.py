@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import json
 import os
-import pickle
 import select
 import signal
 import socket
@@ -299,7 +299,7 @@ def _run_ranks(job: CheckJob, shrunk: Shrunk, deadline: float) -> Mapping[int, T
                     continue
                 os.close(read_end)
                 del ranks_by_pipe[read_end]
-                outcome = pickle.loads(received[rank]) if received[rank] else RankError("it ended without a result")
+                outcome = _load(received[rank]) if received[rank] else RankError("it ended without a result")
                 outcomes[rank] = outcome
                 if isinstance(outcome, RankError) and not has_error:
                     has_error, deadline = True, min(deadline, time.monotonic() + _ERROR_GRACE_S)
@@ -317,8 +317,24 @@ def _rank_main(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         outcome = RankError(text, isinstance(as_peer_error(error), PeerError))
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer)
     with open(write_end, "wb") as file:
-        pickle.dump(outcome, file)
+        file.write(buffer.getvalue())
+
+
+def _load(data: bytes) -> Trace | RankError:
+    """Return the outcome of a rank from the bytes that it wrote."""
+    import torch
+
+    from megatron.mpu.shard import Shard
+    from megatron.training.parity import Trace
+
+    with torch.serialization.safe_globals([Trace, RankError, Shard]):
+        outcome: Trace | RankError = torch.load(io.BytesIO(data), weights_only=True)
+    return outcome
 
 
 def _trace(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket) -> Trace:

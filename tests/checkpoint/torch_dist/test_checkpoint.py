@@ -27,7 +27,7 @@ from megatron.checkpoint.torch_dist.checkpoint import TorchDistCheckpoint, open_
 from megatron.checkpoint.torch_dist.export import ExportOptions, export_torch_dist
 from megatron.checkpoint.torch_dist.folder import TorchDistFolder, find_iteration, read_folder
 from megatron.checkpoint.torch_dist.index import TorchDistIndex, read_index
-from megatron.checkpoint.torch_dist.inert_pickle import InertObject, read_pickle
+from megatron.checkpoint.torch_dist.inert_pickle import InertObject, read_inertly
 from megatron.checkpoint.torch_dist.reader import TorchDistReader
 from megatron.checkpoint.torch_dist.settings import build_config, setting_values
 from megatron.checkpoint.torch_dist.torch_zip import read_archive
@@ -272,7 +272,7 @@ class Malicious:
 
 def test_pickles_call_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    value = read_pickle(pickle.dumps({"a": [1, (2.5, "b")], "c": Malicious()}))
+    value = read_inertly(pickle.dumps({"a": [1, (2.5, "b")], "c": Malicious()}))
     assert value["a"] == [1, (2.5, "b")] and isinstance(value["c"], InertObject)
     assert not any(tmp_path.iterdir())
 
