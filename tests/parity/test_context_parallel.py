@@ -52,6 +52,12 @@ def test_gpt2_equals_single_process_in_every_layout(
     check_fp64(compare_layout(tensor, pipe, data, 2, extra, f"{comm_flag} {sequence}", context=context, steps=4))
 
 
+def test_bert_with_dropout_equals_single_process() -> None:
+    """Attention to all keys without a mask, with dropout."""
+    runs, variants = FAMILIES["bert"]
+    check_fp64(runs.compare_layout(1, 1, 1, f"{DROPOUT} {variants[1]}", 2, context=2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe", "data", "context"), LAYOUTS[:5])
 @pytest.mark.parametrize(
