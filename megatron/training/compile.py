@@ -29,6 +29,8 @@ GRAPH_BREAK_METHODS = ("attend", "recompute")
 COMPILERS = ("g++", "clang++")
 GRAPHS_PER_LENGTH = 8
 """Number of graphs per sequence length (torch's default limit), beyond which a layer would run uncompiled."""
+NO_SLP = "-fno-tree-slp-vectorize"
+"""Flag of g++ and clang++ against superword-level parallelism, the vectorization of straight-line code."""
 
 
 def compile_layers(
@@ -59,6 +61,8 @@ def compile_layers(
         )
     if backend == "inductor":
         check_compiler(device)
+        if device.type == "cpu":
+            avoid_miscompiled_transposes()
     streams.enable_graph_dropout()
     for name in GRAPH_BREAK_METHODS:
         setattr(streams, name, torch.compiler.disable(getattr(streams, name)))
@@ -99,3 +103,19 @@ def check_compiler(device: torch.device) -> None:
             "--compile does not support CUDA graphs, which overwrite the activations of micro-batches in flight, got "
             "TORCHINDUCTOR_CUDAGRAPHS=1. Unset it, or leave --compile out"
         )
+
+
+def avoid_miscompiled_transposes() -> None:
+    """Add ``NO_SLP`` to the flags of all C++ kernels that torch.compile builds later in this process.
+
+    torch 2.13 compiles with -O3. With that, g++ 12.2 miscompiles AVX-512 kernels that transpose two 16-bit matrices, such
+    as the gradient of a gated feed-forward layer's ``up`` weight: entries of the result are uninitialised. -O2 or
+    ``NO_SLP`` avoids it. The flag applies to all kernels, because others with transposes may be affected.
+
+    torch has no setting for additional flags. The value of the setting used here is part of the compiler's command line,
+    as ``-ffp-contract={value}``, and of the keys of torch's caches, so that no kernel built without ``NO_SLP`` is loaded.
+    """
+    from torch._inductor import config as inductor
+
+    if NO_SLP not in inductor.cpp.enable_floating_point_contract_flag.split():
+        inductor.cpp.enable_floating_point_contract_flag += f" {NO_SLP}"

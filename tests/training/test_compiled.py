@@ -104,6 +104,41 @@ def test_inductor_kernels_equal_eager_layers(family: str, tmp_path: Any, monkeyp
         assert (actual_tensor - expected_tensor).abs().max() <= 2e-5 * max(expected_tensor.abs().max(), 1.0)
 
 
+def test_kernels_are_compiled_without_slp_vectorizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cpp_builder import CppBuilder, CppOptions
+
+    def compiler_flags() -> list[str]:
+        return CppBuilder(name="kernel", sources="kernel.cpp", BuildOption=CppOptions()).get_command_line().split()
+
+    monkeypatch.setattr(compile, "check_compiler", lambda device: None)
+    model = make_model("gpt2", **NO_DROPOUT)
+    with torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "off"}):
+        compile_layers(model, model.parallel.streams, torch.device("cuda"))
+        assert compile.NO_SLP not in compiler_flags()
+        for _ in range(2):
+            compile_layers(model, model.parallel.streams, CPU)
+            assert compiler_flags().count(compile.NO_SLP) == 1
+        assert "-ffp-contract=off" in compiler_flags()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernel_of_two_transposes_equals_eager(
+    dtype: torch.dtype, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """g++ 12.2 with AVX-512 miscompiles this kernel with torch's own flags."""
+
+    def transpose_both(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+        return torch.stack((even.t(), odd.t()), 1)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    even, odd = torch.arange(2 * 64 * 96).remainder(251).to(dtype).view(2, 64, 96)
+    with torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "off"}):
+        compile.avoid_miscompiled_transposes()
+        assert torch.equal(torch.compile(transpose_both)(even, odd), transpose_both(even, odd))
+
+
 def test_missing_compiler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compile.shutil, "which", lambda name: None)
