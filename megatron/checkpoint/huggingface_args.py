@@ -61,8 +61,12 @@ def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
     except CheckpointError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
     tensors = read_headers(path)
-    config = _with_biases(without_missing_mtp(tensors, config, model_type), tensors, model_type)
-    if not _fits(config, tensors, model_type):
+    try:
+        config = _with_biases(without_missing_mtp(tensors, config, model_type), tensors, model_type)
+        is_fitting = _fits(config, tensors, model_type)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / CONFIG} does not describe a model that we support: {error}") from error
+    if not is_fitting:
         raise CheckpointError(_mismatch_message(path, hf_config, config, tensors))
     fields = {option.name for _, option in all_options()}
     return SettingsSource(path / CONFIG, config, fields)
