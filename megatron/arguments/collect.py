@@ -32,7 +32,7 @@ CheckpointArgs = Callable[[Scan, Mapping[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The values of all sources.
+    """Values from all sources.
 
     Args:
         scanned: flags of the command line and --config; problems and notes of all sources.

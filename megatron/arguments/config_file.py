@@ -39,7 +39,7 @@ from megatron.models.registry import FAMILIES
 
 @dataclass(frozen=True)
 class FileText:
-    """Contents of a file, and the lines of its keys.
+    """Contents of a file with the position of each key.
 
     Args:
         lines: keys from the root -> line number.
@@ -50,7 +50,10 @@ class FileText:
     lines: Mapping[tuple[str, ...], int]
 
     def location(self, *keys: str) -> str:
-        """Return "file:line" of a key; ``keys`` is the path from the root, such as ("model", "num_layers")."""
+        """Format a key's location as "file:line".
+
+        ``keys`` is the path from the root, such as ("model", "num_layers").
+        """
         line = self.lines.get(keys)
         return f"{self.path}:{line}" if line else self.path
 
@@ -130,7 +133,7 @@ _YAML_CORE_SCHEMA = (
 
 
 def _node_value(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int], seen: set[int]) -> Any:
-    """Return the value of a YAML node, and add the lines of its keys to ``lines``."""
+    """Convert a YAML node, and add the line of each key to ``lines``."""
     location = f"{path}:{node.start_mark.line + 1}"
     if node.id == "scalar":
         if node.style is None and node.tag.startswith("tag:yaml.org,2002:"):
@@ -255,7 +258,7 @@ def merge_config_file(scanned: Scan, extra_flags: Iterable[str] = ()) -> ConfigF
 
 
 class _Reader:
-    """Reader for the keys of a file, which collects values, notes and problems."""
+    """Reads the keys of a file, and collects values, notes and problems."""
 
     def __init__(self, text: FileText, family: str, extra_flags: tuple[str, ...], is_run_config: bool) -> None:
         self.text, self.family, self.is_run_config = text, family, is_run_config
@@ -278,7 +281,7 @@ class _Reader:
         self.converted: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return field -> value."""
+        """Read all keys into field -> value."""
         for keys, value in self._leaves():
             self._read_key(keys, value)
         return self.values
@@ -305,9 +308,9 @@ class _Reader:
                 yield (key,), value
 
     def _is_deepspeed_key(self, key: str, value: Any, headings: Container[str]) -> bool:
-        """Return True if ``key`` is a key of DeepSpeed's JSON and not a flag.
+        """Distinguish DeepSpeed's JSON keys from flags.
 
-        A section with the name of one of our sections, such as "optimizer", is DeepSpeed's if it contains "type".
+        A section named like one of ours, such as "optimizer", is DeepSpeed's if it contains "type".
         """
         if key not in deepspeed_keys.KNOWN and key not in deepspeed_keys.RENAMED:
             return False
@@ -360,10 +363,10 @@ class _Reader:
             self.values[option.name] = value
 
     def _value_of(self, option: Option, flag: str, value: Any) -> tuple[bool, Any]:
-        """Convert a value of the file to a value of the field.
+        """Convert a value of the file to the field's type.
 
         Returns:
-            Tuple of a bool, False if ``value`` leaves the field unset, and the value of the field.
+            Tuple (False if ``value`` leaves the field unset, field value).
 
         Raises:
             ValueError: the value is invalid; the message has the rule and the value.
@@ -444,7 +447,7 @@ def _normalize(name: str) -> str:
 
 
 def _to_words(flag: str, value: Any) -> list[str]:
-    """Return ``value`` as words of a command line: true becomes the flag only, false and null become no words."""
+    """Format ``value`` as command-line words: true becomes the flag only, false and null become no words."""
     if value is None or value is False:
         return []
     values = [] if value is True else value if isinstance(value, list) else [value]
@@ -452,7 +455,6 @@ def _to_words(flag: str, value: Any) -> list[str]:
 
 
 def _describe_value(value: Any) -> str:
-    """Return a short text for ``value`` in a message."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     return repr(value)[:80]
@@ -467,9 +469,9 @@ NEEDS_CHECKPOINT = (
 def _without_derived_lengths(
     values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], scanned: Scan
 ) -> dict[str, Any]:
-    """Drop derived lengths from the values of a run's config.json; they are computed again for the new run.
+    """Drop derived lengths in a run's config.json, which the new run computes again.
 
-    If the command line sets the length of the run, --train-samples and --train-tokens are removed from ``converted``.
+    If the command line sets the run length, --train-samples and --train-tokens are removed from ``converted``.
     """
     values, batch = dict(values), saved.get("batch")
     if not isinstance(batch, dict):
@@ -495,7 +497,7 @@ def _without_derived_lengths(
 def _decays_over_full_run(
     values: Mapping[str, Any], limits: Mapping[str, int], batch: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> bool:
-    """Return True if ``lr_decay_samples`` equals the length of the run, which is its default.
+    """Compare ``lr_decay_samples`` with the run length, which is its default.
 
     Args:
         values: field -> value of the run's config.json.
@@ -516,7 +518,7 @@ def _decays_over_full_run(
 
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
-    """Drop the derived values of a run's config.json; they are computed again for the new run."""
+    """Drop derived values in a run's config.json, which the new run computes again."""
     derived = {option.name for option in family_options(family) if is_derived(option, option.default)}
     independent = {name: value for name, value in values.items() if name not in derived}
     derived_values = vars(config_from_values(independent, family=family).namespace())
@@ -524,7 +526,7 @@ def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _former_defaults(saved: Mapping[str, Any], scanned: Scan) -> dict[str, Any]:
-    """Return the former defaults of settings that did not exist when the run was started; a note lists them."""
+    """Look up former defaults for settings that are newer than the run; a note lists them."""
     options = {option.name: option for option in family_options(scanned.family)}
     former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - scanned.values}
     defaults = {name: option.default for name, option in options.items()}

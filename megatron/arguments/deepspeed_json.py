@@ -25,14 +25,14 @@ _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 @dataclass(frozen=True)
 class JsonText:
-    """A parsed JSON object and the position of each of its keys."""
+    """A parsed JSON object with the position of each key."""
 
     path: str
     values: dict[str, Any]
     positions: dict[tuple[str, ...], tuple[int, int]]  # keys from the root -> line, column
 
     def location(self, *keys: str) -> str:
-        """Return "file:line:column" of a key; ``keys`` is the path from the root, such as ("fp16", "enabled")."""
+        """Format a key's location as "file:line:column"; ``keys`` is its path, such as ("fp16", "enabled")."""
         line, column = self.positions.get(keys, (1, 1))
         return f"{self.path}:{line}:{column}"
 
@@ -63,7 +63,7 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
 
 
 def read_text(path: str, flag: str, content: str = "one JSON object {...}") -> str:
-    """Return the text of the file ``path``.
+    """Read the text file ``path``.
 
     Args:
         flag: the flag that names the file, for messages.
@@ -93,7 +93,7 @@ def read_text(path: str, flag: str, content: str = "one JSON object {...}") -> s
 
 
 def _parse_constant(name: str) -> float:
-    """Return infinity, which Accelerate writes for steps_per_print.
+    """Accept infinity, which Accelerate writes for steps_per_print.
 
     Raises:
         ValueError: the constant is not Infinity.
@@ -113,7 +113,7 @@ def _hint(text: str, position: int) -> str:
 
 
 def _key_positions(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Return the line and column of each key of each object in valid JSON text."""
+    """Locate all keys in valid JSON text by line and column."""
     positions: dict[tuple[str, ...], tuple[int, int]] = {}
     stack: list[str] = []  # enclosing keys; "" for the root and for array elements
     previous = ("", 0)
@@ -148,7 +148,7 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Parse the JSON file ``path`` and return the result of ``validate_keys``.
+    """Parse the JSON file ``path`` and apply ``validate_keys``.
 
     If the file cannot be parsed, the object is empty and the error is the only problem.
     """
@@ -162,7 +162,7 @@ def validate_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, 
     """Validate the keys of a JSON object.
 
     Returns:
-        Tuple of the object without invalid keys, the problems, and ignored key (with dots) -> reason.
+        Tuple (object without invalid keys, problems, ignored key (with dots) -> reason).
     """
     valid: dict[str, Any] = {}
     problems: list[str] = []
@@ -219,7 +219,7 @@ _TOP_LEVEL_KEYS = {**deepspeed_keys.FIELD_KEYS, **deepspeed_keys.PASSED_TO_ENGIN
 
 
 def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each ignored key (with dots) and the reason."""
+    """Yield (ignored key with dots, reason)."""
     known = {**deepspeed_keys.IGNORED, **deepspeed_keys.PASSED_TO_ENGINE} if not path else _section(path) or {}
     for name, value in json.items():
         key, full_name = known.get(name), f"{path}.{name}" if path else name
@@ -238,7 +238,7 @@ def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
 
 
 def _is_disabled(name: str, value: Any) -> bool:
-    """Return True if a rejected section has no effect: it is disabled, or all its values are "auto"."""
+    """Recognise a rejected section without effect: it is disabled, or all values are "auto"."""
     if not isinstance(value, dict):
         return value is False
     if name == "scheduler":
@@ -370,7 +370,7 @@ def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
 
 
 def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield (field, (key, value)) for each value that "zero_optimization" states."""
+    """Yield (field, (key, value)) for the values in "zero_optimization"."""
     section = json.get("zero_optimization", {})
     if _is_stated(section.get("stage")):
         yield "zero_stage", ("zero_optimization.stage", section["stage"])
@@ -396,9 +396,9 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
 def json_layer(
     json: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], problems: list[str]
 ) -> Layer:
-    """Return the layer of the values in the JSON.
+    """Build the layer of JSON values.
 
-    ``flags`` and ``defaults`` determine the number of stages, because "pipeline" has no effect without a pipeline, and
+    ``flags`` and ``defaults`` determine the stage count, because "pipeline" has no effect without a pipeline, and
     the learning rate to which the scheduler's minimum ratio refers.
 
     Args:
@@ -425,19 +425,19 @@ def json_layer(
 
 
 def _origin_note(key: str, json: Mapping[str, Any]) -> str:
-    """Return a remark if the JSON omits the scheduler parameter ``key``; "" for every other key."""
+    """Describe the default of a scheduler parameter that the JSON omits; "" for every other key."""
     section, _, name = key.rpartition(".params.")
     is_omitted = section == "scheduler" and name not in json["scheduler"]["params"]
     return f" (default of {json['scheduler']['type']})" if is_omitted else ""
 
 
 def disabled_dtypes(json: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the number formats whose section has ``"enabled": false``."""
+    """List the number formats that the JSON disables with ``"enabled": false``."""
     return tuple(name for name in ("fp16", "bf16") if json.get(name, {}).get("enabled") is False)
 
 
 def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (key, value) for every value that the JSON states."""
+    """Map each field that the JSON sets to (key, value)."""
     keyed_values = {
         key.field: (name, json[name]) for name, key in deepspeed_keys.FIELD_KEYS.items() if _is_stated(json.get(name))
     }
@@ -475,7 +475,7 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
 
 
 def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
-    """Return field -> DeepSpeed's default for every parameter that the optimizer section of the JSON omits.
+    """Return field -> DeepSpeed's default for parameters that the JSON's optimizer section omits.
 
     The result is empty if the section has no type, because DeepSpeed then builds no optimizer from it. A parameter with
     the value "auto" takes the value of its flag.
@@ -498,13 +498,13 @@ def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, 
 
 
 def _field_of(section: Mapping[str, Any], param: str) -> str:
-    """Return the field that a parameter of the optimizer section sets."""
+    """Map an optimizer parameter to its field."""
     is_muon = str(section.get("type")).lower() == "muon"
     return "muon_momentum" if is_muon and param == "momentum" else deepspeed_keys.OPTIMIZER_PARAMS[param].field
 
 
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (key, value) for each value that "pipeline" states; "auto" is a valid schedule."""
+    """Map each field that "pipeline" sets to (key, value); "auto" is a valid schedule."""
     section = json.get("pipeline", {})
     names = [
         name
@@ -523,7 +523,7 @@ def format_value(value: Any) -> str:
 
 
 def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed's engine: sizes and DeepSpeed's own switches, no precision or clipping."""
+    """Build the configuration for DeepSpeed's engine: sizes and DeepSpeed's own switches, no precision or clipping."""
     d = config.parallel.data_parallel_size(world_size)
     context = config.parallel.context_parallel_size  # DeepSpeed counts context-parallel ranks as replicas
     engine = _without_auto(
@@ -552,9 +552,9 @@ def _bucket_size(config: Config) -> dict[str, int]:
 
 
 def _pipeline_section(config: Config) -> dict[str, Any]:
-    """Return the settings of the pipeline that differ from the engine's defaults.
+    """Collect pipeline settings that differ from the engine's defaults.
 
-    Unset values are omitted. The engine then reads the number of chunks from its module, which also determines the
+    Unset values are omitted. The engine then reads the chunk count from its module, which also determines the
     schedule, and the timeout from its process group.
     """
     settings = {name: getattr(config.parallel, key.field) for name, key in deepspeed_keys.PIPELINE.items()}

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's JSON: type of the value, field that it sets, or reason why it is ignored or rejected."""
+"""Keys of DeepSpeed's JSON: value type, field, or reason why the key is ignored or rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tds.schedule.simulate import SCHEDULES
 
 @dataclass(frozen=True)
 class Key:
-    """A key of DeepSpeed's JSON: type of its value, field of ``Config`` that it sets ("" for none), and description.
+    """A key of DeepSpeed's JSON: value type, ``Config`` field that it sets ("" for none), and description.
 
     Args:
         is_ignored: the key is accepted without effect and listed in the start table; ``description`` is the reason.
@@ -184,7 +184,7 @@ UNSUPPORTED_PARAMS = {
 
 
 def default_params(optimizer_type: str, params: Mapping[str, object]) -> dict[str, float]:
-    """Return parameter -> DeepSpeed's default for the parameters of an optimizer that are missing in ``params``.
+    """Return parameter -> DeepSpeed's default for optimizer parameters missing in ``params``.
 
     ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``optimizer_type`` is a type as DeepSpeed
     accepts it. Betas and eps are omitted, because DeepSpeed's defaults equal ours.
@@ -233,7 +233,7 @@ def _is_enabled(section: Any) -> bool:
 
 
 def _times_throughput(section: Any) -> bool:
-    """Return True if "timers" has a section "throughput" that is not disabled; DeepSpeed enables it by default."""
+    """Check for a "throughput" section in "timers" that is not disabled; DeepSpeed enables it by default."""
     return isinstance(section, Mapping) and section.get("throughput", {"enabled": False}).get("enabled") is not False
 
 
@@ -289,7 +289,7 @@ used only if ``needs_deepspeed`` is True for the value of a key.
 
 
 def engine_features(json: Mapping[str, Any]) -> list[str]:
-    """Return the keys of ``json`` whose values only DeepSpeed's engine implements."""
+    """List keys in ``json`` with values that only DeepSpeed's engine implements."""
     return [
         name
         for name, value in json.items()

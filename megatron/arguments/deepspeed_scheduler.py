@@ -44,7 +44,7 @@ SCHEDULERS = {
 
 
 def is_supported(section: Any) -> bool:
-    """Return True if the section has a supported type and a linear warm-up."""
+    """Check for a supported type and a linear warm-up."""
     if not isinstance(section, dict) or section.get("type") not in SCHEDULERS:
         return False
     params = section.get("params")
@@ -52,7 +52,7 @@ def is_supported(section: Any) -> bool:
 
 
 def problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of the parameters of a supported section."""
+    """Check the parameters in a supported section."""
     name = section["type"]
     known, params = SCHEDULERS[name].params, section["params"]
     for key, value in params.items():
@@ -74,7 +74,7 @@ def problems(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def scheduler_values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
-    """Return field -> (key, value) of the section; {} if it is not supported.
+    """Convert the section to field -> (key, value); {} if it is not supported.
 
     Args:
         lr: maximum learning rate, from the flags or the optimizer section.

@@ -10,7 +10,7 @@ from megatron.errors import ConfigError, raise_all
 
 
 def fit_to_ranks(config: Config, span: elastic.RankRange, num_ranks: int) -> tuple[Config, int]:
-    """Return ``config`` for ``num_ranks`` ranks of an elastic job, and the number of ranks that have work.
+    """Fit ``config`` to an elastic job with ``num_ranks`` ranks, and count the ranks that have work.
 
     The result is the same on every rank.
 

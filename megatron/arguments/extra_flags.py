@@ -39,7 +39,7 @@ class ExtraFlags:
         raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in clashes])
 
     def values(self, scanned: Scan) -> dict[str, Any]:
-        """Parse ``scanned.extra_words`` and return name -> value; a problem is added to ``scanned``."""
+        """Parse ``scanned.extra_words`` into name -> value; a problem is added to ``scanned``."""
         if self._parser is None:
             return {}
         try:

@@ -27,13 +27,13 @@ from megatron.models.registry import FAMILIES, family_of
 
 
 def all_sections() -> dict[str, type]:
-    """Return name -> dataclass of every section, in the order of --help, including the sections of the families."""
+    """Map section names to dataclasses, in --help order, including the families' sections."""
     family_sections = {family.name: family.config for family in FAMILIES.values() if family.has_section}
     return {"model": SECTIONS["model"], **family_sections, **SECTIONS}
 
 
 def all_options() -> tuple[tuple[str, Option], ...]:
-    """Return (section, option) for every flag."""
+    """List all flags as (section, option)."""
     return _options(tuple(FAMILIES.values()))
 
 
@@ -43,12 +43,12 @@ def _options(families: tuple[ModelFamily, ...]) -> tuple[tuple[str, Option], ...
 
 
 def accepts_option(family: str, section: str, option: Option) -> bool:
-    """Return True if a run of ``family`` accepts the flag ``option`` of ``section``."""
+    """Check if ``family`` accepts the flag ``option`` in ``section``."""
     return FAMILIES[family].accepts_option(option, section, is_family_section=section not in SECTIONS)
 
 
 def family_options(family: str) -> tuple[Option, ...]:
-    """Return the flags that a run of ``family`` accepts."""
+    """List the flags that ``family`` accepts."""
     return _family_options(family, tuple(FAMILIES.values()))
 
 
@@ -154,7 +154,7 @@ def _parse_foreign_flag(scanned: Scan, row: ForeignFlag, values: list[str]) -> N
 
 
 def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
-    """Return a field that the flag sets and that ``family`` does not have; None if there is none."""
+    """Find a field that the flag sets but ``family`` lacks; None if there is none."""
     inapplicable = {
         option.name: option for section, option in all_options() if not accepts_option(family, section, option)
     }
@@ -163,7 +163,7 @@ def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
 
 
 def rejected_flags(family: str) -> Mapping[str, str]:
-    """Return flag -> the reason why ``family`` does not support it, and the alternative."""
+    """Map each flag that ``family`` does not support to the reason and the alternative."""
     return _rejected_flags(family, tuple(FAMILIES.values()))
 
 
@@ -179,7 +179,7 @@ def _rejected_flags(family: str, families: tuple[ModelFamily, ...]) -> Mapping[s
 def unknown_message(
     noun: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})
 ) -> str:
-    """Return the message about an unknown name, with a suggestion if an accepted name is similar.
+    """Format the message about an unknown name, with a suggestion if an accepted name is similar.
 
     Args:
         options: flag -> option; if no name is similar, the first flag whose help contains the words of ``name`` is
@@ -198,7 +198,7 @@ def unknown_message(
 
 
 def has_suggestion(name: str, known: Iterable[str]) -> bool:
-    """Return True if ``unknown_message`` would suggest one of ``known`` for ``name``."""
+    """Check if ``unknown_message`` would suggest one of ``known`` for ``name``."""
     return "did you mean" in unknown_message("name", name, known)
 
 

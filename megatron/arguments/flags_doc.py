@@ -100,7 +100,7 @@ KEY_EFFECTS = {
 
 
 def classify(flag: str) -> tuple[str, str]:
-    """Return the rule for ``flag`` and its description.
+    """Look up the rule for ``flag``, with a description.
 
     Raises:
         KeyError: the flag is neither ours nor in the table of other trainers' flags.
@@ -124,20 +124,20 @@ def classify(flag: str) -> tuple[str, str]:
 
 
 def _family_names(section: str, option: Option) -> str:
-    """Return the families in which ``option`` takes effect; "" if it takes effect in all."""
+    """Name the families in which ``option`` takes effect; "" for all."""
     effective = _effective_families(section, option)
     return ", ".join(family.title for family in effective) if len(effective) < len(FAMILIES) else ""
 
 
 def _effective_families(section: str, option: Option) -> list[ModelFamily]:
-    """Return the families in which ``option`` takes effect; decoders are first if it takes effect in all decoders."""
+    """List the families in which ``option`` takes effect, decoders first if all of them are included."""
     effective = [family for family in FAMILIES.values() if accepts_option(family.name, section, option)]
     has_all = all(family in effective for family in FAMILIES.values() if family.model_type == "decoder")
     return sorted(effective, key=lambda family: has_all and family.model_type != "decoder")
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of docs/flags.md."""
+    """Generate docs/flags.md line by line."""
     yield HEAD.format(sources="\n".join(_source_rows()))
     yield "## What can be set\n"
     yield (
@@ -166,7 +166,7 @@ def _source_rows() -> Iterator[str]:
 
 
 def _in_backticks(text: str) -> str:
-    """Return ``text`` with its flags, environment variables, calls and files formatted as code."""
+    """Format flags, environment variables, calls and files in ``text`` as code."""
     return re.sub(r"(--[\w-]*\w|MEGATRON_\w+|pretrain\([^)]*\)|[\w-]+\.(?:py|json))", r"`\1`", text)
 
 
@@ -197,7 +197,7 @@ def _json_value(key: deepspeed_keys.Key) -> str:
 
 
 def _json_ignored(key: deepspeed_keys.Key) -> str:
-    """Return the description of an ignored key, "" for any other key."""
+    """Describe an ignored key; "" for any other key."""
     if not key.is_ignored:
         return ""
     return f"ignored: {key.description}" + (
@@ -220,7 +220,7 @@ def _inner_rows(section: str) -> Iterator[str]:
 
 
 def other_lines() -> Iterator[str]:
-    """Yield the lines of docs/other_flags.md: one row for all flags with the same programs, rule and effect."""
+    """Generate docs/other_flags.md line by line: one row for all flags with the same programs, rule and effect."""
     yield OTHER_HEAD
     yield "| flags | of | rule | effect |"
     yield "|---|---|---|---|"
@@ -236,7 +236,7 @@ def other_lines() -> Iterator[str]:
 
 
 def _format_values(text: str) -> str:
-    """Return a type or a list of values with the values formatted as code; a description of several words as it is."""
+    """Format a type or a list of values as code; a description with several words is unchanged."""
     if text == deepspeed_keys.BOOLEAN:
         return "`true` or `false`"
     words = text.removesuffix(" ...").split(", ")
@@ -250,12 +250,12 @@ def _cell(text: str) -> str:
 
 
 def text() -> str:
-    """Return the text of docs/flags.md."""
+    """Generate docs/flags.md."""
     return "\n".join(lines()) + "\n"
 
 
 def other_text() -> str:
-    """Return the text of docs/other_flags.md."""
+    """Generate docs/other_flags.md."""
     return "\n".join(other_lines()) + "\n"
 
 

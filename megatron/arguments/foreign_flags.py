@@ -91,7 +91,7 @@ class ForeignFlag:
         return bool(self.targets) and self.targets[0].is_fallback
 
     def count_problem(self, values: list[str]) -> str | None:
-        """Return the problem with the number of words after the flag, or None."""
+        """Check the word count after the flag; None if it is valid."""
         if not self.value and values:
             return f"{self.flag} takes no value, got {values[0]!r}. Remove the value, or the flag"
         if self.value == "any":
@@ -103,7 +103,7 @@ class ForeignFlag:
         return None
 
     def value_problem(self, values: list[str]) -> str | None:
-        """Return the problem if the rule is by-value and one of ``values`` is not accepted, otherwise None."""
+        """Check ``values`` if the rule is by-value; None without a problem."""
         if self.rule != BY_VALUE or all(_is_accepted(value, self.target.split()) for value in values):
             return None
         return f"{self.flag} {' '.join(values)} is not supported: {self.alternative}"
@@ -111,21 +111,21 @@ class ForeignFlag:
 
 @functools.cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Return flag -> row. The table is read on the first call, so a run without foreign flags never reads it."""
+    """Map flags to rows. The table is read on the first call, so a run without foreign flags never reads it."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
     rows = [line.split("\t") for line in lines]
     return {flag: ForeignFlag(flag, tuple(programs.split(",")), *cells) for flag, programs, *cells in rows}
 
 
 def foreign_flag(flag: str) -> ForeignFlag | None:
-    """Return the row for ``flag``, by its name or by a name that ends in ``*``; None if there is none."""
+    """Look up ``flag`` by name or by a pattern that ends in ``*``; None if there is no row."""
     rows = foreign_flags()
     patterns = (row for name, row in rows.items() if name.endswith("*") and flag.startswith(name[:-1]))
     return rows.get(flag) or next((replace(row, flag=flag) for row in patterns), None)
 
 
 def flags_with_rule(*rules: str) -> Iterator[ForeignFlag]:
-    """Yield the rows with one of ``rules``."""
+    """Select the rows with one of ``rules``."""
     yield from (row for row in foreign_flags().values() if row.rule in rules)
 
 

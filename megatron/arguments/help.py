@@ -34,10 +34,10 @@ def help_text(
     choice: ModelChoice | None = None,
     accepts_model: bool = True,
 ) -> str:
-    """Return the text of --help: the flags of ``family`` that have a ``short`` text, by section.
+    """Format --help: the flags of ``family`` that have a ``short`` text, by section.
 
     Args:
-        show_all: return the text of --help-all: every flag of ``family`` with its full help, and the sources of values.
+        show_all: format --help-all: every flag of ``family`` with its full help, and the sources of values.
         env: environment of a run script; its defaults and variables are shown.
         choice: the model that ``--model`` names.
         accepts_model: show ``--model``.
@@ -110,7 +110,7 @@ def _add_help(group: argparse._ArgumentGroup, option: Option, default_value: Any
 
 
 def sources_text() -> str:
-    """Return the section of --help-all on the sources of a value, in order of precedence."""
+    """Format the --help-all section on the sources of a value, in order of precedence."""
     width = max(shutil.get_terminal_size().columns - 2, 40)
     lines = ["sources of a value, the strongest first:"]
     for rank, source in enumerate(SOURCES, 1):

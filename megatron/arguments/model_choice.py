@@ -78,7 +78,7 @@ class ModelChoice:
         return {name: value for name, value in defaults.items() if name in options and name not in replaced}
 
     def layers(self, script: dict[str, Any], program: dict[str, Any]) -> list[Layer]:
-        """Return the layers of MEGATRON_DEFAULTS, of the program and of the architecture, in order of precedence.
+        """Order the layers of MEGATRON_DEFAULTS, the program and the architecture by precedence.
 
         Args:
             script: field -> value of MEGATRON_DEFAULTS.
@@ -97,10 +97,10 @@ class ModelChoice:
 
 
 def choose_model(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelChoice:
-    """Return the model that the command line, --config, MEGATRON_DEFAULTS or the program names.
+    """Choose the model that the command line, --config, MEGATRON_DEFAULTS or the program names.
 
     Args:
-        words: words of the command line.
+        words: command-line words.
         env: environment with MEGATRON_DEFAULTS.
         program: the family that the program trains without ``--model``.
     """
@@ -111,7 +111,7 @@ def choose_model(words: Sequence[str], env: Mapping[str, str], program: str) -> 
 
 
 def _choose_by_name(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice:
-    """Return the choice of the model ``name``, or ``weaker`` if there is no name or it is the same model."""
+    """Choose the model ``name``, or ``weaker`` without a name or for the same model."""
     if not name or name in weaker.names:
         return weaker
     arch = find_architecture(name)
@@ -124,7 +124,7 @@ def _choose_by_name(name: str | None, source: Source, weaker: ModelChoice) -> Mo
 
 
 def _choose_by_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
-    """Return the choice of the --config file: the model of the run that wrote it, or the model that it names."""
+    """Choose by the --config file: the model of the run that wrote it, or the model that it names."""
     try:
         values = config_file.read_file(path).values if path else {}
     except ConfigError:
@@ -141,7 +141,7 @@ def _choose_by_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
 
 
 def missing_size_problems(choice: ModelChoice, config: Config) -> Iterator[str]:
-    """Yield the sizes that the model requires and that are not set."""
+    """Find required model sizes that are not set."""
     if choice.arch is None:
         return
     flags = {option.name: option.flag for option in options_of(ModelConfig)}
@@ -151,7 +151,6 @@ def missing_size_problems(choice: ModelChoice, config: Config) -> Iterator[str]:
 
 
 def _last_value(words: Sequence[str], flag: str) -> str | None:
-    """Return the last value of ``flag`` in ``words``; None without one."""
     value = None
     for i, word in enumerate(words):
         name, equals, text = word.partition("=")
@@ -169,7 +168,7 @@ def _environment_words(env: Mapping[str, str]) -> list[str]:
 
 
 def _model_name_in(values: Mapping[str, Any]) -> str | None:
-    """Return the model that a file of flags names, at the top level or in a section."""
+    """Find the model name in a file of flags, at the top level or in a section."""
     sections = [
         section_values
         for key, section_values in values.items()

@@ -65,7 +65,7 @@ T5_LENGTHS = ("--encoder-seq-length", "--decoder-seq-length")
 
 
 def defaults_of(scanned: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the defaults of the program for which the script was written.
+    """Select the defaults of the program for which the script was written.
 
     They are ``T5`` for a script of Megatron's T5, which is recognised by its flags, otherwise ``defaults``.
 
@@ -97,7 +97,7 @@ def defaults_of(scanned: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def notes(config: Config, scanned: Scan) -> Iterator[str]:
-    """Yield the differences from Megatron-LM if the script was written for one of its programs."""
+    """Report differences from Megatron-LM if the script was written for one of its programs."""
     if not scanned.follows_megatron:
         return
     if config.model.loss_average == "micro-batch":

@@ -140,7 +140,7 @@ def _plugin_problems(env: Mapping[str, str]) -> list[str]:
 
 
 def _shadowed_flags(config: Config, scanned: Scan) -> dict[str, str]:
-    """Return flag as typed -> reason for each shadowed flag that ``scanned.ignored`` does not contain."""
+    """Map shadowed flags as typed to reasons, without the flags in ``scanned.ignored``."""
     reason_of_flag = {scanned.spelling.get(name, _flag_of(name)): reason for name, reason in shadowed_fields(config)}
     return {name: reason for name, reason in reason_of_flag.items() if name not in scanned.ignored}
 

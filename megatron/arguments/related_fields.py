@@ -25,43 +25,43 @@ _SETTING = {name: names[0] for names in LENGTHS for name in names}
 
 
 def setting_of(field: str) -> str:
-    """Return the name shared by all fields for the same length; for any other field, the field itself."""
+    """Look up the name shared by all fields for the same length; for any other field, the field itself."""
     return _SETTING.get(field, field)
 
 
 def settings_of_flag(flag: str) -> set[str]:
-    """Return the settings that a converted flag determines."""
+    """Find the settings that a converted flag determines."""
     return {setting_of(field) for field in foreign_flags()[flag].fields}
 
 
 def _is_fallback(flag: str) -> bool:
-    """Return True for a converted flag that sets a field only if the field's own flag is missing."""
+    """Check for a converted flag that only applies if the field's own flag is missing."""
     row = foreign_flags().get(flag)
     return row is not None and row.is_fallback
 
 
 def fallback_fields(scanned: Scan) -> set[str]:
-    """Return the fields in ``scanned.values`` whose only source is a flag that yields to the field's own flag."""
+    """Find fields in ``scanned.values`` set only by a flag that yields to the field's own flag."""
     fields = {field for flag in scanned.converted if _is_fallback(flag) for field in foreign_flags()[flag].fields}
     typed = {field: scanned.spelling.get(field, "").split(" ")[0] for field in fields & scanned.values.keys()}
     return {field for field, flag in typed.items() if not flag or _is_fallback(flag)}
 
 
 def settings_of(scanned: Scan) -> set[str]:
-    """Return the settings that the command line determines."""
+    """Collect the settings that the command line determines."""
     explicit = scanned.values.keys() - fallback_fields(scanned)
     converted = [flag for flag in scanned.converted if not _is_fallback(flag)]
     return {setting_of(field) for field in explicit}.union(*map(settings_of_flag, converted))
 
 
 def overridden_flags(converted: Iterable[str], scanned: Scan) -> list[str]:
-    """Return the converted flags of a weaker source that the command line overrides."""
+    """Find converted flags in a weaker source that the command line overrides."""
     settings = settings_of(scanned)
     return [flag for flag in converted if flag in scanned.converted or settings_of_flag(flag) & settings]
 
 
 def shadowing_lengths(names: Iterable[str]) -> set[str]:
-    """Return the lengths in steps and samples that would shadow a field of a stronger source.
+    """Find lengths in steps and samples that would shadow a field in a stronger source.
 
     Args:
         names: fields that the stronger source sets.
@@ -83,7 +83,7 @@ BATCH_SIZE_FIELDS = (GLOBAL_BATCH_FIELD, "batch_size", "gas")
 
 
 def fields_replaced_in_file(values: Mapping[str, Any], command_line: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of a ``--config`` file that related fields of the command line replace.
+    """Find fields in a ``--config`` file that related command-line fields replace.
 
     Args:
         values: field -> value of the file.

@@ -20,19 +20,19 @@ _COLUMN = 36
 
 
 def command(env: Mapping[str, str]) -> str | None:
-    """Return the command that starts the run script, such as "bash run_gpt2.sh"; None without a script."""
+    """Format the command that starts the run script, such as "bash run_gpt2.sh"; None without a script."""
     path = env.get(SCRIPT_VARIABLE)
     return f"bash {os.path.relpath(path)}" if path else None
 
 
 def relative_to_cwd(value: object) -> object:
-    """Return a default of the run script for --help. A path below the working directory is made relative."""
+    """Format a run script's default for --help: a path below the working directory becomes relative."""
     cwd_prefix = os.getcwd() + os.sep
     return value.removeprefix(cwd_prefix) if isinstance(value, str) else value
 
 
 def variables_text(env: Mapping[str, str]) -> str:
-    """Return the section of --help on the variables of the run script; "" without a script."""
+    """Format the --help section on the run script's variables; "" without a script."""
     path = env.get(SCRIPT_VARIABLE)
     if not path:
         return ""
@@ -56,7 +56,7 @@ def variables_text(env: Mapping[str, str]) -> str:
 
 
 def variables_of(script: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and description of each variable at the top of a run script.
+    """Yield (name, description) for each variable at the top of a run script.
 
     The description starts with the value if the script sets one.
     """

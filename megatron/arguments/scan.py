@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Scan:
-    """Values, notes and problems of the command line of a script that trains ``family``.
+    """Command-line values, notes and problems of a script that trains ``family``.
 
     Args:
         values: field -> value.

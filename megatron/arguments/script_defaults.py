@@ -16,7 +16,7 @@ VARIABLE = "MEGATRON_DEFAULTS"
 
 
 def valid_program_defaults(defaults: Mapping[str, Any], scanned: Scan) -> dict[str, Any]:
-    """Return the valid entries of ``pretrain(args_defaults=...)``; problems are added to ``scanned``."""
+    """Select the valid entries in ``pretrain(args_defaults=...)``; problems are added to ``scanned``."""
     family, options = FAMILIES[scanned.family], {option.name: option for _, option in all_options()}
     accepted = {option.name for option in family_options(scanned.family)}
     valid = {}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def schedule_problems(config: Config) -> Iterator[str]:
-    """Yield all problems of the schedule, and of its lengths in this layout, each with a fix."""
+    """Check the schedule, and each length in this layout; every problem has a fix."""
     text = config.batch.seq_length_schedule
     if text is None or config.family_config.KIND != "decoder":  # other families reject the flag
         return
@@ -64,7 +64,7 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
 
 
 def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
-    """Yield the lengths that cannot be split over ranks; --seq-length itself is checked with its own flag."""
+    """Reject lengths that cannot be split over ranks; --seq-length itself is checked with its own flag."""
     parallel = config.parallel
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c > 1:

@@ -43,13 +43,13 @@ def _has_wsd_length(config: Config) -> bool:
 
 
 def _has_no_decay_length(config: Config) -> bool:
-    """Return True if the decay length has no effect: the style has no decay, and the warm-up does not depend on it."""
+    """Check if the decay length has no effect: the style has no decay, and the warm-up does not depend on it."""
     is_endless = config.optimizer.lr_decay_style in ("constant", "inverse-square-root")
     return is_endless and (_has_warmup_length(config) or config.optimizer.warmup == 0)
 
 
 def _layers_with_window(config: Config) -> int:
-    """Return the number of layers with a window; 0 if ``--window-attn-skip-freq`` is malformed."""
+    """Count the layers with a window; 0 if ``--window-attn-skip-freq`` is malformed."""
     try:
         return sum(has_window(config.model, layer) for layer in range(config.model.num_layers))
     except ValueError:
@@ -87,7 +87,7 @@ def _reads_bpe_files(config: Config) -> bool:
 
 
 def _reads_one_file(config: Config) -> bool:
-    """Return True if the tokenizer is read from one file: ``--tokenizer-path``, or ``--vocab-file`` without it."""
+    """Check if the tokenizer is read from one file: ``--tokenizer-path``, or ``--vocab-file`` without it."""
     return config.data.tokenizer_type != "NullTokenizer" and not _reads_bpe_files(config)
 
 

@@ -121,7 +121,7 @@ SOURCES = (
 
 
 class Setting(NamedTuple):
-    """The value of a field and its origin.
+    """A field's value and origin.
 
     Args:
         source: the source that decided the value.
@@ -137,7 +137,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The values of one source.
+    """Values from one source.
 
     Args:
         values: field -> value.
@@ -155,7 +155,7 @@ class Layer:
     excluded: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def setting(self, name: str) -> Setting:
-        """Return the value of the field ``name`` together with its source."""
+        """Look up the field ``name`` together with its source."""
         return Setting(self.values[name], self.source, self.written.get(name, ""), self.keys.get(name, ""))
 
 
@@ -184,7 +184,7 @@ def merge(layers: Sequence[Layer], scanned: Scan) -> dict[str, Setting]:
 
 
 def _strongest_settings(layers: Iterable[Layer], scanned: Scan) -> dict[str, Setting]:
-    """Return field -> setting of the first layer that has the field; ``CONFLICTS`` resolves differing values."""
+    """Select each setting from the first layer that has the field; ``CONFLICTS`` resolves differing values."""
     merged: dict[str, Setting] = {}
     for layer in layers:
         for name, value in layer.values.items():

@@ -63,7 +63,7 @@ def set_converted_fields(scanned: Scan) -> None:
 
 
 def _parse_constant(target: Target) -> Any:
-    """Return the constant of a target as True or a number if it is one, otherwise as text."""
+    """Convert a target's constant to True or a number if possible, otherwise keep the text."""
     if target.value == "True":
         return True
     for convert in (int, float):
@@ -293,10 +293,10 @@ LENGTH_FLAGS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-
 
 
 def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Set the steps of the run and the lengths of the learning-rate schedule in ``values``, which includes defaults.
+    """Set the run length in steps and the schedule lengths in ``values``, which includes defaults.
 
     Returns:
-        Fields of ``BatchConfig`` without a flag: the limits of the run in samples and tokens.
+        Fields of ``BatchConfig`` without a flag: the run limits in samples and tokens.
     """
     length_flags = {flag: scanned.converted[flag] for flag in LENGTH_FLAGS if flag in scanned.converted}
     is_by_tokens = length_flags.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
@@ -342,7 +342,7 @@ def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> d
 
 
 def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
-    """Return the tokens per sample that --train-tokens counts: the encoder's input, or the whole sample."""
+    """Count tokens per sample as --train-tokens does: the encoder's input, or the whole sample."""
     family_config = FAMILIES[family].config
     defaults: dict[str, Any] = {field.name: field.default for field in fields(family_config)} | dict(
         family_config.DEFAULTS
@@ -376,7 +376,7 @@ def _set_train_iters(
     batch_sizes: BatchSizes,
     tokens_per_sample: Fraction,
 ) -> int:
-    """Set ``train_iters``, and return the number of steps before the limit by --train-tokens is applied."""
+    """Set ``train_iters``, and return the step count before the limit by --train-tokens is applied."""
     explicit, samples, limit = (
         scanned.values.get("train_iters"),
         length_flags.get("--train-samples"),
@@ -414,7 +414,7 @@ def _set_lengths_in_samples(
     tokens_per_sample: Fraction,
     run_samples: Fraction,
 ) -> None:
-    """Set the lengths of decay and warm-up in samples, and the step at which the decay ends.
+    """Set the decay and warm-up lengths in samples, and the step at which the decay ends.
 
     Lengths in steps are converted to samples: those of the first N steps of the run for decay and warm-up, and those of
     the last N steps of the decay for ``lr_wsd_decay_iters``. Steps of a batch ramp-up have fewer samples.
@@ -455,7 +455,7 @@ def _set_lengths_in_samples(
 def _length_in_samples(
     scanned: Scan, name: str, in_tokens: int | None, batch_sizes: BatchSizes, tokens_per_sample: Fraction
 ) -> Fraction | None:
-    """Return the length of the decay or warm-up in samples; None if no flag sets it.
+    """Compute the decay or warm-up length in samples; None if no flag sets it.
 
     A length in tokens overrides one in samples, as in Megatron-DeepSpeed. If steps and samples are both given, they
     must be the same length.

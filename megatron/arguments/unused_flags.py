@@ -37,7 +37,7 @@ TOKEN_FILE_ONLY_FIELDS = (
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Yield data settings of the user that have no effect, and problems of incomplete sets of data paths."""
+    """Check for user settings of data without effect, and for incomplete sets of data paths."""
     explicit, data = config.explicit_fields, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
@@ -66,7 +66,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def data_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield notes about data settings that scripts pass for several runs and that have no effect in this one."""
+    """Note data settings that scripts pass for several runs and that have no effect in this one."""
     data, reads = config.data, splits_read(config)
     paths, flag = data.corpora, "test set with --valid-sft" if data.sft else "--test-data-path"
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
@@ -82,7 +82,7 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _empty_split_notes(config: Config) -> Iterator[str]:
-    """Yield notes about evaluations that are skipped because --split assigns no documents to them."""
+    """Note evaluations that are skipped because --split assigns no documents to them."""
     reads, shares = splits_read(config), config.data.split_shares
     for name, share, event in zip(
         SPLIT_PATH_FIELDS[1:], shares[1:], ("validation", "the test evaluation at the end"), strict=True
@@ -92,7 +92,7 @@ def _empty_split_notes(config: Config) -> Iterator[str]:
 
 
 def splits_read(config: Config) -> dict[str, bool]:
-    """Return field -> True if its split will be read, for --train-data-path, --valid-data-path and --test-data-path."""
+    """Determine which splits will be read, by field: --train-data-path, --valid-data-path and --test-data-path."""
     batch, eval_only = config.batch, config.checkpoint.eval_only
     trains, evaluates = batch.train_iters > 0 and not eval_only, batch.eval_iters > 0
     validates = evaluates and batch.eval_interval > 0 and not eval_only
@@ -213,7 +213,7 @@ ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
 def unused_flag_problems(config: Config) -> Iterator[str]:
-    """Yield the given flags that have no effect."""
+    """Check for given flags that have no effect."""
     explicit, optimizer = config.explicit_fields, config.optimizer
     yield from scaling_problems(config)
     if "wsd_decay_fraction" in explicit and optimizer.lr_decay_style != "wsd":
@@ -260,7 +260,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
 
 
 def format_problems(config: Config) -> Iterator[str]:
-    """Yield settings that need another checkpoint format than deepspeed, if that format was given."""
+    """Check for settings that need another checkpoint format than deepspeed, if that format was given."""
     if not config.checkpoint.is_deepspeed:
         return
     for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval", "save_remote"):
@@ -289,7 +289,7 @@ def format_problems(config: Config) -> Iterator[str]:
 
 
 def saved_input_notes(config: Config) -> Iterator[str]:
-    """Yield notes about settings for saved layer inputs that have no effect and come from the JSON or the defaults."""
+    """Note settings for saved layer inputs that have no effect and come from the JSON or the defaults."""
     parallel = config.parallel
     flags = [
         flag
@@ -303,7 +303,7 @@ def saved_input_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
-    """Yield the flags of a dynamic loss scale if the scale is fixed."""
+    """Check for dynamic loss-scale flags together with a fixed scale."""
     fixed = config.precision.loss_scale
     names = _flags(config, ("initial_scale_power", *DYNAMIC_SCALING)) if fixed and _may_be_fp16(config) else []
     if names:
@@ -314,7 +314,7 @@ def scaling_problems(config: Config) -> Iterator[str]:
 
 
 def notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield notes about settings that have no effect and do no harm."""
+    """Note settings that have no effect and do no harm."""
     yield from scaling_notes(config)
     yield from saved_input_notes(config)
     yield from data_notes(config, world_size)
@@ -342,7 +342,7 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _single_stage_notes(config: Config) -> Iterator[str]:
-    """Yield notes about keys of the JSON that have no effect without a pipeline."""
+    """Note JSON keys that have no effect without a pipeline."""
     json = config.deepspeed
     if json.get("pipeline"):
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
@@ -355,7 +355,7 @@ def _single_stage_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_notes(config: Config) -> Iterator[str]:
-    """Yield notes about loss-scale settings without effect: the format is not fp16, or the scale is fixed."""
+    """Note loss-scale settings without effect: the format is not fp16, or the scale is fixed."""
     dtype, fixed = config.precision.dtype, "fp16.loss_scale"
     dynamic_keys = (
         [name for name in _stated_scaling(config.deepspeed) if name != fixed] if config.precision.loss_scale else []

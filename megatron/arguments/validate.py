@@ -28,7 +28,7 @@ OFFLOAD_FLAGS = {
 
 
 def zero_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of the ZeRO and offload flags, which involve all sections."""
+    """Check the ZeRO and offload flags, which involve all sections."""
     optimizer, parallel = config.optimizer, config.parallel
     stage = optimizer.zero_stage
     if stage > 1 and parallel.has_pipeline:
@@ -101,7 +101,7 @@ def _adam_problems(config: Config) -> Iterator[str]:
 
 
 def zero_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield notes about ZeRO and offload settings that have no effect and do no harm."""
+    """Note ZeRO and offload settings that have no effect and do no harm."""
     optimizer, json = config.optimizer, config.deepspeed.get("zero_optimization", {})
     replicas = config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
     if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
@@ -120,7 +120,7 @@ def zero_notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def sequence_parallel_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of --sequence-parallel: excluded flags, flags without effect, and indivisible lengths."""
+    """Check --sequence-parallel: excluded flags, flags without effect, and indivisible lengths."""
     parallel = config.parallel
     if not parallel.sequence_parallel:
         return
@@ -148,7 +148,7 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def context_parallel_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of --context-parallel-size with other flags and with sizes."""
+    """Check --context-parallel-size against other flags and sizes."""
     parallel, model = config.parallel, config.model
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c == 1:
@@ -192,7 +192,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def context_parallel_notes(config: Config) -> Iterator[str]:
-    """Yield notes about context-parallel flags that have no effect or select the same method as another value."""
+    """Note context-parallel flags that have no effect or select the same method as another value."""
     parallel = config.parallel
     if "cp_comm_type" in config.explicit_fields and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
@@ -209,7 +209,7 @@ FALLBACKS = ("bf16", "fp16", "fp32")
 
 
 def find_problems(config: Config, world_size: int) -> list[str]:
-    """Return all problems that can be detected without a device, data or a tokenizer.
+    """Find all problems that can be detected without a device, data or a tokenizer.
 
     If any value is out of range, only the range problems are returned.
     """
@@ -227,7 +227,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of the model's settings from any source; ``config.explicit_fields`` are set by flags."""
+    """Check model settings from any source; ``config.explicit_fields`` are set by flags."""
     yield from config.family_config.problems()
     yield from _head_problems(config)
     yield from config.family_config.model_problems(config)
@@ -288,7 +288,7 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
 
 
 def _pipeline_file_problems(config: Config) -> Iterator[str]:
-    """Yield problems of a schedule file, or of a layout in Megatron's notation, with the other settings."""
+    """Check a schedule file, or a layout in Megatron's notation, against the other settings."""
     parallel, m = config.parallel, config.batch.num_micro_batches
     if any(parallel.problems()):
         return
@@ -413,7 +413,7 @@ def _tied_rate_problems(config: Config) -> Iterator[str]:
 
 
 def device_problems(config: Config, has_gpu: bool, has_bf16: bool = True) -> list[str]:
-    """Return the problems of running this configuration on the devices of this machine."""
+    """Find reasons why this machine's devices cannot run the configuration."""
     if config.parallel.device == "cuda" and not has_gpu:
         return ["--device cuda needs a CUDA device that torch can use, got none. Use --device cpu"]
     if not has_gpu or config.parallel.device == "cpu":
@@ -436,12 +436,12 @@ def _cpu_problems(config: Config) -> Iterator[str]:
 
 
 def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
-    """Raise ConfigError with all problems of ``device_problems``; return if there are none."""
+    """Raise ConfigError with all ``device_problems``, if there are any."""
     raise_all(device_problems(config, has_gpu, has_bf16))
 
 
 def resolve_dtype(config: Config, device_default: str) -> Config:
-    """Return ``config`` with its number format: the stated one, or the default of the device.
+    """Return ``config`` with the stated number format, or with the device's default.
 
     The default is ``device_default``, or the next of bf16, fp16 and fp32 if the JSON disables that format.
 
@@ -471,14 +471,14 @@ def resolve_fusion(config: Config, device_type: str) -> Config:
 
 
 def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
-    """Return the idle fraction of equally slow stages; for the schedule "auto", the lowest of its candidates."""
+    """Estimate the idle fraction for equally slow stages; for the schedule "auto", the lowest candidate."""
     parallel, m = config.parallel, num_micro_batches or config.batch.gas
     names = candidate_schedules(parallel.schedule, parallel.chunks, parallel.placement)
     return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
 
 
 def notes_of(config: Config, world_size: int) -> list[str]:
-    """Return the notes for the user about a valid configuration on ``world_size`` ranks."""
+    """Collect user notes about a valid configuration on ``world_size`` ranks."""
     notes = []
     p, m = config.parallel.num_stages, config.batch.gas
     if config.parallel.micro_batch_group_size and not config.parallel.group_size:

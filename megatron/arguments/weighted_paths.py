@@ -25,7 +25,7 @@ _FULL_RANGE = (Fraction(0), Fraction(1))
 
 
 class WeightedCorpus(NamedTuple):
-    """A corpus of a split: its weight as written, the range of its documents, and its path."""
+    """A split's corpus: weight as written, document range, and path."""
 
     weight: str
     range: tuple[Fraction, Fraction]
@@ -33,7 +33,7 @@ class WeightedCorpus(NamedTuple):
 
 
 def paths_of_file(path: str) -> str:
-    """Return the text of --data-path from a file that contains its words.
+    """Read the words of --data-path from a file.
 
     Raises:
         ConfigError: the file cannot be read or is empty.
@@ -45,9 +45,9 @@ def paths_of_file(path: str) -> str:
 
 
 def with_weights(text: str, notes: list[str]) -> str:
-    """Return the text of --data-path with a weight before each path if it contains several paths and no weights.
+    """Add a weight before each path in --data-path if there are several paths and no weights.
 
-    As in Megatron-LM, the weights are proportional to the sizes of the corpora. If a size is unknown, all weights are
+    As in Megatron-LM, the weights are proportional to the corpus sizes. If a size is unknown, all weights are
     equal. The weights are added to ``notes``.
     """
     try:
@@ -70,7 +70,7 @@ def with_weights(text: str, notes: list[str]) -> str:
 
 
 def paths_of_json(path: str) -> dict[str, str]:
-    """Return field -> text from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``.
+    """Read field -> text from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``.
 
     Raises:
         ConfigError: the file cannot be read, or does not have this form.
@@ -90,10 +90,10 @@ def paths_of_json(path: str) -> dict[str, str]:
 
 
 def weighted_paths(flag_values: Mapping[str, Any]) -> dict[str, str]:
-    """Return field -> text for the flags of weighted split paths: --data-path and --split, or a path for each split.
+    """Convert weighted split paths to field -> text: --data-path and --split, or a path for each split.
 
     Args:
-        flag_values: flag -> value. The value of a flag that ends in ``-path`` is the name of a file with the text.
+        flag_values: flag -> value. A flag that ends in ``-path`` names a file with the text.
 
     Raises:
         ConfigError: a file or text cannot be parsed, a split has several groups, or --split cannot express the ranges.
@@ -139,7 +139,7 @@ def _parse_corpora(flag: str, texts: list[str]) -> list[WeightedCorpus]:
 
 
 def _shared_mixture(splits: Mapping[str, list[WeightedCorpus]]) -> dict[str, str]:
-    """Return --data-path and --split for splits that are adjacent ranges of the same corpora."""
+    """Express splits that are adjacent ranges of the same corpora by --data-path and --split."""
     flags = ", ".join(f"--{split}-weighted-split-paths" for split in splits)
     ranges = {split: {corpus.range for corpus in corpora} for split, corpora in splits.items()}
     mixtures = {_mixture(corpora) for corpora in splits.values()}
