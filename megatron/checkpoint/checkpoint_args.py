@@ -54,14 +54,14 @@ RUNS_DIR = Path("runs")
 
 @marked(is_of_this_rank=False)
 def load_checkpoint_args(scanned: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return field -> value of the model settings to take from the source; empty without a source.
+    """Read the model settings that the source determines as field -> value; empty without a source.
 
     Only fields that the user did not set are returned. A line in ``scanned.notes`` lists these fields.
 
     Args:
-        scanned: the values of the command line and --config.
+        scanned: values from the command line and --config.
         defaults: field -> value of the run script's recipe; the source overrides it.
-        name: name of the run, for --resume.
+        name: run name, for --resume.
 
     Raises:
         CheckpointError: the source's family does not match, its model is unknown, its config.json contradicts its
@@ -112,7 +112,7 @@ def _apply_saved_schedule(scanned: Scan, source: SettingsSource) -> None:
     """
     saved = {name: source.optimizer[name] for name in SCHEDULE_FIELDS if name in source.optimizer}
     for length in ("decay", "warmup"):
-        if saved.get(f"lr_{length}_samples") is not None:  # the saved number of steps was derived from the samples
+        if saved.get(f"lr_{length}_samples") is not None:  # the saved step count was derived from the samples
             saved[f"lr_{length}_iters"] = None
     for flag in ("--lr-decay-tokens", "--lr-warmup-tokens"):
         if scanned.converted.pop(flag, None) is not None:
@@ -132,7 +132,7 @@ def _apply_saved_schedule(scanned: Scan, source: SettingsSource) -> None:
 
 
 def _retained_settings(scanned: Scan, source: SettingsSource, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return field -> value of the settings that a resumed run keeps although their defaults have changed.
+    """Select the settings, as field -> value, that a resumed run keeps although their defaults have changed.
 
     A note lists the values that differ from the current defaults.
     """
@@ -146,7 +146,7 @@ def _retained_settings(scanned: Scan, source: SettingsSource, flags: Mapping[str
 
 
 def find_source(flags: Mapping[str, Any], name: str) -> Path | str | None:
-    """Return the source that the flags (field -> value) name; None if the run starts from scratch.
+    """Find the source that the flags (field -> value) name; None if the run starts from scratch.
 
     With --resume only, the source is the one that an earlier start of this job chose, or the newest run of this name.
     """
@@ -168,11 +168,11 @@ def find_source(flags: Mapping[str, Any], name: str) -> Path | str | None:
 
 
 def read_source(path: Path | str, family: str, model: str = "") -> SettingsSource | None:
-    """Return the settings of the model in ``path``: a run folder, a checkpoint, or a folder of another program.
+    """Read the model settings in ``path``: a run folder, a checkpoint, or another program's folder.
 
     The other programs are Hugging Face's and Megatron-LM's (``torch_dist``).
 
-    Returns None if ``path`` has no model, or a model of a family that is not supported.
+    Returns None if ``path`` has no model, or its family is not supported.
 
     Args:
         model: value of ``--model``, which the source must agree with; empty without the flag.
@@ -202,7 +202,7 @@ def read_source(path: Path | str, family: str, model: str = "") -> SettingsSourc
 
 
 def is_huggingface(path: Path) -> bool:
-    """Return True if ``path`` is a Hugging Face folder, even if its model is not supported."""
+    """Recognise a Hugging Face folder, even if its model is not supported."""
     if not (path / CONFIG).is_file():
         return False
     has_tensors = any((path / name).is_file() for name in (WEIGHTS, INDEX))
@@ -210,7 +210,7 @@ def is_huggingface(path: Path) -> bool:
 
 
 def detect_family(path: Path) -> str | None:
-    """Return the family of the model in ``path``; None without a model of a supported family."""
+    """Detect the family of the model in ``path``; None without a model of a supported family."""
     if is_huggingface(path):
         return family_by_type().get(read_json(path, CONFIG).get("model_type", ""))
     if find_iteration(path) is not None:
@@ -222,7 +222,7 @@ def detect_family(path: Path) -> str | None:
 
 
 def _check_fixed_settings(scanned: Scan, source: SettingsSource) -> None:
-    """Check that the source has the settings that are fixed for the model type given by ``--model``.
+    """Check that the source has the fixed settings for the model type in ``--model``.
 
     ``_check_user_values`` checks the settings given on the command line.
 
@@ -290,6 +290,6 @@ def _check_user_values(
 
 
 def _is_equivalent(config: Config, name: str, user_value: Any, saved_value: Any) -> bool:
-    """Return True if ``user_value`` is equivalent to ``saved_value``; some settings accept two spellings of a value."""
+    """Compare two values; some settings accept two spellings of a value."""
     section = config.model if hasattr(config.model, name) else config.family_config
     return bool(getattr(replace(section, **{name: user_value}), name) == saved_value)

@@ -1,6 +1,6 @@
 """Save and load through torch.distributed.checkpoint (DCP). Importing it takes 0.6 s, so this module is imported late.
 
-DCP gathers plans and results from all ranks and raises an error of one rank on all ranks. The planners and the storage
+DCP gathers plans and results from all ranks and raises one rank's error on all ranks. The planners and the storage
 classes are this project's own and never pickle to a file or unpickle from one.
 """
 
@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # sa
 
 
 def save(writer: ShardWriter, planner: RecordSavePlanner, world: Group) -> Path:
-    """Write the shards of all ranks of ``world``; return the path of the committed checkpoint. Collective.
+    """Write the shards of all ranks in ``world``; return the path of the committed checkpoint. Collective.
 
     Raises:
         CheckpointError: names the ranks that failed and the causes; raised on all ranks.

@@ -63,18 +63,16 @@ class ShardReader(StorageReader):
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of the manifest, which has been verified."""
+        """Return the manifest's metadata; the manifest has been verified."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing (DCP's hook)."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -138,15 +136,13 @@ class RecordLoadPlanner(LoadPlanner):
             return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan with this rank's read items."""
         return replace(central_plan, items=self._reads)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the part of the record's tensor that ``read_item`` fills."""
+        """Select the part of the record's tensor that ``read_item`` fills."""
         record = self._records[read_item.dest_index.index or 0]
         unpadded = record.shard.unpadded(record.tensor.detach())
         return unpadded[

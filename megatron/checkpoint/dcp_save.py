@@ -86,11 +86,10 @@ class ShardWriter(StorageWriter):
         """Do nothing (DCP's hook)."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the free disk space, create the temporary folder, and add its path to the plan of every rank."""
+        """Check the free disk space, create the temporary folder, and add its path to every rank's plan."""
         with as_checkpoint_error(is_of_this_rank=False):
             self._num_bytes = len(json.dumps(self._metadata)) + sum(plan.planner_data for plan in plans)
             files.make_folder(self._root)
@@ -134,10 +133,10 @@ class ShardWriter(StorageWriter):
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
     def abandon(self, error_text: str) -> str:
-        """Remove the temporary folder; return an addition to the error message.
+        """Remove the temporary folder; the result completes the error message.
 
         Args:
-            error_text: text of the error. If it reports a full disk or a file size limit, the returned text states the
+            error_text: error text. If it reports a full disk or a file size limit, the returned text states the
                 bytes needed and free, or the limit; otherwise it is "".
         """
         if self._temporary is None:
@@ -155,7 +154,7 @@ class ShardWriter(StorageWriter):
 
 
 def _key(item: WriteItem) -> str:
-    """Return the key of ``item`` in its safetensors file."""
+    """Build the key of ``item`` in its safetensors file."""
     shape, start = item.tensor_data.chunk.sizes, item.index.offset  # type: ignore[union-attr]
     return shard_file.shard_key(item.index.fqn, max(start or torch.Size([0]), default=0) if shape else 0)
 
@@ -178,7 +177,7 @@ class RecordSavePlanner(SavePlanner):
         """Do nothing (DCP's hook). The records come from ``get_records``, since a state dict has no shards."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan whose planner data are the claims of this rank's records and the bytes that it will write."""
+        """Build a plan whose planner data are the claims of this rank's records and the bytes that it will write."""
         with as_checkpoint_error():
             records = self._get_records()
             claims = [make_claim(record) for record in records]
@@ -189,9 +188,9 @@ class RecordSavePlanner(SavePlanner):
             return SavePlan([], planner_data=([local_claim.packed() for local_claim in claims], num_bytes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check the claims of all ranks; return the plans, and metadata with the manifest's index as planner data.
+        """Check the claims of all ranks; the metadata has the manifest's index as planner data.
 
-        In the returned plans, the planner data is the number of bytes to write, which ``ShardWriter`` compares with the
+        In the returned plans, the planner data is the byte count to write, which ``ShardWriter`` compares with the
         free space.
         """
         with as_checkpoint_error(is_of_this_rank=False):
@@ -206,7 +205,7 @@ class RecordSavePlanner(SavePlanner):
         return replace(new_plan, items=self._items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return the tensor on its device. The writer copies it to the host just before writing it."""
+        """Select the tensor on its device. The writer copies it to the host just before writing it."""
         return self._tensors[write_item.index]
 
 
@@ -218,7 +217,7 @@ def _write_item(record: TensorRecord) -> WriteItem:
 
 
 def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, TensorEntry]:
-    """Return the manifest entry of each global tensor.
+    """Build the manifest entry of each global tensor.
 
     Raises:
         CheckpointError: ranks disagree on a tensor, or a tensor is not written exactly once; lists all such tensors.

@@ -1,4 +1,4 @@
-"""Download a checkpoint from an object store with all ranks, verifying the checksum of every file."""
+"""Download a checkpoint from an object store with all ranks, verifying all checksums."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.mpu.groups import Group
 
 
 def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False) -> Path:
-    """Download the newest checkpoint of ``source`` whose checksums match into ``root``; return its path. Collective.
+    """Download the newest checkpoint in ``source`` whose checksums match into ``root``; return its path. Collective.
 
     Each rank downloads some of the files. A checkpoint that is already in ``root`` is not downloaded again.
 
     Args:
-        strict: raise if the checksums of the newest checkpoint do not match, instead of trying older ones.
+        strict: raise if the newest checkpoint's checksums do not match, instead of trying older ones.
 
     Raises:
         CheckpointError: no checkpoint can be downloaded; raised on all ranks.

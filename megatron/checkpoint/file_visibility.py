@@ -58,13 +58,13 @@ def _is_visible(path: Path, size: int) -> bool:
 
 
 def is_on_network(path: Path) -> bool:
-    """Return True if the mount of ``path`` is a network file system, which other machines may write to."""
+    """Check if ``path`` is on a network file system, which other machines may write to."""
     fs_type = _file_system_type(path.resolve())
     return fs_type.startswith(_NETWORK_FS_TYPES) and fs_type not in _LOCAL_FUSE_TYPES
 
 
 def _file_system_type(path: Path) -> str:
-    """Return the type of the file system of ``path``, such as "ext4"; empty if the system does not report it."""
+    """Look up the file system type, such as "ext4"; empty if the system does not report it."""
     try:
         mounts = [line.split(" - ", 1) for line in MOUNTINFO.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Names of checkpoint folders, and the order in which to try them.
+"""Checkpoint folder names, and the order in which to try them.
 
 | name | meaning |
 |---|---|
@@ -31,29 +31,29 @@ _STALE = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
 def checkpoints_folder(source: Path) -> Path:
-    """Return the folder of checkpoints of the run folder ``source``; any other path is returned unchanged."""
+    """Select the checkpoint folder inside the run folder ``source``; any other path is returned unchanged."""
     inner = source / CHECKPOINTS
     return inner if inner.is_dir() else source
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Return the folders in ``root`` with a checkpoint's name, complete or not; empty if ``root`` does not exist."""
+    """List the folders in ``root`` with a checkpoint's name, complete or not; empty if ``root`` does not exist."""
     return [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name)] if root.is_dir() else []
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints whose manifest verifies, last saved first."""
+    """Sort the checkpoints whose manifest verifies, last saved first."""
     by_sequence = [(metadata.read_sequence(path), path) for path in paths]
     return [path for _, path in sorted(((s, p) for s, p in by_sequence if s is not None), reverse=True)]
 
 
 def last_sequence(paths: Iterable[Path]) -> int:
-    """Return the highest sequence number; 0 if no manifest verifies."""
+    """Find the highest sequence number; 0 if no manifest verifies."""
     return max((metadata.read_sequence(path) or 0 for path in paths), default=0)
 
 
 def order_candidates(paths: Iterable[Path]) -> list[Path]:
-    """Return all checkpoints in the order in which to try them: last saved first.
+    """Sort all checkpoints in the order in which to try them: last saved first.
 
     A checkpoint whose manifest does not verify has no known sequence number. If its step or its modification times
     suggest that it is the newest, it comes first, so that an older checkpoint is not loaded without a warning.
@@ -70,19 +70,19 @@ def _may_be_newer(path: Path, other: Path) -> bool:
 
 
 def _last_modified_ns(path: Path) -> int:
-    """Return the modification time of the last file written in ``path``, in ns."""
+    """Return the modification time of the newest file in ``path``, in ns."""
     with suppress(OSError):
         return max((child.stat().st_mtime_ns for child in path.iterdir()), default=0)
     return 0
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint (native or DeepSpeed's format)."""
+    """Parse the step in a checkpoint's name (native or DeepSpeed's format)."""
     return int(re.findall(r"\d+", path.name)[0])
 
 
 def unused_path(root: Path, step: int) -> Path:
-    """Return an unused path for a new checkpoint of ``step``, so that an existing one is never overwritten."""
+    """Choose an unused path for a new checkpoint of ``step``, so that an existing one is never overwritten."""
     path = root / f"step-{step:08d}"
     suffix = 0
     while path.exists():
@@ -129,7 +129,7 @@ def write_latest(root: Path, path: Path) -> None:
 
 
 def read_latest(root: Path) -> str | None:
-    """Return the name in the ``latest`` hint; None if there is no hint."""
+    """Read the name in the ``latest`` hint; None if there is no hint."""
     with suppress(OSError):
         return (root / LATEST).read_bytes()[:200].decode(errors="replace").strip()
     return None

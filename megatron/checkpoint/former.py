@@ -24,7 +24,7 @@ _POSITION_TYPE = "position_embedding_type"
 
 
 def convert_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of ``Config.to_dict()`` for settings saved by any version; absent fields stay absent."""
+    """Convert settings saved by any version to the current form of ``Config.to_dict()``; absent fields stay absent."""
     family, converted = saved.get("family", FIRST_FAMILY), dict(saved)
     model = dict(saved.get("model", {}))
     for name in FAMILIES:
@@ -39,12 +39,12 @@ def convert_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert_identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of ``Config.identity()`` for an identity saved by any version."""
+    """Convert an identity saved by any version to the current form of ``Config.identity()``."""
     return _with_defaults(saved, saved.get("family", FIRST_FAMILY))
 
 
 def convert_progress(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of "progress" in a checkpoint's ``state`` saved by any version.
+    """Convert "progress" in a checkpoint's ``state``, saved by any version, to the current form.
 
     If ``state`` has neither "tokens_consumed" nor the sequence lengths, the result has no "tokens_consumed".
     """
@@ -58,9 +58,9 @@ def convert_progress(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples_skipped(state: Mapping[str, Any]) -> int:
-    """Return the number of samples in skipped steps, reconstructed from an earlier version's checkpoint.
+    """Reconstruct the sample count in skipped steps from an earlier version's checkpoint.
 
-    The number is exact if the run's batch size did not change; the learning rate then continues without a jump.
+    The count is exact if the run's batch size did not change; the learning rate then continues without a jump.
     Otherwise it is an estimate.
     """
     progress, batch = state["progress"], state.get("config", {}).get("batch", {})

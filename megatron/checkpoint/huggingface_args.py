@@ -33,11 +33,11 @@ from megatron.models.registry import costs_of
 
 
 def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
-    """Return the settings of the model in the Hugging Face folder ``path``.
+    """Read the model settings in the Hugging Face folder ``path``.
 
     Args:
         family: family that the program trains.
-        model: value of ``--model``; empty without the flag.
+        model: ``--model``; empty without the flag.
 
     Raises:
         CheckpointError: the model is unknown, it does not match ``family`` or ``model``, or its config.json does not
@@ -74,7 +74,7 @@ def read_huggingface(path: Path, family: str, model: str) -> SettingsSource:
 
 @dataclass(frozen=True)
 class Header:
-    """Location and type of a tensor: ``start`` and ``stop`` are offsets in bytes in ``file``."""
+    """Location and type of a tensor: ``start`` and ``stop`` are byte offsets in ``file``."""
 
     file: Path
     dtype: str
@@ -84,7 +84,7 @@ class Header:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Return name -> header of every tensor in a Hugging Face folder, without reading the tensors.
+    """Read name -> header for every tensor in a Hugging Face folder, without reading the tensors.
 
     Raises:
         CheckpointError: a file is missing, truncated, not a safetensors file, or lacks tensors that the index lists.
@@ -131,7 +131,7 @@ def _read_header(folder: Path, name: str) -> dict[str, Header]:
 
 
 def _with_biases(config: Config, tensors: Mapping[str, Header], model_type: str) -> Config:
-    """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
+    """Return ``config`` with biases enabled if config.json disables them but the tensors include nonzero biases."""
     biases = format_of(config, model_type).optional_biases
     if config.model.hidden_bias or biases is MATCHES_NOTHING:
         return config
@@ -141,7 +141,7 @@ def _with_biases(config: Config, tensors: Mapping[str, Header], model_type: str)
 
 
 def _has_nonzero(header: Header) -> bool:
-    """Return True if a tensor has an element that is neither 0 nor -0."""
+    """Check if a tensor has an element that is neither 0 nor -0."""
     with open(header.file, "rb") as file:
         file.seek(header.start)
         data = file.read(header.stop - header.start)
@@ -151,7 +151,7 @@ def _has_nonzero(header: Header) -> bool:
 
 
 def _fits(config: Config, tensors: Mapping[str, Header], model_type: str) -> bool:
-    """Return True if the names and the number of elements of the tensors match the model."""
+    """Compare names and element counts with the model."""
     expected, headers = _expected_names(config, model_type), _used_headers(config, tensors, model_type)
     word_name = format_of(config, model_type).word
     if expected != headers.keys() or len(headers[word_name].shape) != 2:
@@ -168,7 +168,7 @@ def _expected_names(config: Config, model_type: str) -> set[str]:
 
 
 def _used_headers(config: Config, tensors: Mapping[str, Header], model_type: str) -> dict[str, Header]:
-    """Return full name -> header of the tensors that our model uses.
+    """Select the headers of the tensors that our model uses, by full name.
 
     Copies of the word table, and biases that our model does not have, are left out. If the folder has no head and the
     format ties a missing head to the word table, the head gets the header of the word table.
@@ -186,7 +186,7 @@ def _used_headers(config: Config, tensors: Mapping[str, Header], model_type: str
 
 
 def _mismatch_message(path: Path, hf_config: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
-    """Return the error message for a config.json that does not match its tensors.
+    """Format the error message for a config.json that does not match its tensors.
 
     The message lists each key of config.json whose correction would be sufficient. Without such a key, it lists the
     missing and unexpected tensors.
@@ -213,7 +213,7 @@ def _mismatch_message(path: Path, hf_config: Mapping[str, Any], config: Config, 
 def _find_fixes(
     hf_config: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]
 ) -> Iterator[tuple[str, int]]:
-    """Yield each (key, value) such that changing only this key of config.json makes it match the tensors."""
+    """Yield (key, value) pairs such that changing only this key in config.json makes it match the tensors."""
     model_type = hf_config["model_type"]
     for key, value in hf_config.items():
         if type(value) is not int or key.endswith("_id"):
@@ -231,7 +231,7 @@ def _find_fixes(
 
 
 def _candidate_values(tensors: Mapping[str, Header], config: Config) -> set[int]:
-    """Return candidates for a setting's value: lengths of dimensions, lengths per head, and numbers of layers."""
+    """Collect candidates for a setting's value: dimension lengths, lengths per head, and layer counts."""
     lengths = {length for header in tensors.values() for length in header.shape}
     heads = {config.model.kv_hidden_size, config.model.num_attention_heads}
     lengths_per_head = {length // head for length in lengths for head in heads if head and length % head == 0}

@@ -1,4 +1,4 @@
-"""Describe the contents of a checkpoint, and compare two checkpoints."""
+"""Describe a checkpoint's contents, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.checkpoint.one_process import WEIGHTS, read_full
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.tensor_record import DTYPE_NAMES
 
-# Contents of a checkpoint: the progress of the run, the layout that saved it, and the size and norm of each tensor.
+# A checkpoint's contents: run progress, the layout that saved it, and each tensor's size and norm.
 
 _CHUNK_NUMEL = 1 << 22  # elements converted to fp64 at a time
 
@@ -31,7 +31,7 @@ class TensorStats:
 
 
 def summarize_run(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the metadata of the run as plain data; entries that an older version did not store are None."""
+    """Collect the run's metadata as plain data; entries that an older version did not store are None."""
     metadata = checkpoint.metadata
     progress = metadata.get("progress", {})
     order = metadata.get("data_order")
@@ -53,18 +53,18 @@ def summarize_run(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def file_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the size of each file in bytes. Opening a checkpoint of ours has verified the files' checksums."""
+    """Return file sizes in bytes. Opening a checkpoint of ours has verified the files' checksums."""
     return {name: info.size for name, info in checkpoint.manifest.files.items()}
 
 
 def compute_tensor_stats(checkpoint: Checkpoint) -> list[TensorStats]:
-    """Return the statistics of every tensor, reading one tensor at a time."""
+    """Compute statistics of every tensor, reading one tensor at a time."""
     index = checkpoint.manifest.index
     return [_tensor_stats(checkpoint, name, len({p.file for p in index[name].shards})) for name in checkpoint.names()]
 
 
 def num_elements(stats: list[TensorStats]) -> dict[str, int]:
-    """Return the number of elements per group of tensors; the group is the part of the name before the first "/"."""
+    """Count elements per tensor group; the group is the part of the name before the first "/"."""
     counts: dict[str, int] = {}
     for tensor in stats:
         group = tensor.name.partition("/")[0]
@@ -88,7 +88,7 @@ def _tensor_stats(checkpoint: Checkpoint, name: str, num_files: int) -> TensorSt
     return TensorStats(*description, norm=math.sqrt(squares), largest=largest, num_not_finite=num_not_finite)
 
 
-# Comparison of the tensors and metadata of two checkpoints.
+# Comparison of two checkpoints' tensors and metadata.
 
 ONE_SIDE, SHAPE, VALUES = "in one only", "shape", "values"
 
@@ -100,8 +100,8 @@ class Difference:
     Args:
         kind: ``ONE_SIDE``, ``SHAPE`` or ``VALUES`` (dtypes may differ as well).
         first, second: type and shape in each checkpoint; None where the tensor is missing.
-        largest: largest absolute difference of an element; NaN if only one of the two elements is NaN.
-        relative: L2 norm of the difference divided by the L2 norm of the first tensor.
+        largest: largest absolute elementwise difference; NaN if only one of the two elements is NaN.
+        relative: L2 norm of the difference divided by the first tensor's.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Difference:
 
 
 def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: bool = False) -> list[Difference]:
-    """Return the differing tensors in the order of ``first``, then those only in ``second``; empty if bit-identical."""
+    """List the differing tensors in the order of ``first``, then those only in ``second``; empty if bit-identical."""
     names = dict.fromkeys([*first.names(), *second.names()])
     compared_names = [name for name in names if name.startswith(WEIGHTS) or not weights_only]
     differences = (_difference(name, first, second) for name in compared_names)
@@ -121,7 +121,7 @@ def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: b
 
 
 def metadata_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Return key -> (value in ``first``, value in ``second``) for the metadata entries that differ."""
+    """Return key -> (value in ``first``, value in ``second``) for metadata entries that differ."""
     keys = [*first.metadata, *(key for key in second.metadata if key not in first.metadata)]
     values = {key: (first.metadata.get(key), second.metadata.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
@@ -150,7 +150,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_differences(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
-    """Return the largest absolute difference and the relative difference."""
+    """Compute the largest absolute difference and the relative difference."""
     largest = squared_diff = squares = torch.zeros((), dtype=torch.float64)
     for a, b in zip(first.flatten().split(_CHUNK_NUMEL), second.flatten().split(_CHUNK_NUMEL), strict=True):
         a, b = a.double(), b.double()

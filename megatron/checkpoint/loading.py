@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def open_latest(
     root: Path, world: Group, *, strict: bool = False, accept: Callable[[Path], bool] | None = None
 ) -> Checkpoint:
-    """Return the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is a checkpoint. Collective.
+    """Open the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is a checkpoint. Collective.
 
     All ranks get the same checkpoint. A warning names every newer checkpoint that was skipped, with the reason.
 
@@ -50,10 +50,10 @@ def open_latest(
 
 
 def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool = False) -> Checkpoint:
-    """Return the first of ``candidates`` that verifies, with warnings and errors as in ``open_latest``. Collective.
+    """Open the first of ``candidates`` that verifies, with warnings and errors as in ``open_latest``. Collective.
 
     Args:
-        candidates: paths of checkpoints, the same on all ranks.
+        candidates: checkpoint paths, the same on all ranks.
     """
     if candidates == [root]:
         return open_checkpoint(root, world)
@@ -78,7 +78,7 @@ def open_first_valid(
     *,
     strict: bool = False,
 ) -> Opened:
-    """Return the result of the first candidate that ``open_candidate`` opens without a CheckpointError. Collective.
+    """Return the result for the first candidate that ``open_candidate`` opens without a CheckpointError. Collective.
 
     Args:
         open_candidate: opens a candidate; returns the result and a name for the candidate. A warning about skipped
@@ -106,7 +106,7 @@ def open_first_valid(
 
 
 def _list_candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]:
-    """Return the checkpoints in ``root`` in the order in which to try them, newest first. Rank 0 only."""
+    """List the checkpoints in ``root`` in the order in which to try them, newest first. Rank 0 only."""
     if not root.is_dir():
         actual = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {actual}; a folder with checkpoints is required")
@@ -123,7 +123,7 @@ def _list_candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[
 
 
 def _deepspeed_hint(root: Path) -> str:
-    """Return an addition to an error message if ``root`` has checkpoints of DeepSpeed's engine, otherwise ""."""
+    """Return an addition to an error message if ``root`` has checkpoints from DeepSpeed's engine, otherwise ""."""
     engine_folders = list(root.glob("global_step*"))
     with_manifest = folders.order_candidates(
         path for path in engine_folders if (path / metadata.MANIFEST_NAME).exists()
@@ -138,7 +138,7 @@ def _deepspeed_hint(root: Path) -> str:
 
 
 def deepspeed_format_message(path: Path) -> str:
-    """Return the error message for a checkpoint in DeepSpeed's format where the native format is needed."""
+    """Format the error message for a checkpoint in DeepSpeed's format where the native format is needed."""
     return (
         f"{path} is in DeepSpeed's format, which only the training scripts can read. Resume it in a new run folder to "
         f"save it in the native format: --load {path} --checkpoint-format native --save NEW_FOLDER"
@@ -154,10 +154,10 @@ def _check_latest_hint(root: Path, checkpoint: Checkpoint) -> None:
 
 
 def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
-    """Return the newest checkpoint in ``source`` that verifies: one of ours, otherwise Megatron-Core's. Collective.
+    """Open the newest checkpoint in ``source`` that verifies: ours, otherwise Megatron-Core's. Collective.
 
     Args:
-        source: a run folder, its folder of checkpoints, one checkpoint, or a folder of Megatron-LM.
+        source: a run folder, its checkpoint folder, one checkpoint, or a Megatron-LM folder.
         strict: as in ``open_latest``.
 
     Raises:
@@ -171,7 +171,7 @@ def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoi
 
 @marked(is_of_this_rank=False)
 def open_checkpoint(path: Path, world: Group) -> Checkpoint:
-    """Verify the checkpoint in the folder ``path`` and return it. Each rank reads a part of the files. Collective.
+    """Verify and open the checkpoint in the folder ``path``. Each rank reads some of the files. Collective.
 
     Raises:
         CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.
@@ -188,7 +188,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
 
 
 def read_manifest_bytes(path: Path) -> bytes:
-    """Return the content of the manifest in ``path``. Only rank 0 reads it, so that all ranks use the same bytes."""
+    """Read the manifest in ``path``. Only rank 0 reads it, so that all ranks use the same bytes."""
     try:
         return (path / metadata.MANIFEST_NAME).read_bytes()
     except OSError as error:

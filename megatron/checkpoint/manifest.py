@@ -1,4 +1,4 @@
-"""Read the checksum, sequence number and metadata (key ``state``) of a manifest.json. No torch."""
+"""Read a manifest.json: checksum, sequence number and metadata (key ``state``). No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-# ``manifest.json`` describes the contents of a checkpoint. A folder without a complete manifest is not a checkpoint.
+# ``manifest.json`` describes a checkpoint's contents. A folder without a complete manifest is not a checkpoint.
 #
 #     {"crc32": "1c291ca3",
 #      "format_version": 1, "sequence": 4, "step": 20,
@@ -24,7 +24,7 @@ _SECOND_LINE = re.compile(rb'\n"format_version": \d+, "sequence": (\d+), "step":
 
 
 def read_sequence(folder: Path) -> int | None:
-    """Return the sequence number of the checkpoint ``folder``; None without a manifest whose checksum matches."""
+    """Read the sequence number in ``folder``; None without a manifest whose checksum matches."""
     try:
         return sequence_in((folder / MANIFEST_NAME).read_bytes())
     except OSError:
@@ -32,13 +32,13 @@ def read_sequence(folder: Path) -> int | None:
 
 
 def sequence_in(content: bytes) -> int | None:
-    """Return the sequence number in a manifest; None if its checksum does not match."""
+    """Parse the sequence number in a manifest; None if its checksum does not match."""
     match = _SECOND_LINE.search(content[:256]) if has_valid_checksum(content) else None
     return int(match[1]) if match else None
 
 
 def read_metadata(folder: Path) -> dict[str, Any] | None:
-    """Return the metadata of the checkpoint ``folder``; None without a manifest whose checksum matches."""
+    """Read the metadata in ``folder``; None without a manifest whose checksum matches."""
     try:
         content = (folder / MANIFEST_NAME).read_bytes()
         metadata = json.loads(content)["state"] if has_valid_checksum(content) else None
@@ -48,7 +48,7 @@ def read_metadata(folder: Path) -> dict[str, Any] | None:
 
 
 def has_valid_checksum(content: bytes) -> bool:
-    """Return True if the checksum in the first line matches the remaining bytes."""
+    """Compare the checksum in the first line with the remaining bytes."""
     match = _FIRST_LINE.match(content)
     return match is not None and match[1] == b"%08x" % zlib.crc32(content[match.end() :])
 
@@ -58,10 +58,10 @@ CHECKPOINTS = "checkpoints"
 
 
 def newest_metadata(source: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return path and metadata of the newest complete manifest in ``source``; None without a complete manifest.
+    """Read path and metadata of the newest complete manifest in ``source``; None without a complete manifest.
 
     Args:
-        source: a run folder, its folder of checkpoints, or a checkpoint, in the native or in DeepSpeed's format.
+        source: a run folder, its checkpoint folder, or a checkpoint, in the native or in DeepSpeed's format.
     """
     inner = source / CHECKPOINTS
     root = inner if inner.is_dir() else source

@@ -1,4 +1,4 @@
-"""Manifest: the parsed ``manifest.json`` of a checkpoint."""
+"""Manifest: a checkpoint's parsed ``manifest.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NewerFormatError(CheckpointError):
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A part of a global tensor: its position (``shard``), its file, and its key in the file."""
+    """A stored shard: its position in the global tensor (``shard``), its file, and its key in the file."""
 
     file: str
     key: str
@@ -42,7 +42,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Size in bytes and checksum of a file as written; verified when the checkpoint is opened."""
+    """File size in bytes and checksum as written; verified when the checkpoint is opened."""
 
     size: int
     crc32: int
@@ -50,7 +50,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of one ``manifest.json``. In the file, ``metadata`` has the key ``state``."""
+    """Content of one ``manifest.json``. In the file, ``metadata`` has the key ``state``."""
 
     sequence: int
     step: int
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Return the manifest serialized as the bytes of ``manifest.json``."""
+    """Serialize the manifest as ``manifest.json``."""
     lines = [
         f'"format_version": {FORMAT_VERSION}, "sequence": {manifest.sequence}, "step": {manifest.step}',
         f'"state": {json.dumps(manifest.metadata)}',
@@ -91,7 +91,7 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
 
     Args:
         content: bytes of ``manifest.json``.
-        path: path of the file, used in error messages.
+        path: file path for error messages.
 
     Raises:
         NewerFormatError: a later version wrote the manifest.
@@ -127,10 +127,10 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
 
 
 def _check_plain_name(name: str) -> str:
-    """Return ``name`` if it is a plain file name, which cannot point outside the checkpoint's folder.
+    """Accept a plain file name, which cannot point outside the checkpoint's folder.
 
     Raises:
-        ValueError: ``name`` has a path separator, or is the name of the manifest.
+        ValueError: ``name`` has a path separator, or is the manifest's name.
     """
     if Path(name).name != name or name == MANIFEST_NAME:
         raise ValueError(f"the file of a shard must be a plain file name, got {name!r}")

@@ -1,4 +1,4 @@
-"""Check that a checkpoint belongs to the model of this run."""
+"""Check that a checkpoint belongs to this run's model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABSENT = "absent"
 
 
 def compare_model_config(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that the saved model has the same settings as the model of this run.
+    """Check that the saved model has the same settings as this run's model.
 
     Raises:
         CheckpointError: lists every key that differs, with both values.
@@ -37,14 +37,14 @@ def compare_model_config(saved: dict[str, Any], current: dict[str, Any]) -> None
 
 
 def check_model(saved: Mapping[str, Any], config: Config) -> None:
-    """Check that saved weights fit the model of ``config``.
+    """Check that saved weights fit the model in ``config``.
 
-    ``--resize-vocab`` allows another vocabulary size. ``--finetune`` allows other values of the settings that have no
-    effect on the weights' shapes (``Config.refitted``). Families of the common decoder are interchangeable if their
+    ``--resize-vocab`` allows another vocabulary size. ``--finetune`` allows other values for settings without
+    effect on the weights' shapes (``Config.refitted``). Common decoder families are interchangeable if their
     settings are equal.
 
     Args:
-        saved: ``Config.identity()`` of the model that saved the weights.
+        saved: ``Config.identity()`` saved with the weights.
 
     Raises:
         CheckpointError: lists every key that differs, with both values.

@@ -57,15 +57,15 @@ def open_unverified(path: Path) -> Checkpoint:
 
 
 def read_full(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Return the full tensor ``name``, without padding."""
+    """Read the full tensor ``name``, without padding."""
     return checkpoint.read(name, Shard(checkpoint.shape(name)))
 
 
 def weight_names(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the weights, without the prefix ``WEIGHTS``."""
+    """List the weight names, without the prefix ``WEIGHTS``."""
     return [name.removeprefix(WEIGHTS) for name in checkpoint.names() if name.startswith(WEIGHTS)]
 
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return all weights, keyed by their names in the model."""
+    """Read all weights by name."""
     return {name: read_full(checkpoint, WEIGHTS + name) for name in weight_names(checkpoint)}

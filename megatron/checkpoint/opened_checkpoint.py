@@ -1,4 +1,4 @@
-"""A verified checkpoint opened for reading: step, metadata, and slices of tensors."""
+"""A verified checkpoint opened for reading: step, metadata, and tensor slices."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Checkpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """The files of the checkpoint, and the index of its tensors."""
+        """Files in the checkpoint, and the tensor index."""
         return self._manifest
 
     def names(self) -> list[str]:
-        """Return the names of the global tensors."""
+        """List the global tensors by name."""
         return list(self._index)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the global shape of ``name``."""
+        """Look up the global shape of ``name``."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which ``name`` was saved."""
+        """Look up the dtype in which ``name`` was saved."""
         return DTYPES[self._entry(name).dtype]
 
     def read(self, name: str, shard: Shard, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the part ``shard`` of the tensor ``name``, without padding, on the CPU. Not collective.
+        """Read the slice ``shard`` of the tensor ``name``, without padding, on the CPU. Not collective.
 
         The shard need not match the shards that were saved; only the requested bytes are read.
 

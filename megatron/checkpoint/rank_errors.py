@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 
-# Causes of failures as text, which can be sent from one rank to another.
+# Failure causes as text, which can be sent from one rank to another.
 
 
 def error_text(error: BaseException) -> str:
-    """Return the cause of ``error`` as text."""
+    """Describe the cause of ``error``."""
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
 
 
@@ -36,7 +36,7 @@ def as_checkpoint_error(*, is_of_this_rank: bool = True) -> Iterator[None]:
 
 
 def summarize_failures(failures: Mapping[int, tuple[BaseException, Any]], num_ranks: int) -> str:
-    """Return a text that lists each cause once, with the ranks that failed for it.
+    """List each cause once, with the ranks that failed for it.
 
     Args:
         failures: rank -> (error, traceback), as ``torch.distributed.checkpoint`` gathers them.
@@ -54,7 +54,7 @@ def _rank_prefix(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
-# Joint decisions: every rank computes its share, rank 0 decides, and an error on any rank is raised on all ranks.
+# Joint decisions: each rank computes its share, rank 0 decides, and an error on any rank is raised on all ranks.
 
 Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")
@@ -67,7 +67,7 @@ def gather_verdict(
 
     Args:
         compute_share: computes this rank's share.
-        judge: called on rank 0 with the shares of all ranks, in rank order.
+        judge: called on rank 0 with all ranks' shares, in rank order.
 
     Raises:
         CheckpointError: ``compute_share`` failed on any rank, or ``judge`` failed on rank 0. It is raised on all ranks,
@@ -103,7 +103,7 @@ def _require_shares(gathered: list[tuple[Any, str | None]]) -> list[Any]:
 
 
 def _gather(world: Group, value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order on rank 0, and an empty list on other ranks."""
+    """Gather all ranks' values in rank order on rank 0; other ranks receive an empty list."""
     if world.size == 1:
         return [value]
     values: list[Any] | None = [None] * world.size if world.rank == 0 else None

@@ -1,13 +1,13 @@
 """Find, verify and delete checkpoints in an object store. No torch.
 
-Layout of a run in a store:
+Run layout in a store:
 
     s3://bucket/run/checkpoints/step-00000020/rank-00000.safetensors
     s3://bucket/run/checkpoints/step-00000020/manifest.json             uploaded last, deleted first
     s3://bucket/run/hf/step-00000020/config.json                        uploaded last, deleted first
 
 A checkpoint is complete if its manifest matches its checksum and all files in the manifest exist with the listed sizes.
-``megatron.checkpoint.downloading`` compares downloaded files with the checksums of the manifest.
+``megatron.checkpoint.downloading`` compares downloaded files with the manifest's checksums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
 
 
 class RemoteCheckpoint(NamedTuple):
-    """A complete checkpoint in a store; ``files`` maps the name of each file to (size in bytes, crc32)."""
+    """A complete checkpoint in a store; ``files`` maps file names to (size in bytes, crc32)."""
 
     path: str
     sequence: int
@@ -39,15 +39,15 @@ class RemoteCheckpoint(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata of the run that saved the checkpoint."""
+        """Metadata of the run that saved the checkpoint."""
         return json.loads(self.manifest)["state"]
 
 
 def find_checkpoints(source: str) -> list[RemoteCheckpoint]:
-    """Return the complete checkpoints in ``source``, last saved first; warn about each incomplete one.
+    """List the complete checkpoints in ``source``, last saved first; warn about each incomplete one.
 
     Args:
-        source: address of a run in a store, of its folder of checkpoints, or of one checkpoint.
+        source: store address of a run, its checkpoint folder, or one checkpoint.
 
     Raises:
         DataError: the store cannot be read.
@@ -83,13 +83,13 @@ def _read_checkpoint(path: str, file_sizes: dict[str, int]) -> RemoteCheckpoint 
 
 
 def newest_metadata(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Return path and metadata of the newest complete checkpoint in ``source``; None without a complete checkpoint."""
+    """Read path and metadata of the newest complete checkpoint in ``source``; None without a complete checkpoint."""
     checkpoints = find_checkpoints(source)
     return (object_store.join(checkpoints[0].path, MANIFEST_NAME), checkpoints[0].metadata) if checkpoints else None
 
 
 def require_checkpoints(source: str) -> list[RemoteCheckpoint]:
-    """Return the result of ``find_checkpoints`` for ``source``, which must have a complete checkpoint.
+    """Call ``find_checkpoints`` for ``source``, which must have a complete checkpoint.
 
     Raises:
         CheckpointError: ``source`` has no complete checkpoint, or the store cannot be read.
@@ -110,7 +110,7 @@ def remove(path: str, marker_name: str = MANIFEST_NAME) -> None:
     """Delete all objects below ``path``, ``marker_name`` first, so that a partly deleted folder counts as incomplete.
 
     Args:
-        marker_name: name of the file that was uploaded last, which marks the folder as complete.
+        marker_name: name of the last uploaded file, which marks the folder as complete.
 
     Raises:
         DataError: the store rejects the deletion.

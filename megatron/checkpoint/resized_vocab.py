@@ -22,7 +22,7 @@ _BLOCK_ROWS = 4096
 
 
 def is_resized(saved_shape: tuple[int, ...], current_shape: tuple[int, ...]) -> bool:
-    """Return True if the table's shape differs from the saved one only in the number of rows."""
+    """Check if the table's shape differs from the saved shape only in the row count."""
     return (
         len(saved_shape) == len(current_shape) and saved_shape[1:] == current_shape[1:] and saved_shape != current_shape
     )
@@ -31,12 +31,12 @@ def is_resized(saved_shape: tuple[int, ...], current_shape: tuple[int, ...]) -> 
 def fill_resized(
     target: torch.Tensor, shard: Shard, saved_shape: tuple[int, ...], read_shard: Callable[[Shard], torch.Tensor]
 ) -> None:
-    """Fill this rank's shard of a table from a saved table with another number of rows, one block of rows at a time.
+    """Fill this rank's shard of a table from a saved table with another row count, one block of rows at a time.
 
     Args:
         target: the local tensor of ``shard``, without padding; partitioned by rows or not at all.
-        saved_shape: shape of the saved table.
-        read_shard: returns a shard of the saved table.
+        saved_shape: the saved table's shape.
+        read_shard: reads a shard from the saved table.
     """
     if target.numel() == 0:
         return
@@ -50,7 +50,7 @@ def fill_resized(
 
 
 def _mean_row(saved_shape: tuple[int, ...], read_shard: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
-    """Return the mean of all saved rows, computed in fp64; it is the same on every rank."""
+    """Compute the mean of all saved rows in fp64; it is the same on every rank."""
     total = torch.zeros(saved_shape[1:], dtype=torch.float64)
     for start in range(0, saved_shape[0], _BLOCK_ROWS):
         num_rows = min(_BLOCK_ROWS, saved_shape[0] - start)

@@ -1,4 +1,4 @@
-"""Selection of the checkpoints to keep, and deletion of all others."""
+"""Select the checkpoints to keep, and delete all others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RetentionPolicy:
         last: number of complete checkpoints to keep (at least 1); None keeps all, except for the limit ``automatic``.
         every: keep each checkpoint whose step is a multiple of this.
         loaded: the checkpoint that the run started from, which is always kept.
-        automatic: number of checkpoints to keep of those saved by default, if ``last`` is None; None keeps all.
+        automatic: number of checkpoints saved by default to keep, if ``last`` is None; None keeps all.
         earlier_sequence: checkpoints up to this sequence number belong to an earlier run and are neither counted nor
             deleted.
 
@@ -48,13 +48,13 @@ class RetentionPolicy:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
 
     def protects(self, path: Path) -> bool:
-        """Return True if ``path`` is kept regardless of the number of later checkpoints."""
+        """Check if ``path`` is kept regardless of later checkpoints."""
         if self.every is not None and step_of(path) % self.every == 0:
             return True
         return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
 
     def counts(self, checkpoint: Manifest | RemoteCheckpoint) -> bool:
-        """Return True if the checkpoint counts toward the limit on the number of checkpoints."""
+        """Check if the checkpoint counts toward the limit on kept checkpoints."""
         is_limited = self.last is not None or bool(checkpoint.metadata.get(AUTOMATIC))
         return is_limited and checkpoint.sequence > self.earlier_sequence
 
@@ -93,7 +93,7 @@ def remove_old(paths: Iterable[Path], retention: RetentionPolicy) -> None:
 
 
 def _has_files(path: Path, manifest: Manifest) -> bool:
-    """Return True if all files of ``path`` have the sizes in the manifest. The contents are not read."""
+    """Compare all file sizes with the manifest. The contents are not read."""
     try:
         return all((path / name).stat().st_size == info.size for name, info in manifest.files.items())
     except OSError:
@@ -103,6 +103,6 @@ def _has_files(path: Path, manifest: Manifest) -> bool:
 def make_retention_policy(
     flags: CheckpointConfig, *, loaded: Path | None = None, earlier_sequence: int = 0
 ) -> RetentionPolicy:
-    """Return the retention policy of the flags; ``loaded``, ``earlier_sequence``: see ``RetentionPolicy``."""
+    """Build the retention policy from the flags; ``loaded``, ``earlier_sequence``: see ``RetentionPolicy``."""
     automatic = DEFAULT_NUM_CHECKPOINTS if flags.is_default_interval else None
     return RetentionPolicy(flags.keep_last, flags.keep_every, loaded, automatic, earlier_sequence)

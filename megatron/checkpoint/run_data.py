@@ -1,4 +1,4 @@
-"""Defaults of the data, tokenizer and split with --resume or --load: the settings of the continued run.
+"""Defaults for data, tokenizer and split with --resume or --load: the continued run's settings.
 
 No torch. The run scripts call ``python -m megatron.checkpoint.run_data NAME FLAGS`` to find out whether the continued
 run uses the user's data or the sample data.
@@ -50,15 +50,15 @@ SAMPLE_DATA = ("data", "sample", "gpt2_text_document")
 
 @marked(is_of_this_rank=False)
 def load_data_args(scanned: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return field -> value of the data settings to take from the continued or evaluated run.
+    """Read the data settings of the continued or evaluated run as field -> value.
 
-    Only fields that the user does not set are returned. They override ``defaults``; a line is added to
+    The result has only fields that the user does not set. They override ``defaults``; a line is added to
     ``scanned.notes`` that lists the differing values. Fine-tuning starts a new run, so it takes no settings.
 
     Args:
-        scanned: the values of the command line and --config.
+        scanned: values from the command line and --config.
         defaults: field -> value of the run script's recipe.
-        name: name of the run, for --resume.
+        name: run name, for --resume.
 
     Raises:
         DataError: an object store cannot be read.
@@ -90,10 +90,10 @@ def load_data_args(scanned: Scan, defaults: Mapping[str, Any], name: str = "") -
 
 
 def read_data_settings(path: Path | str) -> dict[str, Any] | None:
-    """Return field -> value of the data settings in the newest checkpoint of a run; None without a checkpoint.
+    """Read the data settings in a run's newest checkpoint as field -> value; None without a checkpoint.
 
     Args:
-        path: a run folder, its folder of checkpoints, a checkpoint, or the address of a run in an object store.
+        path: a run folder, its checkpoint folder, a checkpoint, or a run's address in an object store.
     """
     newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     config = None if newest is None else newest[1].get("config")
@@ -107,11 +107,11 @@ def read_data_settings(path: Path | str) -> dict[str, Any] | None:
 
 
 def uses_custom_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
-    """Return True if the flags ``words`` continue a run whose data are not the sample data.
+    """Check if the flags ``words`` continue a run whose data are not the sample data.
 
     Args:
-        name: name of the run without ``--model``, such as gpt2.
-        words: flags of the training program.
+        name: run name without ``--model``, such as gpt2.
+        words: the training program's flags.
         env: environment variables, including MEGATRON_DEFAULTS.
     """
     program = name if name in FAMILIES else "gpt2"
@@ -131,7 +131,7 @@ def _is_sample(path: str) -> bool:
 
 
 def _is_moved(saved_path: object, default_path: object) -> bool:
-    """Return True if ``saved_path`` is a deleted sample data file that this checkout has at ``default_path``."""
+    """Recognise a deleted sample data file that this checkout has at ``default_path``."""
     if not isinstance(saved_path, str) or not isinstance(default_path, str):
         return False
     old, new = Path(saved_path.strip("'\"")), Path(default_path.strip("'\""))
@@ -140,7 +140,7 @@ def _is_moved(saved_path: object, default_path: object) -> bool:
 
 
 def _flag_words(flag: str, value: Any) -> Iterator[str]:
-    """Yield the command-line words that set a flag; none for an unset value."""
+    """Generate the command-line words that set a flag; none for an unset value."""
     if value is True:
         yield flag
     elif value is not None and value is not False:

@@ -5,7 +5,7 @@
 2. Every rank writes its file, flushes it, and reports its size and checksum.
 3. Rank 0 writes the manifest, flushes the file and the folder, and renames the folder. The rename is the commit.
 
-``torch.distributed.checkpoint`` (DCP) runs these steps with a planner and a writer of this project. An error on any
+``torch.distributed.checkpoint`` (DCP) runs these steps with this project's planner and writer. An error on any
 rank before the commit is raised on all ranks and leaves older checkpoints unchanged. An error after the commit (writing
 the ``latest`` hint, deleting old checkpoints) is logged as a warning.
 """

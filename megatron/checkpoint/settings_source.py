@@ -1,4 +1,4 @@
-"""Source: the settings that a run takes from a checkpoint or Hugging Face folder."""
+"""Settings that a run reads from a checkpoint or Hugging Face folder (the source)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ INHERITED_FIELDS = ("max_position_embeddings", "layernorm_epsilon", "apply_resid
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """The model settings of a checkpoint or Hugging Face folder.
+    """Model settings in a checkpoint or Hugging Face folder.
 
     Args:
         path: the file with the settings.
-        stated_fields: names of the fields in that file; files of earlier versions may lack fields of the model.
-        retained: field -> value of the settings that a resumed run keeps (``config.changed_defaults``).
+        stated_fields: names of the fields in that file; earlier versions' files may lack model fields.
+        retained: field -> value for settings that a resumed run keeps (``config.changed_defaults``).
         optimizer: field -> value of a run's optimizer section; empty for a Hugging Face folder.
     """
 
@@ -33,7 +33,7 @@ class SettingsSource:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def model_settings(self) -> dict[str, Any]:
-        """Return field -> value of the model settings that a run takes from the source."""
+        """Collect the model settings that a run reads from the source, as field -> value."""
         flat = {**vars(self.config.model), **vars(self.config.family_config)}
         names = dict.fromkeys([*self.config.identity(), *INHERITED_FIELDS])
         return {name: flat[name] for name in names if name in flat and name in self.stated_fields}
@@ -44,7 +44,7 @@ def check_family(family: str, expected_family: str, subject: str, model: str) ->
 
     Args:
         subject: subject of the error message: the source and its model type.
-        model: value of ``--model``; empty without the flag.
+        model: ``--model``; empty without the flag.
 
     Raises:
         CheckpointError: the families differ and are not both common decoders, or ``--model`` names another decoder.

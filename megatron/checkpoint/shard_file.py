@@ -1,7 +1,7 @@
-"""ShardFile: the tensors of one rank in one safetensors file.
+"""ShardFile: one rank's tensors in one safetensors file.
 
-File format: 8 bytes with the length of the header (little-endian), the header (JSON padded with spaces to a multiple of
-8 bytes), and the bytes of the tensors without gaps. Any safetensors reader can read the file. Reading the file never
+File format: 8 bytes with the header length (little-endian), the header (JSON padded with spaces to a multiple of
+8 bytes), and the tensor bytes without gaps. Any safetensors reader can read the file. Reading the file never
 executes code.
 
 Source: https://github.com/huggingface/safetensors, "Format".
@@ -26,17 +26,17 @@ CHUNK_BYTES = 1 << 22  # small enough to stay in the CPU cache between its check
 
 
 def shard_file_name(rank: int) -> str:
-    """Return the name of the file that rank ``rank`` writes."""
+    """Name the file that rank ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def shard_key(name: str, start: int) -> str:
-    """Return the key of the part of tensor ``name`` that starts at index ``start`` of the partitioned dimension."""
+    """Build the key of the shard of tensor ``name`` that starts at index ``start`` along the partitioned dimension."""
     return f"{name}[{start}:]" if start else name
 
 
 def make_header(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Return the header of a file with ``tensors`` in this order, including the 8 bytes of its length."""
+    """Build the header for ``tensors`` in this order, including the 8 length bytes."""
     fields: dict[str, Any] = {}
     offset = 0
     for key, tensor in tensors.items():
@@ -75,7 +75,7 @@ class ShardFile:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
     def read(self, key: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Return ``tensor[slices]`` of the tensor ``key``; the full tensor (a scalar) if ``slices`` is empty."""
+        """Read ``tensor[slices]`` from the tensor ``key``; the full tensor (a scalar) if ``slices`` is empty."""
         try:
             return self._file.get_slice(key)[slices] if slices else self._file.get_tensor(key)
         except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""A copy of a rank's tensors on the host, so that training may change the originals during a save."""
+"""A host copy of a rank's tensors, so that training may change the originals during a save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StagingBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, records: list[TensorRecord]) -> tuple[list[TensorRecord], int]:
-        """Return ``records`` with copies of the current values, and the number of bytes copied.
+        """Return ``records`` with copies of the current values, and the copied byte count.
 
         Records that this rank does not own get a meta tensor. The copies are valid until the next call.
         """
@@ -50,7 +50,7 @@ class StagingBuffer:
 
 
 def _map_huge_pages(num_bytes: int) -> mmap.mmap:
-    """Return newly mapped memory. It uses 2 MiB pages if available, which reduces page fault costs to a tenth."""
+    """Map new memory with 2 MiB pages if available, which reduces page fault costs to a tenth."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -30,13 +30,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """This rank's part of one named global tensor.
+    """This rank's shard of one named global tensor.
 
     Args:
         name: name that does not depend on the layout, such as ``layers.3.mlp.up.weight``.
-        tensor: the local part, including padding rows.
-        shard: position of the local part in the global tensor.
-        is_owner: this rank writes its part. Exactly one of the ranks that hold the same part is its owner.
+        tensor: the local shard, including padding rows.
+        shard: the shard's position in the global tensor.
+        is_owner: this rank writes its shard. Exactly one of the ranks with the same shard is its owner.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Claim:
-    """The description of a record, without its values, that is sent to other ranks."""
+    """A record's description, without its values, that is sent to other ranks."""
 
     name: str
     dtype: str
@@ -55,22 +55,22 @@ class Claim:
     is_owner: bool
 
     def packed(self) -> tuple[Any, ...]:
-        """Return the claim as a tuple of plain values, which pickle quickly."""
+        """Convert the claim to a tuple of plain values, which pickle quickly."""
         shard = self.shard
         shard_fields = shard.global_shape, shard.partition_dim, shard.start, shard.length
         return self.name, self.dtype, shard_fields, self.is_owner
 
     @classmethod
     def unpacked(cls, name: str, dtype: str, shard_fields: tuple[Any, ...], is_owner: bool) -> Claim:
-        """Return the claim for the values returned by ``packed``."""
+        """Restore a claim from the values in ``packed``."""
         return cls(name, dtype, Shard(*shard_fields), is_owner)
 
 
 def make_claim(record: TensorRecord) -> Claim:
-    """Return the claim of ``record``.
+    """Describe ``record``.
 
     Raises:
-        CheckpointError: the shape of the local tensor does not match its shard, or its dtype is not supported.
+        CheckpointError: the local tensor's shape does not match its shard, or its dtype is not supported.
     """
     dtype = DTYPE_NAMES.get(record.tensor.dtype)
     if dtype is None:
@@ -87,9 +87,9 @@ def make_claim(record: TensorRecord) -> Claim:
 
 
 def select_owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
-    """Return the records that this rank writes, without padding: index in ``records`` -> record.
+    """Select the records that this rank writes, without padding: index in ``records`` -> record.
 
-    They are sorted by element size, largest first, so that all tensors of a file are aligned, as safetensors requires.
+    They are sorted by element size, largest first, so that all tensors in a file are aligned, as safetensors requires.
     """
     owned_records = {
         idx: replace(record, tensor=record.shard.unpadded(record.tensor.detach()))
@@ -100,7 +100,7 @@ def select_owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
 
 
 def shard_bounds(shard: Shard) -> list[tuple[int, int]]:
-    """Return the (start, stop) of ``shard`` along every dimension of the global tensor."""
+    """Compute (start, stop) of ``shard`` along every dimension of the global tensor."""
     bounds = [(0, size) for size in shard.global_shape]
     if shard.partition_dim is not None:
         bounds[shard.partition_dim] = (shard.start, shard.start + shard.length)
@@ -108,22 +108,22 @@ def shard_bounds(shard: Shard) -> list[tuple[int, int]]:
 
 
 def offsets(shard: Shard) -> tuple[int, ...]:
-    """Return the start of ``shard`` along every dimension of the global tensor."""
+    """Compute the start of ``shard`` along every dimension of the global tensor."""
     return tuple(start for start, _ in shard_bounds(shard))
 
 
 def shard_shape(shard: Shard) -> tuple[int, ...]:
-    """Return the shape of ``shard``, without padding."""
+    """Compute the shape of ``shard``, without padding."""
     return tuple(stop - start for start, stop in shard_bounds(shard))
 
 
 def is_empty(shard: Shard) -> bool:
-    """Return True if ``shard`` consists of padding only."""
+    """Check if ``shard`` is only padding."""
     return shard.partition_dim is not None and shard.length == 0
 
 
 def tiling_problem(global_shape: tuple[int, ...], shards: list[Shard]) -> str | None:
-    """Return the reason why ``shards`` do not cover a tensor of ``global_shape`` exactly once; None if they do."""
+    """Explain why ``shards`` do not cover a tensor of ``global_shape`` exactly once; None if they do."""
     nonempty = [shard for shard in shards if not is_empty(shard)]
     if not nonempty:
         return None if 0 in global_shape else "no rank writes it"

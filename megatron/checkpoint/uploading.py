@@ -43,13 +43,13 @@ _PROGRESS_INTERVAL_S = 10.0
 
 
 class Uploads:
-    """Uploads of one rank, run in a background thread. An error in the thread never ends the run.
+    """One rank's uploads, run in a background thread. An error in the thread never ends the run.
 
     A failed upload is logged and retried: with the next upload, at the end of the run, and at the next start.
 
     Args:
         folder: the run folder, which all ranks can access.
-        target: address of the run in the store.
+        target: the run's address in the store.
         rank, num_ranks: determine which files this rank uploads; rank 0 also uploads the markers.
         on_uploaded: called on rank 0, in the background thread, with (subfolder, name) of each folder whose
             upload is complete.
@@ -76,7 +76,7 @@ class Uploads:
         self._thread.start()
 
     def add(self, subfolder: str, path: Path) -> None:
-        """Queue the upload of ``path`` to the folder ``subfolder`` of the run in the store.
+        """Queue the upload of ``path`` to the run's folder ``subfolder`` in the store.
 
         All ranks call this; rank 0 adds the folder to the queue.
         """
@@ -117,7 +117,7 @@ class Uploads:
             return self._condition.wait_for(lambda: self._num_completed >= num_requested, timeout_s)
 
     def close(self) -> list[str]:
-        """Upload the markers of the completed folders and end the thread; return the folders that are not in the store.
+        """Upload the completed folders' markers and end the thread; return the folders that are not in the store.
 
         Rank 0 calls this after all ranks have finished.
         """
@@ -157,7 +157,7 @@ class Uploads:
                     self._condition.wait(_POLL_S if self._has_more() else None)
 
     def _has_more(self) -> bool:
-        """Return True if the queue should be polled again soon.
+        """Check if the queue should be polled again soon.
 
         Other ranks may still be uploading, or rank 0 may just have queued a folder.
         """
@@ -220,9 +220,9 @@ class Uploads:
         self._on_uploaded(subfolder, name)
 
     def _local_files(self, folder: Path) -> list[Path]:
-        """Return the files that this rank uploads.
+        """List the files that this rank uploads.
 
-        Each rank uploads the file that it wrote, provided that the number of ranks has not changed.
+        Each rank uploads the file that it wrote, provided that the world size has not changed.
         """
         subfolder = folder.name.partition("+")[0]
         if subfolder == HF and self._rank:  # rank 0 wrote all files of an export
@@ -237,7 +237,7 @@ class Uploads:
         return []
 
     def _pending_folders(self) -> list[Path]:
-        """Return the folders that are being uploaded, newest first."""
+        """List the folders that are being uploaded, newest first."""
         return self._list_queue("")
 
     def _list_queue(self, prefix: str) -> list[Path]:
@@ -246,7 +246,7 @@ class Uploads:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return all files below ``folder``.
+    """List all files below ``folder``.
 
     Raises:
         FileNotFoundError: the folder has been removed.
@@ -255,7 +255,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _file_identity(file: Path) -> tuple[int, int]:
-    """Return inode and modification time, which distinguish a file from one that has replaced it."""
+    """Identify a file by inode and modification time, which change if another file replaces it."""
     status = file.stat()
     return status.st_ino, status.st_mtime_ns
 

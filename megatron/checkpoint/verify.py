@@ -1,7 +1,7 @@
-"""Verify every byte of a checkpoint against its checksums, on all ranks.
+"""Verify every byte in a checkpoint against its checksums, on all ranks.
 
-The files are split into segments, which are distributed over the ranks. The checksum of a file is computed from the
-checksums of its segments.
+The files are split into segments, which are distributed over the ranks. A file's checksum is computed from its
+segments' checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEGMENT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Segment:
-    """The bytes from ``start`` to ``stop`` of a file."""
+    """Bytes from ``start`` to ``stop`` in a file."""
 
     name: str
     start: int
@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Share:
-    """Results of one rank: the checksum of each segment, and problems by file name."""
+    """One rank's results: each segment's checksum, and problems by file name."""
 
     crcs: dict[Segment, int]
     problems: dict[str, str]
@@ -104,6 +104,6 @@ def _check_files(path: Path, manifest: Manifest, shares: list[_Share]) -> None:
 
 
 def _num_threads() -> int:
-    """Return the number of reader threads: this rank's share of the CPU cores, at most 8, which saturate any disk."""
+    """Choose the reader thread count: this rank's share of the CPU cores, at most 8, which saturate any disk."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, len(os.sched_getaffinity(0)) // local_world_size))

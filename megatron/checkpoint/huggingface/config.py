@@ -1,4 +1,4 @@
-"""Convert our Config to config.json and back, using the formats of the families. No torch."""
+"""Convert our Config to config.json and back, using the families' formats. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in the file ``name`` of ``folder``.
+    """Read the JSON object in the file ``name`` in ``folder``.
 
     Raises:
         CheckpointError: the file is missing or is not a JSON object.
@@ -43,7 +43,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def missing_file_error(folder: Path, name: str) -> CheckpointError:
-    """Return the error for a missing file of tensors."""
+    """Describe the missing tensor files."""
     pickle_names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     advice = (
         f" {', '.join(pickle_names)} can contain code and is not read. Save it as safetensors first."
@@ -54,7 +54,7 @@ def missing_file_error(folder: Path, name: str) -> CheckpointError:
 
 
 def uses_index(folder: Path) -> bool:
-    """Return True if the tensors of ``folder`` are read through its index, with the same rule as transformers.
+    """Check if tensors in ``folder`` are read through its index, with the same rule as transformers.
 
     ``model.safetensors`` takes precedence: an index next to it is left over from an earlier save.
     """
@@ -72,10 +72,10 @@ def missing_head_advice(missing: Iterable[str], config: Config, model_type: str 
 
 
 def full_names(names: Iterable[str], config: Config, model_type: str | None = None) -> dict[str, str]:
-    """Return full tensor name -> name in the files, for the tensors that the model uses.
+    """Map full tensor names to the names in the files, for the tensors that the model uses.
 
     Args:
-        model_type: model type of the files; as in ``format_of``.
+        model_type: the files' model type, as in ``format_of``.
     """
     hf_format, names = format_of(config, model_type), list(names)
     uses_short_names = (
@@ -91,24 +91,24 @@ def full_names(names: Iterable[str], config: Config, model_type: str | None = No
 
 
 def copy_names(config: Config, model_type: str | None = None) -> dict[str, str]:
-    """Return Hugging Face's names of the tensors that duplicate another one, the word table or the head -> its name."""
+    """Return Hugging Face's names for copies of the word table or the head -> the original's name."""
     hf_format = format_of(config, model_type)
     names = (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
     return {**dict.fromkeys(names, hf_format.word), **hf_format.copies(config)}
 
 
 def drops_mtp(config: Config, model_type: str | None = None) -> bool:
-    """Return True if the model has multi-token prediction layers, and its Hugging Face format has no names for them."""
+    """Check if the model has multi-token prediction layers for which its Hugging Face format has no names."""
     return config.model.mtp_num_layers > 0 and not has_mtp(format_of(config, model_type).recipes(config))
 
 
 def without_missing_mtp(tensors: Iterable[str], config: Config, model_type: str | None = None) -> Config:
-    """Return ``config``, without multi-token prediction layers if ``tensors``, names in a folder, include none of them.
+    """Return ``config``, without multi-token prediction if ``tensors``, names in a folder, include none of its layers.
 
-    transformers saves a model without these layers, but keeps their number in config.json.
+    transformers saves a model without these layers, but keeps the layer count in config.json.
 
     Args:
-        model_type: model type of the folder; as in ``format_of``.
+        model_type: the folder's model type, as in ``format_of``.
     """
     recipes = format_of(config, model_type).recipes(config)
     names = {hf_name for name, recipe in recipes.items() if name.startswith(PREFIX) for hf_name in recipe.hf_names}
@@ -117,11 +117,11 @@ def without_missing_mtp(tensors: Iterable[str], config: Config, model_type: str 
     return replace(config, model=replace(config.model, mtp_num_layers=0))
 
 
-# The Hugging Face formats of the families.
+# The families' Hugging Face formats.
 
 
 def formats_of(family: str) -> tuple[HFFormat, ...]:
-    """Return the Hugging Face formats of ``family``, one for each model type.
+    """List the Hugging Face formats of ``family``, one for each model type.
 
     Raises:
         CheckpointError: the family has no format.
@@ -135,7 +135,7 @@ def formats_of(family: str) -> tuple[HFFormat, ...]:
 
 
 def format_of(config: Config, model_type: str | None = None) -> HFFormat:
-    """Return the Hugging Face format that represents the model of ``config``.
+    """Find the Hugging Face format that represents the model in ``config``.
 
     The first format of the model's family that can express all settings is used. If no such format exists and the model
     is a common decoder, the formats of the other common decoder families are tried. For example, a run of
@@ -172,7 +172,7 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
 
 
 def _related_families(family: str) -> list[str]:
-    """Return the families whose formats may represent a model of ``family``, ``family`` itself first.
+    """List the families whose formats may represent a ``family`` model, ``family`` itself first.
 
     For a common decoder these include the other common decoders.
 
@@ -186,17 +186,17 @@ def _related_families(family: str) -> list[str]:
 
 
 def model_types_of(family: str) -> list[str]:
-    """Return the values of config.json's ``model_type`` that can be imported and exported for ``family``."""
+    """List the ``model_type`` values in config.json that can be imported and exported for ``family``."""
     return [model_type for hf_format in formats_of(family) for model_type in hf_format.model_types]
 
 
 def families_with_format() -> list[str]:
-    """Return the families that have a Hugging Face format."""
+    """List the families that have a Hugging Face format."""
     return [name for name, family in FAMILIES.items() if family.huggingface]
 
 
 def family_by_type() -> dict[str, str]:
-    """Return Hugging Face's model_type -> our family."""
+    """Map Hugging Face's model_type to our family."""
     return {model_type: family for family in families_with_format() for model_type in model_types_of(family)}
 
 
@@ -208,7 +208,7 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file")
 
 
 def saved_config(state: Mapping[str, Any]) -> Config:
-    """Return the configuration in a checkpoint's ``state``: the sections that define the model, and the tokenizer.
+    """Restore the configuration in a checkpoint's ``state``: the sections that define the model, and the tokenizer.
 
     Raises:
         CheckpointError: ``state`` has no configuration, or its family is unknown.
@@ -231,7 +231,7 @@ def saved_config(state: Mapping[str, Any]) -> Config:
 
 
 def config_to_huggingface(config: Config, dtype: str, model_type: str | None = None) -> dict[str, Any]:
-    """Return the fields of ``config.json``, without the ids of control tokens.
+    """Convert the configuration to the fields of ``config.json``, without ids of control tokens.
 
     Args:
         model_type: as in ``format_of``.
@@ -243,7 +243,7 @@ def config_to_huggingface(config: Config, dtype: str, model_type: str | None = N
 
 
 def config_from_huggingface(hf_config: Mapping[str, Any]) -> Config:
-    """Return our configuration of the model that ``config.json`` describes.
+    """Convert ``config.json`` to our configuration.
 
     Raises:
         CheckpointError: the architecture or a setting is not supported, a size is missing, or values are out of range
@@ -272,7 +272,7 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> Config:
 
 
 def _with_ints(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with integral floats such as 16.0 converted to int for integer fields."""
+    """Convert integral floats such as 16.0 to int for integer fields."""
     int_fields = {option.name for _, option in all_options() if option.value_type == "int"}
     return {
         name: int(value) if name in int_fields and isinstance(value, float) and value.is_integer() else value
@@ -281,7 +281,7 @@ def _with_ints(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _range_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each value that its flag would reject."""
+    """Describe each value that its flag would reject."""
     for _, option in all_options():
         value = values.get(option.name)
         problem = option.problem(value, option.flag or option.name) if value is not None else None
@@ -290,7 +290,7 @@ def _range_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def model_flags(config: Config) -> list[str]:
-    """Return the flags with which a pretraining script builds the model of ``config`` and loads its tokenizer."""
+    """List the flags with which a pretraining script builds the model in ``config`` and loads its tokenizer."""
     tokenizer_fields = {name: getattr(config.data, name) for name in _TOKENIZER}
     extra_fields = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
     values = {**config.identity(), **extra_fields, **tokenizer_fields}
@@ -300,7 +300,7 @@ def model_flags(config: Config) -> list[str]:
 
 
 def flag_words(field_values: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the flags for those fields in ``field_values`` that differ from the family's defaults."""
+    """List the flags for those fields in ``field_values`` that differ from the family's defaults."""
     defaults = {**config.family_config.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
     words: list[str] = []
     for _, option in all_options():
@@ -311,7 +311,7 @@ def flag_words(field_values: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _option_words(option: Option, value: Any) -> list[str]:
-    """Return the command-line words that set ``option`` to ``value``."""
+    """Format the command-line words that set ``option`` to ``value``."""
     if value is True and option.flag:
         return [option.flag]
     if isinstance(value, bool):

@@ -76,7 +76,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Result of an export: names of the tensor files, number and bytes of the tensors, notes about omissions."""
+    """Result of an export: tensor file names, number and bytes of the tensors, notes about omissions."""
 
     files: list[str]
     num_tensors: int
@@ -140,7 +140,7 @@ def export(
 
 
 def _usable_model_type(config: Config, model_type: str, notes: list[str]) -> str | None:
-    """Return ``model_type`` (of the imported folder) if it fits the run's settings; otherwise add a note, return None.
+    """Accept the imported folder's ``model_type`` if it fits the run's settings; otherwise add a note, return None.
 
     Raises:
         CheckpointError: no model type fits the settings.
@@ -161,7 +161,7 @@ def _write_settings(
     folder: Path, checkpoint: Checkpoint, config: Config, dtype: str, model_type: str | None,
     vocabulary: Vocabulary | None,
 ) -> None:  # fmt: skip
-    """Write config.json and generation_config.json of a run that did not start from a Hugging Face folder."""
+    """Write config.json and generation_config.json for a run that did not start from a Hugging Face folder."""
     ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
     ids.update(checkpoint.metadata.get(_TOKEN_IDS) or {} if vocabulary is None else {})
     write_json(folder / CONFIG, {**config_to_huggingface(config, dtype, model_type), **ids})
@@ -172,7 +172,7 @@ def _write_settings(
 def _write_origin_settings(
     folder: Path, origin: Origin, config: Config, dtype: str, model_type: str | None, vocabulary: Vocabulary | None
 ) -> list[str]:
-    """Write config.json and generation_config.json of a run that started from a Hugging Face folder; return notes."""
+    """Write config.json and generation_config.json for a run that started from a Hugging Face folder; return notes."""
     notes: list[str] = []
     ids: dict[str, Any] | None = None
     generation_ids: dict[str, Any] | None = None
@@ -198,7 +198,7 @@ def _has_same_tokens(origin: Origin, config: Config, vocabulary: Vocabulary | No
 
 
 def _origin_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
-    """Return the small tokenizer files of the imported folder; None if the run has another vocabulary."""
+    """Select the imported folder's small tokenizer files; None if the run has another vocabulary."""
     is_same = origin.has_same_tokens(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
     return origin_tokenizer_texts(origin, vocabulary) if is_same else None
 
@@ -206,7 +206,7 @@ def _origin_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | No
 def _load_vocabulary(
     config: Config, tokenizer_path: Path | None, template: str | None
 ) -> tuple[Vocabulary | None, list[str]]:
-    """Return the tokenizer and notes; a tokenizer that cannot be read is an error only if it is ``tokenizer_path``."""
+    """Load the tokenizer, with notes. An unreadable tokenizer is an error only if it is ``tokenizer_path``."""
     try:
         vocabulary = vocabulary_of(config, tokenizer_path, template, may_be_larger=tokenizer_path is None)
     except DataError as error:
@@ -239,7 +239,7 @@ def require_transformers() -> None:
 
 
 def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, seed: int = 0) -> float:
-    """Return the largest difference between the logits of the two models, relative to the largest logit.
+    """Compute the largest difference between the two models' logits, relative to the largest logit.
 
     Args:
         checkpoint, folder: a checkpoint and its export.
@@ -267,7 +267,7 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
 
 
 def _random_tokens(config: Config, seed: int) -> torch.Tensor:
-    """Return random tokens [b, s] that are valid for both models."""
+    """Draw random tokens [b, s] that are valid for both models."""
     rng = torch.Generator().manual_seed(seed)
     length = min(_LENGTH, config.model.max_position_embeddings or _LENGTH)
     return torch.randint(0, config.model.vocab_size or 0, (_ROWS, length), generator=rng)
@@ -326,7 +326,7 @@ def save_first(
 
 
 def _initial_metadata(config: Config, origin: str) -> dict[str, Any]:
-    """Return the metadata that ``megatron.training.capture`` stores, for a run that has not taken a step."""
+    """Build the metadata that ``megatron.training.capture`` stores, for a run that has not taken a step."""
     return {
         "progress": {"step": 0, "updates": 0, "samples_consumed": 0, "tokens_consumed": 0},
         "scaler": {},
@@ -343,7 +343,7 @@ def _initial_metadata(config: Config, origin: str) -> dict[str, Any]:
 
 # Import: a Hugging Face folder as the first checkpoint of a run folder.
 
-TOKENIZER = "tokenizer"  # folder of the tokenizer's files in the run folder
+TOKENIZER = "tokenizer"  # tokenizer folder in the run folder
 NO_OPTIMIZER = "none (weights of a Hugging Face folder)"
 
 

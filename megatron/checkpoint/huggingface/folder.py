@@ -136,7 +136,7 @@ class Slice:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of ``folder`` by name.
+    """Read all tensors in ``folder`` by name.
 
     Raises:
         CheckpointError: there are no safetensors files, one is missing or damaged, or one lacks tensors of the index.
@@ -150,7 +150,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
-    """Return all tensors of ``folder`` by name as slices, which are readable while ``stack`` is open.
+    """Open all tensors in ``folder`` by name as slices, which are readable while ``stack`` is open.
 
     Raises:
         CheckpointError: as ``read_tensors``.

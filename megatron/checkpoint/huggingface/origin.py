@@ -54,7 +54,7 @@ class Origin:
 
     Args:
         files: path in the folder -> text.
-        token_texts: id of each control token in the folder's settings -> its text in the folder's tokenizer; empty
+        token_texts: control token id in the folder's settings -> text in the folder's tokenizer; empty
             without a tokenizer.
     """
 
@@ -63,12 +63,12 @@ class Origin:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Content of config.json."""
         return _parse_object(self.files.get(CONFIG))
 
     @property
     def generation(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty without this file."""
+        """Content of generation_config.json; empty without this file."""
         return _parse_object(self.files.get(GENERATION))
 
     @property
@@ -77,22 +77,22 @@ class Origin:
 
     @property
     def tokenizer_files(self) -> dict[str, str]:
-        """Path -> text of the files that belong to the tokenizer."""
+        """Path -> text of the tokenizer's files."""
         return {name: text for name, text in self.files.items() if name not in (CONFIG, GENERATION)}
 
     def state(self) -> dict[str, Any]:
-        """Return the metadata entry as JSON-serializable data. Long texts are compressed."""
+        """Build the metadata entry as JSON-serializable data. Long texts are compressed."""
         files = {
             name: text if len(text) <= _MAX_UNCOMPRESSED_CHARS else _compress(text) for name, text in self.files.items()
         }
         return {"files": files, "pieces": {str(token): token_text for token, token_text in self.token_texts.items()}}
 
     def has_same_tokens(self, text_of: Callable[[int], str | None] | None, size: int) -> bool:
-        """Return True if the ids of the folder's control tokens have the same texts in another vocabulary.
+        """Check if the folder's control token ids have the same texts in another vocabulary.
 
         Args:
             text_of: returns the text of an id in the other vocabulary; None if the texts are unknown.
-            size: number of ids in the other vocabulary.
+            size: size of the other vocabulary.
         """
         control_ids = set(self.token_texts) or {
             token for ids in _token_id_fields(self.config).values() for token in _to_id_list(ids)
@@ -119,7 +119,7 @@ def read_origin(folder: Path, get_token_texts: Callable[[Iterable[int]], Mapping
 
 
 def origin_of(state: Mapping[str, Any]) -> Origin | None:
-    """Return the origin stored in a checkpoint's ``state``; None if the run did not start from a Hugging Face folder.
+    """Restore the origin in a checkpoint's ``state``; None if the run did not start from a Hugging Face folder.
 
     Raises:
         CheckpointError: the entry is damaged.
@@ -135,7 +135,7 @@ def origin_of(state: Mapping[str, Any]) -> Origin | None:
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:
-    """Return path -> text of the small tokenizer files in ``folder``.
+    """Read the small tokenizer files in ``folder`` as path -> text.
 
     Raises:
         CheckpointError: a file is not UTF-8.
@@ -162,7 +162,7 @@ def with_template(files: Mapping[str, str], text: str | None) -> dict[str, str]:
 
 
 def to_json_text(content: Mapping[str, Any]) -> str:
-    """Return ``content`` as the text of a JSON file, formatted as by transformers."""
+    """Format ``content`` as a JSON file like transformers."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -172,12 +172,12 @@ def to_json_text(content: Mapping[str, Any]) -> str:
 def config_text(
     origin: Origin, config: Config, dtype: str, ids: Mapping[str, Any] | None = None, model_type: str | None = None
 ) -> str:
-    """Return the text of an export's config.json: the folder's config.json with the changed settings replaced.
+    """Format an export's config.json: the folder's config.json with the changed settings replaced.
 
     Args:
-        dtype: type of the weights, as config.json names it.
-        ids: replacements for the ids of control tokens; None keeps the folder's.
-        model_type: model type of the export. If it differs from the folder's, only ids are taken from the folder.
+        dtype: weight type, as config.json names it.
+        ids: replacements for control token ids; None keeps the folder's.
+        model_type: the export's model type. If it differs from the folder's, only ids are taken from the folder.
 
     Raises:
         CheckpointError: no Hugging Face format fits the model.
@@ -195,7 +195,7 @@ def config_text(
 def _merge_config(
     folder_config: dict[str, Any], current: dict[str, Any], config: Config, model_type: str | None
 ) -> dict[str, Any]:
-    """Return the folder's config.json (``folder_config``), updated with the settings of the run that differ."""
+    """Return the folder's config.json (``folder_config``), updated with the run's settings that differ."""
     folder_dtype = folder_config.get("dtype") or folder_config.get("torch_dtype") or "float32"
     folder_fields = config_to_huggingface(config_from_huggingface(folder_config), folder_dtype, current["model_type"])
     changed = {
@@ -228,11 +228,11 @@ def _is_same_model(first: Config, second: Config) -> bool:
 
 
 def generation_text(origin: Origin, stop_id: int | None, ids: Mapping[str, Any] | None = None) -> str | None:
-    """Return the text of an export's generation_config.json; None if the export needs no such file.
+    """Format an export's generation_config.json; None if the export needs no such file.
 
     Args:
-        stop_id: the token that ends a turn of the conversations that the run was trained on.
-        ids: replacements for the ids of control tokens, including the end of a turn; None keeps the folder's.
+        stop_id: the token that ends a turn in the run's training conversations.
+        ids: replacements for control token ids, including the end of a turn; None keeps the folder's.
     """
     folder_settings = origin.generation
     if ids is not None:
@@ -246,7 +246,7 @@ def generation_text(origin: Origin, stop_id: int | None, ids: Mapping[str, Any] 
 
 
 def _token_id_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose values are token ids."""
+    """Select the entries whose values are token ids."""
     return {key: value for key, value in content.items() if _ID.fullmatch(key)}
 
 
@@ -271,7 +271,7 @@ def _iter_texts(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]
 
 
 def _parse_object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object in ``text``; an empty dictionary if ``text`` is not a JSON object."""
+    """Parse a JSON object; an empty dictionary if ``text`` is not a JSON object."""
     try:
         content = json.loads(text or "{}")
     except ValueError:

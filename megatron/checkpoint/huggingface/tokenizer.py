@@ -1,4 +1,4 @@
-"""Convert tokenizer files of a Hugging Face folder from and to our tokenizer, with the ids of its control tokens."""
+"""Convert a Hugging Face folder's tokenizer files from and to our tokenizer, with the control token ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 
-# Tokenizer files of a Hugging Face folder, and the ids of its control tokens.
+# A Hugging Face folder's tokenizer files and control token ids.
 #
 # | our tokenizer | files |
 # |---|---|
@@ -60,9 +60,9 @@ class Vocabulary:
     """A run's tokenizer, with the control tokens and the chat template for an export.
 
     Args:
-        t5: ids of T5's control tokens; None for other models.
-        chat: chat template of a run with --sft.
-        chat_problem: reason why the chat template of a run with --sft is not available.
+        t5: T5's control token ids; None for other models.
+        chat: a --sft run's chat template.
+        chat_problem: reason why a --sft run's chat template is not available.
         has_own_template: --chat-template replaces the template next to the tokenizer.
     """
 
@@ -74,11 +74,11 @@ class Vocabulary:
 
     @property
     def stop_id(self) -> int | None:
-        """Id of the token that ends a turn of a conversation; None if the run was not trained on conversations."""
+        """Token that ends a turn in a conversation; None if the run was not trained on conversations."""
         return None if self.chat is None else self.chat.stop_id
 
     def ids(self) -> dict[str, int | None]:
-        """Return the ids of control tokens for config.json."""
+        """Map config.json's keys to control token ids."""
         if self.t5 is not None:
             t5 = self.t5
             return {"eos_token_id": t5.eos_id, "pad_token_id": t5.pad_id, "decoder_start_token_id": t5.start_id}
@@ -86,7 +86,7 @@ class Vocabulary:
         return {"bos_token_id": eod_id, "eos_token_id": eod_id, "pad_token_id": self.tokenizer.pad_id}
 
     def generation_ids(self) -> dict[str, Any]:
-        """Return the ids for generation_config.json; a model fine-tuned on conversations has two end tokens."""
+        """Map generation_config.json's keys to ids; a model fine-tuned on conversations has two end tokens."""
         ids: dict[str, Any] = self.ids()
         if self.stop_id is not None:
             end_ids = (self.stop_id, ids["eos_token_id"])
@@ -95,7 +95,7 @@ class Vocabulary:
 
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
-    """Return the keys of ``Vocabulary.ids`` with None as values. Omitted keys would get transformers' defaults."""
+    """Set the keys of ``Vocabulary.ids`` to None. Omitted keys would get transformers' defaults."""
     start_key = "decoder_start_token_id" if config.family_config.is_encoder_decoder else "bos_token_id"
     return {start_key: None, "eos_token_id": None, "pad_token_id": None}
 
@@ -103,10 +103,10 @@ def unknown_ids(config: Config) -> dict[str, int | None]:
 def vocabulary_of(
     config: Config, tokenizer_path: Path | None, template: str | None = None, *, may_be_larger: bool = False
 ) -> Vocabulary | None:
-    """Load the tokenizer in ``tokenizer_path``, by default the run's tokenizer; return None if none is set.
+    """Load the tokenizer in ``tokenizer_path``, by default the run's tokenizer; None if neither is set.
 
     Args:
-        template: text of the file given by --chat-template when the run saved.
+        template: text in the --chat-template file when the run saved.
         may_be_larger: accept a tokenizer that encodes text to ids beyond the model's vocabulary size.
 
     Raises:
@@ -154,7 +154,7 @@ def vocabulary_of(
 
 
 def origin_tokenizer_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
-    """Return path -> text of the small tokenizer files that an export copies from the run's Hugging Face folder.
+    """Select the small tokenizer files, as path -> text, that an export copies from the run's Hugging Face folder.
 
     The folder of the run's tokenizer takes precedence, since the user has chosen it.
 
@@ -169,7 +169,7 @@ def origin_tokenizer_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, 
 
 
 def get_token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
-    """Return id -> text for all ``ids`` in the vocabulary; other ids are left out."""
+    """Look up the texts of all ``ids`` in the vocabulary; other ids are left out."""
     token_texts = {token: tokenizer.piece(token) for token in ids if 0 <= token < tokenizer.vocab_size}
     return {token: token_text for token, token_text in token_texts.items() if token_text is not None}
 
@@ -180,7 +180,7 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, origin_texts: Mapping[
     Returns None, or the reason if the files do not form a usable tokenizer.
 
     Args:
-        origin_texts: path -> text of small files to write instead of files generated from the tokenizer.
+        origin_texts: path -> text for small files to write instead of files generated from the tokenizer.
     """
     tokenizer, t5, origin_texts = vocabulary.tokenizer, vocabulary.t5, origin_texts or {}
     if isinstance(tokenizer, LibraryTokenizer):
@@ -207,7 +207,7 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, origin_texts: Mapping[
 
 
 def _splits_like_t5(model: Path) -> bool:
-    """Return True if ``model`` adds a space before words, merges spaces and has no byte pieces, like T5's model."""
+    """Check if ``model`` adds a space before words, merges spaces and has no byte pieces, like T5's model."""
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     has_bytes = any(library.is_byte(token) for token in range(library.get_piece_size()))
     return not has_bytes and "".join(library.encode("a  a", out_type=str)) == "\u2581a\u2581a"
@@ -250,14 +250,14 @@ def _write_library(
 
 
 def _appended_tokens(tokenizer: Tokenizer, t5: T5Tokens) -> dict[str, int]:
-    """Return name -> id of the ids that the run appended to the vocabulary, in ascending order of the ids."""
+    """Return name -> id for the ids that the run appended to the vocabulary, in ascending order."""
     names = {token: f"<extra_id_{idx}>" for idx, token in enumerate(t5.sentinels)}
     names.update({token: f"<mode_{mode}>" for mode, token in t5.modes.items()})
     return {names[token]: token for token in sorted(names) if token >= tokenizer.vocab_size}
 
 
 def _token_names(vocabulary: Vocabulary) -> dict[str, str]:
-    """Return the entries of ``tokenizer_config.json`` that name the control tokens."""
+    """Build the entries in ``tokenizer_config.json`` that name the control tokens."""
     by_id = {token: name for name, token in reversed(vocabulary.tokenizer.control_tokens.items())}
     ids = {**vocabulary.ids(), "unk_token_id": vocabulary.tokenizer.unk_id}
     ids.pop("decoder_start_token_id", None)
@@ -287,7 +287,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files of the folder ``source`` to ``target``; return True if it has a tokenizer."""
+    """Copy the tokenizer files in the folder ``source`` to ``target``; return True if it has a tokenizer."""
     names = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
     if not ({JSON, VOCAB_TXT, SPIECE} & {*names} or {VOCAB, MERGES} <= {*names}):
         return False
@@ -299,7 +299,7 @@ def copy_files(source: Path, target: Path) -> bool:
 
 
 def tokenizer_config_fields(folder: Path, final_folder: Path) -> dict[str, Any]:
-    """Return the tokenizer fields of our configuration for ``folder``, with ``final_folder`` as the folder."""
+    """Build our tokenizer settings for the files in ``folder``, with ``final_folder`` as the folder."""
     if (folder / JSON).exists():
         return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(final_folder)}
     if (folder / VOCAB_TXT).exists():
@@ -311,7 +311,7 @@ def tokenizer_config_fields(folder: Path, final_folder: Path) -> dict[str, Any]:
 
 
 def tokenizer_difference(source: Path, config: Config) -> str | None:
-    """Describe the difference between the run's tokenizer and the tokenizer in ``source``; return None if they agree.
+    """Describe the difference between the run's tokenizer and the tokenizer in ``source``; None if they agree.
 
     Raises:
         DataError: one of the two tokenizers is missing or cannot be read.
@@ -336,12 +336,12 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if ``folder`` has tokenizer files that ``tokenizer_config_fields`` supports."""
+    """Check for tokenizer files that ``tokenizer_config_fields`` supports."""
     return any((folder / name).is_file() for name in (JSON, VOCAB_TXT, SPIECE, VOCAB))
 
 
 def origin_in(source: Path) -> Origin:
-    """Read the small files of the Hugging Face folder ``source``, with the texts of its control tokens.
+    """Read the small files in the Hugging Face folder ``source``, with its control tokens' texts.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -353,9 +353,9 @@ def origin_in(source: Path) -> Origin:
 
 
 def _token_texts_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Return id -> text for all ``ids`` of the tokenizer in the folder ``source``; other ids are left out.
+    """Look up the texts of ``ids`` in the folder's tokenizer; other ids are left out.
 
-    tokenizer.json is searched directly, because building a tokenizer of 128,000 tokens takes seconds.
+    tokenizer.json is searched directly, because building a tokenizer with 128,000 tokens takes seconds.
     """
     if not (source / JSON).is_file():
         return get_token_texts(_tokenizer_in(source), ids)

@@ -55,7 +55,7 @@ Named = TypeVar("Named", bound=Readable)
 
 
 def build_model(config: Config) -> torch.nn.Module:
-    """Return the model of ``config``, unsharded and without dropout; its weights are not initialized."""
+    """Build the model described by ``config``, unsharded and without dropout; its weights are not initialized."""
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
     try:
         return registry.build_model(replace(config, model=model), ParallelContext())
@@ -66,12 +66,12 @@ def build_model(config: Config) -> torch.nn.Module:
 def weights_to_huggingface(
     weights: Mapping[str, torch.Tensor], config: Config, model_type: str | None = None
 ) -> Tensors:
-    """Return our ``weights`` as the tensors of a Hugging Face file, without copies of a tied table.
+    """Convert our ``weights`` to a Hugging Face file's tensors, without copies of a tied table.
 
     Multi-token prediction layers are left out if the format has no names for them (``drops_mtp``).
 
     Args:
-        model_type: model type of the file; as in ``format_of``.
+        model_type: the file's model type, as in ``format_of``.
 
     Raises:
         CheckpointError: lists every weight that is missing, unknown, or has another shape than ``config`` defines.
@@ -85,10 +85,10 @@ def weights_to_huggingface(
 def weights_from_huggingface(
     tensors: Mapping[str, torch.Tensor], config: Config, model_type: str | None = None
 ) -> Tensors:
-    """Return our weights from the ``tensors`` of a Hugging Face file.
+    """Convert a Hugging Face file's ``tensors`` to our weights.
 
     Args:
-        model_type: model type of the file; as in ``format_of``.
+        model_type: the file's model type, as in ``format_of``.
 
     Raises:
         CheckpointError: lists every tensor that is missing, unknown, or has another shape than ``config`` defines; or a
@@ -100,10 +100,10 @@ def weights_from_huggingface(
 
 
 def check_tensors(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
-    """Check the ``tensors`` of a Hugging Face folder against the model; return them by full name, without copies.
+    """Check a Hugging Face folder's ``tensors`` against the model; return them by full name, without copies.
 
     Args:
-        model_type: model type of the folder; as in ``format_of``.
+        model_type: the folder's model type, as in ``format_of``.
 
     Raises:
         CheckpointError: as ``weights_from_huggingface``.
@@ -123,7 +123,7 @@ def check_tensors(tensors: Mapping[str, Named], config: Config, model_type: str 
 
 
 def check_weights(subject: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
-    """Check that ``weights`` are exactly the weights of our model of ``config``.
+    """Check that ``weights`` are exactly our weights of the model in ``config``.
 
     Args:
         subject: subject of the error message, such as "the checkpoint".
@@ -135,7 +135,7 @@ def check_weights(subject: str, weights: Mapping[str, torch.Tensor], config: Con
 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config, model_type: str | None = None) -> Config:
-    """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
+    """Return ``config`` with biases enabled if config.json disables them but the tensors include nonzero biases."""
     biases = format_of(config, model_type).optional_biases
     if config.model.hidden_bias or biases is MATCHES_NOTHING:
         return config
@@ -156,7 +156,7 @@ def _check_constant(name: str, tensor: Readable, value: float) -> None:
 
 
 def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
-    """Return ``tensors`` by full name, without copies of word table and head and without unused tensors."""
+    """Rename ``tensors`` to full names, without copies of word table and head and without unused tensors."""
     hf_format = format_of(config, model_type)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
     for name, value in hf_format.constants(config).items():
@@ -177,7 +177,7 @@ def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str 
 
 
 def _equal(first: Readable, second: Readable) -> bool:
-    """Return True if two tables have the same values; they are read block by block to limit memory.
+    """Compare the values of two tables block by block to limit memory.
 
     Tables of different types are compared in the type with fewer bits, since a copy may have been rounded.
     """
@@ -197,7 +197,7 @@ def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def expected_weights(config: Config) -> Tensors:
-    """Return our weights as meta tensors."""
+    """Create our weights as meta tensors."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in named_parameters(build_model(config))}
 
@@ -234,7 +234,7 @@ def _check_shapes(
 
 
 def is_huggingface_folder(source: Path) -> bool:
-    """Return True if ``source`` is a Hugging Face folder, even if its model is not supported."""
+    """Recognise a Hugging Face folder, even if its model is not supported."""
     if not (source / folder.CONFIG).is_file():
         return False
     return folder.read_json(source, folder.CONFIG).get("model_type") is not None
@@ -245,10 +245,10 @@ class Pretrained:
     """An open Hugging Face folder.
 
     Args:
-        config: our configuration of its model, with its vocabulary size.
+        config: our configuration for its model, with its vocabulary size.
         shapes: our weight's name -> its full shape.
         recipes: our weight's name -> its conversion from Hugging Face's tensors.
-        slices: Hugging Face's tensors by name, which can be read in parts.
+        slices: Hugging Face's tensors by name; each can be read in slices.
     """
 
     path: Path
@@ -300,7 +300,7 @@ class Pretrained:
             self._read_into(target, name, shard)
 
     def read(self, name: str, shard: Shard) -> torch.Tensor:
-        """Return the part ``shard`` of our weight ``name``."""
+        """Read the slice ``shard`` of our weight ``name``."""
         result = torch.empty(shard_shape(shard), dtype=self.slices[self.recipes[name].hf_names[0]].dtype)
         self._read_into(result, name, shard)
         return result

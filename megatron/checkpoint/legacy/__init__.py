@@ -1,1 +1,1 @@
-"""Import of checkpoints of Megatron-LM, CPM-Pretrain and CPM-1, without executing code in their files."""
+"""Import checkpoints from Megatron-LM, CPM-Pretrain and CPM-1, without executing code in their files."""

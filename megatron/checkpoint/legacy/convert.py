@@ -1,4 +1,4 @@
-"""Import a checkpoint of Megatron-LM, CPM-Pretrain or CPM-1 as the first checkpoint of a run folder."""
+"""Import a checkpoint from Megatron-LM, CPM-Pretrain or CPM-1 as the first checkpoint in a run folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """The user's overrides of the files' settings; None uses the files or the default of tools/import_checkpoint.py."""
+    """User overrides for the files' settings; None uses the files or the default of tools/import_checkpoint.py."""
 
     iteration: str | None = None
     num_heads: int | None = None
@@ -43,7 +43,7 @@ def import_checkpoint(source: Path, output: Path, options: ImportOptions) -> tup
     The checkpoint is of step 0 and has only weights; train from it with ``--load output --finetune``.
 
     Raises:
-        CheckpointError: ``source`` is not a checkpoint of a supported program, or its tensors fit neither our decoder
+        CheckpointError: ``source`` is not a supported program's checkpoint, or its tensors fit neither our decoder
             nor our T5.
         ConfigError: ``output`` is not empty.
     """
@@ -65,7 +65,7 @@ def import_checkpoint(source: Path, output: Path, options: ImportOptions) -> tup
 
 
 def _build_config(legacy: LegacyWeights, options: ImportOptions) -> Config:
-    """Return the configuration of the imported model; its sizes are derived from the shapes of the tensors."""
+    """Build the imported model's configuration; its sizes are derived from tensor shapes."""
     weights, settings = legacy.weights, legacy.settings
     reject_unsupported(settings, weights, is_t5=legacy.is_t5)
     side = "encoder." if legacy.is_t5 else ""

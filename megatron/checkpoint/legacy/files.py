@@ -1,4 +1,4 @@
-"""Find the files of a legacy checkpoint, and read them without executing code."""
+"""Find the files in a legacy checkpoint, and read them without executing code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from megatron.errors import CheckpointError
 
-# Files of a checkpoint of each program.
+# Checkpoint files by program.
 #
 # | folder | file of a rank | program |
 # |---|---|---|
@@ -38,7 +38,7 @@ _CORE_FILES = ("common.pt", "metadata.json")
 
 @dataclass(frozen=True)
 class LegacyFiles:
-    """The files of one checkpoint.
+    """The files in one checkpoint.
 
     Args:
         ranks: ``ranks[stage][tensor_rank]``; if there are ``layers``, these files only have settings.
@@ -51,7 +51,7 @@ class LegacyFiles:
 
 
 def find_legacy_files(folder: Path, iteration: str | None = None) -> LegacyFiles:
-    """Return the files of the checkpoint of ``iteration`` in ``folder``; None selects the latest one.
+    """Find the checkpoint files for ``iteration`` in ``folder``; None selects the latest iteration.
 
     Raises:
         CheckpointError: ``folder`` has no such checkpoint, a rank's file is missing, or Megatron-Core wrote it as a
@@ -200,7 +200,7 @@ ALLOWED: list[Any] = [
 
 
 def unpickle_allowed(path: Path) -> dict[str, Any]:
-    """Return the dictionary in ``path``, with its tensors on the CPU.
+    """Read the dictionary in ``path``, with its tensors on the CPU.
 
     Raises:
         CheckpointError: the file is truncated, is not a dictionary, or uses a class that is not in ``ALLOWED``.

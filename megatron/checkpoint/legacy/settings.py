@@ -26,14 +26,14 @@ _ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_low_frequency_factor": 1.0,
 
 
 def position_type(settings: Mapping[str, Any]) -> str:
-    """Return the type of the positions, in Megatron-LM's and our notation."""
+    """Convert the position type from Megatron-LM's to our notation."""
     if settings.get("use_rotary_position_embeddings"):
         return "rope"
     return str(settings.get("position_embedding_type") or LEARNED)
 
 
 def _normalization(settings: Mapping[str, Any]) -> str:
-    """Return the type of the norms, which is in lower case in Megatron-DeepSpeed's settings."""
+    """Read the norm type, which is in lower case in Megatron-DeepSpeed's settings."""
     norm = str(settings.get("normalization") or "LayerNorm")
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(norm.lower(), norm)
 
@@ -44,7 +44,7 @@ def reject_unsupported(
     """Reject settings that our models do not support.
 
     Args:
-        names: our names of the weights.
+        names: our weight names.
         has_experts: experts are supported.
 
     Raises:
@@ -75,10 +75,10 @@ def reject_unsupported(
 
 
 def decoder_settings(settings: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the decoder settings for which Megatron-LM has other names.
+    """Convert the decoder settings for which Megatron-LM has other names.
 
     Args:
-        names: our names of the weights.
+        names: our weight names.
     """
     positions, has_bias = position_type(settings), "layers.0.attention.query_key_value.bias" in names
     values: dict[str, Any] = {
@@ -106,7 +106,7 @@ def decoder_settings(settings: Mapping[str, Any], names: Container[str]) -> dict
 
 
 def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the attention window.
+    """Convert the attention window.
 
     Megatron-LM's window is (tokens before, tokens after), where -1 means no limit.
 
@@ -128,7 +128,7 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def activation_of(settings: Mapping[str, Any]) -> str:
-    """Return the activation. GELU means the tanh form, unless the settings show that the exact form was used."""
+    """Read the activation. GELU means the tanh form, unless the settings show that the exact form was used."""
     for setting, activation in _ACTIVATIONS.items():
         if settings.get(setting):
             return activation
@@ -137,7 +137,7 @@ def activation_of(settings: Mapping[str, Any]) -> str:
 
 
 def get_num_groups(settings: Mapping[str, Any], num_heads: int) -> int:
-    """Return the number of key and value heads according to the run's settings.
+    """Read the number of key and value heads from the run's settings.
 
     Megatron-LM has ``num_query_groups`` with ``group_query_attention``, Megatron-DeepSpeed ``num_key_value_heads``.
     """

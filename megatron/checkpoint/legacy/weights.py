@@ -1,4 +1,4 @@
-"""Read the weights of a legacy checkpoint: convert the names to ours and merge the slices of the tensor ranks."""
+"""Read a legacy checkpoint's weights: convert the names to ours and merge the tensor ranks' slices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 
-# Our names of the weights in checkpoints of Megatron-LM and its descendants.
+# Our names for weights in checkpoints of Megatron-LM and its descendants.
 #
 # | theirs, after prefixes | ours |
 # |---|---|
@@ -97,7 +97,7 @@ _SPLIT_BY_ROWS = (
 
 
 def flatten_tensors(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors in nested dictionaries, with keys joined by dots; other values are left out."""
+    """Collect tensors in nested dictionaries, with keys joined by dots; other values are left out."""
     flat: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, torch.Tensor):
@@ -108,15 +108,15 @@ def flatten_tensors(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torc
 
 
 def is_unused(name: str) -> bool:
-    """Return True if a tensor of this name is a buffer or a copy that our models do not use."""
+    """Recognise a buffer or a copy that our models do not use by its name."""
     return _UNUSED.fullmatch(name) is not None
 
 
 def convert_name(source_name: str, first_layers: Mapping[str, int]) -> str | None:
-    """Return our name of the tensor ``source_name``, with the prefix of its side; None if our models lack it.
+    """Convert ``source_name`` to our name, with the prefix of its side; None if our models lack the tensor.
 
     Args:
-        first_layers: side ("encoder", "decoder") -> global index of the first layer of this stage.
+        first_layers: side ("encoder", "decoder") -> global index of this stage's first layer.
     """
     name = _PREFIX.sub("", source_name).replace("layernorm.", "norm.")
     if name in _TOP_LEVEL_NAMES:
@@ -136,7 +136,7 @@ def convert_core_names(tensors: Tensors) -> Tensors:
     """Convert a Megatron-Core GPT's names by the second table; return ``tensors`` of other programs unchanged.
 
     Raises:
-        CheckpointError: the tensors belong to a T5 of Megatron-Core.
+        CheckpointError: the tensors belong to a Megatron-Core T5.
     """
     if not any(_CORE_MARK in name for name in tensors):
         return tensors
@@ -153,13 +153,13 @@ def convert_core_names(tensors: Tensors) -> Tensors:
 
 
 def count_layers(side: str, names: Iterable[str]) -> int:
-    """Return the number of layers of ``side``, from our ``names``."""
+    """Count the layers on ``side``, from our ``names``."""
     indices = [int(name.split(".")[2]) for name in names if name.startswith(f"{side}.layers.")]
     return max(indices, default=-1) + 1
 
 
 def without_side(name: str) -> str:
-    """Return our name of the encoder's weight ``name`` in a model without a decoder."""
+    """Convert our name for the encoder's weight ``name`` to a model without a decoder."""
     return name.removeprefix("encoder.")
 
 
@@ -172,12 +172,12 @@ def partition_dim(name: str) -> int | None:
 
 
 def num_parts_per_head(name: str) -> int:
-    """Return the number of parts (query, key, value) per head in a weight's rows; 1 if the rows need no reordering."""
+    """Count the parts (query, key, value) per head in a weight's rows; 1 if the rows need no reordering."""
     stem = name.rpartition(".")[0]
     return 3 if stem.endswith("query_key_value") else 2 if stem.endswith("key_value") else 1
 
 
-# Merge the slices of the tensor ranks to full tensors, with the rows of query, key and value in our order.
+# Merge the tensor ranks' slices to full tensors, with query, key and value rows in our order.
 #
 # Megatron-LM has used three orders of a rank's query, key and value rows. The version in a file determines the order:
 #
@@ -187,27 +187,27 @@ def num_parts_per_head(name: str) -> int:
 # | 1 | [heads, d, 3] | |
 # | 2 and later | [heads, 3, d] | our order |
 #
-# "heads" is the number of heads per rank, so each slice is reordered before the slices are concatenated.
+# "heads" counts the heads per rank, so each slice is reordered before the slices are concatenated.
 
 ORDERS = {"3-heads-d": 0.0, "heads-d-3": 1.0, "heads-3-d": 2.0}
 """Name of an order -> the first version that uses it."""
 
 
 def row_order(version: float) -> str:
-    """Return the order of rows in files of ``version``."""
+    """Look up the row order in files of ``version``."""
     return [name for name, first_version in ORDERS.items() if version >= first_version][-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """Order of the rows of query, key, value and MLP weights on a tensor rank.
+    """Row order of query, key, value and MLP weights on a tensor rank.
 
     Args:
         order: key of ``ORDERS``.
         num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are grouped, as in our
             models: the query heads of a group, its key, its value, then the next group.
         is_gated: the rows of ``mlp.up`` are all gates, then all factors. In our models, gates and factors alternate.
-        num_interleaved: number of leading elements of each head that rotary embedding rotates as adjacent pairs
+        num_interleaved: leading elements per head that rotary embedding rotates as adjacent pairs
             (--rotary-interleaved). Our models rotate halves, so the rows of queries and keys are reordered: even rows
             first, then odd rows.
     """
@@ -220,12 +220,12 @@ class RowLayout:
 
 
 def merge_slices(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tuple[torch.Tensor, float]:
-    """Merge the slices of all tensor ranks into the full weight ``name`` (our name).
+    """Merge all tensor ranks' slices into the full weight ``name`` (our name).
 
     Returns (full weight, largest absolute difference between the ranks' copies if the weight is replicated).
 
     Raises:
-        CheckpointError: the number of query, key and value rows is not a multiple of the heads; or the layout's order
+        CheckpointError: the query, key and value row count is not a multiple of the heads; or the layout's order
             does not support groups.
     """
     num_parts, dim = num_parts_per_head(name), partition_dim(name)
@@ -242,7 +242,7 @@ def merge_slices(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -
 
 
 def _reorder_rows(name: str, rows: torch.Tensor, num_parts: int, layout: RowLayout, num_ranks: int) -> torch.Tensor:
-    """Return the rows of one rank in the order [heads, parts, d], or [groups, heads / groups + 2, d]."""
+    """Reorder one rank's rows to [heads, parts, d], or [groups, heads / groups + 2, d]."""
     is_grouped = num_parts == 3 and layout.num_groups != layout.num_heads
     num_blocks = layout.num_groups if is_grouped else layout.num_heads
     heads_per_block = layout.num_heads // layout.num_groups + 2 if is_grouped else num_parts
@@ -269,7 +269,7 @@ def _reorder_rows(name: str, rows: torch.Tensor, num_parts: int, layout: RowLayo
 
 
 def _deinterleave(name: str, weight: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-    """Return ``weight`` with reordered query and key rows if rotary embedding rotates adjacent pairs."""
+    """Reorder query and key rows in ``weight`` if rotary embedding rotates adjacent pairs."""
     num_rotated = layout.num_interleaved
     if not num_rotated or not name.rpartition(".")[0].endswith((".query_key_value", ".query_norm", ".key_norm")):
         return weight
@@ -282,18 +282,18 @@ def _deinterleave(name: str, weight: torch.Tensor, layout: RowLayout) -> torch.T
     return heads.flatten(0, 2)
 
 
-# Read the weights of a legacy checkpoint, with our names.
+# Read a legacy checkpoint's weights, with our names.
 
 _HEAD_BIAS = "lm_head.bias"
 
 
 @dataclass
 class LegacyWeights:
-    """Weights and settings of a legacy checkpoint.
+    """A legacy checkpoint's weights and settings.
 
     Attributes:
-        settings: arguments of the run that saved the weights; empty if the files have no arguments.
-        order: order of the rows of query, key and value; None if no file determines it.
+        settings: arguments from the run that saved the weights; empty if the files have no arguments.
+        order: order of query, key and value rows; None if no file determines it.
         notes: messages for the user.
     """
 
@@ -307,7 +307,7 @@ class LegacyWeights:
 def read_legacy_weights(
     files: LegacyFiles, *, num_heads: int | None, order: str | None, is_gated: bool | None = None
 ) -> LegacyWeights:
-    """Return the weights in ``files``.
+    """Read the weights in ``files``.
 
     Args:
         num_heads, order, is_gated: values given by the user; None takes them from the files.
@@ -344,7 +344,7 @@ def read_legacy_weights(
 
 
 def get_num_interleaved(settings: Mapping[str, Any], num_heads: int) -> int:
-    """Return the number of elements of each head that are rotated as adjacent pairs; 0 if there are none."""
+    """Count the elements per head that are rotated as adjacent pairs; 0 if there are none."""
     if not settings.get("rotary_interleaved"):
         return 0
     size = settings.get("kv_channels") or int(settings["hidden_size"]) // num_heads
@@ -352,7 +352,7 @@ def get_num_interleaved(settings: Mapping[str, Any], num_heads: int) -> int:
 
 
 def _read_settings(files: LegacyFiles) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of the run and the order of rows from the first file; None if it does not show the order."""
+    """Read the run's settings and the row order from the first file; None if it does not show the order."""
     if not files.ranks:
         return {}, None
     content = unpickle_allowed(files.ranks[0][0])
@@ -367,7 +367,7 @@ def _read_settings(files: LegacyFiles) -> tuple[dict[str, Any], str | None]:
 
 
 def _stages(files: LegacyFiles) -> Iterator[list[Tensors]]:
-    """Yield, for each stage, the tensors of every tensor rank, with their original names."""
+    """Yield a list per stage with every rank's tensors, under their original names."""
     for stage in files.ranks:
         yield [_read_model(path) for path in stage]
 
@@ -413,7 +413,7 @@ def _add_prefix(ranks: list[Tensors], prefix: str) -> list[Tensors]:
 
 
 def _add_stage(legacy: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
-    """Add the tensors of one stage to ``legacy``, which has the layers of the earlier stages."""
+    """Add one stage's tensors to ``legacy``, which has the earlier stages' layers."""
     first_layers = {side: count_layers(side, legacy.weights) for side in ("encoder", "decoder")}
     unknown = []
     for source_name in ranks[0]:

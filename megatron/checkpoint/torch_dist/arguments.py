@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM for our settings, as its checkpoints store them: the inverse of ``settings``. No torch."""
+"""Convert our settings to Megatron-LM's arguments in its checkpoints: the inverse of ``settings``. No torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DECAY_STYLES = {"wsd": "WSD"}
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint of ours: configuration, counters, and the settings of the run.
+    """Configuration, counters, and run settings in a checkpoint of ours.
 
     Args:
-        progress: the entry ``progress`` of the metadata.
-        optimizer: settings of the optimizer and the learning-rate schedule.
-        batch, precision, run: settings of these sections, by name.
+        progress: the metadata's entry ``progress``.
+        optimizer: optimizer and learning-rate schedule settings.
+        batch, precision, run: these sections' settings, by name.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class SavedRun:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> SavedRun:
-        """Return the run that saved a checkpoint with this metadata.
+        """Restore the run from its checkpoint metadata.
 
         Raises:
             CheckpointError: the metadata has no configuration.
@@ -69,23 +69,23 @@ class SavedRun:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step."""
+        """Samples per step."""
         explicit = self.batch.get("requested_global_batch_size")
         return int(explicit or self.batch.get("batch_size", 1) * self.batch.get("gas", 1) * self.num_replicas)
 
     @property
     def dtype(self) -> str:
-        """Type of the weights in training: fp32, bf16 or fp16."""
+        """Weight type in training: fp32, bf16 or fp16."""
         return str(self.precision.get("dtype") or "fp32")
 
     def in_samples(self, length: float) -> float:
-        """Return a length of the learning-rate schedule in samples, the unit of Megatron-LM's scheduler."""
+        """Convert a length of the learning-rate schedule to samples, the unit of Megatron-LM's scheduler."""
         samples = length if self.optimizer.lr_follows_samples else length * self.global_batch_size
         return int(samples) if samples == int(samples) else samples
 
 
 def scheduler_state(run: SavedRun) -> dict[str, Any]:
-    """Return the state of Megatron-LM's ``OptimizerParamScheduler``.
+    """Build the state of Megatron-LM's ``OptimizerParamScheduler``.
 
     Source: Megatron-LM, core/optimizer_param_scheduler.py, ``state_dict``; training.py, lengths in samples.
     """
@@ -108,10 +108,10 @@ def scheduler_state(run: SavedRun) -> dict[str, Any]:
 
 
 def arguments_of(run: SavedRun, *, uses_distributed_optimizer: bool, has_optimizer: bool) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM for a run, by name.
+    """Build Megatron-LM's arguments for a run, by name.
 
     Args:
-        uses_distributed_optimizer, has_optimizer: form of the exported optimizer state.
+        uses_distributed_optimizer, has_optimizer: the exported optimizer state's form.
     """
     settings, progress, dtype = run.optimizer, run.progress, run.dtype
     lengths: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def _model_arguments(config: Config) -> dict[str, Any]:
 
 
 def _pattern(text: str) -> Any:
-    """Return a setting by layer as a number or a list.
+    """Parse a setting by layer as a number or a list.
 
     Raises:
         CheckpointError: ``text`` is neither.

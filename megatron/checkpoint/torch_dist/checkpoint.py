@@ -1,4 +1,4 @@
-"""TorchDistCheckpoint: a checkpoint of Megatron-Core with the interface of ours, so that every layout can load it."""
+"""TorchDistCheckpoint: a Megatron-Core checkpoint with the interface of ours, so that every layout can load it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _OTHER_FORM = (
 
 
 class TorchDistCheckpoint(Checkpoint):
-    """A checkpoint of Megatron-Core. Main params, moments and counters have our names; nothing is converted in advance.
+    """A Megatron-Core checkpoint. Main params, moments and counters have our names; nothing is converted in advance.
 
-    Reading a part of a weight reads the rows of Megatron-Core's tensors that it consists of.
+    Reading a slice of a weight reads only the corresponding rows of Megatron-Core's tensors.
 
     Args:
         folder: the checkpoint, as read by ``read_folder``.
-        config: our configuration of its model.
-        stated_fields: names of the settings that the checkpoint states.
+        config: our configuration for its model.
+        stated_fields: names of settings that the checkpoint states.
         world: the ranks that load together.
 
     Raises:
@@ -96,7 +96,7 @@ class TorchDistCheckpoint(Checkpoint):
             read_into(target, mapping, slices, {key: part.shape for key, part in slices.items()}, record.shard)
 
     def _mapping(self, name: str, slices: Mapping[str, PlaceSlice]) -> WeightMapping:
-        """Return how the rows of our weight are stored: of a gated layer, all gates, then all values."""
+        """Describe the row order of our weight: in a gated layer, all gates, then all values."""
         if not (self._weights_are_gated and _GATED_ROWS.fullmatch(name)):
             return WeightMapping(tuple(slices))
         num_packed = 2 // len(slices)
@@ -105,7 +105,7 @@ class TorchDistCheckpoint(Checkpoint):
 
 @marked(is_of_this_rank=False)
 def open_torch_dist(path: Path, world: Group) -> TorchDistCheckpoint:
-    """Open the checkpoint of Megatron-Core in the folder ``iter_N``. Collective.
+    """Open the Megatron-Core checkpoint in the folder ``iter_N``. Collective.
 
     Raises:
         CheckpointError: it is incomplete or damaged, or its model is not supported; raised on all ranks.
@@ -122,10 +122,10 @@ def open_torch_dist(path: Path, world: Group) -> TorchDistCheckpoint:
 
 
 def _find_places(folder: TorchDistFolder, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Place, ...]]:
-    """Return our name -> places of the weights in the checkpoint.
+    """Map our weight names to their places in the checkpoint.
 
     Raises:
-        CheckpointError: lists weights that are missing or have another shape, and tensors that are not weights of ours.
+        CheckpointError: lists weights that are missing or have another shape, and tensors that are none of our weights.
     """
     tensors = folder.index.tensors
     places = {name: locate(name, tensors) for name in shapes}
@@ -159,14 +159,13 @@ def _find_places(folder: TorchDistFolder, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _has_element(place: Place, tensor: ChunkedTensor) -> bool:
-    """Return True if ``tensor`` has the element of ``place``."""
     return all(idx < size for idx, size in zip(place.element, tensor.shape, strict=False))
 
 
 def _find_states(
     folder: TorchDistFolder, places: Mapping[str, tuple[Place, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[str, str]], dict[str, TensorEntry], str]:
-    """Find the main params and the states of the optimizer.
+    """Find the main params and the optimizer states.
 
     Returns:
         Name in our checkpoints -> (prefix of the tensor's name, our weight); the index of these names; and the reason
@@ -206,7 +205,7 @@ def _find_states(
 def _build_metadata(
     folder: TorchDistFolder, config: Config, stated_fields: set[str], missing_reason: str
 ) -> dict[str, Any]:
-    """Return the metadata of ``megatron.training.capture`` for a run of Megatron-LM."""
+    """Build the metadata of ``megatron.training.capture`` for a Megatron-LM run."""
     args = folder.args
     consumed = int(args.get("consumed_train_samples") or 0)
     updated = int(folder.scheduler.get("num_steps", consumed))
@@ -244,7 +243,7 @@ def _build_metadata(
 
 
 def _scaler_state(scaler: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our state of the dynamic loss scale of an fp16 run; empty for other runs."""
+    """Convert an fp16 run's dynamic loss-scale state; empty for other runs."""
     if not args.get("fp16") or args.get("loss_scale") or not scaler:
         return {}
     return {

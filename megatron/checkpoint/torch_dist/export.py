@@ -1,4 +1,4 @@
-"""Export a checkpoint of ours as a checkpoint of Megatron-LM in the format ``torch_dist``."""
+"""Export a checkpoint of ours to Megatron-LM's format ``torch_dist``."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _EXPERT_MODULES = ("linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Form of the optimizer's state in an export.
+    """Form of the optimizer state in an export.
 
     Args:
         uses_distributed_optimizer: the run in Megatron-LM has --use-distributed-optimizer.
         has_torch_adam: Megatron-LM uses torch's AdamW, because neither Apex nor Transformer Engine is installed.
         has_expert_parallelism: the run has --expert-model-parallel-size above 1.
-        dtype: type of the weights in training; None: as in the run that saved the checkpoint.
+        dtype: weight type in training; None: as in the run that saved the checkpoint.
     """
 
     uses_distributed_optimizer: bool = False
@@ -62,8 +62,8 @@ def export_torch_dist(checkpoint: Checkpoint, output: Path, options: ExportOptio
     Only one tensor is in memory at a time.
 
     Raises:
-        CheckpointError: Megatron-Core has no such model, or the checkpoint has states of another optimizer than Adam.
-        ConfigError: ``output`` has a checkpoint of this iteration, or cannot be written.
+        CheckpointError: Megatron-Core has no such model, or the optimizer is not Adam.
+        ConfigError: ``output`` has a checkpoint for this iteration, or cannot be written.
     """
     run = SavedRun.from_metadata(checkpoint.metadata)
     check_gelu(run.config)
@@ -105,7 +105,7 @@ def _notes(run: SavedRun, states: list[str]) -> Iterator[str]:
 def _entries(
     checkpoint: Checkpoint, config: Config, dtype: torch.dtype, states: list[str], options: ExportOptions
 ) -> Iterator[TensorEntry]:
-    """Yield the chunks of all tensors: weights, main params unless the weights are the main params, and moments."""
+    """Yield all tensor chunks: weights, main params unless the weights are the main params, and moments."""
     is_stacked = not config.model.num_experts or config.model.moe_layer_freq.strip() == "1"
     has_main_params = bool(states) and (options.uses_distributed_optimizer or dtype != torch.float32)
     main_param = "param" if options.uses_distributed_optimizer else "fp32_param"
@@ -137,7 +137,7 @@ def _entries(
 
 
 def _leading_sizes(place: Place, config: Config) -> tuple[int, ...]:
-    """Return the sizes of the dimensions in which layers and experts are stacked."""
+    """List the sizes of the dimensions in which layers and experts are stacked."""
     sizes: list[int] = []
     if place.element:
         is_layer_in_name = place.name.removeprefix(LAYERS)[0].isdigit()
@@ -153,14 +153,14 @@ def _mapping(name: str, shape: tuple[int, ...], config: Config) -> WeightMapping
 
 
 def _read_rows(checkpoint: Checkpoint, name: str, mapping: WeightMapping) -> torch.Tensor:
-    """Return the tensor ``name`` with its rows in the order of Megatron-Core."""
+    """Read the tensor ``name`` with its rows in Megatron-Core's order."""
     return weight_to_hf(mapping, read_full(checkpoint, name))["rows"]
 
 
 def _check_round_trip(
     checkpoint: Checkpoint, run: SavedRun, args: Mapping[str, Any], entries: list[TensorEntry]
 ) -> None:
-    """Check that the arguments and names of the export describe the same model when they are read.
+    """Check that the export's arguments and names describe the same model when they are read.
 
     Raises:
         CheckpointError: lists the settings that Megatron-LM does not have.
@@ -175,7 +175,7 @@ def _check_round_trip(
 
 
 def _extra_states(config: Config) -> dict[str, Any]:
-    """Return the objects that Megatron-Core requests for the modules of each layer."""
+    """Build the objects that Megatron-Core requests for each layer's modules."""
     model, objects = config.model, {}
     is_stacked = not model.num_experts or model.moe_layer_freq.strip() == "1"
     for layer in range(model.num_layers):
@@ -204,7 +204,7 @@ def _common_state(
     states: list[str],
     options: ExportOptions,
 ) -> dict[str, Any]:
-    """Return the content of ``common.pt``.
+    """Build the content of ``common.pt``.
 
     Source: Megatron-LM, megatron/training/checkpointing.py, ``generate_state_dict``.
     """
@@ -232,10 +232,10 @@ def _common_state(
 def _optimizer_state(
     run: SavedRun, steps: int, dtype: torch.dtype, options: ExportOptions, checkpoint: Checkpoint, is_expert: bool
 ) -> dict[str, Any]:
-    """Return the state of one of Megatron-Core's optimizers without its tensors.
+    """Build the state of one of Megatron-Core's optimizers without its tensors.
 
     Args:
-        is_expert: the optimizer of the experts, which is separate with expert parallelism.
+        is_expert: the experts' optimizer, which is separate with expert parallelism.
     """
     settings = run.optimizer
     group = {

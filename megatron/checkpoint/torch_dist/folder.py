@@ -1,4 +1,4 @@
-"""Find a ``torch_dist`` folder of Megatron-LM, and read the state that is common to its ranks. No torch.
+"""Find Megatron-LM's ``torch_dist`` folder, and read the state that is common to its ranks. No torch.
 
     checkpoints/
         latest_checkpointed_iteration.txt   "10": the newest iteration; "release" for weights without a run
@@ -8,7 +8,7 @@
             common.pt                       arguments, iteration, state of the scheduler, parameter groups
             metadata.json                   the format; it is written last
 
-Since 2026 Megatron-LM stores the content of ``common.pt`` as an entry of bytes instead.
+Since 2026 Megatron-LM stores the content of ``common.pt`` as a byte entry instead.
 
 Source: Megatron-LM, megatron/training/checkpointing.py, ``generate_state_dict``; megatron/core/dist_checkpointing.
 """
@@ -37,15 +37,15 @@ _ITERATION = re.compile(r"iter_\d+|release")
 
 @dataclass(frozen=True)
 class TorchDistFolder:
-    """One checkpoint of Megatron-Core.
+    """One Megatron-Core checkpoint.
 
     Args:
         path: the folder ``iter_N``.
-        args: arguments of the run that saved it, by name.
-        iteration: number of iterations taken.
-        scheduler: state of the learning-rate schedule; empty without an optimizer.
-        adam_steps: number of updates of the optimizer; None if unknown.
-        scaler: state of the loss scale; empty without one.
+        args: the saved run's arguments, by name.
+        iteration: completed iterations.
+        scheduler: learning-rate schedule state; empty without an optimizer.
+        adam_steps: optimizer updates; None if unknown.
+        scaler: loss-scale state; empty without a loss scale.
         sharding: how the distributed optimizer stored its state; "" without a distributed optimizer.
     """
 
@@ -60,9 +60,9 @@ class TorchDistFolder:
 
 
 def find_iteration(source: Path) -> Path | None:
-    """Return the folder of the newest checkpoint of Megatron-Core in ``source``; None if it contains none.
+    """Find the folder of the newest Megatron-Core checkpoint in ``source``; None if it contains none.
 
-    Checkpoints of this project in ``source`` take precedence, so that a run can continue in Megatron's folder.
+    This project's checkpoints in ``source`` take precedence, so that a run can continue in Megatron's folder.
 
     Args:
         source: the folder of ``--load``, or one ``iter_N``.
@@ -93,12 +93,12 @@ def find_iteration(source: Path) -> Path | None:
 
 
 def _is_torch_dist(folder: Path) -> bool:
-    """Return True if ``folder`` contains files of the format, even if the checkpoint is incomplete."""
+    """Check for files in the format, even if the checkpoint is incomplete."""
     return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
 
 
 def read_folder(path: Path) -> TorchDistFolder:
-    """Read the checkpoint in the folder ``iter_N``, without the values of its tensors.
+    """Read the checkpoint in the folder ``iter_N``, without tensor values.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or has another format.
@@ -152,7 +152,7 @@ def _check_format(path: Path) -> None:
 
 
 def _common_archive(path: Path, index: TorchDistIndex) -> tuple[str, memoryview]:
-    """Return name and content of the archive with the common state."""
+    """Read the archive with the common state: (name, content)."""
     file = path / COMMON
     if file.is_file():
         return str(file), memoryview(file.read_bytes())
@@ -163,10 +163,10 @@ def _common_archive(path: Path, index: TorchDistIndex) -> tuple[str, memoryview]
 
 
 def _adam_steps(optimizer: Any, archive: memoryview) -> int | None:
-    """Return the number of updates in the state of the optimizer; None if it has none.
+    """Find the update count in the optimizer state; None if it has none.
 
     Raises:
-        ValueError: parameters have different numbers.
+        ValueError: parameters have different counts.
     """
     steps = set()
     for key in ("common_step", "step"):
@@ -180,12 +180,12 @@ def _adam_steps(optimizer: Any, archive: memoryview) -> int | None:
 
 
 def _numbers(state: Mapping[str, Any], archive: memoryview) -> dict[str, Any]:
-    """Return ``state`` with numbers instead of tensors of one element."""
+    """Replace tensors with one element by numbers."""
     return {key: value.item(archive) if isinstance(value, ArchivedTensor) else value for key, value in state.items()}
 
 
 def _values_of(value: Any, key: str) -> Iterator[Any]:
-    """Yield the values of ``key`` in nested dictionaries and lists."""
+    """Find all values of ``key`` in nested dictionaries and lists."""
     if isinstance(value, dict):
         if key in value:
             yield value[key]

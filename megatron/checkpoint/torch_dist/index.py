@@ -1,4 +1,4 @@
-"""The tensors of a ``torch_dist`` folder: the file ``.metadata``, checked against the files of the folder. No torch."""
+"""Tensors in a ``torch_dist`` folder: the file ``.metadata``, checked against the folder's files. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ METADATA = ".metadata"
 #
 # | attribute | content |
 # |---|---|
-# | state_dict_metadata | name -> size, dtype and chunks of a tensor; or a mark for an entry of bytes |
+# | state_dict_metadata | name -> size, dtype and chunks of a tensor; or a mark for a byte entry |
 # | storage_data | (name, offset of a chunk) -> file, first byte, number of bytes |
 #
-# Each chunk, and each entry of bytes, is an archive of ``torch.save`` within a file.
+# Each chunk, and each byte entry, is a ``torch.save`` archive within a file.
 
 _DTYPES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file: ``num_bytes`` bytes from ``start`` on."""
+    """A range in a file: ``num_bytes`` bytes from ``start`` on."""
 
     file: str
     start: int
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and its place in a file."""
+    """A chunk of a tensor, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -62,14 +62,14 @@ class ChunkedTensor:
 
 @dataclass(frozen=True)
 class TorchDistIndex:
-    """All entries of a folder: tensors, and entries of bytes, by name."""
+    """All entries in a folder: tensors and byte entries, by name."""
 
     tensors: Mapping[str, ChunkedTensor]
     objects: Mapping[str, Span]
 
 
 def read_index(folder: Path) -> TorchDistIndex:
-    """Return the entries of ``folder``.
+    """Read the entries in ``folder``.
 
     Raises:
         CheckpointError: ``.metadata`` is missing or damaged, a file is missing or truncated, or a tensor is incomplete.
@@ -101,7 +101,7 @@ _INCOMPLETE = "A save that was interrupted lacks this file: choose another itera
 
 
 def _spans_by_chunk(locations: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Span]:
-    """Return (name, offset of the chunk; None for bytes) -> place in a file."""
+    """Map (name, chunk offset; None for bytes) to the place in a file."""
     spans = {}
     for index, location in locations.items():
         offsets, place = index.state.get("offset"), location.state
@@ -146,7 +146,7 @@ def _check_files(folder: Path, spans: list[Span]) -> None:
 
 
 def _check_complete(path: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
-    """Check that the chunks of each tensor have all of its elements.
+    """Check that each tensor's chunks have all of its elements.
 
     Raises:
         CheckpointError: lists the tensors that have too few or too many elements.
@@ -161,13 +161,13 @@ def _check_complete(path: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
 
 
 def _has_overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Return True if two chunks begin at the same offset."""
+    """Check if two chunks begin at the same offset."""
     offsets = [chunk.offsets for chunk in chunks]
     return len(set(offsets)) != len(offsets)
 
 
 def read_span(folder: Path, span: Span) -> bytes:
-    """Return the bytes of an entry.
+    """Read an entry's bytes.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -181,7 +181,7 @@ def read_span(folder: Path, span: Span) -> bytes:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a Namespace in a pickle; of a dictionary, its items.
+    """Read the attributes of a Namespace in a pickle, or the items of a dictionary.
 
     Raises:
         ValueError: ``value`` is neither.

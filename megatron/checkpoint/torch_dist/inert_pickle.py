@@ -2,7 +2,7 @@
 
 Every name in a pickle becomes a class of its own without behaviour, a subclass of ``InertObject``. Plain values
 (numbers, texts, lists, dictionaries) are read as they are. An argparse.Namespace, for example, becomes an
-``InertObject`` whose ``state`` is the dictionary of its attributes. No pickle can therefore run code.
+``InertObject`` whose ``state`` is its attribute dictionary. No pickle can therefore run code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class InertObject:
     """A value of a class that the reader does not create.
 
     Attributes:
-        path: module and name of the class, such as "argparse.Namespace".
-        args: arguments of the constructor or of the function that built the value.
-        state: state of the value; None if the pickle has none.
+        path: the class's module and name, such as "argparse.Namespace".
+        args: arguments to the constructor or function that built the value.
+        state: the value's state; None if the pickle has none.
     """
 
     path = ""
@@ -46,7 +46,7 @@ class InertObject:
 
 
 def path_of(value: Any) -> str:
-    """Return module and name of a class, or of the class of a value, in a pickle; "" for a plain value."""
+    """Return module and name of a class, or of a value's class, in a pickle; "" for a plain value."""
     return str(getattr(value, "path", "")) if isinstance(value, InertObject | type) else ""
 
 
@@ -55,7 +55,7 @@ class _Reader(pickle.Unpickler):
 
     Args:
         builders: "module.name" -> function called instead.
-        load_storage: called with the persistent id of a tensor's storage.
+        load_storage: called with a tensor storage's persistent id.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ def read_inertly(
     builders: dict[str, Callable[..., Any]] | None = None,
     load_storage: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the value in ``content``.
+    """Read the value in ``content``.
 
     Args:
         builders: "module.name" -> function to call where the pickle calls this name.
-        load_storage: function called with the persistent id of a storage; None: there are no storages.
+        load_storage: function called with a storage's persistent id; None: there are no storages.
 
     Raises:
         ValueError: ``content`` is not a pickle.

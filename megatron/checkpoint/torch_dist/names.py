@@ -1,4 +1,4 @@
-"""Our names of weights in ``torch_dist`` checkpoints of Megatron-Core's GPT. No torch.
+"""Our weight names in ``torch_dist`` checkpoints of Megatron-Core's GPT. No torch.
 
 | Megatron-Core, after ``decoder.layers.`` | ours, after ``layers.i.`` |
 |---|---|
@@ -11,9 +11,9 @@
 | mlp.experts.experts.linear_fc1.weight, element e | mlp.experts.e.up.weight |
 | mlp.shared_experts.linear_fc1, gate_weight | mlp.shared_expert.up, mlp.shared_expert_gate.weight |
 
-The layers of a tensor are stacked in its first dimension if all layers are alike; otherwise the number of the layer is
-part of the name. Experts are the next dimension, or also part of the name. Grouped and sequential experts have the
-same names. The rows of a gated layer are all gates, then all values; they may be two tensors ``_w`` and ``_v``.
+A tensor's layers are stacked in its first dimension if all layers are alike; otherwise the layer number is part
+of the name. Experts are the next dimension, or also part of the name. Grouped and sequential experts have the
+same names. A gated layer's rows are all gates, then all values; they may be two tensors ``_w`` and ``_v``.
 
 Optimizer states have the same names after ``optimizer.state.exp_avg.`` and the like.
 """
@@ -55,11 +55,11 @@ NOT_WEIGHTS = re.compile(r"optimizer\..*|.*_extra_state(/.*)?|rng_state.*|common
 
 
 class Place(NamedTuple):
-    """A tensor, or an element of a stacked tensor, of a checkpoint.
+    """A tensor, or an element of a stacked tensor, in a checkpoint.
 
     Args:
-        name: name of the tensor.
-        element: indices of its first dimensions; empty for the full tensor.
+        name: tensor name.
+        element: indices along its first dimensions; empty for the full tensor.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def candidates(our_name: str) -> Iterator[Place]:
-    """Yield the places where the weight ``our_name`` may be stored; none for a weight that Megatron-Core lacks."""
+    """Yield places where the weight ``our_name`` may be stored; none for a weight that Megatron-Core lacks."""
     if our_name in _TOP_LEVEL:
         yield Place(_TOP_LEVEL[our_name])
         return
@@ -81,7 +81,7 @@ def candidates(our_name: str) -> Iterator[Place]:
 
 
 def _layer_suffixes(our_suffix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name within a layer, index of the expert) for our name within a layer."""
+    """Yield (name within a layer, expert index) for our name within a layer."""
     if expert := _EXPERT.fullmatch(our_suffix):
         module, kind = _EXPERT_MODULES[expert[2]], expert[3]
         yield f"mlp.experts.experts.{module}.{kind}", (int(expert[1]),)
@@ -98,10 +98,10 @@ def _layer_suffixes(our_suffix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def locate(our_name: str, names: Collection[str]) -> tuple[Place, ...]:
-    """Return the places in a checkpoint that make up the weight ``our_name``; empty if it has none.
+    """Find the places in a checkpoint that make up the weight ``our_name``; empty if it has none.
 
     Args:
-        names: names of the tensors in the checkpoint.
+        names: tensor names in the checkpoint.
 
     Returns:
         One place, or two for a gated layer whose gate and value are separate tensors.
@@ -116,7 +116,7 @@ def locate(our_name: str, names: Collection[str]) -> tuple[Place, ...]:
 
 
 class WeightNames:
-    """The set of our names of the weights in a checkpoint."""
+    """Set of our weight names in a checkpoint."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -126,10 +126,10 @@ class WeightNames:
 
 
 def stored_places(our_name: str, *, is_stacked: bool, has_experts: bool) -> tuple[Place, ...]:
-    """Return the places at which an exported checkpoint stores the weight ``our_name``; empty if there are none.
+    """Find the places at which an exported checkpoint stores the weight ``our_name``; empty if there are none.
 
     Args:
-        is_stacked: the layers of the model are alike, and stacked.
+        is_stacked: the model's layers are alike, and stacked.
         has_experts: the layer has experts. Its second norm then has two names: Transformer Engine's and local layers'.
     """
     places = list(candidates(our_name))

@@ -1,4 +1,4 @@
-"""Read parts of the tensors of a ``torch_dist`` folder."""
+"""Read slices of tensors in a ``torch_dist`` folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bounds = Sequence[tuple[int, int]]
 
 
 class TorchDistReader:
-    """Reads parts of tensors. Only the rows that are needed are copied; the checksum of each chunk is verified once."""
+    """Reads tensor slices. Only the necessary rows are copied; each chunk's checksum is verified once."""
 
     def __init__(self, path: Path, index: TorchDistIndex) -> None:
         self._path, self._index = path, index
@@ -31,7 +31,7 @@ class TorchDistReader:
         self._chunks_by_layer: dict[str, dict[int, list[Chunk]]] = {}
 
     def read(self, name: str, bounds: Bounds) -> torch.Tensor:
-        """Return the part ``bounds`` of the tensor ``name``.
+        """Read the slice ``bounds`` of the tensor ``name``.
 
         Raises:
             CheckpointError: the dtype is not supported, or a chunk is damaged.
@@ -54,7 +54,7 @@ class TorchDistReader:
         return result
 
     def _overlapping(self, name: str, tensor: ChunkedTensor, bounds: Bounds) -> Sequence[Chunk]:
-        """Return chunks that include those within ``bounds``; of stacked layers, only the chunks of these layers."""
+        """Select chunks that include those within ``bounds``; for stacked layers, only these layers' chunks."""
         if not tensor.shape or any(chunk.sizes[0] != 1 for chunk in tensor.chunks):
             return tensor.chunks
         if name not in self._chunks_by_layer:
@@ -65,7 +65,7 @@ class TorchDistReader:
         return [chunk for idx in range(*bounds[0]) for chunk in self._chunks_by_layer[name].get(idx, [])]
 
     def _read_chunk(self, name: str, dtype: str, chunk: Chunk, bounds: Bounds) -> torch.Tensor:
-        """Return the part ``bounds`` of ``chunk``, which starts at index 0 along every dimension."""
+        """Read the slice ``bounds`` of ``chunk``, which starts at index 0 along every dimension."""
         view = self._view(chunk)
         try:
             archived = self._open(dtype, chunk, view)
@@ -87,7 +87,7 @@ class TorchDistReader:
             ) from error
 
     def _open(self, dtype: str, chunk: Chunk, view: memoryview) -> ArchivedTensor:
-        """Return the archived tensor of ``chunk``; its checksum is verified at the first call.
+        """Open the archived tensor in ``chunk``; its checksum is verified at the first call.
 
         Raises:
             ValueError: the chunk is damaged.
@@ -106,7 +106,7 @@ class TorchDistReader:
         return self._archived[key]
 
     def _view(self, chunk: Chunk) -> memoryview:
-        """Return the bytes of ``chunk`` in its file, which are read from the disk when they are used."""
+        """Map the bytes of ``chunk`` in its file, which are read from the disk when they are used."""
         name = chunk.span.file
         if name not in self._files:
             try:
@@ -118,7 +118,7 @@ class TorchDistReader:
 
 
 def _elements(view: memoryview, archived: ArchivedTensor, first: int, count: int) -> torch.Tensor:
-    """Return a copy of ``count`` elements of a storage, from element ``first`` on."""
+    """Copy ``count`` elements from a storage, from element ``first`` on."""
     size = ITEM_SIZES[archived.dtype]
     start, stop = archived.start + first * size, archived.start + (first + count) * size
     if stop > archived.stop:
@@ -129,10 +129,10 @@ def _elements(view: memoryview, archived: ArchivedTensor, first: int, count: int
 
 
 class PlaceSlice:
-    """The tensor at a ``Place``, of which only the indexed part is read.
+    """The tensor at a ``Place``; indexing reads only the requested elements.
 
     Args:
-        name: name of the full tensor, with the prefix of an optimizer state.
+        name: the full tensor's name, with an optimizer state's prefix.
     """
 
     def __init__(self, reader: TorchDistReader, name: str, element: tuple[int, ...], tensor: ChunkedTensor) -> None:
@@ -140,7 +140,7 @@ class PlaceSlice:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the element."""
+        """Element shape."""
         return list(self._shape[len(self._element) :])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -153,5 +153,5 @@ class PlaceSlice:
 
 
 def place_shape(place: Place, tensor: ChunkedTensor) -> tuple[int, ...]:
-    """Return the shape of the tensor at ``place``."""
+    """Return the tensor shape at ``place``."""
     return tensor.shape[len(place.element) :]

@@ -1,4 +1,4 @@
-"""Our settings for the arguments of a run of Megatron-LM, which its checkpoints store. No torch."""
+"""Convert Megatron-LM's arguments, which its checkpoints store, to our settings. No torch."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ LR_STEP_OFFSET = -1
 
 
 def read_torch_dist(path: Path, family: str, model: str = "") -> SettingsSource:
-    """Return the settings of the checkpoint in the folder ``iter_N``.
+    """Read the checkpoint settings in the folder ``iter_N``.
 
     Args:
-        family: family of the program.
-        model: value of ``--model``; empty without the flag.
+        family: the program's family.
+        model: ``--model``; empty without the flag.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, its model is not supported, or is not of ``family``.
@@ -64,10 +64,10 @@ def read_torch_dist(path: Path, family: str, model: str = "") -> SettingsSource:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Return the configuration of a checkpoint with the settings ``values``.
+    """Build the configuration of a checkpoint with the settings ``values``.
 
     Raises:
-        CheckpointError: they do not define a model of ours.
+        CheckpointError: they do not define one of our models.
     """
     try:
         return config_from_values(values, family=FAMILY)
@@ -76,10 +76,10 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def setting_values(folder: TorchDistFolder) -> dict[str, Any]:
-    """Return field -> value of the settings that the checkpoint states.
+    """Convert the checkpoint's arguments to field -> value.
 
     Raises:
-        CheckpointError: an argument is missing, or the model has parts that ours do not have.
+        CheckpointError: an argument is missing, or the model has modules that ours lack.
     """
     args = folder.args
     try:
@@ -142,7 +142,7 @@ def _expert_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schedule_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the learning-rate schedule: in samples if the run's length is in samples, otherwise in steps."""
+    """Convert the learning-rate schedule: in samples if the run length is in samples, otherwise in steps."""
     values: dict[str, Any] = {"lr_step_offset": LR_STEP_OFFSET, "lr_warmup_rounding": "none"}
     for name in ("lr", "min_lr", "weight_decay"):
         if args.get(name) is not None:
@@ -170,7 +170,7 @@ def _schedule_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _training_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the remaining settings of the training run that both programs have."""
+    """Convert the remaining training settings that both programs have."""
     values: dict[str, Any] = {
         "loss_average": "token" if args.get("calculate_per_token_loss") else "micro-batch",
         "dtype": "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32",

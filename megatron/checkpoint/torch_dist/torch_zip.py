@@ -1,6 +1,6 @@
 """Read the zip archives that ``torch.save`` writes, without torch and without running code.
 
-An archive has ``NAME/data.pkl``, the pickled values, and ``NAME/data/KEY``, the bytes of each storage, uncompressed.
+An archive has ``NAME/data.pkl``, the pickled values, and ``NAME/data/KEY``, each storage's bytes, uncompressed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ArchivedTensor:
 
     Args:
         dtype: safetensors' name.
-        start, stop: bytes of its storage in the archive.
-        crc32: checksum of the storage.
-        offset: index of the first element in the storage.
+        start, stop: its storage's byte range in the archive.
+        crc32: the storage's checksum.
+        offset: the first element's index in the storage.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ class ArchivedTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements are stored in the order of the indices, without gaps."""
+        """True if the elements are stored in index order, without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -67,7 +67,7 @@ class ArchivedTensor:
         return True
 
     def item(self, archive: memoryview) -> float | int | None:
-        """Return the value of a tensor with one element; None if it has several, or its dtype is bf16."""
+        """Read the value of a tensor with one element; None if it has several, or its dtype is bf16."""
         if math.prod(self.shape) != 1 or self.dtype not in _SCALAR_FORMATS:
             return None
         position = self.start + self.offset * ITEM_SIZES[self.dtype]
@@ -102,9 +102,9 @@ class _ViewFile(io.RawIOBase):
 
 
 def read_archive(archive: memoryview) -> Any:
-    """Return the values in an archive of ``torch.save``, with ``ArchivedTensor`` for tensors.
+    """Read the values in a ``torch.save`` archive, with ``ArchivedTensor`` for tensors.
 
-    Values of classes are ``InertObject``.
+    Class instances become ``InertObject``.
 
     Raises:
         ValueError: ``archive`` is not such an archive, or it is damaged.

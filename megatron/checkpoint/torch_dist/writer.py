@@ -1,4 +1,4 @@
-"""Write the entries of a ``torch_dist`` folder with torch.distributed.checkpoint, one tensor at a time."""
+"""Write a ``torch_dist`` folder with torch.distributed.checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TensorEntry:
     """A chunk of a tensor to write.
 
     Args:
-        shape: shape of the full tensor.
+        shape: the full tensor's shape.
         load: returns the chunk; called when it is written.
     """
 
@@ -48,7 +48,7 @@ class _EntryPlanner(SavePlanner):
     """Plans the save of tensor chunks and objects in a single process.
 
     Args:
-        objects: name -> value of the entries of bytes.
+        objects: name -> value for byte entries.
     """
 
     def __init__(self, entries: list[TensorEntry], objects: dict[str, Any]) -> None:
@@ -59,13 +59,11 @@ class _EntryPlanner(SavePlanner):
         """Do nothing (DCP's hook): the planner has its entries."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of all entries."""
         items = [_write_item(entry) for entry in self._entries.values()]
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plan, and the metadata of all tensors and objects."""
         tensors: dict[str, TensorStorageMetadata] = {}
         for entry in self._entries.values():
             properties = TensorProperties(entry.dtype)
@@ -75,11 +73,10 @@ class _EntryPlanner(SavePlanner):
         return all_plans, Metadata({**tensors, **objects})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return replace(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the values of an entry, which are read when they are written."""
+        """Load an entry's values when they are written."""
         if write_item.type == WriteItemType.BYTE_IO:
             buffer = io.BytesIO()
             torch.save(self._objects[write_item.index.fqn], buffer)
