@@ -1,4 +1,4 @@
-"""BatchConfig: batch sizes and the length of the run; Share: the micro-batches of one replica."""
+"""BatchConfig: batch sizes and run length; Share: one replica's micro-batches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.config.seq_length import SeqLengths, parse_lengths
 
 
 class Share(NamedTuple):
-    """The micro-batches of a step that one replica runs.
+    """Micro-batches that one replica runs in a step.
 
     Args:
-        first: index within the step of the replica's first micro-batch.
-        num_micro_batches: number of micro-batches of the replica.
-        mean_num_micro_batches: mean number over the replicas, by which every replica normalises its losses.
-        spacing: distance within the step between two micro-batches of the replica.
+        first: the replica's first micro-batch index within the step.
+        num_micro_batches: the replica's micro-batch count.
+        mean_num_micro_batches: mean count over the replicas, by which every replica normalises its losses.
+        spacing: distance within the step between the replica's micro-batches.
     """
 
     first: int
@@ -27,12 +27,12 @@ class Share(NamedTuple):
     spacing: int = 1
 
     def index_in_step(self, micro_batch: int) -> int:
-        """Return the index within the step of the replica's micro-batch ``micro_batch``."""
+        """Convert the replica's ``micro_batch`` to its index within the step."""
         return self.first + micro_batch * self.spacing
 
 
 def share_of(num_micro_batches: int, replicas: int, replica: int, *, is_interleaved: bool = False) -> Share:
-    """Return a replica's share of the micro-batches; if they do not divide evenly, the first replicas run one more.
+    """Compute a replica's share of the micro-batches; if they do not divide evenly, the first replicas run one more.
 
     Args:
         is_interleaved: replica r runs micro-batches r, r + replicas, ..., as in Megatron, instead of consecutive ones.
@@ -117,23 +117,23 @@ class BatchConfig:
         return self.gas
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Return the number of samples of a step over all replicas; with a batch ramp-up, after the end of the ramp."""
+        """Count samples per step over all replicas; with a batch ramp-up, after the ramp."""
         full, requested = self.batch_size * self.gas * data_parallel_size, self.requested_global_batch_size
         return requested if 0 < full - requested < self.batch_size * data_parallel_size else full
 
     def share(self, data_parallel_size: int, replica: int, *, is_interleaved: bool = False) -> Share:
-        """Return a replica's share of a step; with a batch ramp-up, after the end of the ramp. See ``share_of``."""
+        """Compute a replica's share of a step; with a batch ramp-up, after the ramp. See ``share_of``."""
         num_micro_batches = self.global_batch_size(data_parallel_size) // self.batch_size
         return share_of(num_micro_batches, data_parallel_size, replica, is_interleaved=is_interleaved)
 
     def describe_gas(self, data_parallel_size: int) -> str:
-        """Return the micro-batches of a replica as text: "4", or "3 or 4" if some replicas run one less."""
+        """Describe a replica's micro-batches: "4", or "3 or 4" if some replicas run one less."""
         least = self.share(data_parallel_size, data_parallel_size - 1).num_micro_batches
         return str(self.gas) if least == self.gas else f"{least} or {self.gas}"
 
     @property
     def seq_lengths(self) -> SeqLengths:
-        """The sequence length of a step as a function of the tokens consumed.
+        """Sequence length as a function of the tokens consumed.
 
         Raises:
             ValueError: --seq-length-schedule is invalid.
@@ -142,7 +142,7 @@ class BatchConfig:
         return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
     def batch_sizes(self, data_parallel_size: int) -> BatchSizes:
-        """Return the number of samples of a step, over all replicas, as a function of the samples consumed.
+        """Compute samples per step, over all replicas, as a function of the samples consumed.
 
         Raises:
             ValueError: --rampup-batch-size is invalid or does not reach the global batch.
@@ -153,10 +153,10 @@ class BatchConfig:
         return parse_rampup(self.rampup_batch_size, full)
 
     def run_length(self, data_parallel_size: int, tokens_per_sample: int) -> RunLength:
-        """Return the limits of the run.
+        """Compute the run limits.
 
         Args:
-            tokens_per_sample: tokens that --train-tokens counts for a sample.
+            tokens_per_sample: tokens per sample that --train-tokens counts.
         """
         batch_sizes = self.batch_sizes(data_parallel_size)
         if self.train_samples is None and self.train_tokens is None:

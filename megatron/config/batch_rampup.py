@@ -1,4 +1,4 @@
-"""``--rampup-batch-size``: number of samples in a step as a function of the samples consumed.
+"""``--rampup-batch-size``: samples per step as a function of the samples consumed.
 
 ``--rampup-batch-size START INCREMENT SAMPLES`` starts with START samples per step and adds INCREMENT until the full
 global batch is reached, after SAMPLES samples. Each of the n = (global batch - START) / INCREMENT sizes before the
@@ -6,7 +6,7 @@ last is used for SAMPLES / n samples, as in Megatron-LM:
 
     size(c) = START + INCREMENT * floor(c n / SAMPLES)    for c < SAMPLES samples consumed, else the global batch
 
-A step that starts before a change of the size keeps the old size. The size depends only on the samples consumed, so a
+A step that starts before a size change keeps the old size. The size depends only on the samples consumed, so a
 resumed run continues identically in any layout.
 """
 
@@ -22,13 +22,13 @@ _RULE = "must be START INCREMENT SAMPLES, three positive integers such as 32 32 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Number of samples of a step, over all replicas, as a function of the samples consumed.
+    """Samples per step, over all replicas, as a function of the samples consumed.
 
     Args:
         full: the global batch size after the ramp.
-        start: size of the first step.
+        start: first step's size.
         increment: difference between two successive sizes.
-        samples: number of samples consumed at the end of the ramp; 0 for a constant size ``full``.
+        samples: samples consumed at the end of the ramp; 0 for a constant size ``full``.
     """
 
     full: int
@@ -38,21 +38,21 @@ class BatchSizes:
 
     @property
     def num_increments(self) -> int:
-        """Number of sizes below the full one."""
+        """Number of sizes below the full size."""
         return (self.full - self.start) // self.increment if self.samples else 0
 
     def at(self, samples_consumed: int) -> int:
-        """Return the number of samples in the step that starts after ``samples_consumed`` samples."""
+        """Compute the size of the step that starts after ``samples_consumed`` samples."""
         if samples_consumed >= self.samples:
             return self.full
         return self.start + self.increment * (samples_consumed * self.num_increments // self.samples)
 
     def all(self) -> list[int]:
-        """Return every size that a step can have, in increasing order."""
+        """List every size that a step can have, in increasing order."""
         return [self.start + self.increment * i for i in range(self.num_increments)] + [self.full]
 
     def consumed_after(self, steps: int, samples_consumed: int = 0) -> int:
-        """Return the total number of samples consumed ``steps`` steps after the first ``samples_consumed`` samples."""
+        """Compute the total samples consumed ``steps`` steps after the first ``samples_consumed`` samples."""
         while steps and samples_consumed < self.samples:
             size = self.at(samples_consumed)
             size_idx = samples_consumed * self.num_increments // self.samples
@@ -62,7 +62,7 @@ class BatchSizes:
         return samples_consumed + steps * self.full
 
     def steps_until(self, samples: Fraction | float, samples_consumed: int = 0) -> int:
-        """Return the minimum number of steps after ``samples_consumed`` that consume at least ``samples`` in total."""
+        """Compute the minimum step count after ``samples_consumed`` that consumes at least ``samples`` in total."""
         steps, consumed = 0, samples_consumed
         while consumed < min(samples, self.samples):
             size = self.at(consumed)
@@ -73,7 +73,7 @@ class BatchSizes:
         return steps + max(math.ceil((samples - consumed) / self.full), 0)
 
     def steps_within(self, samples: int, samples_consumed: int = 0) -> int:
-        """Return the maximum number of steps after ``samples_consumed`` that consume at most ``samples`` in total."""
+        """Compute the maximum step count after ``samples_consumed`` that consumes at most ``samples`` in total."""
         steps = self.steps_until(samples, samples_consumed)
         return steps if self.consumed_after(steps, samples_consumed) <= samples else max(steps - 1, 0)
 

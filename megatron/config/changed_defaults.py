@@ -1,7 +1,7 @@
-"""Settings whose default has changed or depends on the origin of a run, and the values that resumed runs keep.
+"""Settings whose default has changed or depends on a run's origin, and the values that resumed runs keep.
 
-A run stores the resolved value of every setting in ``config.json`` and in its checkpoints. If the run is resumed, or
-repeated from its ``config.json``, the saved values of the settings in ``CHANGED_DEFAULTS`` replace the new defaults. A
+A run stores every setting's resolved value in ``config.json`` and in its checkpoints. If the run is resumed, or
+repeated from its ``config.json``, the saved values for settings in ``CHANGED_DEFAULTS`` replace the new defaults. A
 saved configuration without such a setting is older than the setting, so the former default applies.
 """
 
@@ -15,9 +15,9 @@ class ChangedDefault(NamedTuple):
     """A setting with a new default.
 
     Attributes:
-        section: section of the configuration, such as ``"optimizer"``.
-        field: field of that section.
-        former: value of runs whose saved configuration has no such field.
+        section: configuration section, such as ``"optimizer"``.
+        field: field in that section.
+        former: value in runs whose saved configuration has no such field.
         optimizer: the only optimizer that uses the field; "" if every run uses it.
         is_reported: ``describe_saved_settings`` includes the setting; False if the code that resolves it reports it
             instead.
@@ -45,7 +45,7 @@ CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
 
 
 def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = None) -> dict[str, Any]:
-    """Return field -> former default of each setting in the table that is missing in the saved configuration.
+    """Return field -> former default for settings in the table that are missing in the saved configuration.
 
     Args:
         saved: ``Config.to_dict()`` as saved by any version.
@@ -63,10 +63,10 @@ def saved_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 def describe_saved_settings(
     saved_values: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str | None = None
 ) -> Iterator[str]:
-    """Yield "--flag value (a new run: default)" for every saved setting that differs from the default of a new run.
+    """Yield "--flag value (a new run: default)" for saved settings that differ from a new run's default.
 
     Args:
-        optimizer: name of the run's optimizer; settings of other optimizers are skipped. None to describe all.
+        optimizer: the run's optimizer; other optimizers' settings are skipped. None to describe all.
     """
     left_out = {row.field for row in CHANGED_DEFAULTS if not row.is_reported}
     if optimizer is not None:

@@ -1,4 +1,4 @@
-"""All settings of a run in one frozen object."""
+"""All run settings in one frozen object."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ PER_RANK_FIELDS = ("local_rank",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All sections of a configuration and the notes of the parser; ``config_from_values`` builds it for a family.
+    """All configuration sections and the parser's notes; ``config_from_values`` builds a Config for a family.
 
     ``family_config`` is the family's section, a ``FamilyConfig``. Its type is Any so that each family's fields can be
     accessed.
@@ -123,7 +123,7 @@ class Config:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the family's section under the family's name, and sections under their former names."""
+            """Resolve the family's section under the family's name, and sections under their former names."""
             if name == self.__dict__.get("family"):
                 return self.family_config
             if name in RENAMED_ATTRIBUTES:
@@ -133,27 +133,27 @@ class Config:
 
     @property
     def total_layers(self) -> int:
-        """Number of transformer layers, the sum of both sides for an encoder-decoder."""
+        """Number of transformer layers, on both sides for an encoder-decoder."""
         return int(self.family_config.total_layers(self.model))
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Tokens of a sample that the model reads: one length, or the lengths of encoder and decoder."""
+        """Tokens per sample that the model reads: one length, or the encoder and decoder lengths."""
         lengths: tuple[int, ...] = self.family_config.sequence_lengths(self.batch)
         return lengths
 
     @property
     def tokens_per_sample(self) -> int:
-        """Total tokens of a sample that the model reads, the basis of tokens/s."""
+        """Total tokens per sample that the model reads, the basis of tokens/s."""
         return sum(self.sequence_lengths)
 
     def run_length(self, data_parallel_size: int) -> RunLength:
-        """Return the limits of the run; --train-tokens counts the encoder's tokens, as in Megatron-DeepSpeed."""
+        """Compute the run limits; --train-tokens counts the encoder's tokens, as in Megatron-DeepSpeed."""
         return self.batch.run_length(data_parallel_size, self.sequence_lengths[0])
 
     @property
     def loss_tokens_per_sample(self) -> int:
-        """Maximum number of tokens of a sample that contribute to the loss: the length at the output head."""
+        """Maximum tokens per sample that contribute to the loss: the length at the output head."""
         return self.sequence_lengths[-1]
 
     def sections(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Config:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that two models must share so that one can load the other's weights."""
+        """Collect the settings that two models must share so that one can load the other's weights."""
         family_config, model = self.family_config, self.model
         names = [*IDENTITY, *(decoder.IDENTITY if family_config.KIND == "decoder" else ()), *family_config.IDENTITY]
         if family_config.KIND == "decoder" and not model.has_learned_positions:
@@ -185,7 +185,7 @@ class Config:
         return (*(decoder.REFITTED if self.family_config.KIND == "decoder" else ()), *self.family_config.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings as plain data for JSON, the same on every rank."""
+        """Convert all settings to plain data for JSON, the same on every rank."""
         settings: dict[str, Any] = {"family": self.family}
         for name, values in self.sections().items():
             section = dataclasses.asdict(values)
@@ -195,7 +195,7 @@ class Config:
         return settings
 
     def namespace(self) -> Namespace:
-        """Return the flat names that scripts of Megatron and CPM expect from ``get_args()``."""
+        """Build the flat names that Megatron and CPM scripts expect from ``get_args()``."""
         flat: dict[str, Any] = {}
         for section in self.sections().values():
             flat.update(dataclasses.asdict(section))
@@ -216,13 +216,13 @@ class Config:
         return Namespace(**flat)
 
     def fuses_accumulation(self, device_type: str) -> bool:
-        """Return the value of ``--gradient-accumulation-fusion``, or its default on a device of this type."""
+        """Resolve ``--gradient-accumulation-fusion``, by default for a device of this type."""
         if self.parallel.gradient_accumulation_fusion is not None:
             return self.parallel.gradient_accumulation_fusion
         return device_type == "cuda" and self.optimizer.zero_stage < 2 and not self.parallel.compile
 
     def with_vocab(self, vocab_size: int) -> Config:
-        """Return this Config with the vocabulary of the tokenizer or data; ``--vocab-size`` may be larger.
+        """Return this Config with the vocabulary size of the tokenizer or data; ``--vocab-size`` may be larger.
 
         Raises:
             ConfigError: ``--vocab-size`` is smaller than ``vocab_size``, there are no tokens, or Adafactor would

@@ -197,12 +197,12 @@ class DataConfig:
 
     @property
     def separates_documents(self) -> bool:
-        """True if the documents of a sample do not attend to each other."""
+        """True if documents in a sample do not attend to each other."""
         return self.reset_attention_mask or "segments" in self.packed_keys
 
     @cached_property
     def packed_keys(self) -> tuple[str, ...]:
-        """Names of the arrays of a sample in addition to its text: int32, with one entry per token."""
+        """Arrays in a sample in addition to its text: int32, with one entry per token."""
         if self.sft is not None:
             return "segments", "loss_mask"
         if self.no_extra_token:
@@ -216,7 +216,7 @@ class DataConfig:
 
     @property
     def corpora(self) -> dict[str, str | None]:
-        """Field of a corpus flag -> corpora. With --sft, the files of conversations replace the token files."""
+        """Field of a corpus flag -> corpora. With --sft, conversation files replace the token files."""
         if self.sft is None:
             return {name: getattr(self, name) for name in PATHS}
         conversations = {"data_path": self.sft}
@@ -226,7 +226,7 @@ class DataConfig:
 
     @property
     def split_shares(self) -> tuple[Fraction, Fraction, Fraction]:
-        """Fractions of the documents for training, validation and test according to --split; they add up to 1.
+        """Document fractions for training, validation and test according to --split; they add up to 1.
 
         If the splits have separate files, or the script provides the data, each fraction is 1.
 
@@ -241,7 +241,7 @@ class DataConfig:
 
     @property
     def training_path(self) -> str | None:
-        """Value of the flag that names the training corpora."""
+        """Flag value that names the training corpora."""
         return self.sft or self.train_data_path or self.data_path
 
     @property
@@ -275,16 +275,16 @@ class DataConfig:
 
     @property
     def flag_of_cpm_set(self) -> dict[str, str]:
-        """Corpus -> the flag that names it, for corpora that are sets of CPM's three files with fixed spans."""
+        """Corpus -> the flag that names it, for CPM's sets of three files with fixed spans."""
         return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if is_cpm_set(prefix)}
 
     @property
     def has_dynamic_spans(self) -> bool:
-        """True if T5's spans are masked during training: at least one corpus is not a set of CPM's three files."""
+        """True if T5's spans are masked during training: at least one corpus is not a CPM set of three files."""
         return not self.flag_of_prefix or len(self.flag_of_cpm_set) < len(self.flag_of_prefix)
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of this section: an invalid split, invalid weights, or an unreadable file."""
+        """Check for an invalid split, invalid weights, or an unreadable file."""
         yield from self._split_problems()
         yield from self._path_problems()
         yield from self._schedule_problems()
@@ -331,7 +331,7 @@ class DataConfig:
             yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
 
     def _order_problems(self) -> Iterator[str]:
-        """Yield the settings that Megatron's order does not support, in one problem."""
+        """Report the settings that Megatron's order does not support, in one problem."""
         settings = {
             f"--packing {self.packing}": self.packing != "concat",
             f"--fim-rate {self.fim_rate:g}": self.fim_rate > 0,
@@ -366,12 +366,12 @@ class DataConfig:
             yield from _parse_problems(partial(parse_schedule, self.mixture_schedule, count))
 
     def missing_files(self, *, reads_span_files: bool = False, on_any_node: bool = False) -> Iterator[str]:
-        """Yield the token files that do not exist.
+        """Find token files that do not exist.
 
         A --data-path that is itself a file or folder is not checked, because the script interprets it.
 
         Args:
-            reads_span_files: a corpus may be a set of CPM's three files.
+            reads_span_files: a corpus may be a CPM set of three files.
             on_any_node: check this machine even if the job has several nodes.
 
         By default a job with several nodes is not checked, because a node whose ranks read no data needs no files.
@@ -405,13 +405,13 @@ class DataConfig:
 
 
 def is_cpm_set(prefix: str) -> bool:
-    """Return True if ``prefix`` names a set of CPM's files: at least one exists, and no ordinary token file does."""
+    """Recognise a set of CPM's files: at least one exists, and no ordinary token file does."""
     exists = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in CPM_SUFFIXES)
     return exists and not os.path.exists(f"{prefix}.idx")
 
 
 def _space_problems(text: str, flag: str) -> Iterator[str]:
-    """Yield a problem if a path that contains a space and starts with a number is parsed as a weight and a path."""
+    """Reject a path that contains a space and starts with a number, if it is parsed as a weight and a path."""
     if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_cpm_set(text)):
         weight, path = text.split()
         yield (

@@ -1,9 +1,9 @@
-"""Parsing of the weights in ``--data-path`` and of ``--mixture-schedule``.
+"""Parse the weights in ``--data-path``, and ``--mixture-schedule``.
 
 | text | meaning |
 |---|---|
 | "a" | one corpus |
-| "0.7 a 0.3 b" | two corpora and their shares of the samples; only the ratio of the weights matters |
+| "0.7 a 0.3 b" | two corpora and their sample shares; only the ratio of weights matters |
 | "1e9: 0.5 0.5; 2e9: 0.2 0.8" | a schedule: new weights after 1e9 and 2e9 tokens, in the order of the paths |
 
 Words are split as in a shell, so a path that contains a space must be quoted. A weight may be 0: the corpus is not
@@ -25,7 +25,7 @@ _SCHEDULE_RULE = 'must be entries "TOKENS: WEIGHTS" separated by semicolons, suc
 
 
 def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ...]:
-    """Return (weight, path) of each corpus; the weight of a single path without one is 1.
+    """Parse (weight, path) for each corpus; a single path without a weight has weight 1.
 
     Raises:
         ValueError: the text has another form, or repeats a path; the message names ``flag``.
@@ -47,10 +47,10 @@ def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ..
 
 
 def parse_schedule(text: str, num_corpora: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Return (tokens, weights) of each step of a mixture schedule, in increasing order of tokens.
+    """Parse a mixture schedule into (tokens, weights) steps, in increasing order of tokens.
 
     Raises:
-        ValueError: the text has another form, tokens do not increase, or the number of weights is not ``num_corpora``.
+        ValueError: the text has another form, tokens do not increase, or the weight count is not ``num_corpora``.
     """
     message = f"{SCHEDULE_FLAG} {_SCHEDULE_RULE}; got {text!r}"
     steps = [_parse_entry(entry, num_corpora, message) for entry in text.split(";") if entry.strip()]

@@ -46,7 +46,7 @@ class DebugConfig:
         return self.debug_dump is not None or self.debug_nan
 
     def steps(self) -> list[range]:
-        """Return the steps to dump, as ranges.
+        """Parse the steps to dump, as ranges.
 
         Raises:
             ValueError: a range is empty, or a number is not an integer of at least 1.
@@ -54,7 +54,7 @@ class DebugConfig:
         return [parse_steps(word) for word in self.debug_dump_steps.split(",")]
 
     def name_pattern(self) -> re.Pattern[str]:
-        """Return the pattern of the names to dump.
+        """Compile the pattern of names to dump.
 
         Raises:
             re.error: it is not a valid regular expression.
@@ -62,7 +62,7 @@ class DebugConfig:
         return re.compile(self.debug_dump_modules)
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of the steps and of the pattern."""
+        """Check the steps and the pattern."""
         try:
             self.steps()
         except ValueError:

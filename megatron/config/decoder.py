@@ -1,4 +1,4 @@
-"""DecoderFeatures: flags for the parts of a decoder other than its sizes, their checks, and windows by layer.
+"""DecoderFeatures: flags for decoder components other than sizes, their checks, and windows by layer.
 
 GPT-2, LLaMA, MPT and every other decoder are values of these fields; a family's ``DEFAULTS`` contains its default
 values.
@@ -248,7 +248,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
     @property
     def mup_head_scale(self) -> float:
-        """Scale of the attention scores under muP, sqrt(``mup_base_head_dim``) / head size.
+        """Scale for attention scores under muP, sqrt(``mup_base_head_dim``) / head size.
 
         It is 0 if the scale equals the default, 1 / sqrt(head size), or if the head size is not known yet.
         """
@@ -257,7 +257,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
     @property
     def width_multiplier(self) -> float:
-        """m of muP: hidden size divided by that of the base model, for which the learning rates are given."""
+        """muP's m: hidden size divided by the base model's, for which the learning rates are given."""
         return getattr(self, "hidden_size", 0) / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @functools.cached_property
@@ -266,7 +266,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
     @property
     def width_logit_multiplier(self) -> float:
-        """Factor of the logits that follows from the hidden size."""
+        """Logit factor that follows from the hidden size."""
         base = self.dim_model_base or self.mup_base_hidden_size
         return base / getattr(self, "hidden_size", base) if base else 1.0
 
@@ -290,7 +290,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
     @property
     def stage_input_fields(self) -> tuple[str, str]:
-        """Names of the batch fields that enter the first pipeline stage after the tokens, if they are present."""
+        """Batch fields that enter the first pipeline stage after the tokens, if they are present."""
         # A position table exists only on stage 0, so learned positions come first; rotary positions go to every stage.
         names = ("position_ids", "segment_ids")
         return names if self.has_learned_positions else (names[1], names[0])
@@ -356,7 +356,7 @@ _ROTARY = ("rotary_base", "rotary_scaling", "rotary_percent", "rotary_local_base
 
 
 def has_window(model: Any, layer_idx: int) -> bool:
-    """Return True if layer ``layer_idx``, counted from 0, of a model with these features attends to a window only.
+    """Check if layer ``layer_idx``, counted from 0, attends to a window only.
 
     Raises:
         ValueError: ``window_attn_skip_freq`` is invalid, or its list does not have one entry per layer.
@@ -376,13 +376,13 @@ def window_layers(model: Any) -> tuple[bool, ...]:
 
 
 def query_groups(model: Any, layer_idx: int) -> int:
-    """Return the number of key and value heads of layer ``layer_idx``, counted from 0."""
+    """Count the key and value heads in layer ``layer_idx``, counted from 0."""
     groups: int = model.num_query_groups
     return model.window_num_query_groups or groups if has_window(model, layer_idx) else groups
 
 
 def has_sinks(model: Any, *, has_window: bool) -> bool:
-    """Return True if layers with or without a window have sinks."""
+    """Check if layers with or without a window have sinks."""
     return model.softmax_type != VANILLA and (has_window or model.sink_layers == ALL_LAYERS)
 
 
@@ -405,7 +405,7 @@ def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def feature_problems(config: Any) -> Iterator[str]:
-    """Yield the problems of the model in ``config``, a ``Config`` of a decoder, whatever the source of its settings."""
+    """Check the model in ``config``, a decoder ``Config``, whatever the source of its settings."""
     model = config.model
     if model.position_embedding_type not in DECODER_POSITIONS:
         yield (
@@ -434,7 +434,7 @@ def feature_problems(config: Any) -> Iterator[str]:
 
 
 def unused_features(config: Any) -> Iterator[str]:
-    """Yield the given features that have no effect."""
+    """Check for given features that have no effect."""
     model, explicit = config.model, config.explicit_fields
     for position_types, names in (
         ((ROPE,), _ROTARY),
@@ -484,7 +484,7 @@ def unused_features(config: Any) -> Iterator[str]:
 
 
 def window_notes(config: Any) -> Iterator[str]:
-    """Yield a note if the window covers all tokens of a sample, as it may if the samples are shorter than usual."""
+    """Note a window that covers all tokens in a sample, as it may if the samples are shorter than usual."""
     model, length = config.model, config.batch.seq_length
     if (
         config.family_config.KIND == "decoder"

@@ -1,11 +1,11 @@
-"""Layout of an elastic job that has fewer ranks than its maximum.
+"""Layout of an elastic job with fewer ranks than its maximum.
 
-The layout is a function of the flags and the number of ranks only, so every rank computes it independently:
+The layout is a function of the flags and the world size only, so every rank computes it independently:
 
-* The flags describe the job with all ranks, the MAX nodes of ``--nnodes MIN:MAX``. The global batch and the order of
-  the samples are therefore the same for any number of ranks.
+* The flags describe the job with all ranks, the MAX nodes of ``--nnodes MIN:MAX``. The global batch and the sample
+  order are therefore the same for any world size.
 * Tensor, pipe and context sizes and the micro-batch size do not change.
-* The number of replicas is the largest that the ranks allow and that gives each replica at least one full micro-batch
+* The replica count is the largest that the ranks allow and that gives each replica at least one full micro-batch
   in every step. If the micro-batches of a step cannot be divided evenly, the first replicas run one more.
 * Replicas that communicate within a micro-batch (with experts, and with ZeRO 2 and 3) need equal numbers of
   micro-batches, so there may be fewer replicas. The same applies if the batch grows (--rampup-batch-size).
@@ -27,23 +27,23 @@ VARIABLE = "MEGATRON_ELASTIC"
 
 
 class RankRange(NamedTuple):
-    """The minimum and maximum number of ranks of a job."""
+    """Minimum and maximum world size of a job."""
 
     min_ranks: int
     max_ranks: int
 
 
 def parse_rank_range(env: Mapping[str, str]) -> RankRange | None:
-    """Return the minimum and maximum number of ranks from ``env``; None if the number of ranks is fixed."""
+    """Read the minimum and maximum world size from ``env``; None if the world size is fixed."""
     match = re.fullmatch(r"(\d+):(\d+)", env.get(VARIABLE, ""))
     return RankRange(int(match.group(1)), int(match.group(2))) if match else None
 
 
 def check_min_ranks(config: Config, span: RankRange) -> None:
-    """Check that the minimum number of ranks is enough for the layout.
+    """Check that the minimum world size is enough for the layout.
 
     Raises:
-        ConfigError: the minimum is less than the number of ranks of one replica.
+        ConfigError: the minimum is less than the ranks of one replica.
     """
     size = config.parallel.replica_size
     if span.min_ranks < size:
@@ -55,7 +55,7 @@ def check_min_ranks(config: Config, span: RankRange) -> None:
 
 
 def replica_counts(config: Config, span: RankRange, num_ranks: int) -> list[int]:
-    """Return the possible numbers of replicas on ``num_ranks`` ranks, the largest first."""
+    """List the possible replica counts on ``num_ranks`` ranks, the largest first."""
     replica_size, batch = config.parallel.replica_size, config.batch
     batch_sizes = batch.batch_sizes(span.max_ranks // replica_size).all()
     possible = range(
@@ -67,7 +67,7 @@ def replica_counts(config: Config, span: RankRange, num_ranks: int) -> list[int]
 
 
 def allows_unequal_shares(config: Config) -> bool:
-    """Return True if replicas may run unequal numbers of micro-batches: they synchronize only after the last one."""
+    """Check if replicas may run unequal micro-batch counts: they synchronize only after the last micro-batch."""
     return config.optimizer.zero_stage < 2 and not config.model.num_experts and config.batch.rampup_batch_size is None
 
 
@@ -81,7 +81,7 @@ def with_replicas(config: Config, span: RankRange, num_replicas: int) -> Config:
 
 
 def describe(config: Config, span: RankRange, num_ranks: int, num_replicas: int) -> str:
-    """Describe how ``num_ranks`` of the maximum number of ranks are used."""
+    """Describe how ``num_ranks`` out of the maximum are used."""
     size, batch = config.parallel.replica_size, config.batch
     idle = num_ranks - num_replicas * size
     gas = batch.describe_gas(num_replicas)

@@ -1,4 +1,4 @@
-"""ExpertFeatures: flags of feed-forward layers of experts (MoE), named as in Megatron-LM, and their checks."""
+"""ExpertFeatures: flags for feed-forward layers with experts (MoE), named as in Megatron-LM, and their checks."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ class ExpertFeatures:
 
     @property
     def num_group_scores(self) -> int:
-        """Number of a group's best scores whose sum selects the groups of a token."""
+        """Number of best scores in a group whose sum selects the groups for a token."""
         return self.moe_router_group_score_topk or self.moe_router_topk // max(self.moe_router_group_topk, 1)
 
     @property
     def has_aux_loss(self) -> bool:
-        """True if an auxiliary loss balances the load of the experts."""
+        """True if an auxiliary loss balances the experts' load."""
         return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
 
 
@@ -135,7 +135,7 @@ REFITTED = (
 
 
 def has_experts(model: Any, layer_idx: int) -> bool:
-    """Return True if layer ``layer_idx``, counted from 0, of a model with these features has experts.
+    """Check if layer ``layer_idx``, counted from 0, has experts.
 
     Raises:
         ValueError: ``moe_layer_freq`` is invalid, or its list does not have one entry per layer.
@@ -193,11 +193,11 @@ def _evaluate(node: ast.AST) -> list[int] | int:
     raise ValueError(ast.dump(node))
 
 
-# Problems of experts.
+# Expert checks.
 
 
 def expert_problems(config: Any) -> Iterator[str]:
-    """Yield the problems of the experts of ``config``, a ``Config`` of a decoder."""
+    """Check the experts in ``config``, a decoder ``Config``."""
     model = config.model
     if not model.num_experts:
         return
@@ -305,7 +305,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
 
 
 def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
-    """Yield a problem if the experts of ``config`` cannot be divided over ``ranks`` on the data and context axes."""
+    """Check that the experts in ``config`` can be divided over ``ranks`` on the data and context axes."""
     ep = config.parallel.expert_model_parallel_size
     if config.model.num_experts and ranks % ep:
         yield (

@@ -24,7 +24,7 @@ DECODER_COSTS = "megatron.costs.decoder_cost:costs"
 class FamilyConfig:
     """Base class of the family sections such as ``LlamaConfig``, and the section of decoders without their own flags.
 
-    The fields of a subclass are the family's own flags. The class variables below define how a family treats the flags
+    A subclass's fields are the family's own flags. The class variables below define how a family treats the flags
     of other sections.
     """
 
@@ -63,26 +63,26 @@ class FamilyConfig:
         return False
 
     def has_max_positions(self, model: ModelConfig) -> bool:
-        """Return True if ``max_position_embeddings`` is used; its default 0 then means the longest sequence."""
+        """Check if ``max_position_embeddings`` is used; its default 0 then means the longest sequence."""
         return True
 
     def summary(self, model: ModelConfig) -> str:
-        """Return the description of the model that follows its sizes in the start table."""
+        """Describe the model for the start table, after its sizes."""
         if model.multi_latent_attention:
             return f"latents of {model.kv_lora_rank} + {model.qk_pos_emb_head_dim} elements"
         is_grouped = model.num_query_groups != model.num_attention_heads
         return f"{model.num_query_groups} key-value heads" if is_grouped else ""
 
     def total_layers(self, model: ModelConfig) -> int:
-        """Return the number of transformer layers, the sum of both sides for an encoder-decoder."""
+        """Count the transformer layers, on both sides for an encoder-decoder."""
         return sum(getattr(self, side) for side in self.SIDES) if self.SIDES else model.num_layers
 
     def sequence_lengths(self, batch: BatchConfig) -> tuple[int, ...]:
-        """Return the tokens of a sample that the model reads: one length, or the lengths of encoder and decoder."""
+        """Return the tokens per sample that the model reads: one length, or the encoder and decoder lengths."""
         return (batch.seq_length,)
 
     def text_length(self, batch: BatchConfig) -> int:
-        """Return the number of corpus tokens that one sample consumes."""
+        """Count the corpus tokens that one sample consumes."""
         return batch.seq_length
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> FamilyConfig:
@@ -90,16 +90,16 @@ class FamilyConfig:
         return self
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems within this section."""
+        """Check this section."""
         yield from ()
 
     def model_problems(self, config: Any) -> Iterator[str]:
-        """Yield the problems of the model in ``config``, a ``Config``, whatever the source of its settings."""
+        """Check the model in ``config``, a ``Config``, whatever the source of its settings."""
         if self.KIND == "decoder":
             yield from feature_problems(config)
 
     def check(self, config: Any) -> Iterator[str]:
-        """Yield the problems of ``config``, a ``Config``, and given settings that have no effect.
+        """Check ``config``, a ``Config``, and report given settings that have no effect.
 
         The base class checks that the sequence does not exceed the model's positions and, for a decoder, its features.
         """
@@ -114,7 +114,7 @@ class FamilyConfig:
             )
 
     def notes(self, config: Any) -> Iterator[str]:
-        """Yield notes about defaults that have no effect and do no harm."""
+        """Note defaults that have no effect and do no harm."""
         yield from ()
 
 
@@ -126,21 +126,21 @@ class ModelFamily:
     types of the objects are in ``megatron.models.parts``.
 
     Args:
-        name: name of its folder, of its section in a configuration, and in checkpoints.
+        name: its folder, configuration section, and name in checkpoints.
         title: its name in messages.
         config: its section.
-        program: the program that trains it, relative to the root of the repository; decoders share one program.
+        program: the program that trains it, relative to the repository root; decoders share one program.
         script: the run script that starts ``program``; "" for a decoder that ``run_gpt2.sh --model`` starts.
         length: the planner's default sample length, in tokens; for an encoder-decoder the encoder's length.
         vocabulary: the planner's default vocabulary size.
         recipe: model flags that its run script sets by default; the planner uses the same defaults.
         follows: derived field of this section or of the model -> its flag, which the planner adds to its commands.
-        heads: hidden size -> number of heads, for published models that differ from the planner's general rule.
-        variables: variable of its run script -> the field that it sets, in addition to the common variables.
-        benchmark_flags: flags of the small models that the planner times, in addition to the recipe; without dropout.
-        layer_lists: type of layer -> the attribute of the model that contains the layers of this type.
+        heads: hidden size -> head count, for published models that differ from the planner's general rule.
+        variables: run script variable -> the field that it sets, in addition to the common variables.
+        benchmark_flags: flags for the small models that the planner times, in addition to the recipe; without dropout.
+        layer_lists: layer type -> the model attribute that contains these layers.
         model: the model without a pipeline, its sizes and initial weights (``ModelParts``).
-        pipeline: the class of the model over pipeline stages (``PipelineClass``).
+        pipeline: the model class for pipeline stages (``PipelineClass``).
         costs: parameters, FLOPs and memory (``CostsOf``).
         data: how samples are made (``DataParts``); "" if they are consecutive tokens of the corpus.
         huggingface: the Hugging Face formats, one for each model type; "" for none.
@@ -204,7 +204,7 @@ class ModelFamily:
         return bool(fields(self.config))
 
     def accepts_option(self, option: Option, section: str, *, is_family_section: bool) -> bool:
-        """Return True if a run of this family accepts ``option`` of ``section``.
+        """Check if a run of this family accepts ``option`` in ``section``.
 
         Args:
             is_family_section: the section belongs to a family, this one or another.
@@ -214,5 +214,5 @@ class ModelFamily:
         return option.name not in self.config.ADVICE and option.family_kind in ("", self.model_type)
 
     def advice(self, option: Option) -> str:
-        """Return the advice for a run of this family, which does not accept the flag."""
+        """Look up the advice for a run of this family, which does not accept the flag."""
         return self.config.ADVICE.get(option.name, option.elsewhere)

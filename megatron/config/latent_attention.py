@@ -1,4 +1,4 @@
-"""LatentFeatures: flags of multi-latent attention (MLA), named as in Megatron-LM, and their checks."""
+"""LatentFeatures: flags for multi-latent attention (MLA), named as in Megatron-LM, and their checks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LatentFeatures:
 
     @property
     def padded_head_size(self) -> int:
-        """Size of the heads in attention kernels, which need queries, keys and values of one size."""
+        """Head size in attention kernels, which need queries, keys and values of one size."""
         return max(self.value_size, int(getattr(self, "kv_hidden_size", 0)))
 
     @property
@@ -90,13 +90,13 @@ class LatentFeatures:
 
     @property
     def latent_softmax_scale(self) -> float:
-        """Factor for the scores of multi-latent attention."""
+        """Factor for the scores in multi-latent attention."""
         scale: float = getattr(self, "softmax_scale", 0.0) or float(getattr(self, "kv_hidden_size", 1)) ** -0.5
         return scale * self._yarn_term(self.mscale_all_dim) ** 2
 
     @property
     def latent_rotary_factor(self) -> float:
-        """Factor for the rotated parts of queries and keys of multi-latent attention; 0: by ``Rotary``, as longrope's.
+        """Factor for the rotated parts of queries and keys; 0: by ``Rotary``, as longrope's.
 
         Source: DeepSeek-AI 2024, "DeepSeek-V2", and its code.
         """
@@ -122,12 +122,12 @@ SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v
 
 
 def yarn_term(factor: float, mscale: float) -> float:
-    """Return YaRN's term 0.1 mscale ln(factor) + 1; it is 1 if ``factor`` does not extend the length."""
+    """Compute YaRN's term 0.1 mscale ln(factor) + 1; it is 1 if ``factor`` does not extend the length."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def latent_problems(model: Any) -> Iterator[str]:
-    """Yield the problems of the multi-latent attention of ``model``, a model section."""
+    """Check multi-latent attention in ``model``, a model section."""
     if not model.multi_latent_attention:
         return
     if model.position_embedding_type != "rope":

@@ -20,7 +20,7 @@ ALL_LAYERS, WINDOW_LAYERS = "all", "window"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFeatures:
-    """Parts of attention and feed-forward layers, named as in Megatron-LM; a base of ``ModelConfig``."""
+    """Features of attention and feed-forward layers, named as in Megatron-LM; a base of ``ModelConfig``."""
 
     softmax_type: str = _option(
         VANILLA,
@@ -85,7 +85,7 @@ ARCHITECTURE = (
 
 
 def has_rotary(model: Any, layer_idx: int) -> bool:
-    """Return True if layer ``layer_idx``, counted from 0, of a model with these features has rotary positions.
+    """Check if layer ``layer_idx``, counted from 0, has rotary positions.
 
     Raises:
         ValueError: ``no_rope_freq`` is invalid, or its list does not have one entry per layer.
@@ -111,7 +111,7 @@ def no_rope_layers(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_feature_problems(model: Any) -> Iterator[str]:
-    """Yield the problems of these features in ``model``, a ``ModelConfig`` of a decoder."""
+    """Check these features in ``model``, a decoder's ``ModelConfig``."""
     try:
         no_rope_layers(model.no_rope_freq, model.num_layers)
     except ValueError:
@@ -137,7 +137,7 @@ def layer_feature_problems(model: Any) -> Iterator[str]:
 
 
 def unused_layer_features(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
-    """Yield a message for each feature in ``explicit``, the fields set by a flag, that has no effect."""
+    """Describe each feature in ``explicit``, the fields set by a flag, that has no effect."""
     flags = [
         flag
         for name, flag in (

@@ -62,7 +62,7 @@ class LoggingConfig:
     )
 
     def profiled_steps(self) -> range:
-        """Return the steps to profile.
+        """Parse the steps to profile.
 
         Raises:
             ValueError: the range is empty, or a number is not an integer of at least 1.
@@ -70,7 +70,7 @@ class LoggingConfig:
         return parse_steps(self.profile) if self.profile is not None else range(0)
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of this section."""
+        """Check this section."""
         try:
             self.profiled_steps()
         except ValueError:

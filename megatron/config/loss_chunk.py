@@ -1,4 +1,4 @@
-"""Number of tokens whose logits the loss computes at once.
+"""Choose the number of tokens whose logits the loss computes at once.
 
 The chunk size depends on the micro-batch and the full vocabulary, never on the layout or the schedule, so that all
 layouts compute the same sums. Chunks are small on a CPU, to stay in the caches, and larger on other devices, where the
@@ -35,10 +35,10 @@ CPU_CHUNK_TOKENS, DEVICE_CHUNK_TOKENS = 256, 4096
 def tokens_per_chunk(
     requested: int | None, num_tokens: int, vocab_size: int, hidden_size: int, *, is_on_cpu: bool
 ) -> int:
-    """Return the number of tokens in the largest chunk of a micro-batch of ``num_tokens``, or WHOLE.
+    """Compute the largest chunk, in tokens, for a micro-batch of ``num_tokens``, or WHOLE.
 
     Args:
-        requested: maximum number of tokens in a chunk; 0 to compute all logits together, None for the default rule.
+        requested: maximum chunk size in tokens; 0 to compute all logits together, None for the default rule.
     """
     if requested is None:
         chunk = CPU_CHUNK_TOKENS if is_on_cpu else DEVICE_CHUNK_TOKENS

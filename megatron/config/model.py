@@ -1,4 +1,4 @@
-"""ModelConfig: sizes of the model and the arithmetic of its layers."""
+"""ModelConfig: model sizes and the arithmetic of the layers."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class ModelConfig(DecoderFeatures):
 
     @property
     def attention_size(self) -> int:
-        """a x d: the width of all heads together."""
+        """a x d: total width of all heads."""
         return self.num_attention_heads * self.kv_hidden_size
 
     def padded_vocab_size(self, tensor_size: int) -> int:
-        """Return the number of embedding rows over all tensor ranks, including padding.
+        """Count the embedding rows over all tensor ranks, including padding.
 
         Raises:
             ValueError: the vocabulary is not known yet.

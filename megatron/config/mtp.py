@@ -1,4 +1,4 @@
-"""MTPFeatures: flags of multi-token prediction, named as in Megatron-LM, and their checks."""
+"""MTPFeatures: flags for multi-token prediction, named as in Megatron-LM, and their checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINING = ("mtp_loss_scaling_factor",)
 
 @dataclass(frozen=True, kw_only=True)
 class MTPFeatures:
-    """Multi-token prediction of a decoder; a base of ``ModelConfig``."""
+    """Multi-token prediction for a decoder; a base of ``ModelConfig``."""
 
     mtp_num_layers: int = _option(
         0,
@@ -39,7 +39,7 @@ class MTPFeatures:
 
 
 def mtp_problems(config: Any) -> Iterator[str]:
-    """Yield the problems of multi-token prediction in ``config``, a ``Config`` of a decoder."""
+    """Check multi-token prediction in ``config``, a decoder ``Config``."""
     model, parallel, depth = config.model, config.parallel, config.model.mtp_num_layers
     if not depth:
         yield from _layout_problems(config)
@@ -66,7 +66,7 @@ def mtp_problems(config: Any) -> Iterator[str]:
 
 
 def _sequence_lengths(config: Any) -> list[int]:
-    """Return all sequence lengths of the run; an invalid schedule, which is reported elsewhere, is ignored."""
+    """List all sequence lengths in the run; an invalid schedule, which is reported elsewhere, is ignored."""
     try:
         return list(config.batch.seq_lengths.all())
     except ValueError:
@@ -74,7 +74,7 @@ def _sequence_lengths(config: Any) -> list[int]:
 
 
 def _layout_problems(config: Any) -> Iterator[str]:
-    """Yield the problems of the multi-token prediction layers m in --pipeline-model-parallel-layout."""
+    """Check the multi-token prediction layers m in --pipeline-model-parallel-layout."""
     depth, layout = config.model.mtp_num_layers, config.parallel.pipeline_layout
     if layout is None or not config.parallel.has_pipeline:
         return

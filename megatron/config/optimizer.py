@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
-# Tables of numbers by parameter name: pattern of the name -> number.
+# Number tables by parameter name: name pattern -> number.
 
 
 def parse_table(text: str) -> dict[str, float]:
@@ -239,12 +239,12 @@ class OptimizerConfig:
 
     @property
     def lr_follows_samples(self) -> bool:
-        """True if the lengths of the learning-rate schedule are samples, False if they are steps."""
+        """True if learning-rate schedule lengths are in samples, False if they are in steps."""
         return self.lr_decay_samples is not None
 
     @property
     def warmup_length(self) -> float:
-        """Length of the warm-up in steps, or in samples if ``lr_follows_samples``."""
+        """Warm-up length in steps, or in samples if ``lr_follows_samples``."""
         explicit = self.lr_warmup_samples if self.lr_follows_samples else self.lr_warmup_iters
         if explicit is not None:
             return explicit
@@ -260,11 +260,11 @@ class OptimizerConfig:
 
     @property
     def state_type(self) -> str:
-        """Name of the layout of the optimizer's states: ``optimizer``, or "momentum" for SGD with momentum."""
+        """Layout of the optimizer states: ``optimizer``, or "momentum" for SGD with momentum."""
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems within this section."""
+        """Check this section."""
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
@@ -281,7 +281,7 @@ class OptimizerConfig:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
 
     def _state_problems(self) -> Iterator[str]:
-        """Yield a problem if bf16 states are given for an optimizer that does not support them."""
+        """Reject bf16 states for an optimizer that does not support them."""
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
         if flags and self.optimizer not in ("adamw", "muon"):
             got = f"got --optimizer {self.optimizer}"
@@ -291,7 +291,7 @@ class OptimizerConfig:
             yield f"{flags} is supported with --cpu-adam torch only, {got}. Remove one of them"
 
     def _rate_problems(self) -> Iterator[str]:
-        """Yield invalid tables by name, and learning rates that contradict each other."""
+        """Reject invalid tables by name, and learning rates that contradict each other."""
         for name in ("lr_by_name", "weight_decay_by_name"):
             text, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             try:
@@ -330,7 +330,7 @@ class OptimizerConfig:
             )
 
     def _warmup_problems(self) -> Iterator[str]:
-        """Yield a warm-up that is not shorter than the schedule, and a wsd decay that is longer than the schedule."""
+        """Reject a warm-up that is not shorter than the schedule, and a wsd decay that is longer than the schedule."""
         is_by_samples = self.lr_decay_samples is not None
         unit = "samples" if is_by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters

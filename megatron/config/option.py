@@ -1,4 +1,4 @@
-"""``Option``, which describes the flag of a dataclass field; parsing of ranges of steps."""
+"""``Option``, which describes a dataclass field's flag; parsing of step ranges."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All spellings that set this field, the flag itself first (if the field has one)."""
+        """All spellings that set this field, the flag itself first (if the field has a flag)."""
         return ((self.flag,) if self.flag else ()) + self.aliases + tuple(self.constants)
 
     @property
     def shown_type(self) -> str:
-        """Description of a value in tables: its choices, or its type followed by dots if it may be several words."""
+        """Describe a value in tables: its choices, or its type followed by dots if it may be several words."""
         return ", ".join(self.choices) or (f"{self.value_type} ..." if self.join else self.value_type)
 
     def rule(self) -> str:
@@ -71,7 +71,7 @@ class Option:
         return f"{noun} of {limits}" if limits else noun
 
     def problem(self, value: Any, label: str = "") -> str | None:
-        """Return the reason why ``value`` is invalid for this field, or None; ``label`` names its source."""
+        """Explain why ``value`` is invalid for this field; None if it is valid. ``label`` names its source."""
         if value is None and self.default is None:
             return None
         types = VALUE_TYPES[self.value_type]
@@ -95,7 +95,7 @@ class Option:
         )
 
     def convert(self, text: str, flag: str) -> tuple[Any, str | None]:
-        """Return (value, problem) for the text that the user typed after ``flag``."""
+        """Parse the text after ``flag`` into (value, problem)."""
         value: Any = self.synonyms.get(text, text)
         try:
             if self.read is not None:
@@ -108,7 +108,7 @@ class Option:
 
 
 def option(default: Any, help: str, *, flag: str | None = None, shown_default: str = "", **attributes: Any) -> Any:
-    """Return a dataclass field that defines a flag; ``flag`` "" means that only constants or aliases set the field.
+    """Define a flag by a dataclass field; ``flag`` "" means that only constants or aliases set the field.
 
     A default of 0 for a field with ``minimum=1`` means "derived from other fields"; ``shown_default`` describes how.
     """
@@ -118,7 +118,7 @@ def option(default: Any, help: str, *, flag: str | None = None, shown_default: s
 
 @functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
-    """Return the options of a configuration dataclass in the order of its fields, inherited fields last."""
+    """List a configuration dataclass's options in field order, inherited fields last."""
     local_fields = section.__dict__.get("__annotations__", {})
     flag_fields = [field for field in dataclasses.fields(section) if field.metadata]
     return tuple(_option_of(field) for field in sorted(flag_fields, key=lambda field: field.name not in local_fields))
@@ -142,7 +142,7 @@ def _option_of(field: dataclasses.Field[Any]) -> Option:
 
 
 def is_derived(option: Option, value: Any) -> bool:
-    """Return True if ``value`` is 0 and stands for "derived from other fields"."""
+    """Check if ``value`` is 0 and stands for "derived from other fields"."""
     return value == option.default == 0 and bool(option.problem(value))
 
 
@@ -150,7 +150,7 @@ def is_derived(option: Option, value: Any) -> bool:
 
 
 def parse_steps(word: str) -> range:
-    """Return the steps in ``word``, such as "5" or "5-7".
+    """Parse steps such as "5" or "5-7".
 
     Raises:
         ValueError: the range is empty, or a number is not an integer of at least 1.

@@ -1,4 +1,4 @@
-"""ParallelConfig: distribution of the model over processes and devices."""
+"""ParallelConfig: distribution over processes and devices."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """Name of the schedule according to the flags, or the default for the chunks and their placement."""
+        """Schedule according to the flags, or the default for the chunks and their placement."""
         if self.pipeline_schedule_file is not None:
             return FILE_PREFIX + self.pipeline_schedule_file
         if self.pipeline_schedule == AUTO and self.pipeline_auto_schedules:
@@ -281,12 +281,12 @@ class ParallelConfig:
 
     @property
     def auto_schedules(self) -> list[str]:
-        """The schedules from which "auto" may choose; empty for all."""
+        """Schedules from which "auto" may choose; empty for all."""
         return [name.strip() for name in (self.pipeline_auto_schedules or "").split(",") if name.strip()]
 
     @property
     def placement(self) -> str:
-        """Placement of the chunks on the stages according to the flags, or the default of the schedule."""
+        """Chunk placement on the stages according to the flags, or the schedule's default."""
         if not self.has_pipeline:
             return LOOP
         if (file_schedule := self._file_schedule) is not None:
@@ -297,7 +297,7 @@ class ParallelConfig:
 
     @property
     def chunks(self) -> int:
-        """c, the number of chunks per stage; 1 without a pipeline."""
+        """c, the chunk count per stage; 1 without a pipeline."""
         if not self.has_pipeline:
             return 1
         if (file_schedule := self._file_schedule) is not None:
@@ -309,7 +309,7 @@ class ParallelConfig:
 
     @property
     def group_size(self) -> int:
-        """Number of micro-batches that one chunk runs before the next chunk; 0 for the number of stages.
+        """Micro-batches that one chunk runs before the next chunk; 0 for the stage count.
 
         It is always 0 with one chunk per stage, or with a placement other than ``LOOP``.
         """
@@ -317,7 +317,7 @@ class ParallelConfig:
 
     @property
     def _file_schedule(self) -> FileSchedule | None:
-        """The order of --pipeline-schedule-file; None without a valid file, which problems() reports."""
+        """Order in --pipeline-schedule-file; None without a valid file, which problems() reports."""
         if self.pipeline_schedule_file is not None:
             with suppress(OSError, ValueError):
                 return read_schedule(self.pipeline_schedule_file)
@@ -325,11 +325,11 @@ class ParallelConfig:
 
     @property
     def loss_stage(self) -> int:
-        """The stage that computes the loss."""
+        """Stage that computes the loss."""
         return Placement(self.num_stages, self.chunks, self.placement).last_stage
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return d: ``world_size`` divided by the sizes of the tensor, pipe and context axes."""
+        """Compute d: ``world_size`` divided by the tensor, pipe and context sizes."""
         return world_size // self.replica_size
 
     @property
@@ -344,11 +344,11 @@ class ParallelConfig:
 
     @property
     def phase_timeout_s(self) -> float:
-        """Limit in seconds for long phases: opening data, the first step, loading, saving and evaluation."""
+        """Time limit in seconds for long phases: opening data, the first step, loading, saving and evaluation."""
         return 60.0 * self.phase_timeout_minutes
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems within this section."""
+        """Check this section."""
         if unknown := accelerators.problem(self.device):
             yield unknown
         method = self.partition_method
@@ -384,7 +384,7 @@ class ParallelConfig:
             )
 
     def _file_problem(self) -> str | None:
-        """Return the conflict of the schedule file with this section, or None."""
+        """Find conflicts between the schedule file and this section; None if there are none."""
         if self.pipeline_schedule_file is None:
             return None
         exclusive = {
@@ -412,7 +412,7 @@ class ParallelConfig:
         return None
 
     def _layout_problem(self) -> str | None:
-        """Return the problem of a layout in Megatron's notation, or None; the number of layers is checked elsewhere."""
+        """Check a layout in Megatron's notation; None if it is valid. The layer count is checked elsewhere."""
         if self.pipeline_layout is None:
             return None
         exclusive = {
@@ -437,7 +437,7 @@ class ParallelConfig:
         return None
 
     def _auto_problem(self) -> str | None:
-        """Return the reason why "auto" cannot choose among the named schedules, or None."""
+        """Explain why "auto" cannot choose among the named schedules; None if it can."""
         flag, names = "--pipeline-auto-schedules", self.pipeline_auto_schedules
         if names is None:
             return None

@@ -1,4 +1,4 @@
-"""--pipeline-model-parallel-layout: Megatron's notation for the layers of each virtual stage of a pipeline."""
+"""--pipeline-model-parallel-layout: Megatron's notation for the layers in each virtual stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPEATED = re.compile(r"(?:\(([^()]*)\)|([A-Za-z]))\*(\d+)")
 
 
 def parse_layout(text: str) -> list[str]:
-    """Return the letters of each virtual stage, such as ["Ettt", "tt", "L"].
+    """Parse the letters for each virtual stage, such as ["Ettt", "tt", "L"].
 
     Raises:
         ValueError: the notation is invalid, a virtual stage is empty, E and L are not exactly at the two ends, or a t
@@ -43,19 +43,19 @@ def parse_layout(text: str) -> list[str]:
 
 
 def num_layers(chunks: Sequence[str]) -> int:
-    """Return the number of transformer layers in all virtual stages."""
+    """Count the transformer layers in all virtual stages."""
     return sum(chunk.count("t") for chunk in chunks)
 
 
 def num_mtp_layers(chunks: Sequence[str]) -> int:
-    """Return the number of multi-token prediction layers in all virtual stages."""
+    """Count the multi-token prediction layers in all virtual stages."""
     return sum(chunk.count("m") for chunk in chunks)
 
 
 def layout_bounds(chunks: Sequence[str]) -> list[int]:
-    """Return the bounds of a decoder's virtual stages in units: embedding, layers, and two units (norm, head) for L.
+    """Compute a decoder's virtual stage bounds in units: embedding, layers, and two units (norm, head) for L.
 
-    With multi-token prediction, the embedding of future tokens is one more unit, in the virtual stage of L.
+    With multi-token prediction, the embedding of future tokens is one more unit, in L's virtual stage.
     """
     num_last_units = 2 if num_mtp_layers(chunks) else 1
     return [0, *accumulate(len(chunk) + num_last_units * ("L" in chunk) for chunk in chunks)]

@@ -10,16 +10,16 @@ from megatron.config.batch_rampup import BatchSizes
 
 @dataclass(frozen=True)
 class RunLength:
-    """The limits of a run, which ends when it reaches the first of them.
+    """Run limits: a run ends when it reaches the first of them.
 
-    ``steps_left`` depends only on the position of the run, so a run that is resumed with another global batch ends
+    ``steps_left`` depends only on the run's position, so a run that is resumed with another global batch ends
     after the same number of samples.
 
     Attributes:
         batch_sizes: global batch size as a function of the samples consumed.
-        steps: number of steps; None if only samples or tokens limit the run.
+        steps: step count; None if only samples or tokens limit the run.
         samples: limit in samples. The run ends before a step that would exceed it.
-        min_samples: limit in tokens as a number of samples. The run ends after the step that reaches it.
+        min_samples: token limit, converted to samples. The run ends after the step that reaches it.
 
     Source:
         Megatron-LM, training.py, ``update_train_iters``; Megatron-DeepSpeed, training.py, ``train``.
@@ -31,7 +31,7 @@ class RunLength:
     min_samples: int | None = None
 
     def steps_left(self, step: int, samples_consumed: int) -> int:
-        """Return the number of steps that remain after ``step`` steps and ``samples_consumed`` samples."""
+        """Count the remaining steps after ``step`` steps and ``samples_consumed`` samples."""
         limits = []
         if self.steps is not None:
             limits.append(max(self.steps - step, 0))
@@ -43,5 +43,5 @@ class RunLength:
 
 
 def indivisible(values: Iterable[int], divisor: int) -> list[int]:
-    """Return the sizes that are not multiples of ``divisor``."""
+    """List the sizes that are not multiples of ``divisor``."""
     return [value for value in values if value % divisor]

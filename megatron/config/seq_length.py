@@ -33,10 +33,10 @@ _RULE = 'must be entries "TOKENS: LENGTH" separated by semicolons, such as "0: 5
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """Length of a slice as a function of the tokens consumed. Without ``steps``, every step uses ``full``.
+    """Slice length as a function of the tokens consumed. Without ``steps``, every step uses ``full``.
 
     Args:
-        full: tokens of a sample (--seq-length).
+        full: tokens per sample (--seq-length).
         steps: (tokens, length), both increasing, from 0 tokens in the first entry to the length ``full`` in the last.
     """
 
@@ -44,20 +44,20 @@ class SeqLengths:
     steps: tuple[tuple[int, int], ...] = ()
 
     def at(self, tokens: int) -> int:
-        """Return the length of a step that starts after ``tokens`` consumed tokens."""
+        """Return the length for a step that starts after ``tokens`` consumed tokens."""
         count = bisect_right(self.steps, tokens, key=lambda step: step[0])
         return self.steps[count - 1][1] if count else self.full
 
     def length_of_step(self, samples_consumed: int) -> int:
-        """Return the length of the step that starts after ``samples_consumed`` samples."""
+        """Return the length for the step that starts after ``samples_consumed`` samples."""
         return self.at(samples_consumed * self.full)
 
     def all(self) -> list[int]:
-        """Return every length that a step can have, in increasing order."""
+        """List every length that a step can have, in increasing order."""
         return [length for _, length in self.steps] or [self.full]
 
     def starts(self) -> list[tuple[int, int, int]]:
-        """Return (tokens, index of the first sample after these tokens, length) of each entry."""
+        """List (tokens, first sample index after these tokens, length) for each entry."""
         return [(tokens, -(-tokens // self.full), length) for tokens, length in self.steps]
 
     @property
@@ -67,7 +67,7 @@ class SeqLengths:
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, length) of each entry of a schedule, in the order of the text.
+    """Parse a schedule into (tokens, length) entries, in the order of the text.
 
     Raises:
         ValueError: the text has another form.
@@ -92,7 +92,7 @@ def _parse_entry(entry: str, message: str) -> tuple[int, int]:
 
 
 def _parse_whole_number(word: str) -> int | None:
-    """Return the integer in ``word``, which may be written as 1e9; None for anything else."""
+    """Parse an integer, which may be written as 1e9; None for anything else."""
     if word.isdecimal():
         return int(word) if int(word) <= MAX_TOKENS else None
     try:

@@ -1,4 +1,4 @@
-"""StabilityConfig: the guard against anomalous steps and the check of replicas."""
+"""StabilityConfig: guard against anomalous steps, and the replica check."""
 
 from __future__ import annotations
 
