@@ -1,1 +1,1 @@
-"""Parameters, FLOPs and memory of a model, computed without torch for the planner and ``--dry-run``."""
+"""Parameters, FLOPs and memory for a model, computed without torch for the planner and ``--dry-run``."""

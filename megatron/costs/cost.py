@@ -1,4 +1,4 @@
-"""Interface of the costs of a model (Costs) and work of its units (Work). Does not import torch."""
+"""Model cost interface (Costs) and work per unit (Work). Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tds.partition import chunks_on
 from tds.schedule import LOOP, Placement, V
 from tds.schedule.simulate import candidate_schedules, has_split_backwards, in_flight
 
-# Work of one rank for one micro-batch in one unit (an embedding, layer, norm or head): matrix products, kernels, and
+# One rank's work for one micro-batch in one unit (an embedding, layer, norm or head): matrix products, kernels, and
 # all-reduces over the tensor ranks.
 
 OPERATIONS = {"layer": 24, "experts": 30, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
@@ -36,7 +36,7 @@ class Product:
     """``count`` matrix products [rows, inner] x [inner, columns].
 
     Args:
-        is_column: the weight is column parallel, so the tensor ranks all-reduce the gradient of the input.
+        is_column: the weight is column parallel, so the tensor ranks all-reduce the input gradient.
     """
 
     rows: int
@@ -51,25 +51,25 @@ class Product:
 
     @property
     def weights(self) -> int:
-        """Number of elements of the matrices [inner, columns]."""
+        """Number of elements in the matrices [inner, columns]."""
         return round(self.inner * self.columns * self.count)
 
     @property
     def side(self) -> float:
-        """Geometric mean of rows, inner and columns; the planner uses it to look up the speed of a product."""
+        """Geometric mean of rows, inner and columns; the planner uses it to look up a product's speed."""
         return float(self.rows * self.inner * self.columns) ** (1 / 3)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a unit's forward on one rank.
+    """One rank's work in a unit's forward.
 
     Args:
         products: products with weights; backward computes two products for each.
         core: attention products without weights (scores and weighted sums), which selective recompute repeats.
-        operations: number of kernels.
-        reduced_bytes: bytes of each all-reduce of activations over the tensor ranks in forward.
-        backward_reduced_bytes: bytes of each all-reduce in backward.
+        operations: kernel count.
+        reduced_bytes: bytes per activation all-reduce over the tensor ranks in forward.
+        backward_reduced_bytes: bytes per all-reduce in backward.
     """
 
     products: tuple[Product, ...] = ()
@@ -84,22 +84,22 @@ class Work:
 
 
 def flops_of(products: Sequence[Product]) -> float:
-    """Return the FLOPs of all ``products``."""
+    """Add up the FLOPs of ``products``."""
     return sum(product.flops for product in products)
 
 
 def scores(queries: int, keys: int, head_size: int, value_size: int, num_heads: float) -> tuple[Product, Product]:
-    """Return the two attention products without weights: query-key scores and weighted sums of values.
+    """Build the two attention products without weights: query-key scores and weighted sums of values.
 
     Args:
-        queries, keys: number of queries and of keys per head.
-        head_size, value_size: elements of one head's query or key, and of its value.
-        num_heads: number of heads.
+        queries, keys: query and key counts per head.
+        head_size, value_size: elements in one head's query or key, and in its value.
+        num_heads: head count.
     """
     return Product(queries, head_size, keys, num_heads), Product(queries, keys, value_size, num_heads)
 
 
-# Interface of the costs of a model. Lists have one item per unit, in the order embeddings, layers, norms, head.
+# Model cost interface. Lists have one item per unit, in the order embeddings, layers, norms, head.
 
 Number = TypeVar("Number", int, float)
 
@@ -112,15 +112,15 @@ class Shared:
     units: tuple[int, ...]
 
     def is_held(self, unit_ranges: Sequence[tuple[int, int]]) -> bool:
-        """Return True if any range [start, stop) of units contains any of ``units``."""
+        """Check if any range [start, stop) of units contains any of ``units``."""
         return any(start <= unit < stop for unit in self.units for start, stop in unit_ranges)
 
 
 class Costs(ABC):
-    """Parameters, FLOPs, memory and stages of one model for given sequence lengths.
+    """Parameters, FLOPs, memory and stages for one model with given sequence lengths.
 
-    Each model family implements the abstract methods, most of which return one value per unit. ``tensor`` is the number
-    of tensor ranks, and results apply to one of them.
+    Each model family implements the abstract methods, most of which return one value per unit. ``tensor`` is
+    the tensor size, and results apply to one rank.
 
     A virtual stage is a range of consecutive units: a pipeline stage, or one of its chunks. ``bounds``, as returned by
     ``stage_bounds``, are the unit indices that delimit the virtual stages. ``tds.schedule.Placement`` assigns virtual
@@ -130,36 +130,36 @@ class Costs(ABC):
     @property
     @abstractmethod
     def unit_names(self) -> list[str]:
-        """Name of each unit."""
+        """Unit names."""
 
     @property
     @abstractmethod
     def unit_costs(self) -> list[float]:
-        """Cost of each unit relative to one layer (T5: one encoder layer)."""
+        """Cost per unit relative to one layer (T5: one encoder layer)."""
 
     @property
     @abstractmethod
     def flops_per_sample(self) -> float:
-        """FLOPs of forward and backward for one sample, without recompute."""
+        """Forward and backward FLOPs per sample, without recompute."""
 
     @abstractmethod
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        """Return the number of parameters of each unit, excluding ``shared_parameters``."""
+        """Count the parameters per unit, excluding ``shared_parameters``."""
 
     @abstractmethod
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
-        """Return the number of parameters of each weight that several units share."""
+        """Count the parameters in weights that several units share."""
 
     @abstractmethod
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> list[SavedBytes]:
-        """Return the bytes that each unit saves for the backward of one micro-batch.
+        """Compute the bytes that each unit saves for one micro-batch's backward.
 
         Args:
             samples: samples per micro-batch.
             width: bytes per element.
-            sequence: number of ranks over which sequence parallelism shards the activations between products by token:
+            sequence: ranks over which sequence parallelism shards the activations between products by token:
                 ``tensor``, or 1 without sequence parallelism.
             saves_gathered_inputs: products save their all-gathered inputs instead of gathering them again in
                 backward; see ``megatron.mpu.layers``.
@@ -168,7 +168,7 @@ class Costs(ABC):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """Return the scratch bytes of attention in backward, minus the memory that its layer has freed before."""
+        """Compute attention's scratch bytes in backward, minus the memory that its layer has freed before."""
         return 0
 
     @property
@@ -177,20 +177,20 @@ class Costs(ABC):
         return False
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
-        """Return the bytes of each collective over the context ranks in a layer's attention, summed over the ranks."""
+        """Return the bytes per collective over the context ranks in a layer's attention, summed over the ranks."""
         return ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
-        """Return the bytes that a rank passes to each all-to-all of expert rows in forward, for each unit."""
+        """Return, for each unit, the bytes that a rank passes to each all-to-all with expert rows in forward."""
         return [()] * self.num_units
 
     def distributed_parameters(self, tensor: int = 1) -> list[int]:
-        """Return the number of parameters of each unit that are not replicated on all data x context ranks."""
+        """Count the parameters per unit that are not replicated on all data x context ranks."""
         return [0] * self.num_units
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks over which the experts of a layer are distributed."""
+        """Number of ranks over which a layer's experts are distributed."""
         return 1
 
     def with_expert_ranks(self, ranks: int) -> Costs:
@@ -199,33 +199,33 @@ class Costs(ABC):
 
     @abstractmethod
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
-        """Return the work of each unit for a micro-batch of ``samples`` samples."""
+        """Compute the work per unit for a micro-batch with ``samples`` samples."""
 
     @abstractmethod
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """Return the bytes that all units of a virtual stage share and save only once, such as the encoder's output."""
+        """Compute the bytes that all units in a virtual stage share and save once, such as the encoder's output."""
 
     @abstractmethod
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        """Return the bytes of the logits and of their fp32 softmax."""
+        """Compute the bytes for the logits and their fp32 softmax."""
 
     @abstractmethod
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
-        """Return the bytes of the logits and loss of ``forwards`` micro-batches in flight, with or without chunking."""
+        """Compute logit and loss bytes for ``forwards`` micro-batches in flight, with or without chunking."""
 
     @abstractmethod
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
-        """Return the bounds of ``stages * chunks`` virtual stages, each with at least one layer.
+        """Choose the bounds for ``stages * chunks`` virtual stages, each with at least one layer.
 
-        With one chunk per stage, the bounds minimize the cost of the slowest stage. With more chunks, they minimize the
-        largest cost of a virtual stage first and the differences between stages second.
+        With one chunk per stage, the bounds minimize the slowest stage's cost. With more chunks, they minimize the
+        largest virtual stage cost first and the differences between stages second.
 
         Raises:
             ValueError: there are fewer layers than virtual stages.
         """
 
     def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
-        """Return the bytes of the hidden state sent from unit ``bound - 1`` to unit ``bound``."""
+        """Return the size of the hidden state sent from unit ``bound - 1`` to unit ``bound``, in bytes."""
         return max(unit.input for unit in self.unit_saved_bytes(samples, 1, width))
 
     @property
@@ -234,7 +234,7 @@ class Costs(ABC):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the full model. A tied head counts once; vocabulary padding is not counted."""
+        """Number of parameters in the full model. A tied head counts once; vocabulary padding is not counted."""
         return self.stage_parameters([0, self.num_units])[0]
 
     @property
@@ -243,18 +243,18 @@ class Costs(ABC):
         return self.num_parameters
 
     def flops_per_step(self, global_batch_size: int) -> float:
-        """Return the FLOPs of a step over ``global_batch_size`` samples."""
+        """Return the FLOPs per step over ``global_batch_size`` samples."""
         return global_batch_size * self.flops_per_sample
 
     def chunk_costs(self, bounds: Sequence[int]) -> list[float]:
-        """Return the cost of each virtual stage relative to one layer."""
+        """Compute each virtual stage's cost relative to one layer."""
         costs = self.unit_costs
         return [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
     def stage_parameters(
         self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
     ) -> list[int]:
-        """Return the number of parameters on one rank of each stage; ``stages`` None: one stage per virtual stage."""
+        """Count the parameters on one rank per stage; ``stages`` None: one stage per virtual stage."""
         num_stages = stages or len(bounds) - 1
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
         return [
@@ -265,7 +265,7 @@ class Costs(ABC):
     def stage_distributed_parameters(
         self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
     ) -> list[int]:
-        """Return the number of parameters of each stage that are not replicated on all data x context ranks."""
+        """Count the parameters per stage that are not replicated on all data x context ranks."""
         num_stages, units = stages or len(bounds) - 1, self.distributed_parameters(tensor)
         return [
             _sum_over_ranges(units, [], chunks_on(bounds, num_stages, stage, placement)) for stage in range(num_stages)
@@ -274,7 +274,7 @@ class Costs(ABC):
     def stage_matrices(
         self, bounds: Sequence[int], stages: int | None = None, tensor: int = 1, placement: str = LOOP
     ) -> list[list[Product]]:
-        """Return the products with weights in the layers of each stage."""
+        """List the products with weights in each stage's layers."""
         num_stages = stages or len(bounds) - 1
         works, is_layer = self.unit_work(1, tensor, 4), [name.split()[-1].isdigit() for name in self.unit_names]
         return [
@@ -286,10 +286,10 @@ class Costs(ABC):
     def gathered_parameters(
         self, unit_ranges: Sequence[tuple[int, int]], tensor: int = 1, layers_at_once: int = 1
     ) -> int:
-        """Return the maximum number of parameters in ``unit_ranges`` that are gathered at the same time under ZeRO 3.
+        """Find the maximum parameter count in ``unit_ranges`` that is gathered at the same time under ZeRO 3.
 
-        This is the number of parameters outside of layers plus ``layers_at_once`` times the number of parameters of the
-        largest layer. Units whose names end in a number are layers.
+        This is the parameter count outside of layers plus ``layers_at_once`` times the largest layer's.
+        Units whose names end in a number are layers.
         """
         units = self.unit_parameters(tensor)
         is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
@@ -318,18 +318,18 @@ class Costs(ABC):
         group_size: int = 0,
         is_compiled: bool = False,
     ) -> list[Memory]:
-        """Estimate the memory of one rank of each stage, given the micro-batches that its schedule keeps in flight.
+        """Estimate one rank's memory for each stage, given the micro-batches that its schedule keeps in flight.
 
-        Each forward in flight counts as the mean activations of the stage's chunks. Allocator, kernel and Python
+        Each forward in flight counts as the mean activations over the stage's chunks. Allocator, kernel and Python
         overheads are not counted.
 
         Args:
-            num_bf16_states: number of AdamW's two states that are stored in bf16.
-            zero: sharding and offload of weights, gradients and optimizer states.
-            is_selective: only the core of each attention is recomputed.
+            num_bf16_states: how many of AdamW's two states are stored in bf16.
+            zero: sharding and offload for weights, gradients and optimizer states.
+            is_selective: only the attention cores are recomputed.
             sequence: see ``unit_saved_bytes``.
-            waiting: storage of the inputs of recomputed layers, with ``checkpoint_activations``.
-            group_size: number of micro-batches that run through a chunk before the next chunk; 0: number of stages.
+            waiting: storage for recomputed layers' inputs, with ``checkpoint_activations``.
+            group_size: micro-batches that run through a chunk before the next chunk; 0: stage count.
             is_compiled: layers are compiled, so products save their gathered inputs, as with schedules that split
                 backward.
         """
@@ -362,7 +362,7 @@ class Costs(ABC):
             )
             has_layers = any(units[n].input for start, stop in unit_ranges for n in range(start, stop))
             scratch, stage_attention_scratch = (core, attention_scratch) if has_layers else (0, 0)
-            # Only one chunk has the head, so the number of losses in flight equals the number of forwards in flight in
+            # Only one chunk has the head, so the losses in flight are as many as the forwards in flight in
             # a schedule with one chunk. For "auto", the maximum over its candidate schedules counts. With placement V,
             # the backward of the loss immediately follows its forward, so only one loss is in flight.
             num_losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
@@ -398,12 +398,12 @@ class Costs(ABC):
         return estimates
 
     def small_parameters(self, tensor: int, width: int) -> list[int]:
-        """Return the number of parameters of each unit in weights that are smaller than a gradient bucket.
+        """Count the parameters per unit in weights that are smaller than a gradient bucket.
 
         Shared parameters are excluded.
 
         Args:
-            width: bytes per element of a gradient.
+            width: bytes per gradient element.
         """
         limit = BUCKET_BYTES // width
         works = self.unit_work(1, tensor, width)
@@ -415,7 +415,7 @@ class Costs(ABC):
 
 
 def _sum_over_ranges(units: Sequence[int], shared: Sequence[Shared], unit_ranges: Sequence[tuple[int, int]]) -> int:
-    """Return the sum of ``units`` over the ranges, plus the shared amounts that the ranges hold."""
+    """Add up ``units`` over the ranges, plus the shared amounts that the ranges hold."""
     total = sum(units[unit] for start, stop in unit_ranges for unit in range(start, stop))
     return total + sum(item.amount for item in shared if item.is_held(unit_ranges))
 

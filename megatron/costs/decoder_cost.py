@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and saved activations of a decoder (DecoderCosts). Does not import torch."""
+"""Parameters, FLOPs and saved activations in a decoder (DecoderCosts). Does not import torch."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ in rank order.
 
 
 def between_bytes(hidden: int, masks: int, sequence: int, *, saves_gathered_inputs: bool = False) -> int:
-    """Return the bytes that a layer saves between products if ``sequence`` ranks shard the activations by token.
+    """Compute the bytes that a layer saves between products if ``sequence`` ranks shard the activations by token.
 
     Args:
-        hidden: bytes of the inputs of the norms; the inputs of the products have the same size.
-        masks: bytes of the dropout masks.
+        hidden: bytes of the norm inputs; the product inputs have the same size.
+        masks: dropout mask bytes.
         saves_gathered_inputs: products save their all-gathered inputs instead of gathering them again in backward.
     """
     return hidden + (hidden + masks) // sequence if saves_gathered_inputs else (2 * hidden + masks) // sequence
@@ -61,7 +61,7 @@ def attention_width(model: ModelDimensions) -> int:
 
 
 def context_width(model: ModelDimensions) -> int:
-    """Return the total size of the output of all heads (a d_v)."""
+    """Return the total output size of all heads (a d_v)."""
     return model.num_attention_heads * model.value_size
 
 
@@ -72,12 +72,12 @@ def attention_parameters(
     has_entering_bias: bool = False,
     gates: int = 0,
 ) -> int:
-    """Return the number of parameters of attention on one of ``tensor`` ranks; the output bias is not sharded.
+    """Count the attention parameters on one of ``tensor`` ranks; the output bias is not sharded.
 
     Args:
-        keys_and_values: total size of all key and value heads; None: one of each for each query head.
+        keys_and_values: total size of all key and value heads; None: one key and one value head per query head.
         has_entering_bias: the query, key and value projections have biases even without ``hidden_bias``.
-        gates: total size of all output gates.
+        gates: total output gate size.
     """
     entering, leaving = (product.weights for product in attention_products(model, 1, 1, keys_and_values, gates))
     biases = entering // model.hidden_size if model.hidden_bias or has_entering_bias else 0
@@ -85,7 +85,7 @@ def attention_parameters(
 
 
 def feed_forward_parameters(model: ModelDimensions, tensor: int = 1) -> int:
-    """Return the number of feed-forward parameters on one of ``tensor`` ranks; the output bias is not sharded."""
+    """Count the feed-forward parameters on one of ``tensor`` ranks; the output bias is not sharded."""
     h, f, matrices = model.hidden_size, model.ff_hidden_size, _num_matrices(model)
     sharded = matrices * h * f + ((matrices - 1) * f if model.hidden_bias else 0)
     activation = 2 if model.activation == "xielu" else 0  # its learned parameters
@@ -93,24 +93,24 @@ def feed_forward_parameters(model: ModelDimensions, tensor: int = 1) -> int:
 
 
 def table_parameters(model: ModelDimensions, tensor: int = 1) -> int:
-    """Return the number of parameters of the input embedding, or of an untied head, on one of ``tensor`` ranks."""
+    """Count the parameters in the input embedding, or in an untied head, on one of ``tensor`` ranks."""
     return -(-known_vocab_size(model) // tensor) * model.hidden_size
 
 
 def projections_flops(model: ModelDimensions, keys_and_values: int | None = None, gates: int = 0) -> int:
-    """Return the FLOPs per token of the attention projections (8 h a d); arguments as of ``attention_products``."""
+    """Count the FLOPs per token in the attention projections (8 h a d); arguments as for ``attention_products``."""
     return int(flops_of(attention_products(model, 1, 1, keys_and_values, gates)))
 
 
 def feed_forward_flops(model: ModelDimensions) -> int:
-    """Return the FLOPs per token of a feed-forward layer: 4 h f, or 6 h f if gated."""
+    """Count the FLOPs per token in a feed-forward layer: 4 h f, or 6 h f if gated."""
     return 2 * _num_matrices(model) * model.hidden_size * model.ff_hidden_size
 
 
 def layer_products(
     model: ModelDimensions, tokens: int, tensor: int, keys_and_values: int | None = None, gates: int = 0
 ) -> tuple[Product, ...]:
-    """Return a layer's products with weights on one of ``tensor`` ranks: attention and feed-forward."""
+    """List a layer's products with weights on one of ``tensor`` ranks: attention and feed-forward."""
     attention = attention_products(model, tokens, tensor, keys_and_values, gates)
     return (*attention, *feed_forward_products(model, tokens, tensor))
 
@@ -118,11 +118,11 @@ def layer_products(
 def attention_products(
     model: ModelDimensions, tokens: int, tensor: int, keys_and_values: int | None = None, gates: int = 0
 ) -> tuple[Product, ...]:
-    """Return two products: the fused query, key and value projection, and the output projection.
+    """List two products: the fused query, key and value projection, and the output projection.
 
     Args:
-        keys_and_values: total size of all key and value heads; None: one of each for each query head.
-        gates: total size of all output gates, which are part of the first product.
+        keys_and_values: total size of all key and value heads; None: one key and one value head per query head.
+        gates: total output gate size, included in the first product.
     """
     h, queries, context = model.hidden_size, attention_width(model), context_width(model)
     entering = queries + (queries + context if keys_and_values is None else keys_and_values) + gates
@@ -130,21 +130,21 @@ def attention_products(
 
 
 def feed_forward_products(model: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
-    """Return the two products of a feed-forward layer; a gated one computes gate and value in one product."""
+    """List the two products in a feed-forward layer; a gated layer computes gate and value in one product."""
     h, f = model.hidden_size, model.ff_hidden_size
     entering = Product(tokens, h, (_num_matrices(model) - 1) * f // tensor, is_column=True)
     return entering, Product(tokens, f // tensor, h)
 
 
 def head_cost(model: ModelDimensions) -> int:
-    """Return the cost per token of the head and its softmax, in equivalent FLOPs of a matrix product."""
+    """Estimate the cost per token for the head and its softmax, in equivalent matrix product FLOPs."""
     return (2 * model.hidden_size + ELEMENTWISE) * known_vocab_size(model)
 
 
 def feed_forward_saved_numel(model: ModelDimensions) -> int:
-    """Return the number of elements per token that a feed-forward layer saves between its two products.
+    """Count the elements per token that a feed-forward layer saves between its two products.
 
-    They are the input and output of the activation (2 f), but only the output with ReLU. A gated layer saves the gate,
+    They are the activation's input and output (2 f), but only the output with ReLU. A gated layer saves the gate,
     the value, the activated gate and the product; clamped gate and value are saved in addition, and quick-GELU saves
     its logistic function.
     """
@@ -159,10 +159,10 @@ def _saved_per_width(model: ModelDimensions) -> int:
 
 
 def mean_visible_keys(length: int, window: int = 0) -> float:
-    """Return the average number of keys that a query attends to in causal attention.
+    """Average the keys that a query attends to in causal attention.
 
     Args:
-        window: number of preceding keys that a query attends to; 0: all.
+        window: preceding keys that a query attends to; 0: all.
     """
     keys = min(window + 1, length) if window else length
     return keys - keys**2 / (2 * length)
@@ -180,7 +180,7 @@ def _is_gated(model: ModelDimensions) -> bool:
     return model.activation.startswith("gated-")
 
 
-# Costs of a decoder. Its units are the embedding, L layers, the final norm and the head. With multi-token prediction,
+# Decoder costs. The units are the embedding, L layers, the final norm and the head. With multi-token prediction,
 # the embedding of future tokens and D layers come before the head.
 #
 # | quantity | formula | remark |
@@ -218,19 +218,19 @@ def _is_gated(model: ModelDimensions) -> bool:
 
 @dataclass(frozen=True)
 class DecoderCosts(Costs):
-    """Costs of a decoder for samples of ``seq_length`` tokens.
+    """Decoder costs for samples with ``seq_length`` tokens.
 
     Args:
         is_causal: a token attends only to itself and preceding tokens.
         is_fused: attention is a fused kernel, which saves no scores or probabilities and skips masked scores.
         has_loss_kernels: Triton kernels compute the cross-entropy, which saves no softmax (``loss_costs``).
         is_blocked: attention in fp32 and fp64 is computed block by block, as on a CPU.
-        mask_bytes: bytes per element of the masks of hidden dropout; 0: no dropout.
+        mask_bytes: bytes per element in the hidden dropout masks; 0: no dropout.
         has_segments: attention does not cross document boundaries.
-        uses_document_starts: attention uses the start positions of documents instead of a mask in memory.
-        context: context-parallel size, the number of ranks over which sequences are split.
+        uses_document_starts: attention uses document start positions instead of a mask in memory.
+        context: context-parallel size: ranks over which sequences are split.
         cuts_heads: context parallelism exchanges heads (all-to-all) rather than keys and values (all-gather).
-        expert: number of ranks over which the experts of a layer are distributed.
+        expert: ranks over which a layer's experts are distributed.
         cuts_experts: each expert is also sharded over the tensor ranks.
     """
 
@@ -289,41 +289,41 @@ class DecoderCosts(Costs):
 
     @property
     def mtp_units(self) -> range:
-        """Indices of the units of the multi-token prediction layers, after the unit of their embedding."""
+        """Unit indices of the multi-token prediction layers, after their embedding's unit."""
         first = self.model.num_layers + 3
         return range(first, first + self.model.mtp_num_layers)
 
     def mtp_projection_parameters(self, tensor: int = 1) -> int:
-        """Return the parameters of a multi-token prediction layer outside of its layer: projection and 3 norms."""
+        """Count a multi-token prediction layer's parameters outside of its inner layer: projection and 3 norms."""
         return 2 * self.model.hidden_size**2 // tensor + 3 * self.norm_parameters
 
     def _with_mtp(
         self, units: list[UnitValue], embedding: UnitValue, layer: Callable[[UnitValue], UnitValue]
     ) -> list[UnitValue]:
-        """Return ``units``, a value per unit, with those of multi-token prediction inserted before the head.
+        """Insert the multi-token prediction units before the head in ``units``, a value per unit.
 
         Args:
-            units: values of the embedding, the layers, the final norm and the head.
-            embedding: value of the embedding of future tokens.
-            layer: function from the value of the last layer to that of a multi-token prediction layer.
+            units: values for the embedding, the layers, the final norm and the head.
+            embedding: value for the embedding of future tokens.
+            layer: maps the last layer's value to a multi-token prediction layer's value.
         """
         depth = self.model.mtp_num_layers
         return [*units[:-1], embedding, *[layer(units[-3])] * depth, units[-1]] if depth else units
 
     @property
     def experts(self) -> ExpertCosts:
-        """Costs of a feed-forward block with experts."""
+        """Cost of a feed-forward block with experts."""
         model = self.model
         return ExpertCosts(model, _num_matrices(model), _saved_per_width(model), self.expert, self.cuts_experts)
 
     @property
     def latent(self) -> LatentCosts | None:
-        """Costs of the multi-latent attention of a layer, or None."""
+        """Cost of a layer's multi-latent attention, or None."""
         return LatentCosts(self.model, self.num_norm_vectors) if self.model.multi_latent_attention else None
 
     @property
     def local_length(self) -> int:
-        """Number of tokens of a sample on one rank."""
+        """Tokens per sample on one rank."""
         return self.seq_length // self.context
 
     @property
@@ -334,33 +334,33 @@ class DecoderCosts(Costs):
         return _window_pattern(model.window_attn_skip_freq, model.num_layers) if model.window_size else has_none
 
     def groups(self, layer: int) -> int:
-        """Return the number of key and value heads of a layer."""
+        """Count the key and value heads in a layer."""
         model = self.model
         has_own_number = model.window_num_query_groups and self.with_window[layer]
         return model.window_num_query_groups if has_own_number else model.num_query_groups
 
     def keys(self, layer: int) -> int:
-        """Return the total size of all key heads of a layer."""
+        """Return the total size of all key heads in a layer."""
         return self.groups(layer) * self.model.kv_hidden_size
 
     def keys_and_values(self, layer: int) -> int:
-        """Return the total size of all key and value heads of a layer."""
+        """Return the total size of all key and value heads in a layer."""
         return self.groups(layer) * (self.model.kv_hidden_size + self.model.value_size)
 
     def has_sinks(self, layer: int) -> bool:
-        """Return True if the layer has sinks."""
+        """Check if the layer has attention sinks."""
         return has_sinks(self.model, has_window=bool(self.model.num_layers) and self.with_window[layer])
 
     @property
     def gates(self) -> int:
-        """Total size of all output gates of a layer."""
+        """Total output gate size in a layer."""
         return attention_width(self.model) if self.model.attention_output_gate else 0
 
     def attention_saved_numel(self, layer: int = 0) -> int:
-        """Return the number of elements per token that attention saves: queries, keys, values and its output.
+        """Count the elements per token that attention saves: queries, keys, values and its output.
 
-        Rotary embedding saves another copy of queries and keys (except with context parallelism), as do norms of
-        queries and keys. With an all-to-all over the context ranks, another copy of the output is saved. An output gate
+        Rotary embedding saves another copy of queries and keys (except with context parallelism), as do query
+        and key norms. With an all-to-all over the context ranks, another copy of the output is saved. An output gate
         saves its sigmoid and the gated output.
         """
         copies = (attention_width(self.model) + self.keys(layer)) * (self.model.qk_norm != "none")
@@ -371,9 +371,9 @@ class DecoderCosts(Costs):
         return self._core_saved_numel(layer) + copies + 2 * self.gates
 
     def _core_saved_numel(self, layer: int) -> int:
-        """Return the number of elements per token of queries, keys, values and context.
+        """Count the elements per token in queries, keys, values and context.
 
-        Kernels that need heads of one size p save values and context of size p, in addition to the unpadded context.
+        Kernels that need one head size p save values and context with size p, in addition to the unpadded context.
         """
         model = self.model
         context, heads, groups = context_width(model), model.num_attention_heads, self.groups(layer)
@@ -385,17 +385,17 @@ class DecoderCosts(Costs):
 
     @property
     def num_norm_vectors(self) -> int:
-        """Number of vectors of a norm: a scale, and possibly a bias."""
+        """Number of vectors in a norm: a scale, and possibly a bias."""
         return 2 if self.model.normalization == "LayerNorm" and self.model.norm_bias else 1
 
     @property
     def norm_parameters(self) -> int:
-        """Number of parameters of one norm."""
+        """Number of parameters in one norm."""
         return self.num_norm_vectors * self.model.hidden_size
 
     @property
     def num_norms(self) -> int:
-        """Number of norms of a layer, excluding the norms of queries and keys."""
+        """Number of norms in a layer, excluding query and key norms."""
         num_shared = self.model.parallel_residual == SHARED_NORM
         return (4 if self.model.norm_placement == "both" else 2) - num_shared
 
@@ -429,7 +429,7 @@ class DecoderCosts(Costs):
 
     @property
     def num_heads(self) -> int:
-        """Number of applications of the head: one for the loss, and one for each multi-token prediction loss."""
+        """Applications of the head: one for the loss, and one for each multi-token prediction loss."""
         return 1 + self.model.mtp_num_layers
 
     @property
@@ -437,7 +437,7 @@ class DecoderCosts(Costs):
         return self.seq_length * self.flops_per_token()
 
     def flops_per_token(self, *, causal: bool = True) -> float:
-        """Return the FLOPs of forward and backward per token; ``causal``: count only the causal half of the scores."""
+        """Count forward and backward FLOPs per token; ``causal``: count only the causal half of the scores."""
         model = self.model
         head = known_vocab_size(model) * model.hidden_size * self.num_heads
         layers = sum(self.layer_parameters(layer=layer, is_active=True) for layer in self.layers_with_mtp)
@@ -452,13 +452,13 @@ class DecoderCosts(Costs):
         return attention_width(self.model) + context_width(self.model)
 
     def _attention_products(self, layer: int, tokens: int, key_tokens: int, tensor: int) -> tuple[Product, ...]:
-        """Return the projections of a layer's attention; arguments as of ``LatentCosts.products``."""
+        """List a layer's attention projections; arguments as for ``LatentCosts.products``."""
         if self.latent:
             return self.latent.products(tokens, key_tokens, tensor)
         return attention_products(self.model, tokens, tensor, self.keys_and_values(layer), self.gates)
 
     def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
-        """Return the number of a layer's parameters on one of ``tensor`` ranks; norms and output biases are replicated.
+        """Count a layer's parameters on one of ``tensor`` ranks; norms and output biases are replicated.
 
         Args:
             is_active: count only the experts that a token uses.
@@ -480,7 +480,7 @@ class DecoderCosts(Costs):
         return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.model)
 
     def _head_norm_parameters(self, tensor: int, layer: int) -> int:
-        """Return the number of parameters of query and key norms; a weight that all heads share is not sharded."""
+        """Count the query and key norm parameters; a weight that all heads share is not sharded."""
         norm_type, d = self.model.qk_norm, self.model.kv_hidden_size
         all_heads = (attention_width(self.model) + self.keys(layer)) // tensor
         if norm_type == "per-head":  # without a bias
@@ -548,7 +548,7 @@ class DecoderCosts(Costs):
         return self._with_mtp(units, SavedBytes(), lambda layer: replace(layer, full=layer.full + mtp_bytes))
 
     def _attention_saved_bytes(self, layer: int, tensor: int, width: int, sequence: int) -> int:
-        """Return the bytes per token that the attention of ``layer`` saves on one of ``tensor`` ranks."""
+        """Compute the bytes per token that attention in ``layer`` saves on one of ``tensor`` ranks."""
         if self.latent:
             rebuilds_keys = self.context > 1 and not self.cuts_heads
             return round(width * self.latent.saved_numel(tensor, sequence, self.context, rebuilds_keys=rebuilds_keys))
@@ -557,9 +557,9 @@ class DecoderCosts(Costs):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """See ``Costs``. Counts the scratch memory of one thread and the gradients that attention's backward holds.
+        """See ``Costs``. Counts one thread's scratch memory and the gradients that attention's backward holds.
 
-        These are the gradients of query, key, value and context, and of the output of the layer.
+        These are the query, key, value, context and layer output gradients.
 
         With experts, the result is the maximum of attention and experts. Before the backward of a layer's attention
         runs, the layer's feed-forward block has freed its memory. The number of freed bytes is computed for the last
@@ -590,10 +590,10 @@ class DecoderCosts(Costs):
         *,
         saves_gathered_inputs: bool,
     ) -> int:
-        """Return the scratch bytes of attention in backward, minus the memory that its layer has freed before.
+        """Compute attention's scratch bytes in backward, minus the memory that its layer has freed before.
 
         Args:
-            feed_forward_bytes: bytes that the backward of the layer's feed-forward block has freed.
+            feed_forward_bytes: bytes that the backward of the feed-forward block has freed.
         """
         if self.context > 1:
             gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
@@ -681,14 +681,14 @@ class DecoderCosts(Costs):
         return self._with_mtp(units, Work(), add_projection)
 
     def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
-        """Return the attention products of all heads on a rank; a fused kernel computes only the causal half."""
+        """List the attention products for all heads on a rank; a fused kernel computes only the causal half."""
         num_heads = samples * self.model.num_attention_heads / tensor
         causal_factor = 0.5 if self.is_causal and self.is_fused else 1.0
         head_sizes = self.model.kv_hidden_size, self.model.value_size
         return scores(self.local_length, self.seq_length, *head_sizes, num_heads * causal_factor)
 
     def _core_saved_bytes(self, samples: int, tensor: int, width: int) -> int:
-        """Return the bytes of the probabilities before and after dropout and of the dropout mask.
+        """Compute the bytes saved for probabilities before and after dropout, and for the dropout mask.
 
         In 16 bits these are 5 a s / h times s b h bytes. Fused attention saves none of them; in fp32 on a CPU it saves
         two values per query.
@@ -711,7 +711,7 @@ class DecoderCosts(Costs):
         return [replace(memory, activations=memory.activations + mask) for memory in memories] if mask else memories
 
     def _mask_bytes(self, tensor: int, width: int) -> int:
-        """Return the bytes of the ALiBi biases or of the window's mask."""
+        """Compute the bytes for ALiBi biases or for the window's mask."""
         if self.uses_document_starts:
             return 0
         num_scores = self.local_length * self.seq_length
@@ -749,7 +749,7 @@ class DecoderCosts(Costs):
 
 
 def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of ``DecoderCosts`` that depend on dropout.
+    """Choose the arguments to ``DecoderCosts`` that depend on dropout.
 
     Attention with dropout saves its probabilities on a CPU and with --layout-independent-dropout, and attention with
     sinks if no kernel supports it. On a CPU, dropout masks are saved as factors in the training dtype.
@@ -765,7 +765,7 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
 
 
 def loss_costs(config: Any, is_on_cpu: bool) -> dict[str, bool]:
-    """Return the arguments of ``DecoderCosts`` that determine the memory of the loss.
+    """Choose the arguments to ``DecoderCosts`` that determine the loss memory.
 
     A plan does not know if Triton is installed, but torch's builds for CUDA contain it. Without Triton, the loss needs
     the memory that is estimated with ``--fused-kernels torch``.
@@ -782,7 +782,7 @@ FLEX_HEAD_SIZES = (16, 256)
 
 
 def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str | None:
-    """Return why attention within documents needs a mask on this device type, or None if it needs no mask.
+    """Explain why attention within documents needs a mask on this device type; None if it needs no mask.
 
     CUDA devices are assumed to support Triton, and FlashAttention in 16 bits.
     """
@@ -807,7 +807,7 @@ def mask_reason(config: Any, device_type: str, *, is_causal: bool = True) -> str
 
 
 def distribution_costs(config: Any) -> dict[str, Any]:
-    """Return the arguments of ``DecoderCosts`` that describe the distribution of sequences and experts over ranks."""
+    """Choose the arguments to ``DecoderCosts`` that describe how sequences and experts are distributed over ranks."""
     parallel = config.parallel
     expert = parallel.expert_model_parallel_size if config.model.num_experts else 1
     return {
@@ -819,7 +819,7 @@ def distribution_costs(config: Any) -> dict[str, Any]:
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
-    """Return the costs of the decoder that ``config`` describes; saved activations depend on the device type."""
+    """Build the decoder costs for ``config``; saved activations depend on the device type."""
     model, has_segments = config.model, config.data.separates_documents
     is_plain = model.has_plain_attention and not model.attention_dropout
     distribution = distribution_costs(config)

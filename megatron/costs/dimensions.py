@@ -1,4 +1,4 @@
-"""Protocols for the sizes and features of a model that cost functions read. Does not import torch."""
+"""Protocols for the model sizes and features that cost functions read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ModelDimensions(Protocol):
-    """Sizes of a model; ``ModelConfig`` and ``megatron.models.ModelArgs`` implement this protocol."""
+    """Model sizes; ``ModelConfig`` and ``megatron.models.ModelArgs`` implement this protocol."""
 
     @property
     def num_layers(self) -> int: ...
@@ -37,7 +37,7 @@ class ModelDimensions(Protocol):
 
 
 class Features(ModelDimensions, Protocol):
-    """Features of a decoder in addition to its sizes: fields of ``megatron.config.decoder.DecoderFeatures``."""
+    """Decoder features in addition to the sizes: fields of ``megatron.config.decoder.DecoderFeatures``."""
 
     @property
     def num_query_groups(self) -> int: ...
@@ -94,7 +94,7 @@ class Features(ModelDimensions, Protocol):
 
 
 def known_vocab_size(model: ModelDimensions) -> int:
-    """Return the vocabulary size v.
+    """Look up the vocabulary size v.
 
     Raises:
         ValueError: the vocabulary size is not known yet.

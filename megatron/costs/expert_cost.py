@@ -1,7 +1,7 @@
-"""Costs of a feed-forward block with experts: parameters, products, saved activations, scratch memory and messages.
+"""Costs for a feed-forward block with experts: parameters, products, saved activations, scratch memory and messages.
 
-All costs except parameters assume a balanced load: every expert receives the same number of tokens. If the experts of a
-rank receive more tokens, the costs of this rank grow in proportion. Does not import torch.
+All costs except parameters assume a balanced load: every expert receives the same number of tokens. If a rank's
+experts receive more tokens, this rank's costs grow in proportion. Does not import torch.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ EXPERT_INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """Costs of the experts, router and shared expert of one layer.
+    """Costs for one layer's experts, router and shared expert.
 
     Args:
-        model: sizes of the model.
-        matrices: number of matrices of an expert, counting gate and value separately.
-        saved_per_width: number of elements that a feed-forward layer saves between its products, per token and per unit
-            of its width.
-        ranks: number of ranks over which experts are distributed.
+        model: model sizes.
+        matrices: matrices per expert, counting gate and value separately.
+        saved_per_width: elements that a feed-forward layer saves between its products, per token and per unit
+            of width.
+        ranks: ranks over which experts are distributed.
         cuts_experts: each expert is also sharded over the tensor ranks.
     """
 
@@ -59,7 +59,7 @@ class ExpertCosts:
 
     @property
     def active_width(self) -> int:
-        """Total width of the experts that a token uses, including the shared expert."""
+        """Total width of all experts that a token uses, including the shared expert."""
         model = self.model
         return int(model.moe_router_topk * model.moe_ffn_hidden_size + model.moe_shared_expert_intermediate_size)
 
@@ -69,7 +69,7 @@ class ExpertCosts:
         return 2 * self.model.hidden_size * (self.matrices * self.active_width + int(self.model.num_experts))
 
     def parameters(self, tensor: int = 1, *, is_active: bool = False) -> int:
-        """Return the number of parameters of the block on one of ``tensor`` ranks; the router is not sharded.
+        """Count the block's parameters on one of ``tensor`` ranks; the router is not sharded.
 
         Args:
             is_active: count only the parameters that a token uses.
@@ -85,38 +85,35 @@ class ExpertCosts:
         return int(experts + shared + router)
 
     def distributed_parameters(self, tensor: int = 1) -> int:
-        """Return the number of parameters that are not replicated on all data x context ranks."""
+        """Count the parameters that are not replicated on all data x context ranks."""
         return self._expert_parameters(tensor, self.model.num_experts // self.ranks) if self.ranks > 1 else 0
 
     def _expert_parameters(self, tensor: int, num_experts: int) -> int:
-        """Return the number of parameters of ``num_experts`` experts on a tensor rank."""
         f, num_shards = int(self.model.moe_ffn_hidden_size), self._num_expert_shards(tensor)
         weights = self.matrices * int(self.model.hidden_size) * num_experts * f // num_shards
         return weights + num_experts * self._num_biases(f, num_shards)
 
     def _num_biases(self, size: int, num_shards: int) -> int:
-        """Return the number of biases of an expert of ``size``; those of its output are not sharded."""
+        """Count the biases in an expert with width ``size``; output biases are not sharded."""
         if not self.model.hidden_bias or not size:
             return 0
         return (self.matrices - 1) * size // num_shards + int(self.model.hidden_size)
 
     def _num_expert_shards(self, tensor: int) -> int:
-        """Return the number of ranks over which each expert is sharded."""
         return tensor if self.cuts_experts else 1
 
     def _num_routed_tokens(self, tokens: int, tensor: int) -> int:
-        """Return the number of tokens that a rank routes to experts."""
         return tokens if self.cuts_experts else tokens // tensor
 
     @property
     def num_all_reduces(self) -> int:
-        """Number of all-reduces over the tensor ranks in a forward: one for experts, one for the shared expert."""
+        """All-reduces over the tensor ranks in a forward: one for experts, one for the shared expert."""
         return self.cuts_experts + bool(self.model.moe_shared_expert_intermediate_size)
 
     def products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
-        """Return the products of the router, the local experts and the shared expert.
+        """List the products for the router, the local experts and the shared expert.
 
-        Each expert processes an equal share of the rows of all expert ranks. A gated expert computes gate and value in
+        Each expert processes an equal share of all expert ranks' rows. A gated expert computes gate and value in
         one product.
         """
         model, h, num_shards = self.model, self.model.hidden_size, self._num_expert_shards(tensor)
@@ -132,10 +129,10 @@ class ExpertCosts:
     def saved_bytes(
         self, tokens: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """Return the bytes that the block saves for backward, excluding the input that a dense block saves.
+        """Compute the bytes that the block saves for backward, excluding the input that a dense block saves.
 
         Args:
-            tokens: tokens of a micro-batch.
+            tokens: tokens per micro-batch.
             width: bytes per element.
             sequence, saves_gathered_inputs: see ``Costs.unit_saved_bytes``.
         """
@@ -170,13 +167,13 @@ class ExpertCosts:
         return 1 + softmax + (bool(model.moe_z_loss_coeff) and not has_logits)
 
     def _input_bytes(self, num_router_tokens: int, tokens: int, width: int, saves_gathered_inputs: bool) -> int:
-        """Return the bytes of the inputs that the block saves, minus the input that a dense block saves.
+        """Compute the bytes of the block's saved inputs, minus the input that a dense block saves.
 
-        The router saves its input; with 16-bit weights it saves fp32 copies of its input and weight. A shared expert
+        The router saves its input; with 16-bit weights it saves fp32 copies of input and weight. A shared expert
         saves the same input as a dense block. Other experts save rows, which ``saved_bytes`` counts separately.
 
         Args:
-            num_router_tokens: number of tokens that the router processes.
+            num_router_tokens: tokens that the router processes.
         """
         h, shared = self.model.hidden_size, self.model.moe_shared_expert_intermediate_size
         dense = (
@@ -188,9 +185,9 @@ class ExpertCosts:
         return 0 if width >= 4 and dense == router else int(router)
 
     def scratch_bytes(self, tokens: int, tensor: int, width: int, sequence: int = 1) -> int:
-        """Return the scratch bytes of the block in backward, minus the memory that it has freed before.
+        """Compute the block's scratch bytes in backward, minus the memory that it has freed before.
 
-        For each weight, the gradients of all experts exist at the same time until they are accumulated.
+        For each weight, all experts' gradients exist at the same time until they are accumulated.
         """
         model, h, k = self.model, self.model.hidden_size, self.model.moe_router_topk
         rows, f = (
@@ -209,9 +206,9 @@ class ExpertCosts:
         return max(held + largest, 0) * width
 
     def messages(self, tokens: int, tensor: int, width: int) -> tuple[int, int]:
-        """Return the bytes that a rank passes to the dispatch and combine all-to-alls.
+        """Compute the bytes that a rank passes to the dispatch and combine all-to-alls.
 
-        Rows of local experts are included. Gradients have the same sizes.
+        Local experts' rows are included. Gradients have the same sizes.
         """
         if self.ranks == 1:
             return 0, 0
@@ -222,10 +219,10 @@ class ExpertCosts:
 
 
 def exchanged_bytes(counts: Sequence[Sequence[int]], rank: int, hidden_size: int, width: int) -> int:
-    """Return the bytes of rows that ``rank`` sends to other ranks in forward and backward, per layer and micro-batch.
+    """Compute row bytes that ``rank`` sends to other ranks in forward and backward, per layer and micro-batch.
 
     Args:
-        counts: number of rows from each expert rank to each expert, [ranks, E].
+        counts: row counts from each expert rank to each expert, [ranks, E].
         width: bytes per element.
     """
     num_local = len(counts[0]) // len(counts)

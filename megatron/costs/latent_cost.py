@@ -1,4 +1,4 @@
-"""Costs of multi-latent attention: parameters, products, saved activations and messages. Does not import torch."""
+"""Costs for multi-latent attention: parameters, products, saved activations and messages. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.costs.cost import Product
 
-# Symbols: a heads, queries and keys of d = d_n + d_r elements, of which d_r are rotated, values of d_v elements,
-# latents of r_kv and r_q elements (r_q = 0: queries are projected from the hidden state), p = max(d, d_v), t tensor
+# Symbols: a heads, queries and keys with d = d_n + d_r elements, of which d_r are rotated, values with d_v elements,
+# latents with r_kv and r_q elements (r_q = 0: queries are projected from the hidden state), p = max(d, d_v), t tensor
 # ranks.
 #
 # | quantity | formula |
@@ -24,11 +24,11 @@ from megatron.costs.cost import Product
 
 @dataclass(frozen=True)
 class LatentCosts:
-    """Costs of the multi-latent attention of one layer.
+    """Costs for one layer's multi-latent attention.
 
     Args:
-        model: sizes of the model.
-        num_norm_vectors: number of vectors of a norm: a scale, and possibly a bias.
+        model: model sizes.
+        num_norm_vectors: vectors per norm: a scale, and possibly a bias.
     """
 
     model: Any
@@ -36,26 +36,26 @@ class LatentCosts:
 
     @property
     def latent_size(self) -> int:
-        """Elements of a token that the context ranks exchange: its latent and its rotated key."""
+        """Elements per token that the context ranks exchange: its latent and its rotated key."""
         return int(self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim)
 
     @property
     def entering_size(self) -> int:
-        """Elements of a token that enter the tensor-parallel region."""
+        """Elements per token that enter the tensor-parallel region."""
         model = self.model
         return int(self.latent_size + (model.q_lora_rank or model.hidden_size))
 
     def parameters(self, tensor: int = 1) -> int:
-        """Return the number of parameters on one of ``tensor`` ranks, including the norms of latents."""
+        """Count the parameters on one of ``tensor`` ranks, including the latents' norms."""
         model = self.model
         norms = self.num_norm_vectors * (model.kv_lora_rank + model.q_lora_rank)
         return sum(product.weights for product in self.products(1, 1, tensor)) + int(norms)
 
     def products(self, tokens: int, key_tokens: int, tensor: int) -> tuple[Product, ...]:
-        """Return the projections on one of ``tensor`` ranks.
+        """List the projections on one of ``tensor`` ranks.
 
         Args:
-            tokens: tokens of a micro-batch on the rank.
+            tokens: tokens per micro-batch on the rank.
             key_tokens: tokens whose keys and values the rank projects: with context parallelism all tokens.
         """
         model, h, heads = self.model, self.model.hidden_size, self.model.num_attention_heads
@@ -71,11 +71,11 @@ class LatentCosts:
     def saved_numel(
         self, tensor: int = 1, sequence: int = 1, context: int = 1, *, rebuilds_keys: bool = False
     ) -> float:
-        """Return the number of elements that attention saves on one of ``tensor`` ranks, per token of the rank.
+        """Count the elements that attention saves on one of ``tensor`` ranks, per token on the rank.
 
         Args:
-            sequence: number of ranks that shard the tokens of latents before they enter the tensor-parallel region.
-            context: number of ranks that shard the sequence.
+            sequence: ranks that shard the latents' tokens before they enter the tensor-parallel region.
+            context: ranks that shard the sequence.
             rebuilds_keys: keys and values are projected from the gathered latents again in backward.
         """
         model, heads = self.model, self.model.num_attention_heads / tensor
@@ -92,7 +92,7 @@ class LatentCosts:
         return float(heads * (padded + keys_and_values + output) + projections / sequence + entered)
 
     def context_numel(self, tensor: int, context: int, *, cuts_heads: bool) -> int:
-        """Return the elements per token of the messages over ``context`` ranks, in the unit of ``context_messages``.
+        """Count message elements per token over ``context`` ranks, in the unit of ``context_messages``.
 
         An all-to-all sends 1 / ``context`` of them, so that the latents, which are gathered, count ``context`` times.
         """
@@ -102,6 +102,6 @@ class LatentCosts:
         return self.latent_size * context + int(self.model.num_attention_heads * head_sizes // tensor)
 
     def rebuilt_numel(self, tensor: int) -> int:
-        """Return the elements per token of the padded keys and values of all heads on a tensor rank."""
+        """Count elements per token in the padded keys and values for all heads on a tensor rank."""
         padded = max(self.model.kv_hidden_size, self.model.v_head_dim)
         return int(2 * self.model.num_attention_heads * padded // tensor)

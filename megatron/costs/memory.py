@@ -1,4 +1,4 @@
-"""Memory of training in bytes, and peak performance of GPUs. Does not import torch."""
+"""Training memory in bytes, and peak GPU performance. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from megatron.config.loss_chunk import UNCHUNKED, tokens_per_chunk
 from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 
-# Memory of weights, gradients, optimizer states, activations and logits.
+# Memory for weights, gradients, optimizer states, activations and logits.
 #
 # With AdamW, 16-bit weights take 18 bytes per parameter, including fp32 main params, gradients and moments. In total,
-# fp32 weights take 16 bytes and fp64 weights 32. SGD has no moments. Muon has one momentum for matrices of layers (14
+# fp32 weights take 16 bytes and fp64 weights 32. SGD has no moments. Muon has one momentum for layer matrices (14
 # bytes instead of 18) and AdamW's states for other weights. Adafactor's means of rows and columns are small and not
 # counted. An AdamW state in bf16 takes 2 bytes instead of 4. With AdamW and ZeRO over d replicas:
 #
@@ -32,7 +32,7 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # vectors (``ParamPartition``), so some replicas hold one more row of a weight than others. Layers that are recomputed
 # together are gathered together.
 #
-# The activations of layers follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
+# Layer activations follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 # models", section 4, without scores, which a fused kernel recomputes in backward. The scratch memory of causal
 # attention on a CPU (below) counts only as far as it exceeds the logits plus the memory that its layer has freed. The
 # costs of T5's layers include relative biases and the probabilities of blocked attention on a CPU. For other models,
@@ -43,7 +43,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of training on one rank, in bytes.
+    """Training memory on one rank, in bytes.
 
     ``gathered``: gathered weights (ZeRO 3 only); ``host``: offloaded data; ``buffers``: messages in transit. During
     initialization, ZeRO 3 holds only its shards and, on the host, one weight in fp32 (``optim.zero.param_init``).
@@ -67,7 +67,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Zero:
-    """ZeRO settings: stage, sharding over ``replicas``, offload to the CPU, and prefetching of layers."""
+    """ZeRO settings: stage, sharding over ``replicas``, CPU offload, and layer prefetching."""
 
     stage: int = 0
     replicas: int = 1
@@ -81,7 +81,7 @@ class Zero:
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
-        """Return the number of shards of a tensor that ZeRO shards from stage ``stage`` on; 1: it is not sharded."""
+        """Count a tensor's shards if ZeRO shards it from stage ``stage`` on; 1: it is not sharded."""
         return self.replicas if self.stage >= stage else 1
 
 
@@ -92,7 +92,7 @@ NO_ZERO = Zero()
 class State:
     """Bytes per parameter: ``width`` (weight), ``gradient``, and ``optimizer`` (main param and optimizer states).
 
-    With Muon, matrices of layers have ``saved`` bytes less of optimizer state.
+    With Muon, layer matrices have ``saved`` bytes less optimizer state.
     """
 
     width: int
@@ -102,11 +102,11 @@ class State:
 
     @classmethod
     def for_optimizer(cls, dtype: str, optimizer: str, num_bf16_states: int = 0) -> State:
-        """Return the bytes per parameter.
+        """Choose the bytes per parameter.
 
         Args:
             optimizer: ``OptimizerConfig.state_type``.
-            num_bf16_states: number of AdamW's two states that are stored in bf16.
+            num_bf16_states: how many of AdamW's two states are stored in bf16.
         """
         width = BYTES[dtype]
         wide = max(width, 4)
@@ -126,11 +126,11 @@ class State:
         num_distributed: int = 0,
         ranks: int = 1,
     ) -> Memory:
-        """Return the memory of a rank with ``parameters`` parameters, ``gathered`` of them gathered at the same time.
+        """Compute a rank's memory for ``parameters`` parameters, ``gathered`` of them gathered at the same time.
 
         Args:
-            matrices: number of parameters in matrices of layers.
-            num_distributed: number of parameters of experts that are distributed over ``ranks`` ranks and have
+            matrices: parameters in layer matrices.
+            num_distributed: parameters in experts that are distributed over ``ranks`` ranks and have
                 ``replicas / ranks`` copies.
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
@@ -159,7 +159,7 @@ class State:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes that a unit saves for backward of one micro-batch: ``full``, or ``input`` if the unit is recomputed.
+    """Bytes that a unit saves for one micro-batch's backward: ``full``, or ``input`` if the unit is recomputed.
 
     ``core`` is the part of ``full`` that selective recompute does not save.
     """
@@ -175,7 +175,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Storage of recompute's inputs: one per ``every`` layers, in ``parts`` shards, on the device or the host."""
+    """Storage for recompute's inputs: one per ``every`` layers, in ``parts`` shards, on the device or the host."""
 
     every: int = 1
     parts: int = 1
@@ -189,13 +189,13 @@ class SavedActivations:
         shared_bytes: int,
         work: int = 0,
     ) -> Memory:
-        """Return ``memory`` with the activations of a stage whose layers are recomputed.
+        """Return ``memory`` with a stage's activations, if its layers are recomputed.
 
         Args:
-            units_by_chunk: saved bytes of each unit in each chunk of the stage.
-            forwards: number of forwards in flight, each through all chunks.
-            shared_bytes: bytes per forward of tensors that several layers read, saved unsharded on the device.
-            work: scratch bytes of the backward of a recomputed layer.
+            units_by_chunk: saved bytes per unit in each chunk of the stage.
+            forwards: forwards in flight, each through all chunks.
+            shared_bytes: bytes per forward in tensors that several layers read, saved unsharded on the device.
+            work: scratch bytes in a recomputed layer's backward.
         """
         inputs = sum(
             sum([unit.input for unit in chunk_units if unit.input][:: self.every]) for chunk_units in units_by_chunk
@@ -213,13 +213,13 @@ class SavedActivations:
 
 
 def saved_activations_of(config: Any) -> SavedActivations:
-    """Return the storage of the inputs of recomputed layers for a ``megatron.config.Config``."""
+    """Choose the storage for recomputed layers' inputs from a ``megatron.config.Config``."""
     parallel = config.parallel
     parts = parallel.model_parallel_size if parallel.partition_activations else 1
     return SavedActivations(parallel.checkpoint_num_layers, parts, parallel.checkpoint_in_cpu)
 
 
-# Memory of the head and the loss on the last stage.
+# Head and loss memory on the last stage.
 #
 # | logits | softmax by | during the computation | saved by each micro-batch in flight |
 # |---|---|---|---|
@@ -228,12 +228,12 @@ def saved_activations_of(config: Any) -> SavedActivations:
 # | chunked | torch | one fp32 chunk, two with several tensor ranks, twice as many with a soft-cap | two gradients |
 # | chunked | Triton | one fp32 chunk, two with several tensor ranks | two gradients |
 #
-# The two gradients are the gradient of the hidden states and the fp32 gradient of the table. In 16 bits, chunks also
+# The two gradients are the hidden states' gradient and the table's fp32 gradient. In 16 bits, chunks also
 # need copies: one of the logits' gradient of a chunk and one of the table's gradient. On a CPU both exist at the same
 # time. On other devices, matrix products add to the fp32 gradient of the table, and its copy is made in backward, when
 # the chunk has been freed. ``megatron.config.loss_chunk.tokens_per_chunk`` determines if logits are chunked.
 #
-# Not counted: the copy of the table that aligns the rows of the logits on GPUs, if the number of words of a rank is not
+# Not counted: the table copy that aligns the logit rows on GPUs, if a rank's word count is not
 # divisible by 8.
 
 
@@ -248,12 +248,12 @@ def loss_bytes(
     has_cap: bool = False,
     has_kernels: bool = False,
 ) -> int:
-    """Return the bytes of the logits and loss of ``tokens`` tokens on one of ``tensor`` ranks.
+    """Compute the logit and loss bytes for ``tokens`` tokens on one of ``tensor`` ranks.
 
     Args:
-        tokens: tokens of a micro-batch.
-        width: bytes per element of a weight.
-        forwards: number of micro-batches in flight.
+        tokens: tokens per micro-batch.
+        width: bytes per weight element.
+        forwards: micro-batches in flight.
         has_cap: logits are soft-capped, which saves one more value per logit (with chunks, only per logit of the
             current chunk, and none with ``has_kernels``).
         has_kernels: Triton kernels compute the softmax, except in fp64.
@@ -298,25 +298,25 @@ KERNEL_QUERIES, KERNEL_TILE = 64, 16
 
 
 def queries_per_block(length: int) -> int:
-    """Return the number of queries per block; must equal ``megatron.ops.causal_attention.queries_per_block``."""
+    """Choose the queries per block; must equal ``megatron.ops.causal_attention.queries_per_block``."""
     return min(length, 64 if length <= 512 else 128)
 
 
 def heads_per_group(heads: int, length: int, threads: int = 1) -> int:
-    """Return the number of heads processed at the same time, out of ``heads`` heads over all samples."""
+    """Choose the heads processed at the same time, out of ``heads`` heads over all samples."""
     max_heads = max(1, CACHED_SCORES * threads // (queries_per_block(length) * length))
     return -(-heads // -(-heads // max_heads))
 
 
 def backward_bytes(heads: int, length: int, size: int, width: int, threads: int = 1) -> int:
-    """Return the scratch bytes of attention's backward on a CPU: with the C++ kernel in fp32, otherwise block by block.
+    """Compute attention's scratch bytes in backward on a CPU: with the C++ kernel in fp32, otherwise block by block.
 
     Args:
-        heads: number of heads on this rank, over all samples.
-        length: number of tokens of a sample.
-        size: elements of a head per token.
+        heads: heads on this rank, over all samples.
+        length: tokens per sample.
+        size: elements per head and token.
         width: bytes per element.
-        threads: number of threads of this rank.
+        threads: threads on this rank.
     """
     if width == 4:
         return width * min(threads, heads) * kernel_scratch_numel(length, size)
@@ -327,7 +327,7 @@ def backward_bytes(heads: int, length: int, size: int, width: int, threads: int 
 
 
 def kernel_scratch_numel(length: int, size: int) -> int:
-    """Return the number of scratch elements per thread in the kernel's backward."""
+    """Count the scratch elements per thread in the kernel's backward."""
     row_length = -(-length // KERNEL_TILE) * KERNEL_TILE
     return 3 * length * size + 6 * row_length * size + 2 * KERNEL_QUERIES * row_length
 
@@ -351,12 +351,12 @@ MESSAGES_PER_BOUNDARY = 3
 
 @dataclass(frozen=True)
 class CommunicationBuffers:
-    """Communication buffers of a rank.
+    """A rank's communication buffers.
 
     Args:
-        small: number of parameters in weights that are smaller than a gradient bucket.
-        message: bytes of the hidden state sent between stages; 0 without a pipeline.
-        gathered: bytes of an activation that sequence parallelism gathers; 0 without sequence parallelism.
+        small: parameters in weights that are smaller than a gradient bucket.
+        message: hidden state bytes sent between stages; 0 without a pipeline.
+        gathered: bytes in an activation that sequence parallelism gathers; 0 without sequence parallelism.
     """
 
     small: int = 0
@@ -364,14 +364,14 @@ class CommunicationBuffers:
     gathered: int = 0
 
     def apply_to(self, memory: Memory, gradient: int, zero: Zero) -> Memory:
-        """Return ``memory`` including these buffers; ``gradient``: bytes of a gradient per parameter."""
+        """Return ``memory`` including these buffers; ``gradient``: gradient bytes per parameter."""
         steady = MESSAGES_PER_BOUNDARY * self.message + 2 * self.gathered
         if zero.replicas == 1 or zero.stage < GRADIENT_SHARDING_STAGE:
             return replace(memory, buffers=steady)
         return replace(memory, buffers=steady + min(self.small * gradient, 2 * BUCKET_BYTES))
 
 
-# Peak performance of GPUs.
+# Peak GPU performance.
 
 PEAK_TFLOPS = {
     "H100 PCIE": 756.0,
@@ -394,7 +394,7 @@ A key matches if the device name contains all of its words; the longest matching
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense 16-bit FLOP/s of a GPU by its name; None if it is not in ``PEAK_TFLOPS``."""
+    """Look up a GPU's peak dense 16-bit FLOP/s by name; None if it is not in ``PEAK_TFLOPS``."""
     name = device_name.upper()
     keys = [key for key in PEAK_TFLOPS if all(word in name for word in key.split())]
     return PEAK_TFLOPS[max(keys, key=len)] * 1e12 if keys else None
