@@ -1,4 +1,4 @@
-"""Token files, datasets whose sample order is computed on demand, and the loader of a replica's micro-batches.
+"""Token files, datasets whose sample order is computed on demand, and the loader for a replica's micro-batches.
 
 Names are resolved on first use, so that preprocessing does not import torch.
 """

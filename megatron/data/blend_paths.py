@@ -19,9 +19,9 @@ _SUFFIXES = (".bin", ".idx")
 
 @dataclass(frozen=True, kw_only=True)
 class BlendPaths:
-    """The corpora of the three splits, and the options for splitting and reading them.
+    """Corpora for the three splits, and the options for splitting and reading them.
 
-    The corpora of ``data_path`` are each divided by ``split``. The corpora of ``train_data_path``, ``valid_data_path``
+    The corpora in ``data_path`` are each divided by ``split``. The corpora in ``train_data_path``, ``valid_data_path``
     and ``test_data_path`` are not divided. Only one of the two forms may be used. A path is a single prefix, or
     alternating weights and prefixes: "0.7 a 0.3 b".
 
@@ -31,10 +31,10 @@ class BlendPaths:
         cache_path: host-local folder for indices that can be recomputed; None: a subfolder of the system's temporary
             folder.
         objects_path: host-local folder for data read from object stores; None: a subfolder of ``cache_path``.
-        objects_bytes: maximum size of the data in ``objects_path``.
-        mixture_schedule: changes of the training weights, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
-        order: order of the samples, "native" or "megatron" (decoders only).
-        surplus: fraction of samples by which Megatron's order exceeds the share of each corpus of a blend.
+        objects_bytes: maximum data size in ``objects_path``.
+        mixture_schedule: changes to the training weights, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
+        order: sample order, "native" or "megatron" (decoders only).
+        surplus: fraction of samples by which Megatron's order exceeds each corpus's share in a blend.
     """
 
     data_path: str | None = None
@@ -57,7 +57,7 @@ class BlendPaths:
         return any(getattr(self, f"{name}_data_path") for name in SPLIT_NAMES)
 
     def corpora(self, needed: Sequence[bool]) -> list[tuple[WeightedPath, ...] | None]:
-        """Return (weight, prefix) of the corpora of train, valid and test; None for a split that is not needed.
+        """Parse (weight, prefix) for each training, validation and test corpus; None for a split that is not needed.
 
         Raises:
             DataError: a needed path is missing, --data-path is combined with other paths, or a path is invalid.
@@ -77,17 +77,17 @@ class BlendPaths:
 
     @property
     def is_blend(self) -> bool:
-        """True if Megatron blends the corpora of --data-path: several, or a single one with a weight."""
+        """True if Megatron blends the corpora in --data-path: several, or a single corpus with a weight."""
         return self.data_path is not None and len(shlex.split(self.data_path)) > 1
 
     def schedule(self, tokens_per_sample: int) -> list[tuple[int, tuple[float, ...]]]:
-        """Return (first sample, weights) of each phase of the training mixture.
+        """Convert the training mixture to phases: (first sample, weights).
 
-        The first phase has the weights of the path; the phases of ``mixture_schedule`` follow. A phase starts with the
-        first sample that begins at or after its number of tokens.
+        The first phase has the path's weights; the phases in ``mixture_schedule`` follow. A phase starts with the
+        first sample that begins at or after the phase's number of tokens.
 
         Raises:
-            DataError: the schedule is malformed, or its number of weights differs from the number of corpora.
+            DataError: the schedule is malformed, or its weight count differs from the corpus count.
         """
         corpora = self.corpora((True, False, False))[0] or ()
         phases = [(0, tuple(weight for weight, _ in corpora))]
@@ -100,7 +100,7 @@ class BlendPaths:
         return phases
 
     def _split_corpora(self, name: str) -> tuple[WeightedPath, ...]:
-        """Return the corpora of split ``name`` from its own flag, or raise DataError if the flag is not set."""
+        """Parse the corpora for split ``name`` from its own flag, or raise DataError if the flag is not set."""
         flag = f"--{name}-data-path"
         text = getattr(self, f"{name}_data_path")
         if not text:
@@ -110,7 +110,7 @@ class BlendPaths:
 
 
 def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[WeightedPath, ...]:
-    """Return (weight, prefix) of each corpus; prefixes have no .bin or .idx suffix.
+    """Parse (weight, prefix) for each corpus; prefixes have no .bin or .idx suffix.
 
     Raises:
         DataError: ``text`` is neither a path nor alternating weights and paths, or it contains a path twice.
@@ -133,7 +133,7 @@ def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[Weig
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """Return the shortest unique path suffix of each prefix: "a/x" and "b/x", but "y"."""
+    """Shorten each prefix to a unique path suffix: "a/x" and "b/x", but "y"."""
     paths = [PurePath(prefix).parts for prefix in prefixes]
     return [
         _shortest_suffix(path, [other for idx, other in enumerate(paths) if idx != path_idx])
@@ -142,7 +142,7 @@ def short_names(prefixes: Sequence[str]) -> list[str]:
 
 
 def _shortest_suffix(path: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
-    """Return the shortest suffix of the path ``path`` that no path in ``others`` ends with."""
+    """Find the shortest suffix of ``path`` that no path in ``others`` ends with."""
     for num_components in range(1, len(path) + 1):
         if all(other[-num_components:] != path[-num_components:] for other in others):
             return str(PurePath(*path[-num_components:]))

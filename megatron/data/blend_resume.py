@@ -28,7 +28,7 @@ _FINGERPRINT_FIELDS = (CONTENT, TOKENIZER, SAMPLES)
 
 @dataclass
 class _SavedState:
-    """The state in a checkpoint; the keys are the names that the corpora had when it was saved."""
+    """State in a checkpoint; the keys are the corpora's names when it was saved."""
 
     fingerprints: dict[str, str]
     cursors: dict[str, int]
@@ -37,7 +37,7 @@ class _SavedState:
 
 
 def make_fingerprint(tokens: str, tokenizer: str | None, samples: str) -> str:
-    """Combine the digests of the token file, the tokenizer and the samples into the fingerprint of a corpus."""
+    """Combine the token file, tokenizer and sample digests into a corpus fingerprint."""
     return f"{tokens}.{(tokenizer or 'unknown')[:16]}.{samples}"
 
 
@@ -48,14 +48,14 @@ def resumed_order(
     """Return the schedule that continues ``order`` from a checkpoint, and log lines that describe the changes.
 
     Args:
-        state: result of ``BlendSchedule.state``, or only a fingerprint (old checkpoints of a single corpus).
-        samples_consumed: samples consumed by the run that saved the checkpoint.
-        ratio: tokens per sample of the checkpoint over tokens per sample of this run. If they differ, the run continues
-            at the first sample that begins at or after the consumed number of tokens. The cursor of each corpus with
+        state: result of ``BlendSchedule.state``, or only a fingerprint (old single-corpus checkpoints).
+        samples_consumed: samples that the saved run consumed.
+        ratio: tokens per sample in the checkpoint over tokens per sample in this run. If they differ, the run continues
+            at the first sample that begins at or after the consumed tokens. The cursor of each corpus with
             the same tokens is converted in the same way.
         allow_change: continue even if a corpus is missing or has changed. Unchanged corpora keep their cursors, the
             others start at their first sample.
-        settings: part of the fingerprint (``CONTENT``, ``TOKENIZER`` or ``SAMPLES``) -> descriptions of the changed
+        settings: fingerprint part (``CONTENT``, ``TOKENIZER`` or ``SAMPLES``) -> descriptions of the changed
             settings that affect this part, such as "--split was 9,1,0, now 8,2,0".
 
     Raises:
@@ -89,7 +89,7 @@ def resumed_order(
         lines += [f"data: {name} continues at its sample {cursor}" for name, cursor in continued.items()]
 
     def in_current_order(values: Mapping[str, int]) -> list[int]:
-        """Convert saved name -> value to a list in the order of the current corpora, with 0 for new corpora."""
+        """Convert saved name -> value to a list in the current corpus order, with 0 for new corpora."""
         current_values = {matches[name]: value for name, value in values.items() if name in matches}
         return [current_values.get(corpus.name, 0) for corpus in order.corpora]
 
@@ -122,7 +122,7 @@ def resumed_order(
 
 
 def _match_resampled_corpora(order: BlendSchedule, saved: _SavedState, matches: Mapping[str, str]) -> dict[str, str]:
-    """Return saved name -> current name of corpora with the same content and tokenizer but different samples."""
+    """Match corpora with the same content and tokenizer but different samples: saved name -> current name."""
     unmatched = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     current_names = {tuple(corpus.fingerprint.split(".")[:-1]): corpus.name for corpus in unmatched}
     saved_keys = {
@@ -136,7 +136,7 @@ def _match_resampled_corpora(order: BlendSchedule, saved: _SavedState, matches: 
 
 
 def _redraw_message(corpus: Corpus, is_single_corpus: bool) -> str:
-    """Return the log line for a corpus whose random draws change: a single corpus became a mixture, or vice versa."""
+    """Log a corpus whose random draws change: a single corpus became a mixture, or vice versa."""
     situation = "the only corpus now" if is_single_corpus else "one of several corpora now"
     return (
         f"data: {corpus.name} is {situation}, so the random spans or fill-in-the-middle splits of its samples change "
@@ -192,7 +192,7 @@ def _describe_differences(
             content_changes.append(f"{description} was built with a different tokenizer")
     if not unmatched_names:
         return []
-    # The settings of the samples may have changed, too: a change of content or tokenizer hides this in the fingerprint.
+    # The sample settings may have changed, too: changed content or a changed tokenizer hides this in the fingerprint.
     changed_fields.add(SAMPLES)
     setting_changes = [
         text
@@ -208,7 +208,7 @@ def _describe_differences(
 
 
 def _find_successor(order: BlendSchedule, name: str, matches: Mapping[str, str]) -> Corpus | None:
-    """Return the unmatched corpus of the same name, or the only unmatched corpus; None if there is neither."""
+    """Find the unmatched corpus with the same name, or the only unmatched corpus; None if there is neither."""
     unmatched = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     candidates = [corpus for corpus in unmatched if corpus.name == name] or (unmatched if len(unmatched) == 1 else [])
     return candidates[0] if candidates else None
@@ -217,7 +217,7 @@ def _find_successor(order: BlendSchedule, name: str, matches: Mapping[str, str])
 def _describe_content_change(
     description: str, saved_counts: Mapping[str, int], current_corpus: Corpus, *, is_renamed: bool
 ) -> str:
-    """Describe the change of a corpus's files, with the numbers of documents and tokens if they differ."""
+    """Describe the change in a corpus's files, with document and token counts if they differ."""
     counts_by_unit = {
         unit: (saved_counts[unit], count) for unit, count in current_corpus.counts.items() if unit in saved_counts
     }
@@ -227,7 +227,7 @@ def _describe_content_change(
 
 
 def _find_changed_fields(saved_fingerprint: str, current_fingerprint: str) -> tuple[str, ...]:
-    """Return the parts in which two fingerprints differ; () if an old checkpoint only has the samples' fingerprint."""
+    """Find the parts in which two fingerprints differ; () if an old checkpoint only has the samples' fingerprint."""
     saved_digests, current_digests = saved_fingerprint.split("."), current_fingerprint.split(".")
     if len(saved_digests) != len(_FINGERPRINT_FIELDS) or len(current_digests) != len(_FINGERPRINT_FIELDS):
         return ()
@@ -237,12 +237,12 @@ def _find_changed_fields(saved_fingerprint: str, current_fingerprint: str) -> tu
         if old != new
     ]
     if saved_digests[0] != current_digests[0]:
-        changed.remove(SAMPLES)  # the digest of the samples depends on the content
+        changed.remove(SAMPLES)  # the sample digest depends on the content
     return tuple(changed)
 
 
 def _single_corpus_state(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _SavedState:
-    """Return the state for a checkpoint that only contains the fingerprint of a single corpus's samples."""
+    """Build the state for a checkpoint that only contains the samples' fingerprint for a single corpus."""
     matching = [
         corpus
         for corpus in order.corpora
@@ -257,12 +257,11 @@ def _single_corpus_state(order: BlendSchedule, fingerprint: str, samples_consume
 
 
 def _comparable_fingerprint(saved_fingerprint: str, corpus: Corpus) -> str:
-    """Return the fingerprint of ``corpus`` in the saved format: complete, or only the digest of the samples."""
+    """Convert the fingerprint of ``corpus`` to the saved format: complete, or only the sample digest."""
     return corpus.fingerprint if "." in saved_fingerprint else _samples_digest(corpus)
 
 
 def _samples_digest(corpus: Corpus) -> str:
-    """Return the digest of the samples from the fingerprint of ``corpus``."""
     return corpus.fingerprint.rsplit(".", 1)[-1]
 
 

@@ -1,7 +1,7 @@
-"""BlendSchedule: map each sample of a run to a corpus and an index within the corpus.
+"""BlendSchedule: map each sample in a run to a corpus and an index within the corpus.
 
-A run is divided into phases. Within a phase, ``BlendIndex`` selects the corpus of each sample by the weights. Each
-corpus continues at its cursor, the number of its samples that all earlier phases have read. Each corpus therefore
+A run is divided into phases. Within a phase, ``BlendIndex`` selects the corpus for each sample by the weights. Each
+corpus continues at its cursor, the samples that all earlier phases have read from it. Each corpus therefore
 yields its samples 0, 1, 2, ... without gaps or repetitions, even if weights change or corpora are added.
 
 A new phase starts where the mixture schedule changes the weights, and where a run is resumed with different weights.
@@ -26,14 +26,14 @@ _MAX_TOTAL = 1 << 48
 
 @dataclass(frozen=True)
 class Corpus:
-    """The properties of a corpus that a schedule needs.
+    """Corpus properties that a schedule needs.
 
     Args:
         fingerprint: digest of everything that determines the samples.
         has_random_draws: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single
             corpus and a mixture.
         num_documents, num_tokens: counts of the token files, for messages; None if unknown.
-        other_fingerprints: fingerprints of the same corpus with other digests of the same tokenizer, which a checkpoint
+        other_fingerprints: the same corpus's fingerprints with other digests for the same tokenizer, which a checkpoint
             may contain.
     """
 
@@ -54,12 +54,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Phase:
-    """The part of a run from sample ``start`` on in which the mixture has constant ``weights``.
+    """Part of a run, from sample ``start`` on, in which the mixture has constant ``weights``.
 
     Args:
-        cursors: samples of each corpus that were read before ``start``.
-        ranks: position of each corpus when sorted by fingerprint. Ranks break ties between equal weights, independently
-            of the order in which corpora are listed and of additional corpora.
+        cursors: samples read from each corpus before ``start``.
+        ranks: each corpus's position when sorted by fingerprint. Ranks break ties between equal weights, independently
+            of the listed order and of additional corpora.
     """
 
     start: int
@@ -72,21 +72,21 @@ class Phase:
         return BlendIndex(self.weights, self.ranks)
 
     def cursors_at(self, samples_consumed: int) -> tuple[int, ...]:
-        """Return the number of samples read per corpus; ``samples_consumed`` must be in this phase or at its end."""
+        """Count the samples read per corpus; ``samples_consumed`` must be in this phase or at its end."""
         counts = self.blend_index.counts(samples_consumed - self.start)
         return tuple(cursor + count for cursor, count in zip(self.cursors, counts, strict=True))
 
 
 class BlendSchedule:
-    """The sample order of a run. It is picklable, and equal on all ranks that construct it with the same arguments.
+    """A run's sample order. It is picklable, and equal on all ranks that construct it with the same arguments.
 
     Args:
         corpora: corpora with distinct names and fingerprints.
-        schedule: (first sample, weight of each corpus) in ascending order, starting at sample 0. Weights are >= 0.
-        history: (start, weights, cursors) of the phases that the run has been in; the last phase continues while its
+        schedule: (first sample, weight per corpus) in ascending order, starting at sample 0. Weights are >= 0.
+        history: (start, weights, cursors) for the phases that the run has been in; the last phase continues while its
             weights are in effect.
         samples_consumed: end of the history.
-        cursors: samples read of each corpus up to ``samples_consumed``, used if there is no history.
+        cursors: samples read from each corpus up to ``samples_consumed``, used if there is no history.
 
     Raises:
         DataError: there is no corpus, two corpora have the same name or samples, or the weights are invalid.
@@ -116,27 +116,27 @@ class BlendSchedule:
         self._starts = [phase.start for phase in self.phases]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Map sample ``index`` of the run to (corpus index, sample index within the corpus)."""
+        """Map sample ``index`` to (corpus index, sample index within the corpus)."""
         phase = self._phase(index)
         corpus_idx, sample_idx = phase.blend_index.locate(index - phase.start)
         return corpus_idx, phase.cursors[corpus_idx] + sample_idx
 
     def cursors(self, samples_consumed: int) -> dict[str, int]:
-        """Return the number of samples read per corpus."""
+        """Count the samples read per corpus."""
         return self._by_name(self._last_phase_before(samples_consumed).cursors_at(samples_consumed))
 
     def epochs(self, samples_consumed: int) -> dict[str, float]:
-        """Return the fractional number of epochs read per corpus."""
+        """Compute the fractional epochs read per corpus."""
         cursors = self.cursors(samples_consumed)
         return {corpus.name: cursors[corpus.name] / corpus.samples_per_epoch for corpus in self.corpora}
 
     def weights(self, samples_consumed: int) -> dict[str, float]:
-        """Return each corpus's share of the samples that follow; the shares add up to 1."""
+        """Compute each corpus's share of the samples that follow; the shares add up to 1."""
         weights = self._phase(samples_consumed).weights
         return self._by_name(tuple(weight / sum(weights) for weight in weights))
 
     def state(self, samples_consumed: int) -> dict[str, Any]:
-        """Return the JSON-serializable state from which ``resumed_order`` continues."""
+        """Build the JSON-serializable state from which ``resumed_order`` continues."""
         used_phases = [phase for phase in self.phases if phase.start < samples_consumed]
         return {
             "format": FORMAT,
@@ -165,21 +165,21 @@ class BlendSchedule:
         }
 
     def _add_phase(self, start: int, weights: tuple[int, ...], cursors: Sequence[int] | None) -> None:
-        """Add a phase unless the weights are unchanged; ``cursors`` are the initial cursors of the first phase."""
+        """Add a phase unless the weights are unchanged; ``cursors`` are the first phase's initial cursors."""
         if not self.phases:
             self.phases.append(Phase(start, weights, tuple(cursors or (0,) * len(self.corpora)), self._ranks))
         elif self.phases[-1].weights != weights:
             self.phases.append(Phase(start, weights, self.phases[-1].cursors_at(start), self._ranks))
 
     def _phase(self, index: int) -> Phase:
-        """Return the phase that contains sample ``index``."""
+        """Find the phase that contains sample ``index``."""
         phase_idx = bisect_right(self._starts, index) - 1
         if phase_idx < 0:
             raise IndexError(f"sample indices of this order start at {self._starts[0]}, got {index}")
         return self.phases[phase_idx]
 
     def _last_phase_before(self, samples_consumed: int) -> Phase:
-        """Return the phase of the last sample before ``samples_consumed``, or the first phase if there is none."""
+        """Find the phase of the last sample before ``samples_consumed``, or the first phase if there is none."""
         return self._phase(max(samples_consumed - 1, self._starts[0]))
 
     def _by_name(self, values: Sequence[Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class BlendSchedule:
 
 
 def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest integers in the ratio of ``weights`` as printed: 0.7 and 0.3 become 7 and 3.
+    """Convert ``weights`` to the smallest integers in their printed ratio: 0.7 and 0.3 become 7 and 3.
 
     If the sum would exceed 2^48, the integers are scaled to a sum of about 2^48; positive weights stay positive.
 

@@ -1,4 +1,4 @@
-"""BlendedDataset: the samples of one split, taken from one or several corpora."""
+"""BlendedDataset: one split's samples, taken from one or several corpora."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SampleOrder = BlendSchedule | MegatronOrder
 
 
 class MegatronDataset(Protocol):
-    """The dataset of one corpus, such as ``GPTDataset``, ``T5Dataset`` or ``SpanFilesDataset``."""
+    """A single-corpus dataset, such as ``GPTDataset``, ``T5Dataset`` or ``SpanFilesDataset``."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -28,9 +28,9 @@ class MegatronDataset(Protocol):
 
 
 class BlendedDataset:
-    """Endless samples of one or several corpora.
+    """Endless samples from one or several corpora.
 
-    ``order`` determines the corpus of sample i and the index within the corpus. With a single corpus, sample i is the
+    ``order`` determines sample i's corpus and the index within the corpus. With a single corpus, sample i is the
     corpus's sample i.
 
     Attributes:
@@ -45,7 +45,7 @@ class BlendedDataset:
         """Replace the sample order.
 
         Raises:
-            ValueError: the corpora of ``order`` are not the corpora of this dataset.
+            ValueError: the corpora in ``order`` are not this dataset's.
         """
         names = [corpus.name for corpus in order.corpora]
         if names != list(self.parts):
@@ -54,14 +54,14 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short digest of the corpora and their samples; it does not depend on the weights."""
+        """Short digest of the corpora and their samples; it does not depend on the weights."""
         fingerprints = [dataset.fingerprint for dataset in self.parts.values()]
         if len(fingerprints) == 1:
             return fingerprints[0]
         return hashlib.sha256(":".join(sorted(fingerprints)).encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Any:
-        """Return sample ``index``.
+        """Read sample ``index``.
 
         Raises:
             SampleError: the sample cannot be read; the message names its index in the run and in the corpus, and its

@@ -1,20 +1,20 @@
-"""Cache of index arrays that are computed once per host and memory-mapped by all of its processes.
+"""Cache for index arrays that are computed once per host and memory-mapped by all of its processes.
 
 Processes that need the same set of files share the work without waiting for each other. Each process iterates over the
 files from a different starting point, skips existing files, defers files that another process has claimed, and finally
 builds the files that are still missing. A file is written under a temporary name and then renamed, so readers never
-see an incomplete file. If two processes build the same file, the second one uses the file of the first, so that it is
+see an incomplete file. If two processes build the same file, the second uses the first one's file, so that it is
 in memory only once.
 
-| bytes | header of a file |
+| bytes | file header |
 |---|---|
 | 0 | ``mdc2`` |
-| 4 | numpy type string of the array |
-| 8 | length of the content in bytes |
-| 16 | crc32 of the content and of the 16 bytes above |
-| 24 | time of the last successful checksum verification in nanoseconds; also the modification time of the file |
+| 4 | the array's numpy type string |
+| 8 | content length in bytes |
+| 16 | crc32 of the content and the 16 bytes above |
+| 24 | time of the last successful checksum verification in nanoseconds; also the file's modification time |
 
-The checksum is verified once per host and job: a process trusts a file if a process of this host verified it after
+The checksum is verified once per host and job: a process trusts a file if a process on this host verified it after
 this process started and the file has not been written since; otherwise it verifies the checksum itself. A file with a
 wrong checksum is rebuilt.
 
@@ -49,7 +49,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _process_start_ns() -> int:
-    """Return the start time of this process in ns since the epoch, like file times; the current time if unknown."""
+    """Read this process's start time in ns since the epoch, like file times; the current time if unknown."""
     with suppress(OSError, ValueError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
@@ -69,9 +69,9 @@ class IndexCache:
     """A folder of cached arrays with one subfolder per host, so that no process deletes files mapped by another host.
 
     Args:
-        path: the folder, created on demand. None: a per-user subfolder of the system's temporary folder.
+        path: the folder, created on demand. None: a per-user subfolder in the system's temporary folder.
         objects_path: folder for data read from object stores; None: a subfolder of this cache.
-        objects_bytes: maximum size of the data in ``objects_path``.
+        objects_bytes: maximum data size in ``objects_path``.
     """
 
     def __init__(
@@ -89,21 +89,21 @@ class IndexCache:
 
     @cached_property
     def ranges(self) -> RangeCache:
-        """The cache of object-store data for the processes of this host."""
+        """Cache for object-store data, shared by this host's processes."""
         if self._objects_path is not None:
             return RangeCache(Path(self._objects_path) / self.folder.name, self._objects_bytes)
         return RangeCache(self.folder / "objects", self._objects_bytes if self._can_write() else 0)
 
     def array(self, name: str, build: Callable[[], np.ndarray], *, is_durable: bool = False) -> np.ndarray:
-        """Return the read-only array ``name``; build it with ``build`` if it is not cached."""
+        """Open the read-only array ``name``; build it with ``build`` if it is not cached."""
         return self.arrays(name, 1, lambda _: [build()], is_durable=is_durable)[0]
 
     def arrays(self, name: str, count: int, build: Build, *, is_durable: bool = False) -> list[np.ndarray]:
-        """Return ``count`` read-only one-dimensional arrays; build the ones that are not cached.
+        """Open ``count`` read-only one-dimensional arrays; build the arrays that are not cached.
 
         Args:
             name: letters, digits, ``-`` and ``_``; must change with everything that the content depends on.
-            is_durable: fsync each file, so that it remains valid after a crash of the machine. By default, files
+            is_durable: fsync each file, so that it remains valid after a machine crash. By default, files
                 from an earlier boot are not used.
         """
         boot_id = "" if is_durable else _boot_id()
@@ -115,13 +115,13 @@ class IndexCache:
         return [arrays[idx] for idx in range(count)]
 
     def built_once(self, name: str, build: Callable[[], Iterable[np.ndarray]]) -> np.ndarray:
-        """Return the read-only array ``name``; one process of the host builds it, and the others wait.
+        """Open the read-only array ``name``; one process on the host builds it, and the others wait.
 
         For arrays that cannot be built in parts, and whose computation takes too much memory to be repeated in every
         process. If the folder cannot be written or locked, each process builds the array.
 
         Args:
-            build: returns the content as a sequence of arrays of one type.
+            build: returns the content as a sequence of arrays with one type.
         """
         with ExitStack() as stack:
             if self._can_write():
@@ -140,7 +140,7 @@ class IndexCache:
             return self.arrays(name, 1, lambda _: build())[0]
 
     def keep_newest(self, name_prefix: str, num_retained: int) -> None:
-        """Delete old sets of files whose names start with ``name_prefix``.
+        """Delete old file sets whose names start with ``name_prefix``.
 
         The ``num_retained`` sets that were built or verified last are retained.
         """
@@ -158,7 +158,7 @@ class IndexCache:
         return self.folder / f"{stem}.{file_idx}{_SUFFIX}"
 
     def _indices_to_build(self, stem: str, count: int, arrays: dict[int, np.ndarray]) -> Iterator[int]:
-        """Yield the indices of the files to build; add files that other processes have built to ``arrays``."""
+        """Yield the indices of files to build; add files that other processes have built to ``arrays``."""
         first = (os.getpid() * 0x9E3779B1 >> 8) % max(count, 1)
         queue = deque((idx, False) for idx in [*range(first, count), *range(first)])
         while queue:
@@ -209,7 +209,7 @@ class IndexCache:
                 claim_path.unlink(missing_ok=True)
 
     def _open_file(self, path: Path) -> np.ndarray | None:
-        """Return the mapped content of the file; None if it does not exist or is damaged."""
+        """Map the file's content; None if it does not exist or is damaged."""
         if not self._has_explicit_path and not _is_private(self._root):
             return None
         try:
@@ -259,7 +259,7 @@ class IndexCache:
 
 
 def _stem(path: Path) -> str:
-    """Return the name of the set of files that ``path`` belongs to."""
+    """Name the file set that ``path`` belongs to."""
     return path.name.removesuffix(_SUFFIX).rpartition(".")[0]
 
 
@@ -268,7 +268,7 @@ def _claim_path_of(path: Path) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return True if no other user can write to ``folder``; the default folder has a predictable name."""
+    """Check that no other user can write to ``folder``; the default folder has a predictable name."""
     with suppress(OSError):
         status = os.lstat(folder)
         return status.st_uid == os.getuid() and (status.st_mode & 0o170022) == 0o040000
@@ -304,26 +304,26 @@ def _write_file(path: Path, chunks: Iterable[np.ndarray], should_fsync: bool) ->
 
 
 def _is_complete(data: np.ndarray) -> bool:
-    """Return True if a file has a complete header and the length that the header states."""
+    """Check for a complete header and the length that the header states."""
     header = data[:_HEADER_BYTES].tobytes()
     length = int.from_bytes(header[8:_CRC_OFFSET], "little")
     return len(header) == _HEADER_BYTES and header[:4] == _MAGIC and length == len(data) - _HEADER_BYTES
 
 
 def _has_valid_checksum(data: np.ndarray) -> bool:
-    """Return True if the checksum of a file matches its content; takes 1 s per GB."""
+    """Compare the checksum with the content; takes 1 s per GB."""
     crc = zlib.crc32(data[:_CRC_OFFSET].data, zlib.crc32(data[_HEADER_BYTES:].data))
     return int.from_bytes(data[_CRC_OFFSET:_VERIFIED_OFFSET].tobytes(), "little") == crc
 
 
 def _is_verified(data: np.ndarray, mtime_ns: int) -> bool:
-    """Return True if a process of this host verified the file after this process started, and it is unchanged since."""
+    """Check if a process on this host verified the file after this process started, and it is unchanged since."""
     verified_ns = int.from_bytes(data[_VERIFIED_OFFSET:_HEADER_BYTES].tobytes(), "little")
     return verified_ns == mtime_ns and verified_ns >= _PROCESS_START_NS
 
 
 def _mark_verified(path: Path) -> None:
-    """Record the current time as the time of the last verification; if this fails, each process verifies the file."""
+    """Record the current time as the verification time; if this fails, each process verifies the file."""
     now_ns = time.time_ns() // 1000 * 1000  # some file systems truncate file times to microseconds
     with suppress(OSError), open(path, "r+b") as file:
         file.seek(_VERIFIED_OFFSET)
@@ -333,5 +333,5 @@ def _mark_verified(path: Path) -> None:
 
 
 def _content(data: np.ndarray) -> np.ndarray:
-    """Return the array that is stored after the header."""
+    """Select the array that is stored after the header."""
     return data[_HEADER_BYTES:].view(np.dtype(data[4:8].tobytes().decode().strip()))

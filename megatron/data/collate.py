@@ -26,12 +26,12 @@ class Samples(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """The samples to read for one micro-batch.
+    """Samples to read for one micro-batch.
 
     Args:
-        indices: indices of the samples.
-        length: tokens of the chunks that the samples are split into; None: samples are not split.
-        prefetch_indices: samples of later micro-batches whose tokens should be prefetched from an object store.
+        indices: sample indices.
+        length: tokens per chunk that the samples are split into; None: samples are not split.
+        prefetch_indices: samples in later micro-batches whose tokens should be prefetched from an object store.
     """
 
     indices: list[int]
@@ -44,7 +44,7 @@ READ_AHEAD_SAMPLES = 64
 
 
 def make_prefetch(dataset: Any) -> Callable[[int], None] | None:
-    """Return a function that prefetches the sample with a given index; None if no corpus is in an object store."""
+    """Build a function that prefetches the sample with a given index; None if no corpus is in an object store."""
     ordered = as_ordered(dataset)
     corpus_datasets = [dataset] if ordered is None else list(ordered.parts.values())
     if not any(
@@ -66,9 +66,9 @@ def make_prefetch(dataset: Any) -> Callable[[int], None] | None:
 
 
 def add_prefetch_indices(micro_batches: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
-    """Set ``prefetch_indices`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
+    """Set each micro-batch's ``prefetch_indices`` to the samples in the micro-batch ``depth`` positions later.
 
-    The first micro-batch of each reader also receives the samples of the same reader's micro-batches in between.
+    Each reader's first micro-batch also receives the samples in the same reader's micro-batches in between.
 
     Args:
         depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.
@@ -96,10 +96,10 @@ def prefetch_ahead(micro_batches: Iterable[MicroBatch], prefetch: Callable[[int]
 
 
 def split_windows(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
-    """Split windows of L + 1 tokens into chunks of ``length`` + 1 tokens; neighbouring chunks share one token.
+    """Split windows with L + 1 tokens into chunks with ``length`` + 1 tokens; neighbouring chunks share one token.
 
     Shapes:
-        values [b, L+1], output [b L/length, length+1]: the chunks of the first window, then of the second, ...
+        values [b, L+1], output [b L/length, length+1]: the first window's chunks, then the second's, ...
 
     Raises:
         SampleError: ``values`` has another shape.
@@ -114,12 +114,12 @@ def split_windows(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class Collate:
-    """Read the samples of a micro-batch into one tensor per key, and split them if the micro-batch has a length.
+    """Read a micro-batch's samples into one tensor per key, and split them if the micro-batch has a length.
 
-    A dataset with a length restarts at its end: sample i of the run is its item i % len.
+    A dataset with a length restarts at its end: the run's sample i is its item i % len.
 
     Args:
-        predictions: computes the "step_predictions" of each micro-batch.
+        predictions: computes "step_predictions" for each micro-batch.
 
     Raises:
         DataError: the dataset is empty.
@@ -172,7 +172,7 @@ class Collate:
 
 
 class GuardedCollate(Collate):
-    """``Collate`` for worker processes: returns the text of a SampleError, so that torch does not wrap the error."""
+    """``Collate`` for worker processes: returns a SampleError as text, so that torch does not wrap the error."""
 
     def __getitem__(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor] | str:
         prefetch = make_prefetch(self.dataset) if micro_batch.prefetch_indices else None
@@ -200,7 +200,7 @@ def _stack_values(values: Sequence[Any]) -> torch.Tensor:
 def _stack_or_raise(
     key: str, values: Sequence[Any], indices: list[int], stack: Callable[[Sequence[Any]], torch.Tensor]
 ) -> torch.Tensor:
-    """Stack the values that the samples have for ``key`` into one tensor [b, ...]."""
+    """Stack the samples' values for ``key`` into one tensor [b, ...]."""
     try:
         return stack(values)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""ConcatenatedDocuments: find the documents that contain a range of tokens when documents are concatenated in an order.
+"""ConcatenatedDocuments: find documents that contain a token range when documents are concatenated in an order.
 
 A segment of an order contains the document at each position and, for every ``stride``-th position, the number of tokens
 that precede it in the segment. The final step of a search reads the sizes of ``stride`` documents.
@@ -17,10 +17,10 @@ from megatron.data.documents import DocumentSlice, gather_lengths
 
 
 class Segment(NamedTuple):
-    """A part of an order.
+    """A segment of an order.
 
     Args:
-        starts: int64, tokens of the segment before every ``stride``-th position, then in the whole segment.
+        starts: int64, tokens in the segment before every ``stride``-th position, then in the whole segment.
         document_indices: int32 or int64, the document at each position.
     """
 
@@ -33,7 +33,7 @@ class ConcatenatedDocuments:
     """Documents concatenated in the order of ``segments``.
 
     Args:
-        document_lengths: tokens of each document of the file; may be an unaligned view of a mapped file.
+        document_lengths: tokens per document in the file; may be an unaligned view of a mapped file.
     """
 
     def __init__(self, document_lengths: np.ndarray, segments: Sequence[Segment]) -> None:
@@ -41,7 +41,7 @@ class ConcatenatedDocuments:
         self._ends = list(accumulate(int(segment.starts[-1]) for segment in segments))
 
     def slices(self, start: int, stop: int) -> list[DocumentSlice]:
-        """Return the nonempty document slices that make up tokens ``start`` ... ``stop - 1`` of the concatenation."""
+        """Find the nonempty document slices that make up tokens ``start`` ... ``stop - 1``."""
         slices: list[DocumentSlice] = []
         for documents, bounds in self._blocks(start):
             first = int(bounds.searchsorted(start, "right")) - 1
@@ -59,7 +59,7 @@ class ConcatenatedDocuments:
         return slices
 
     def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (documents, token bounds) of blocks of positions, from the block that contains token ``start``."""
+        """Yield (documents, token bounds) for blocks of positions, from the block that contains token ``start``."""
         first_segment = bisect_right(self._ends, start)
         for segment_idx in range(first_segment, len(self._segments)):
             starts, document_indices, stride = self._segments[segment_idx]

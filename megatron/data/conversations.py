@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning: record formats and files of JSON records."""
+"""Conversations for supervised fine-tuning: record formats and JSON record files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.data.preprocess import arrow_files
 from megatron.errors import DataError
 from megatron.tokenizer.chat import ASSISTANT
 
-# Formats of a record:
+# Record formats:
 #
 # | record | format |
 # |---|---|
@@ -30,14 +30,14 @@ from megatron.tokenizer.chat import ASSISTANT
 # | {"conversations": [{"from": "human", "value": "..."}, ...]} | ShareGPT |
 # | {"instruction": "...", "input": "...", "output": "..."} | Alpaca; a question and its answer |
 #
-# | further keys of a record | effect |
+# | further record keys | effect |
 # |---|---|
 # | "system" | a system message before the other messages; null and "": no message |
 # | "tools" | a list of objects, or the list as JSON text, for the template; null, "" and []: no tools |
 # | "chat_template_kwargs" | additional template variables |
 # | "history" (Alpaca) | earlier turns, [[question, answer], ...] |
 #
-# | keys of a message | effect |
+# | message keys | effect |
 # |---|---|
 # | "weight" (OpenAI), "loss" (ms-swift), "train" (Axolotl) | 0 or false: no loss on this message of the assistant |
 # | other keys | passed to the template |
@@ -62,11 +62,11 @@ class Conversation:
     """A parsed record.
 
     Args:
-        messages: the messages that are passed to the template.
+        messages: messages that are passed to the template.
         template_variables: additional template variables.
         without_loss: indices of assistant messages whose tokens have no loss.
-        unused_keys: keys of the record that have no effect.
-        template_keys: key of the record, such as "messages[].name" -> its name in the template; the key has no effect
+        unused_keys: record keys that have no effect.
+        template_keys: record key, such as "messages[].name" -> its name in the template; the key has no effect
             if the template does not read it.
         differs_from_v1: releases before 2026-12 rendered this record differently, or computed the loss on other tokens.
     """
@@ -80,7 +80,7 @@ class Conversation:
 
 
 def parse_record(data: bytes) -> Conversation:
-    """Parse the JSON text of a record into a conversation.
+    """Parse a JSON record into a conversation.
 
     Raises:
         ValueError: the record is not a conversation; the message names the problem and the fix.
@@ -125,7 +125,7 @@ def parse_record(data: bytes) -> Conversation:
 
 
 def _parse_messages(raw_messages: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
-    """Return (messages, keys passed to the template, unread keys) from a list of messages."""
+    """Parse a message list into (messages, keys passed to the template, unread keys)."""
     if not isinstance(raw_messages, list) or not raw_messages:
         raise ValueError(f'"{name}" must be a list of at least one message, got {_preview(raw_messages)}. Correct it')
     messages, template_keys, unused_keys = list[dict[str, Any]](), dict[str, str](), set[str]()
@@ -155,7 +155,7 @@ def _convert_sharegpt(message: Mapping[str, Any], message_number: int) -> dict[s
 
 
 def _check_message(message: Any, message_number: int) -> dict[str, Any]:
-    """Return message ``message_number`` (from 1) if it is valid in OpenAI's format; otherwise raise ValueError."""
+    """Validate message ``message_number`` (from 1) in OpenAI's format, or raise ValueError."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         raise ValueError(
             f'message {message_number}: "content" must be a string, got a list of parts, '
@@ -173,7 +173,7 @@ def _check_message(message: Any, message_number: int) -> dict[str, Any]:
 
 
 def _parse_alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
-    """Return the messages of a record in Alpaca's format; the input follows the instruction on a new line.
+    """Parse a record in Alpaca's format; the input follows the instruction on a new line.
 
     Source: Taori et al. 2023, "Stanford Alpaca", alpaca_data.json; "history" as in LLaMA-Factory.
     """
@@ -200,7 +200,7 @@ def _parse_alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dic
 def _parse_system(
     content: Mapping[str, Any], format_key: str, messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return ([system message to prepend] or [], True if earlier releases handled the record differently)."""
+    """Parse "system" into ([message to prepend] or [], True if earlier releases handled the record differently)."""
     system = content.get("system")
     if not isinstance(system, str | None):
         raise ValueError(f'"system" must be a string, got {_preview(system)}. Correct it')
@@ -217,7 +217,7 @@ def _parse_system(
 
 
 def _has_loss(message: Mapping[str, Any], message_number: int, unused_keys: set[str]) -> bool:
-    """Return False for an assistant message whose tokens have no loss; add keys without effect to ``unused_keys``."""
+    """Check if the message's tokens have a loss; add keys without effect to ``unused_keys``."""
     flags = {name: message[name] for name in _LOSS_KEYS if message.get(name) is not None}
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
@@ -275,7 +275,7 @@ def _preview(value: Any) -> str:
     return text if len(text) <= _MAX_PREVIEW_CHARS else f"{text[:_MAX_PREVIEW_CHARS]}..."
 
 
-# Files of records. Positions refer to the decompressed text.
+# Record files. Positions refer to the decompressed text.
 
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _PARQUET = b"PAR1"
@@ -286,15 +286,15 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class RecordFile:
-    """The JSON records of a file: its nonblank lines, or the elements of a single JSON array. A context manager.
+    """The JSON records in a file: its nonblank lines, or the elements of a single JSON array. A context manager.
 
-    Files compressed with gzip or zstandard are decompressed into a temporary file. The rows of parquet and Arrow files
+    Files compressed with gzip or zstandard are decompressed into a temporary file. Rows in parquet and Arrow files
     are converted to JSON lines in a temporary file, without the nulls that these formats add for absent keys.
 
     Attributes:
-        spans: int64[n, 3], the line or row (from 1), the first byte, and the byte after the last one, of each record.
+        spans: int64[n, 3], the line or row (from 1), the first byte, and the byte after the last one, for each record.
         digest: SHA-256 of the decompressed file, in hexadecimal.
-        size: size of the decompressed file in bytes.
+        size: decompressed file size in bytes.
 
     Raises:
         DataError: the file cannot be read, is damaged, has no record, or contains a malformed array.
@@ -323,7 +323,7 @@ class RecordFile:
         self._file.close()
 
     def read(self, idx: int) -> bytes:
-        """Return the bytes of a record."""
+        """Read a record's bytes."""
         _, start, stop = self.spans[idx].tolist()
         self._file.seek(start)
         return self._file.read(stop - start)
@@ -344,7 +344,7 @@ class RecordFile:
         return np.array(spans, np.int64), digest.hexdigest(), position
 
     def _array_spans(self, data: bytes) -> Iterator[tuple[int, int, int]]:
-        """Yield the span of each element of a JSON array."""
+        """Yield (line, first byte, end) for each element in a JSON array."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -392,13 +392,13 @@ class RecordFile:
 
 
 def _skip_blanks(text: str, position: int) -> int:
-    """Return the first position from ``position`` on that is not JSON white space."""
+    """Find the first position from ``position`` on that is not JSON white space."""
     match = _BLANK.match(text, position)
     return match.end() if match else position
 
 
 def _open_decompressed(path: Path) -> BinaryIO:
-    """Return the opened file, or a temporary file with its decompressed or converted content."""
+    """Open the file, or a temporary file with its decompressed or converted content."""
     file = open(path, "rb")  # noqa: SIM115 - RecordFile closes it
     head = file.read(max(map(len, _ARROW)))
     file.seek(0)
@@ -422,7 +422,7 @@ def _open_decompressed(path: Path) -> BinaryIO:
 
 
 def _decompress_zstandard(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all frames. Unlike the library's reader, raise EOFError for a truncated file."""
+    """Decompress all frames. Unlike the library's reader, raise EOFError for a truncated file."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, is_in_frame = decompressor.decompressobj(), False
     while chunk := file.read(1 << 16):
@@ -436,7 +436,7 @@ def _decompress_zstandard(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _json_rows(path: Path, head: bytes) -> Iterator[bytes]:
-    """Yield the rows of a parquet or Arrow file as JSON lines."""
+    """Convert rows in a parquet or Arrow file to JSON lines."""
     try:
         from pyarrow import ipc, parquet
     except ImportError as error:

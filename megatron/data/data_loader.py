@@ -1,13 +1,13 @@
-"""DataLoader: the micro-batches of one data-parallel replica.
+"""DataLoader: one data-parallel replica's micro-batches.
 
 A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size is B = b m d, with
-m micro-batches of b samples on each of d replicas. It depends only on c, and is constant or grows
+m micro-batches with b samples on each of d replicas. It depends only on c, and is constant or grows
 (``megatron.config.batch``). Replica r reads the contiguous range r m b ... (r + 1) m b - 1 of the step's samples, one
 micro-batch after another. With interleaved replicas, as in Megatron, its micro-batch j consists of the b samples from
-(j d + r) b on. If B is not a multiple of b d, the first replicas read one additional micro-batch each. The number of
-consumed samples is therefore the only state needed to resume, with any values of b, m and d.
+(j d + r) b on. If B is not a multiple of b d, the first replicas read one additional micro-batch each. The consumed
+samples are therefore the only state needed to resume, with any b, m and d.
 
-A dataset with a length restarts at its end: sample i of the run is its item i % len. A dataset without a length, such
+A dataset with a length restarts at its end: the run's sample i is its item i % len. A dataset without a length, such
 as ``GPTDataset``, has an item for every index.
 """
 
@@ -36,8 +36,8 @@ from megatron.data.step_predictions import StepPredictions, make_num_predicted
 class DataLoader:
     """Endless iterable over the micro-batches of replica ``data_rank`` of ``data_size``.
 
-    A micro-batch is ``{"text": int64 [b, L+1]}``. If the samples of the dataset are dictionaries, the micro-batch
-    has the same keys, the stacked arrays or tensors of b samples, and "step_predictions" if the dataset has
+    A micro-batch is ``{"text": int64 [b, L+1]}``. If the dataset's samples are dictionaries, the micro-batch
+    has the same keys, the stacked arrays or tensors from b samples, and "step_predictions" if the dataset has
     ``num_predicted``. In a step with sequence length l < L, all values except "step_predictions" are split into
     chunks, [b L/l, l+1].
 
@@ -45,8 +45,8 @@ class DataLoader:
         num_micro_batches: micro-batches per step and replica; ignored if ``batch_sizes`` is given.
         samples_consumed: samples that earlier steps have read, over all replicas.
         batch_sizes: samples per step over all replicas, by samples consumed; required if the global batch size changes
-            or replicas have different numbers of micro-batches.
-        is_interleaved: the replicas read the micro-batches of a step in turn, instead of one contiguous range each.
+            or replicas have different micro-batch counts.
+        is_interleaved: the replicas read a step's micro-batches in turn, instead of one contiguous range each.
         lengths: sequence length by tokens consumed; None: samples are not split.
         num_workers: processes that read ahead; 0: samples are read in this process.
         prefetch_factor: micro-batches that each worker reads ahead.
@@ -54,7 +54,7 @@ class DataLoader:
 
     Raises:
         DataError: the dataset is empty.
-        SampleError: a sample cannot be read, or the samples of a micro-batch cannot be stacked (for any
+        SampleError: a sample cannot be read, or a micro-batch's samples cannot be stacked (for any
             ``num_workers``).
         RuntimeError: a worker died.
         ValueError: a size in ``batch_sizes`` cannot be divided among the replicas.
@@ -94,12 +94,12 @@ class DataLoader:
         self.lengths = lengths
 
     def share_at(self, samples_consumed: int) -> Share:
-        """Return this replica's share of the micro-batches in the step after ``samples_consumed`` samples."""
+        """Compute this replica's micro-batch share in the step after ``samples_consumed`` samples."""
         num_micro_batches = self.batch_sizes.at(samples_consumed) // self.micro_batch_size
         return share_of(num_micro_batches, self.data_size, self.data_rank, is_interleaved=self.is_interleaved)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the sample indices and the sequence length of each micro-batch of this replica, without end."""
+        """Yield sample indices and sequence length for each of this replica's micro-batches, without end."""
         start = self.samples_consumed
         while True:
             share = self.share_at(start)
@@ -110,7 +110,7 @@ class DataLoader:
             start += self.batch_sizes.at(start)
 
     def length_at(self, samples_consumed: int) -> int | None:
-        """Return the sequence length of the step after ``samples_consumed`` samples; None if it is the full length."""
+        """Look up the sequence length for the step after ``samples_consumed`` samples; None for the full length."""
         if self.lengths is None:
             return None
         length = self.lengths.length_of_step(samples_consumed)

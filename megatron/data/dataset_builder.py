@@ -25,10 +25,10 @@ class OpenCorpus:
     """A corpus whose files are open and checked.
 
     Args:
-        content: fingerprint of the files.
+        content: file fingerprint.
         make_dataset: (documents, draws) -> the dataset of these documents; ``draws`` is as in ``GPTDataset``, and "" if
             the split has only one corpus.
-        sample_tokens: tokens of ``token_file`` that one sample needs.
+        sample_tokens: ``token_file`` tokens that one sample needs.
         length_flag: the flag and value that determine ``sample_tokens``, for error messages.
         has_random_draws: see ``Corpus``.
     """
@@ -48,15 +48,15 @@ def build_datasets(
     tokenizer_identity: str | None,
     tokens_per_sample: Callable[[Sequence[MegatronDataset]], int],
 ) -> SplitDatasets:
-    """Return the training, validation and test datasets; None for a split that is not needed.
+    """Build the training, validation and test datasets; None for a split that is not needed.
 
-    Evaluation splits skip corpora of weight 0. The training split retains them, together with their cursors, because
+    Evaluation splits skip corpora with weight 0. The training split retains them, together with their cursors, because
     a mixture schedule or a resumed run may assign them a weight later.
 
     Args:
         open_corpus: (prefix, cache) -> the opened corpus; ``cache`` shares the corpus's index with the other processes
-            of this host.
-        tokens_per_sample: computes the tokens per sample from the datasets of the corpora; a mixture schedule, which
+            on this host.
+        tokens_per_sample: computes the tokens per sample from the corpora's datasets; a mixture schedule, which
             is given in tokens, is converted to samples with it.
 
     Raises:
@@ -101,7 +101,7 @@ def _drop_zero_weights(corpora: tuple[WeightedPath, ...] | None) -> tuple[Weight
 
 
 def _split_corpus(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache) -> list[Documents]:
-    """Return the documents of the three splits; ``needed`` marks the splits that read this corpus."""
+    """Split the documents into the three splits; ``needed`` marks the splits that read this corpus."""
     token_file = corpus.token_file
     check_one_sample(token_file, corpus.sample_tokens, corpus.length_flag)
     if paths.has_separate_splits:
@@ -134,7 +134,7 @@ def describe_corpora(
     datasets: Sequence[MegatronDataset],
     tokenizer_identity: str | None,
 ) -> list[Corpus]:
-    """Return the properties of the corpora of a split: names, fingerprints and counts."""
+    """Describe a split's corpora: names, fingerprints and counts."""
     return [
         Corpus(
             name,
@@ -158,7 +158,7 @@ def _tokenizer_identity(corpus: OpenCorpus, run_identity: str | None) -> str | N
 
 
 def _tokenizer_digests(corpus: OpenCorpus, run_identity: str | None) -> list[str]:
-    """Return the digests that may identify the corpus's tokenizer in a checkpoint."""
+    """List the digests that may identify the corpus's tokenizer in a checkpoint."""
     sidecar = corpus.token_file.sidecar
     identities = (run_identity, sidecar.tokenizer if sidecar else None)
     return [digest for identity in identities if identity for digest in parts(identity)]

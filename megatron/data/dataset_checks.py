@@ -1,4 +1,4 @@
-"""Checks of token files before training starts.
+"""Check token files before training starts.
 
 Each check raises ``DataError`` if it fails.
 """
@@ -25,7 +25,7 @@ def check_one_sample(token_file: IndexedDataset, sample_tokens: int, length_flag
     """Check that all documents together have enough tokens for one sample.
 
     Args:
-        sample_tokens: tokens of the file that one sample needs.
+        sample_tokens: file tokens that one sample needs.
         length_flag: the flag and value that determine ``sample_tokens``, such as "--seq-length 512".
     """
     if token_file.num_tokens < sample_tokens:
@@ -46,7 +46,7 @@ def check_splits(
     """Check that each needed split has enough tokens for one sample.
 
     Args:
-        splits: the documents of train, valid and test.
+        splits: documents for training, validation and test.
         flags: the flags that determine the splits, such as "--split 949,50,1".
         sample_tokens, length_flag: see ``check_one_sample``.
     """
@@ -64,7 +64,7 @@ def check_splits(
 
 
 def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
-    """Check that the data was built with the tokenizer of this ``identity``, if both identities are known."""
+    """Check that the tokenizer with this ``identity`` built the data, if both identities are known."""
     data_identity = token_file.sidecar.tokenizer if token_file.sidecar else None
     if data_identity and identity and not is_same(data_identity, identity):
         log.debug(f"tokenizer identity of {token_file.prefix}: {data_identity}; now: {identity}")
@@ -93,7 +93,7 @@ def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCac
 
 
 def _are_ids_in_vocabulary(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
-    """Return True if all ids of a file without a sidecar are in the vocabulary; scan a large file once per host."""
+    """Check all ids in a file without a sidecar; scan a large file once per host."""
 
     def scan() -> np.ndarray:
         log.info(f"{token_file.prefix} has no .meta.json: checking all {token_file.num_tokens} token ids once")
@@ -101,7 +101,7 @@ def _are_ids_in_vocabulary(token_file: IndexedDataset, vocab_size: int, cache: I
 
     if token_file.num_tokens < _CACHED_FROM_TOKENS:
         return bool(scan()[0])
-    mtime_ns = token_file.mtime_ns  # the fingerprint of a large file covers only parts of it
+    mtime_ns = token_file.mtime_ns  # a large file's fingerprint covers only parts of it
     name = f"ids-{token_file.fingerprint}-{mtime_ns}-{vocab_size}"
     return bool(cache.array(name, scan, is_durable=True)[0])
 

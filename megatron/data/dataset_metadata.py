@@ -1,4 +1,4 @@
-"""``PREFIX.meta.json``: the tokenizer, special tokens and checksums of a pair of token files.
+"""``PREFIX.meta.json``: tokenizer, special tokens and checksums for a pair of token files.
 
 The file is optional. Other programs that read token files ignore it.
 """
@@ -20,7 +20,7 @@ _CHECKSUM = "crc32"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetMetadata:
-    """Metadata of a pair of token files, written together with it."""
+    """Metadata for a pair of token files, written together with it."""
 
     num_tokens: int
     num_documents: int
@@ -35,13 +35,13 @@ class DatasetMetadata:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """Return the content of the file: the fields and their crc32."""
+        """Serialize the fields and their crc32."""
         fields = dataclasses.asdict(self)
         return (json.dumps(fields | {_CHECKSUM: _crc32(fields)}, indent=2) + "\n").encode()
 
 
 def read(path: Path) -> DatasetMetadata | None:
-    """Return the sidecar at ``path``, or None if the file does not exist.
+    """Read the sidecar at ``path``; None if the file does not exist.
 
     Raises:
         DataError: the file is unreadable, has another format, or does not match its crc32 (older files have none).
@@ -56,7 +56,7 @@ def read(path: Path) -> DatasetMetadata | None:
 
 
 def parse(content: bytes, path: Path | str) -> DatasetMetadata:
-    """Parse the content of a sidecar; ``path`` is used in messages.
+    """Parse a sidecar's content; ``path`` is used in messages.
 
     Raises:
         DataError: see ``read``.

@@ -1,4 +1,4 @@
-"""DocumentTable: the sizes and starts of the documents in a token file.
+"""DocumentTable: document sizes and starts in a token file.
 
 An ``.idx`` of up to 4 million sequences is loaded and checked completely. If it is larger, only the lengths are
 scanned completely, because they determine the starts of the documents; afterwards, the lengths are accessed in a mapped
@@ -22,14 +22,14 @@ LARGE_FROM_SEQUENCES = 1 << 22
 
 @dataclass(frozen=True)
 class DocumentTable:
-    """The content of an ``.idx``.
+    """Content of an ``.idx``.
 
     Args:
-        document_lengths: tokens of each document; may be an unaligned view of a mapped file (use
+        document_lengths: tokens per document; may be an unaligned view of a mapped file (use
             ``documents.gather_lengths``).
-        starts: first token of every ``stride``-th document, followed by the total number of tokens.
+        starts: first token of every ``stride``-th document, followed by the total token count.
         key: digest of the sizes.
-        idx_crc32: checksum of the file; None for a large file.
+        idx_crc32: file checksum; None for a large file.
     """
 
     dtype: np.dtype
@@ -44,7 +44,7 @@ class DocumentTable:
         return int(self.starts[-1])
 
     def start(self, document: int) -> int:
-        """Return the index in the file of the first token of ``document``."""
+        """Look up the index in the file of the first token in ``document``."""
         block, remainder = divmod(document, self.stride)
         start = int(self.starts[block])
         return (
@@ -54,7 +54,7 @@ class DocumentTable:
         )
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
-        """Return int64[stop - first + 1], the starts of documents first ... stop - 1 and the end of the last one."""
+        """Compute int64[stop - first + 1], the starts of documents first ... stop - 1 and the last one's end."""
         starts = np.empty(stop - first + 1, np.int64)
         starts[0] = self.start(first)
         np.cumsum(self.document_lengths[first:stop], out=starts[1:])
@@ -62,18 +62,18 @@ class DocumentTable:
         return starts
 
     def find_document(self, token: int) -> int:
-        """Return the document that contains the token with index ``token`` in the file."""
+        """Find the document that contains token ``token`` of the file."""
         first = (int(np.searchsorted(self.starts, token, "right")) - 1) * self.stride
         starts = self.starts_of(first, min(first + self.stride, len(self.document_lengths)))
         return first + int(np.searchsorted(starts, token, "right")) - 1
 
 
 def read_table(path: Path, *, reader: str, cache: IndexCache | None, has_metadata: bool) -> DocumentTable:
-    """Return the table of the ``.idx`` at ``path``.
+    """Read the table of the ``.idx`` at ``path``.
 
     Args:
         reader: "mmap" or "pread".
-        cache: stores the sizes of a large file if they cannot be mapped directly; None: they are stored in memory.
+        cache: stores a large file's sizes if they cannot be mapped directly; None: they are stored in memory.
         has_metadata: the file has a sidecar, so it was written by this project with one sequence per document.
 
     Raises:

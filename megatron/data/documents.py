@@ -1,4 +1,4 @@
-"""The documents of a split: counts, sizes and sums in bounded memory."""
+"""A split's documents: counts, sizes and sums in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BLOCK = 1 << 18
 
 
 def count_documents(documents: Documents) -> int:
-    """Return the number of documents."""
+    """Count the documents."""
     return len(documents) if isinstance(documents, np.ndarray) else documents[1] - documents[0]
 
 
 def index_dtype(documents: Documents) -> type[np.signedinteger]:
-    """Return the integer type for the indices of ``documents``: int32 if they fit, else int64."""
+    """Choose the integer type for indices of ``documents``: int32 if they fit, else int64."""
     if isinstance(documents, np.ndarray):
         last = int(documents[-1]) if len(documents) else 0
     else:
@@ -28,14 +28,14 @@ def index_dtype(documents: Documents) -> type[np.signedinteger]:
 
 
 def indices_at(documents: Documents, positions: np.ndarray) -> np.ndarray:
-    """Return the document indices at positions ``positions`` (from 0) of ``documents``."""
+    """Look up the document indices at ``positions`` (from 0) in ``documents``."""
     return documents[positions] if isinstance(documents, np.ndarray) else positions + documents[0]
 
 
 def gather_lengths(lengths: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return ``lengths[indices]`` without copying ``lengths``, even if it is an unaligned view of a mapped file.
+    """Gather ``lengths[indices]`` without copying ``lengths``, even if it is an unaligned view of a mapped file.
 
-    ``take`` copies an unaligned array completely. A view as raw bytes of the same width is always aligned.
+    ``take`` copies an unaligned array completely. A view as raw bytes with the same width is always aligned.
     """
     if lengths.flags.aligned:
         return lengths.take(indices)
@@ -43,14 +43,14 @@ def gather_lengths(lengths: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def count_tokens(lengths: np.ndarray, documents: Documents) -> int:
-    """Return the total number of tokens in ``documents``; ``lengths`` has the sizes of all documents in the file."""
+    """Count all tokens in ``documents``; ``lengths`` has the sizes of all documents in the file."""
     if not isinstance(documents, np.ndarray):
         return int(lengths[documents[0] : documents[1]].sum(dtype=np.int64))
     return sum(int(gather_lengths(lengths, block).sum(dtype=np.int64)) for block in _blocks(documents))
 
 
 def longest_document(lengths: np.ndarray, documents: Documents) -> int:
-    """Return the number of tokens in the longest document."""
+    """Count the tokens in the longest document."""
     if not isinstance(documents, np.ndarray):
         return int(lengths[documents[0] : documents[1]].max())
     return max(int(gather_lengths(lengths, block).max()) for block in _blocks(documents))
@@ -61,9 +61,9 @@ def _blocks(indices: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def documents_key(documents: Documents) -> str:
-    """Return a unique key of ``documents``: the range as text, or a hash of all indices.
+    """Build a unique key for ``documents``: the range as text, or a hash of all indices.
 
-    The key is part of the fingerprints in checkpoints, so its format must never change. It is the same for int32 and
+    The key is part of fingerprints in checkpoints, so its format must never change. It is the same for int32 and
     int64.
     """
     if not isinstance(documents, np.ndarray):
@@ -75,7 +75,7 @@ def documents_key(documents: Documents) -> str:
 
 
 class TokenSource(Protocol):
-    """A source of tokenized documents: ``IndexedDataset`` or an object with the same interface."""
+    """Tokenized documents: ``IndexedDataset`` or an object with the same interface."""
 
     @property
     def prefix(self) -> str: ...
@@ -90,7 +90,7 @@ class TokenSource(Protocol):
 
 
 class DocumentSlice(NamedTuple):
-    """The part of one document within a window."""
+    """Part of one document within a window."""
 
     document: int
     offset: int

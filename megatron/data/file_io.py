@@ -1,4 +1,4 @@
-"""File I/O of token files: mmap and pread readers, streamed files with a CRC, atomic replacement of several files."""
+"""File I/O for token files: mmap and pread readers, streamed files with a CRC, atomic replacement of several files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StreamedFile:
         If its ``crc32`` is given, the kernel copies the data; otherwise the data is read to compute the checksum.
 
         Raises:
-            DataError: the size of the file is not ``num_bytes``.
+            DataError: the file size is not ``num_bytes``.
         """
         if path.stat().st_size != num_bytes:
             raise DataError(f"{path} must have {num_bytes} bytes, but has {path.stat().st_size}. Build it again.")
@@ -112,7 +112,7 @@ class StreamedFile:
 
 
 def read_lengths(path: Path, block_documents: int = 1 << 18) -> Iterator[np.ndarray]:
-    """Yield the int32 numbers of tokens per document in ``path``, in arrays of at most ``block_documents``."""
+    """Read the int32 tokens per document in ``path``, in arrays with at most ``block_documents`` entries."""
     with open(path, "rb") as file:
         while data := file.read(4 * block_documents):
             yield np.frombuffer(data, "<i4")
@@ -135,7 +135,7 @@ class Reader(Protocol):
     """A file opened for reading."""
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """Return a copy of bytes ``offset`` ... ``offset + count - 1`` as uint8.
+        """Copy bytes ``offset`` ... ``offset + count - 1`` as uint8.
 
         Raises:
             DataError: the bytes cannot be read.
@@ -144,7 +144,7 @@ class Reader(Protocol):
 
 
 class MMapBinReader:
-    """Reader that uses a memory mapping, which is shared by all processes of a host."""
+    """Reader that uses a memory mapping, which all processes on a host share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -211,7 +211,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {"mmap": MMapBinReader, "pread": 
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the temporary name under which this process writes the future file ``path``."""
+    """Choose the temporary name under which this process writes the future file ``path``."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
@@ -226,7 +226,7 @@ def replace_together(prefix: str, paths: Sequence[Path], obsolete: Sequence[Path
 
 
 def is_pending(prefix: str) -> bool:
-    """Return True if a committed replacement is not finished."""
+    """Check for a committed replacement that is not finished."""
     return _journal_path(prefix).exists()
 
 
@@ -257,7 +257,7 @@ def roll_forward(prefix: str) -> None:
 
 
 def remove_stale(prefix: str) -> None:
-    """Delete temporary files that terminated processes of this machine have left."""
+    """Delete temporary files that terminated processes on this machine have left."""
     host_infix = f".{socket.gethostname()}-"
     for suffix in (".bin", ".idx", ".len", ".meta.json", ".commit"):
         target = Path(prefix + suffix)

@@ -7,7 +7,7 @@
 
 SPM is the paper's second variant: it starts like a PSM document with an empty prefix, so that a model learns both
 orders jointly. The transformation is applied to tokens when a sample is read. The three control tokens replace the
-last three tokens of the document, and the end-of-document token stays in place. Therefore, no document moves and no
+document's last three tokens, and the end-of-document token stays in place. Therefore, no document moves and no
 length changes.
 
 Source: Bavarian et al. 2022, "Efficient training of language models to fill in the middle", section 3 and appendix D.
@@ -34,7 +34,7 @@ _WORDS_PER_DOCUMENT = 4
 
 
 class Vocabulary(Protocol):
-    """The part of the interface of ``megatron.tokenizer.Tokenizer`` that ``fim_from`` needs."""
+    """Interface of ``megatron.tokenizer.Tokenizer`` that ``fim_from`` needs."""
 
     @property
     def has_eod(self) -> bool: ...
@@ -47,7 +47,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Fim:
-    """The settings of fill-in-the-middle: rates and control tokens.
+    """Fill-in-the-middle settings: rates and control tokens.
 
     Args:
         rate: share of documents to rearrange, 0 ... 1.
@@ -65,18 +65,18 @@ class Fim:
 
     @property
     def key(self) -> str:
-        """A unique key of the settings. It is part of fingerprints in checkpoints, so its format must never change."""
+        """Unique key for the settings. It is part of fingerprints in checkpoints, so its format must never change."""
         ids = (self.prefix_id, self.middle_id, self.suffix_id, self.eod_id)
         return f"fim {float(self.rate)} {float(self.spm_rate)} {' '.join(map(str, ids))}"
 
     def apply(self, text: np.ndarray, slice_lengths: Sequence[int], *key: int | str) -> np.ndarray:
-        """Return ``text``, int64[n], with some of its documents rearranged; the length is unchanged.
+        """Return ``text``, int64[n], with some documents rearranged; the length is unchanged.
 
-        Documents of fewer than six tokens are not rearranged. The result is deterministic for a given ``key``.
+        Documents with fewer than six tokens are not rearranged. The result is deterministic for a given ``key``.
 
         Args:
-            slice_lengths: tokens of each document slice in ``text``, in order.
-            key: key of the random draws: the seed, the index of the sample, and optional additional values.
+            slice_lengths: tokens per document slice in ``text``, in order.
+            key: key of the random draws: the seed, the sample index, and optional additional values.
         """
         starts, lengths, ended = self._documents(text, slice_lengths)
         words = random_words(_WORDS_PER_DOCUMENT * len(starts), "fim", *key).reshape(-1, _WORDS_PER_DOCUMENT)
@@ -91,7 +91,7 @@ class Fim:
         return self._gather(text, starts, (low, high, ends), is_moved.astype(np.int64), ended)
 
     def _documents(self, text: np.ndarray, slice_lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (start, tokens before the end-of-document token, 1 if there is such a token else 0) per document."""
+        """Find (start, tokens before the end-of-document token, 1 if there is such a token else 0) per document."""
         is_eod = np.zeros(len(text), np.bool_) if self.eod_id is None else text == self.eod_id
         is_last = is_eod.copy()
         is_last[np.cumsum(slice_lengths) - 1] = True
@@ -103,10 +103,10 @@ class Fim:
     def _gather(
         self, text: np.ndarray, starts: np.ndarray, bounds: tuple[np.ndarray, ...], moved: np.ndarray, ended: np.ndarray
     ) -> np.ndarray:
-        """Return the text with each document in the order prefix, suffix, middle.
+        """Reorder each document to prefix, suffix, middle.
 
         Args:
-            bounds: ends of the prefix, the middle and the suffix in the original order. A document that is not
+            bounds: prefix, middle and suffix ends in the original order. A document that is not
                 rearranged consists only of a prefix.
             moved: 1 for rearranged documents, else 0.
             ended: 1 for documents with an end-of-document token, else 0.
@@ -127,11 +127,11 @@ def _random_below(limits: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
-    """Return the settings for ``--fim-rate`` and ``--fim-spm-rate``; None for a rate of 0.
+    """Build the settings for ``--fim-rate`` and ``--fim-spm-rate``; None for a rate of 0.
 
     Raises:
         ConfigError: a rate is outside 0 ... 1.
-        DataError: the vocabulary has none of the three sets of names in ``TOKEN_NAMES``.
+        DataError: the vocabulary has none of the three name sets in ``TOKEN_NAMES``.
     """
     for flag, value in (("--fim-rate", rate), ("--fim-spm-rate", spm_rate)):
         if not 0.0 <= value <= 1.0:

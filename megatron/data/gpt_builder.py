@@ -1,4 +1,4 @@
-"""The training, validation and test datasets of a GPT run, checked before training starts."""
+"""A GPT run's training, validation and test datasets, checked before training starts."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def build_train_valid_test(
     num_samples: Sequence[int] | None = None,
     has_extra_token: bool = True,
 ) -> SplitDatasets:
-    """Return the training, validation and test datasets; None for a split that is not needed.
+    """Build the training, validation and test datasets; None for a split that is not needed.
 
     Args:
-        vocab_size: vocabulary size of the model's tokenizer; every token id must be smaller.
-        tokenizer_identity: identity of the model's tokenizer; compared with the identity in the sidecar if there is
+        vocab_size: the model tokenizer's vocabulary size; every token id must be smaller.
+        tokenizer_identity: the model tokenizer's identity; compared with the identity in the sidecar if there is
             one.
         flags_needing_eod: flags in use that require every document to end with the end-of-document token.
         packing, fim: see ``GPTDataset``.
-        num_samples: samples that the run reads from train, valid and test, as passed to the script's provider of data
-            sets; required for ``paths.order`` "megatron", which depends on them.
+        num_samples: samples that the run reads from train, valid and test, as passed to the script's dataset
+            provider; required for ``paths.order`` "megatron", which depends on them.
         has_extra_token: see ``GPTDataset``.
 
     Raises:

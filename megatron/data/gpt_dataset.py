@@ -20,27 +20,27 @@ _PADDING = 0
 
 
 class GPTDataset:
-    """Endless samples of L + 1 tokens; sample i belongs to epoch i // samples_per_epoch.
+    """Endless samples with L + 1 tokens; sample i belongs to epoch i // samples_per_epoch.
 
     | packing | sample | use of an epoch's T tokens |
     |---|---|---|
     | concat | int64[L + 1] | floor((T - 1) / L) samples; neighbours share one token, the tail is dropped |
     | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | all tokens; only overlong documents are split |
 
-    ``segments`` numbers the slices of documents within the sample from 0. Padding has segment -1 and token 0; no token
+    ``segments`` numbers the document slices within the sample from 0. Padding has segment -1 and token 0; no token
     attends to it, and it has no loss.
 
     Args:
-        documents: (start, stop) of the documents to use, or their ascending indices.
-        seq_length: L, the tokens of a sample that are fed to the model.
-        seed: seed of the sample order; the same on all ranks.
+        documents: (start, stop) range of documents to use, or their ascending indices.
+        seq_length: L, tokens per sample that are fed to the model.
+        seed: sample order seed; the same on all ranks.
         fim: rearranges documents for fill-in-the-middle, keyed by (seed, i).
-        cache: shares the document order of large corpora between the processes of this host; None: each process
+        cache: shares large corpora's document order between this host's processes; None: each process
             computes the order in its own memory.
-        draws: additional key for the random draws of ``fim``, so that the corpora of a mixture draw differently.
-        megatron_samples: build the order of megatron-core's GPTDataset for a run that reads this number of samples;
-            None: the order of this project, which has no end.
-        has_extra_token: False: a sample of Megatron's order has L tokens, and the last one has no label. It is
+        draws: additional key for random draws in ``fim``, so that the corpora of a mixture draw differently.
+        megatron_samples: build the order of megatron-core's GPTDataset for a run that reads this many samples;
+            None: this project's order, which has no end.
+        has_extra_token: False: a sample in Megatron's order has L tokens, and the last token has no label. It is
             {"text": int64[L + 1], "loss_mask": int32[L + 1]} with an unused token 0 at the end.
 
     Raises:
@@ -73,7 +73,7 @@ class GPTDataset:
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
     def _make_windows(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex | MegatronWindows:
-        """Return the index that divides the documents into samples."""
+        """Build the index that divides the documents into samples."""
         if self.megatron_samples is not None:
             assert isinstance(self.documents, tuple)
             return MegatronWindows(
@@ -105,17 +105,17 @@ class GPTDataset:
 
     @property
     def prefix(self) -> str:
-        """The path of the token files without a suffix."""
+        """Path of the token files without a suffix."""
         return self.token_file.prefix
 
     @property
     def plan(self) -> EpochPlan | None:
-        """The epochs of Megatron's order; None in the order of this project."""
+        """Epochs in Megatron's order; None in this project's order."""
         return self._windows.plan if isinstance(self._windows, MegatronWindows) else None
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short digest of all settings and data that determine the samples and their order."""
+        """Short digest of all settings and data that determine the samples and their order."""
         key = f"{self.token_file.fingerprint}:{documents_key(self.documents)}:{self.seq_length}:{self.seed}"
         if self.packing != "concat":
             key += f":{self.packing}"
@@ -130,7 +130,7 @@ class GPTDataset:
         prefetch_slices(self.token_file, self._windows.slices(index))
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
-        """Return sample ``index``.
+        """Read sample ``index``.
 
         Raises:
             DataError: the sample cannot be read; the message names the sample, the document and the file position.

@@ -1,4 +1,4 @@
-"""Model inputs of a GPT micro-batch: tokens, labels, loss mask, positions and segment ids."""
+"""Model inputs for a GPT micro-batch: tokens, labels, loss mask, positions and segment ids."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def gpt2_fields(
     tokens: Tensor, *, segments: Tensor | None = None, loss_mask: Tensor | None = None, eod_id: int | None = None,
     reset_position_ids: bool = False, reset_attention_mask: bool = False, eod_mask_loss: bool = False,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Return tokens, labels, loss_mask, position_ids and segment_ids of a micro-batch.
+    """Build tokens, labels, loss_mask, position_ids and segment_ids for a micro-batch.
 
     Shapes:
-        tokens [b, L+1], int64; segments [b, L+1], int32, the document of each token, -1 for padding
+        tokens [b, L+1], int64; segments [b, L+1], int32, each token's document, -1 for padding
         loss_mask [b, L+1], int32, 1 for tokens to predict; None: all tokens
         all results [b, L]; loss_mask is float32; segment_ids is int32, or None without ``segments`` and
         ``reset_attention_mask``
@@ -59,7 +59,7 @@ def gpt2_fields(
 
 
 def _document_starts(is_eod: Tensor, positions: Tensor) -> Tensor:
-    """Return the start of each position's document within the sample."""
+    """Find the start of each position's document within the sample."""
     starts = torch.zeros_like(positions)
     starts[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
     return starts.cummax(dim=1).values

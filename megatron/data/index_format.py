@@ -4,9 +4,9 @@
 |---|---|---|
 | 0 | 9 bytes | ``MMIDIDX`` and two zeros |
 | 9 | u64 | version, 1 |
-| 17 | u8 | code of the token type |
+| 17 | u8 | token type code |
 | 18, 26 | u64, u64 | S sequences; D = documents + 1 |
-| 34 | int32[S], int64[S], int64[D] | lengths in tokens; byte offsets into .bin; first sequence of each document |
+| 34 | int32[S], int64[S], int64[D] | lengths in tokens; byte offsets into .bin; first sequence per document |
 
 All numbers are little-endian. The ``.bin`` contains only the tokens. All versions of Megatron-LM can read these files,
 and this module reads the files that Megatron-LM has written from 2020 until today. Tools without a notion of documents,
@@ -42,7 +42,7 @@ _LAZY_MAGIC = b"TNTIDX\x00\x00"
 
 
 class Header(NamedTuple):
-    """The header of an ``.idx`` and the offsets of its arrays."""
+    """The header in an ``.idx`` and the array offsets."""
 
     dtype: np.dtype
     num_sequences: int
@@ -62,12 +62,12 @@ class Header(NamedTuple):
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return the storage type of the tokens for a vocabulary of this size."""
+    """Choose the token storage type for a vocabulary size."""
     return np.dtype(np.uint16 if vocab_size < U16_BELOW_VOCAB_SIZE else np.int32)
 
 
 def decode_header(header_bytes: bytes, file_bytes: int, path: Path) -> Header:
-    """Return the header of an ``.idx`` of ``file_bytes`` bytes that starts with ``header_bytes``.
+    """Decode the header of an ``.idx`` with ``file_bytes`` bytes that starts with ``header_bytes``.
 
     The counts in the header are checked against the file size before memory is allocated for them.
 
@@ -96,7 +96,7 @@ def decode_header(header_bytes: bytes, file_bytes: int, path: Path) -> Header:
 
 
 def decode_index(data: bytes, path: Path) -> tuple[np.ndarray, np.dtype]:
-    """Return (tokens of each document as int32, token type) from the bytes of an ``.idx``.
+    """Decode an ``.idx`` into (int32 tokens per document, token type).
 
     Raises:
         DataError: see ``decode_header``; or the three arrays are inconsistent.
@@ -118,7 +118,7 @@ def decode_index(data: bytes, path: Path) -> tuple[np.ndarray, np.dtype]:
 
 
 def has_no_documents(starts: np.ndarray) -> bool:
-    """Return True if the document starts were written by a tool without a notion of documents."""
+    """Check if document starts were written by a tool without a notion of documents."""
     return len(starts) == 1 and starts[0] == 0
 
 
@@ -133,19 +133,19 @@ def check_lengths(lengths: np.ndarray, first: int, path: Path) -> None:
 
 
 def offsets_error(path: Path) -> DataError:
-    """Return the error for an index whose byte offsets (second array) are wrong."""
+    """Build the error for an index with wrong byte offsets (second array)."""
     return DataError(f"{path}: byte offsets do not follow from the lengths; the file is damaged. Build it again.")
 
 
 def starts_error(num_sequences: int, path: Path) -> DataError:
-    """Return the error for an index whose document starts (third array) are wrong."""
+    """Build the error for an index with wrong document starts (third array)."""
     return DataError(
         f"{path}: document starts must increase from 0 to {num_sequences}; the file is damaged. Build it again."
     )
 
 
 def lengths_from_bounds(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
-    """Return the number of tokens of documents ``first``, ``first`` + 1, ... as int32, from their boundaries."""
+    """Compute tokens per document for documents ``first``, ``first`` + 1, ... as int32, from their boundaries."""
     lengths = np.diff(bounds)
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
         raise DataError(
@@ -178,7 +178,7 @@ def _check_format(magic: bytes, version: int, code: int, path: Path) -> None:
 
 
 def _document_lengths(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, path: Path) -> np.ndarray:
-    """Return the tokens of each document; in Megatron-LM's files a document may have several sequences (sentences)."""
+    """Compute tokens per document; in Megatron-LM's files a document may have several sequences (sentences)."""
     if len(starts) == len(lengths) + 1 and np.array_equal(starts, np.arange(len(starts))):
         return lengths
     return lengths_from_bounds(np.concatenate([np.zeros(1, np.int64), ends])[starts], 0, path)

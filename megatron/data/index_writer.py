@@ -14,12 +14,12 @@ _STARTS_PER_CHUNK = 1 << 20
 def index_chunks(
     blocks: Callable[[], Iterable[np.ndarray]], num_documents: int, dtype: np.dtype
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an ``.idx`` with one sequence per document, holding only one block in memory.
+    """Generate the bytes of an ``.idx`` with one sequence per document, holding only one block in memory.
 
     Args:
-        blocks: iterates over the document sizes in order, in arrays of any length; called once per pass.
-        num_documents: the number of documents in all blocks.
-        dtype: type of the tokens in the ``.bin``.
+        blocks: iterates over the document sizes in order, in arrays with any length; called once per pass.
+        num_documents: document count in all blocks.
+        dtype: token type in the ``.bin``.
     """
     codes = {np.dtype(token_type): code for code, token_type in TOKEN_TYPES.items()}
     yield HEADER.pack(MAGIC, VERSION, codes[dtype], num_documents, num_documents + 1)

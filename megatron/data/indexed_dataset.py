@@ -1,4 +1,4 @@
-"""IndexedDataset: read the documents of ``PREFIX.bin`` and ``PREFIX.idx``."""
+"""IndexedDataset: read documents in ``PREFIX.bin`` and ``PREFIX.idx``."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _PROBE_BYTES = 1 << 16
 
 
 class IndexedDataset:
-    """The documents of a pair of token files, written by this project or by Megatron-LM.
+    """Documents in a pair of token files, written by this project or by Megatron-LM.
 
     Attributes:
-        document_lengths: the number of tokens of each document (int32). For a large file this array is an unaligned
+        document_lengths: tokens per document (int32). For a large file this array is an unaligned
             view of the mapped ``.idx``, so index it in blocks.
-        sidecar: the content of ``PREFIX.meta.json``; None if the file does not exist.
+        sidecar: content of ``PREFIX.meta.json``; None if the file does not exist.
 
     Args:
-        prefix: path of the token files without a suffix; may name an object store, such as s3://bucket/corpus.
+        prefix: token file path without a suffix; may name an object store, such as s3://bucket/corpus.
         reader: "mmap", or "pread" for network file systems; the results are the same.
-        cache: shares the sizes of a large file between the processes of this host if they cannot be mapped directly
+        cache: shares a large file's sizes between this host's processes if they cannot be mapped directly
             (with "pread", or if documents have several sequences). None: 4 bytes per document in each process. The
             cache also stores the data read from an object store.
 
@@ -77,7 +77,7 @@ class IndexedDataset:
             self._file = RangeReader(self.token_path, ranges)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a copy of ``length`` tokens of ``document`` from ``offset`` on (None: up to the document's end)."""
+        """Copy ``length`` tokens from ``document`` from ``offset`` on (None: up to the document's end)."""
         size = int(self.document_lengths[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -87,7 +87,7 @@ class IndexedDataset:
         return self.read_tokens(self._table.start(document) + offset, length)
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return a copy of ``count`` tokens from token ``start`` of the file on, across document boundaries."""
+        """Copy ``count`` tokens from token ``start`` in the file on, across document boundaries."""
         width = self.dtype.itemsize
         return self._file.read(start * width, count * width).view(self.dtype)
 
@@ -104,32 +104,32 @@ class IndexedDataset:
 
     @cached_property
     def num_sequences(self) -> int:
-        """The number of sequences; more than the number of documents if documents consist of several sentences."""
+        """Sequence count; more than the document count if documents consist of several sentences."""
         with open(self.index_path, "rb") as file:
             header_bytes = file.read(index_format.HEADER.size)
         return index_format.decode_header(header_bytes, self.index_path.stat().st_size, self.index_path).num_sequences
 
     @property
     def mtime_ns(self) -> int:
-        """The modification time of the token file in nanoseconds."""
+        """Modification time of the token file in nanoseconds."""
         return object_store.status(self.token_path).time_ns
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """int64[num_documents + 1], the start of each document and the end of the last one; not for large files."""
+        """int64[num_documents + 1], each document's start and the last one's end; not for large files."""
         return self.starts_of(0, self.num_documents)
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
-        """Return int64[stop - first + 1], the starts of documents first ... stop - 1 and the end of the last one."""
+        """Compute int64[stop - first + 1], the starts of documents first ... stop - 1 and the last one's end."""
         return self._table.starts_of(first, stop)
 
     def byte_offset(self, document: int, offset: int = 0) -> int:
-        """Return the byte offset in the ``.bin`` of token ``offset`` of ``document``."""
+        """Compute the byte offset in the ``.bin`` for token ``offset`` in ``document``."""
         return (self._table.start(document) + offset) * self.dtype.itemsize
 
     @property
     def max_token_id(self) -> int | None:
-        """The largest token id according to the sidecar; None without a sidecar."""
+        """Largest token id according to the sidecar; None without a sidecar."""
         return self.sidecar.max_token_id if self.sidecar else None
 
     @property
@@ -150,7 +150,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short digest of the tokens.
+        """Short digest of the tokens.
 
         It covers the ``.idx`` (for a large file only the lengths) and the ``.bin`` (for a large file only evenly spaced
         blocks).
@@ -169,7 +169,7 @@ class IndexedDataset:
         return digest.hexdigest()[:16]
 
     def _fetch_index_files(self, ranges: RangeCache) -> tuple[Path, Path]:
-        """Return local copies of the ``.idx`` and the sidecar; without a sidecar, the second path does not exist."""
+        """Fetch local copies of the ``.idx`` and the sidecar; without a sidecar, the second path does not exist."""
         names = [self.prefix + suffix for suffix in (".idx", ".bin", ".meta.json")]
         are_present = [object_store.size_of(name) is not None for name in names]
         self._check_present(

@@ -1,4 +1,4 @@
-"""Write a pair of token files; memory use is independent of the numbers of tokens and documents."""
+"""Write a pair of token files; memory use is independent of token and document counts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class IndexedDatasetBuilder:
     A context manager. The files appear together when the ``with`` block ends without an exception.
 
     Args:
-        vocab_size: exclusive upper bound of the token ids; also determines the token type. If None (unknown),
+        vocab_size: exclusive upper bound for token ids; also determines the token type. If None (unknown),
             ``dtype`` is required, no ``.meta.json`` is written, and an existing one is deleted.
-        tokenizer: identity of the tokenizer, stored in the sidecar.
-        eod_id: id of the token that ends every added document; None if documents do not end with such a token.
-        dtype: token type of the file; by default it follows from ``vocab_size``.
+        tokenizer: tokenizer identity, stored in the sidecar.
+        eod_id: token id that ends every added document; None if documents do not end with such a token.
+        dtype: token type in the file; by default it follows from ``vocab_size``.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class IndexedDatasetBuilder:
     def append(
         self, path: Path, lengths: Iterable[np.ndarray], *, num_tokens: int, max_token_id: int, crc32: int | None = None
     ) -> None:
-        """Append a file of tokens of this builder's token type without inspecting the tokens.
+        """Append a file with tokens in this builder's token type without inspecting the tokens.
 
         Args:
-            lengths: tokens of each document in ``path``, in arrays of any length; empty documents are dropped.
+            lengths: tokens per document in ``path``, in arrays with any length; empty documents are dropped.
             max_token_id: the largest id in ``path``, for the sidecar.
             crc32: checksum of ``path``. If None, it is computed while copying, at half the speed.
 
         Raises:
-            DataError: the size of the file or the sum of ``lengths`` does not match ``num_tokens``.
+            DataError: the file size or the sum of ``lengths`` does not match ``num_tokens``.
         """
         if num_tokens:
             self._check_ids(0, max_token_id)

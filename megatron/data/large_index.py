@@ -1,6 +1,6 @@
 """LargeIndex: an ``.idx`` file that is too large to load in each process and is accessed in place.
 
-| part of the file | check |
+| file part | check |
 |---|---|
 | header, file size | complete |
 | lengths | all, in blocks: not negative, and their sum must match the ``.bin``; the fingerprint contains their crc32 |
@@ -38,11 +38,11 @@ _DOCUMENTS_PER_BLOCK = 1 << 16
 
 
 class LargeIndex:
-    """The content of a large ``.idx``.
+    """Content of a large ``.idx``.
 
     Attributes:
-        document_lengths: tokens of each document.
-        starts: first token of every ``STRIDE``-th document, followed by the total number of tokens.
+        document_lengths: tokens per document.
+        starts: first token of every ``STRIDE``-th document, followed by the total token count.
         crc32: checksum of the sizes.
 
     Raises:
@@ -68,18 +68,18 @@ class LargeIndex:
             self.document_lengths = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
 
     def _read_array(self, array_offset: int, dtype: str, first: int, count: int) -> np.ndarray:
-        """Return ``count`` elements, from index ``first`` on, of the array at byte ``array_offset``."""
+        """Read ``count`` elements, from index ``first`` on, in the array at byte ``array_offset``."""
         width = np.dtype(dtype).itemsize
         return self._file.read(array_offset + first * width, count * width).view(dtype)
 
     def _read_sequence_lengths(self) -> Iterator[np.ndarray]:
-        """Yield the lengths of all sequences in blocks."""
+        """Read all sequence lengths in blocks."""
         count = self._header.num_sequences
         for first in range(0, count, _BLOCK):
             yield self._read_array(HEADER.size, "<i4", first, min(_BLOCK, count - first))
 
     def _scan_lengths(self, blocks: Iterable[np.ndarray]) -> tuple[np.ndarray, int]:
-        """Return (cumulative tokens before every ``STRIDE``-th document and in total, crc32 of the sizes)."""
+        """Compute (cumulative tokens before every ``STRIDE``-th document and in total, crc32 over the sizes)."""
         stride_tokens, crc32, first = [np.zeros(1, np.int64)], 0, 0
         for block in blocks:
             check_lengths(block, first, self._path)
@@ -99,7 +99,7 @@ class LargeIndex:
                 raise offsets_error(self._path)
 
     def _has_one_sequence_per_document(self, has_metadata: bool) -> bool:
-        """Return True if each sequence is a document."""
+        """Check if each sequence is a document."""
         count, starts_at = self._header.num_starts, self._header.starts_at
         if has_no_documents(self._read_array(starts_at, "<i8", 0, min(count, 2))):
             return True
@@ -116,7 +116,7 @@ class LargeIndex:
         return True
 
     def _join_sequences(self) -> Iterator[np.ndarray]:
-        """Yield document sizes in blocks, for documents that consist of several sequences (sentences)."""
+        """Add up document sizes in blocks, for documents that consist of several sequences (sentences)."""
         num_documents, num_sequences = self._header.num_starts - 1, self._header.num_sequences
         starts_at, error = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
         if num_documents < 1 or int(self._read_array(starts_at, "<i8", 0, 1)[0]) != 0:
@@ -132,7 +132,7 @@ class LargeIndex:
             raise error
 
     def _cache_lengths(self, array_name: str, blocks: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
-        """Return the concatenated blocks, from a cache file if there is a cache, else in memory."""
+        """Concatenate the blocks, in a cache file if there is a cache, else in memory."""
         if self._cache is None:
             return np.concatenate(list(blocks()))
         status = self._path.stat()
@@ -142,10 +142,10 @@ class LargeIndex:
 
 
 def _block_starts(count: int) -> range:
-    """Return the first index of each block of an array with ``count`` elements."""
+    """List each block's first index in an array with ``count`` elements."""
     return range(0, count, _BLOCK)
 
 
 def _evenly_spaced(count: int) -> list[int]:
-    """Return evenly spaced integers from 0 to ``count - 1``."""
+    """Space integers evenly from 0 to ``count - 1``."""
     return sorted(set(np.linspace(0, count - 1, min(count, NUM_PROBES)).astype(np.int64).tolist()))

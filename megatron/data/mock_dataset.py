@@ -13,7 +13,7 @@ LONGEST_DOCUMENT = 48
 
 
 class MockTokens:
-    """A dataset of random tokens; item i depends only on (seed, i). About one token in eight ends a document."""
+    """A random-token dataset; item i depends only on (seed, i). About one token in eight ends a document."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int = 0) -> None:
         self.vocab_size, self.seq_length, self.seed = vocab_size, seq_length, seed
@@ -26,10 +26,10 @@ class MockTokens:
 
 
 class RandomDocuments:
-    """A mock token file: documents of random tokens with different lengths, each with an end-of-document token.
+    """A mock token file: random documents with different lengths, each with an end-of-document token.
 
     Args:
-        vocab_size: exclusive upper bound of the token ids.
+        vocab_size: exclusive upper bound for token ids.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -39,7 +39,7 @@ class RandomDocuments:
         self.vocab_size, self.seed = vocab_size, seed
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return ``length`` tokens of ``document`` from ``offset`` on (None: up to the document's end)."""
+        """Return ``length`` tokens in ``document`` from ``offset`` on (None: up to the document's end)."""
         size = int(self.document_lengths[document])
         tokens = np.random.default_rng((self.seed, document)).integers(1, self.vocab_size, size)
         tokens[-1] = EOD_ID

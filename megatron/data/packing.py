@@ -1,4 +1,4 @@
-"""Best-fit packing of whole documents."""
+"""Best-fit packing for complete documents."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.data.permutation import Permutation
 from megatron.data.sample_index import DocumentSlice, TokenSource
 from megatron.errors import DataError
 
-# Best-fit-decreasing packing by counts: slices of the same length are interchangeable, and so are equal samples.
+# Best-fit-decreasing packing by counts: slices with the same length are interchangeable, and so are equal samples.
 #
-# Slices are placed in descending order of length. Each is added to the open sample with the smallest sufficient room,
+# Slices are placed in descending length. Each is added to the open sample with the smallest sufficient room,
 # or to a new sample. Samples with the same slices form a group, and one iteration places all slices of a length that
 # fit into a group. The number of iterations therefore depends on the number of distinct lengths: ten million documents
 # take no longer than ten thousand.
@@ -25,9 +25,9 @@ from megatron.errors import DataError
 
 
 class Share(NamedTuple):
-    """The slices of one length in the samples of a group: each sample contains ``per_sample`` of them.
+    """Slices with one length in a group's samples: each sample contains ``per_sample`` of them.
 
-    The slices of a length are numbered from 0. The k-th sample of the group contains the slices from ``first`` +
+    Slices with the same length are numbered from 0. The group's k-th sample contains the slices from ``first`` +
     k * ``per_sample`` on.
     """
 
@@ -43,18 +43,18 @@ class Group(NamedTuple):
     shares: tuple[Share, ...] = ()
 
     def subrange(self, start: int, stop: int) -> Group:
-        """Return samples ``start`` ... ``stop`` - 1 of this group."""
+        """Select samples ``start`` ... ``stop`` - 1 in this group."""
         return Group(
             stop - start, tuple(share._replace(first=share.first + start * share.per_sample) for share in self.shares)
         )
 
     def with_share(self, share: Share) -> Group:
-        """Return a copy of the group with ``share`` appended."""
+        """Return a copy with ``share`` appended."""
         return Group(self.num_samples, (*self.shares, share))
 
 
 class _OpenSamples:
-    """Groups of open samples, by the number of tokens that still fit."""
+    """Groups of open samples, by the tokens that still fit."""
 
     def __init__(self) -> None:
         self.groups: dict[int, list[Group]] = {}
@@ -66,7 +66,7 @@ class _OpenSamples:
             self._rooms |= 1 << room
 
     def smallest_room(self, length: int) -> int | None:
-        """Return the smallest room of at least ``length``; None if there is none."""
+        """Find the smallest room for at least ``length`` tokens; None if there is none."""
         rooms = self._rooms >> length
         return length + (rooms & -rooms).bit_length() - 1 if rooms else None
 
@@ -79,10 +79,10 @@ class _OpenSamples:
 
 
 def best_fit(counts: np.ndarray, capacity: int) -> list[Group]:
-    """Pack slices into samples of at most ``capacity`` tokens and return the groups of samples.
+    """Pack slices into samples with at most ``capacity`` tokens, in groups.
 
     Args:
-        counts: int64[capacity + 1], the number of slices of each length; ``counts[0]`` is 0.
+        counts: int64[capacity + 1], slice counts by length; ``counts[0]`` is 0.
     """
     open_samples = _OpenSamples()
     for length in np.flatnonzero(counts)[::-1].tolist():
@@ -95,7 +95,7 @@ def best_fit(counts: np.ndarray, capacity: int) -> list[Group]:
 
 
 def _add_slices(samples: _OpenSamples, group: Group, room: int, length: int, first: int, stop: int) -> int:
-    """Add as many of the slices ``first`` ... ``stop`` - 1 to ``group`` as fit; return the first remaining slice.
+    """Add as many slices out of ``first`` ... ``stop`` - 1 to ``group`` as fit; return the first remaining slice.
 
     A sample is filled before the next one is opened, because best fit prefers the sample with the smallest room.
     """
@@ -114,15 +114,15 @@ def _add_slices(samples: _OpenSamples, group: Group, room: int, length: int, fir
     return first
 
 
-# The slices of documents for packing, ordered by length.
+# Document slices for packing, ordered by length.
 #
-# A sample with L inputs and L labels has L + 1 tokens. A document of at most L + 1 tokens is one slice. A longer
+# A sample with L inputs and L labels has L + 1 tokens. A document with at most L + 1 tokens is one slice. A longer
 # document is split every L tokens, and neighbouring slices share one token: the last label of one slice is the first
 # input of the next. Every token of a document except the first is therefore a label exactly once. Only the last slice
-# of a long document needs to be packed, because each of the others fills a sample. Documents of fewer than two tokens
+# of a long document needs to be packed, because each of the others fills a sample. Documents with fewer than two tokens
 # have no label and are dropped.
 #
-# The stored index is the list of documents sorted by the length of their last slice (a counting sort, in blocks), with
+# The stored index is a document list sorted by the length of the last slice (a counting sort, in blocks), with
 # 4 bytes per document if the document indices fit. It is the same for all epochs.
 
 CacheArray = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
@@ -132,11 +132,11 @@ _BLOCK = 1 << 20
 
 
 class SliceIndex:
-    """The slices of the documents of one split.
+    """Document slices in one split.
 
     Attributes:
-        last_counts: int64[capacity + 1], the number of last slices of each length.
-        num_full: the number of all other slices; each fills a sample.
+        last_counts: int64[capacity + 1], last slice counts by length.
+        num_full: count of all other slices; each fills a sample.
         by_length: documents sorted by the length of their last slice. The documents whose last slice has n tokens are
             ``by_length[starts[n] : starts[n] + last_counts[n]]``.
     """
@@ -148,7 +148,7 @@ class SliceIndex:
         capacity: int,
         cache_array: CacheArray = lambda name, make: make(),
     ) -> None:
-        """Build the index in three passes over ``document_lengths``, the sizes of all documents of the file."""
+        """Build the index in three passes over ``document_lengths``, the sizes of all documents in the file."""
         builder = _SliceIndexBuilder(document_lengths, documents, capacity)
         self.step = capacity - 1
         *counts, self.num_tokens, num_long = cache_array("counts", builder.count_last_slices).tolist()
@@ -161,25 +161,25 @@ class SliceIndex:
         self.last_counts[:2] = 0
 
     def full_slice(self, slice_idx: int) -> tuple[int, int]:
-        """Return (document, offset) of full slice ``slice_idx``; the last slice of a document is not a full slice."""
+        """Find (document, offset) for full slice ``slice_idx``; a document's last slice is not a full slice."""
         row = int(np.searchsorted(self._full_ends, slice_idx, "right"))
         num_before = int(self._full_ends[row - 1]) if row else 0
         return int(self._long_documents[row]), (slice_idx - num_before) * self.step
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the index in bytes."""
+        """Index memory in bytes."""
         return self.by_length.nbytes + self._long_documents.nbytes + self._full_ends.nbytes
 
 
 class _SliceIndexBuilder:
-    """The computation of the arrays of ``SliceIndex``."""
+    """Computes the arrays for ``SliceIndex``."""
 
     def __init__(self, document_lengths: np.ndarray, documents: Documents, capacity: int) -> None:
         self.document_lengths, self.documents, self.capacity = document_lengths, documents, capacity
 
     def count_last_slices(self) -> np.ndarray:
-        """Return int64[capacity + 3]: counts of last slices by length, number of tokens, number of long documents.
+        """Count last slices by length, tokens, and long documents: int64[capacity + 3].
 
         A long document has several slices.
         """
@@ -191,7 +191,7 @@ class _SliceIndexBuilder:
         return np.append(counts, [num_tokens, num_long])
 
     def sort_by_length(self, counts: np.ndarray) -> np.ndarray:
-        """Return the documents stably sorted by the length of their last slice."""
+        """Sort the documents stably by the length of their last slice."""
         result = np.empty(int(counts.sum()), index_dtype(self.documents))
         key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy's stable sort of 16 bits is a radix sort
         filled = np.cumsum(counts) - counts
@@ -205,7 +205,7 @@ class _SliceIndexBuilder:
         return result
 
     def find_long_documents(self, num_long: int) -> np.ndarray:
-        """Return int64[2 x num_long]: the documents with several slices, then the cumulative counts of full slices."""
+        """Find documents with several slices, then the cumulative full slice counts: int64[2 x num_long]."""
         result, filled = np.empty((2, num_long), np.int64), 0
         for documents, document_lengths in self._blocks():
             is_long = document_lengths > self.capacity
@@ -219,15 +219,13 @@ class _SliceIndexBuilder:
         return result.ravel()
 
     def _num_full_slices(self, document_lengths: np.ndarray) -> np.ndarray:
-        """Return the number of full slices of each document."""
         return np.maximum(document_lengths - 2, 0) // (self.capacity - 1)
 
     def _last_lengths(self, document_lengths: np.ndarray) -> np.ndarray:
-        """Return the length of the last slice of each document."""
         return document_lengths - self._num_full_slices(document_lengths) * (self.capacity - 1)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield blocks of (document indices, their sizes), both int64."""
+        """Yield blocks (document indices, their sizes), both int64."""
         documents, document_lengths = self.documents, self.document_lengths
         start, stop = documents if isinstance(documents, tuple) else (0, len(documents))
         for first in range(start, stop, _BLOCK):
@@ -241,10 +239,10 @@ class _SliceIndexBuilder:
                 )
 
 
-# Samples of packed documents: the counterpart of ``SampleIndex`` for ``--packing best-fit``.
+# Packed document samples: the counterpart of ``SampleIndex`` for ``--packing best-fit``.
 #
-# The slice lengths of each sample depend only on the document lengths and are computed once. Each epoch assigns the
-# documents of a length to the slots of this length, and orders the samples, by permutations computed from (seed,
+# Each sample's slice lengths depend only on the document lengths and are computed once. Each epoch assigns the
+# documents of each length to the slots of that length, and orders the samples, by permutations computed from (seed,
 # epoch). An epoch therefore stores no data, and is the same in every process.
 
 _FORMAT = 1
@@ -253,17 +251,17 @@ _VECTORIZED_FROM = 20  # values; permuting fewer one by one is faster
 
 
 class PackedSampleIndex:
-    """Endless samples of document slices with up to ``capacity`` tokens; sample i belongs to epoch i // per_epoch.
+    """Endless samples with document slices and up to ``capacity`` tokens; sample i belongs to epoch i // per_epoch.
 
     Attributes:
         fill: share of the sample tokens that are not padding.
-        num_bytes: memory of the index in bytes.
+        num_bytes: index memory in bytes.
 
     Args:
-        documents: (start, stop) of the documents to use, or their ascending indices.
-        capacity: tokens of a sample, at least 2.
-        seed: seed of the order; the same on all ranks.
-        cache: shares the index of large corpora between the processes of this host; None: each process computes it in
+        documents: (start, stop) range of documents to use, or their ascending indices.
+        capacity: tokens per sample, at least 2.
+        seed: order seed; the same on all ranks.
+        cache: shares large corpora's index between this host's processes; None: each process computes it in
             its own memory.
 
     Raises:
@@ -303,13 +301,13 @@ class PackedSampleIndex:
         self.num_bytes = self._slice_index.num_bytes
 
     def _make_cache_array(self, cache: IndexCache) -> CacheArray:
-        """Return a ``CacheArray`` function that stores arrays in ``cache`` under a name unique to the documents."""
+        """Build a ``CacheArray`` function that stores arrays in ``cache`` under a name unique to the documents."""
         key = (_FORMAT, self.token_file.fingerprint, documents_key(self.documents), self.capacity)
         name = f"lengths-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
         return lambda kind, make: cache.array(f"{name}-{kind}", make)
 
     def slices(self, index: int) -> list[DocumentSlice]:
-        """Return the document slices of sample ``index``, the longest first."""
+        """Find the document slices in sample ``index``, the longest first."""
         if index < 0:
             raise IndexError(f"sample indices start at 0, got {index}")
         epoch, sample_idx = divmod(int(index), self.per_epoch)
@@ -320,7 +318,7 @@ class PackedSampleIndex:
         return self._packed_slices(self._shares[group_idx], sample_idx - int(self._group_starts[group_idx]), epoch)
 
     def _packed_slices(self, shares: Sequence[Share], idx_in_group: int, epoch: int) -> list[DocumentSlice]:
-        """Return the document slices of sample ``idx_in_group`` of the group with the slice lengths ``shares``."""
+        """Find the document slices in sample ``idx_in_group`` of the group with slice lengths ``shares``."""
         rows: list[int] = []
         lengths: list[int] = []
         for length, count, first in shares:

@@ -10,7 +10,7 @@ import numpy as np
 # range. It is applied repeatedly until the value is inside the range (cycle walking).
 #
 # The same arithmetic is implemented for Python ints and for uint64 arrays. It depends only on (size, key), so an order
-# is the same on every machine and with every version of numpy.
+# is the same on every machine and with every numpy version.
 #
 # Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 3 and 4.
 
@@ -24,7 +24,7 @@ _WALK_BLOCK = 1 << 18
 
 
 class Permutation:
-    """A permutation of 0 ... size - 1 chosen by ``key``."""
+    """Permutation over 0 ... size - 1 chosen by ``key``."""
 
     def __init__(self, size: int, *key: int | str) -> None:
         self.size = size
@@ -34,21 +34,21 @@ class Permutation:
         self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Return the image of ``index``."""
+        """Map ``index``."""
         value = self._apply_rounds(index)
         while value >= self.size:
             value = self._apply_rounds(value)
         return value
 
     def array(self, indices: np.ndarray) -> np.ndarray:
-        """Return the images of ``indices`` as int64."""
+        """Map ``indices`` to int64."""
         values = indices.astype(np.uint64)
         for begin in range(0, len(values), _WALK_BLOCK):
             self._cycle_walk(values[begin : begin + _WALK_BLOCK])
         return values.astype(np.int64)
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """Write the images of start, start + 1, ... into ``out``, which may have any sufficiently wide integer type."""
+        """Write the images of start, start + 1, ... into ``out``, with any sufficiently wide integer type."""
         for begin in range(0, len(out), _WALK_BLOCK):
             block = out[begin : begin + _WALK_BLOCK]
             values = np.arange(start + begin, start + begin + len(block), dtype=np.uint64)
@@ -63,7 +63,7 @@ class Permutation:
         return (left << self._half_bits) | right
 
     def _cycle_walk(self, values: np.ndarray) -> None:
-        """Replace each of ``values`` by its image."""
+        """Replace each value by its image."""
         scratch = np.empty((3, min(len(values), _ROUND_BLOCK)), np.uint64)
         size = np.uint64(self.size)
         self._apply_rounds_in_place(values, scratch)
@@ -99,7 +99,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
-    """Apply ``_mix`` to each of ``values`` in place; ``scratch`` has the same length and is overwritten."""
+    """Apply ``_mix`` to ``values`` in place; ``scratch`` has the same length and is overwritten."""
     np.multiply(values, np.uint64(_MULTIPLIERS[0]), out=values)
     np.right_shift(values, np.uint64(27), out=scratch)
     np.bitwise_xor(values, scratch, out=values)
@@ -110,7 +110,7 @@ def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
 # Random numbers that depend only on a key, for samples that are the same in every layout, worker and resumed run.
 #
 # Word i is ``mix(start + i * step)`` with start and step from a hash of the key. There is no state between calls, and
-# numpy's generators are not used, so that samples do not depend on the version of numpy.
+# numpy's generators are not used, so that samples do not depend on the numpy version.
 #
 # Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 3 (SplitMix64).
 
@@ -118,7 +118,7 @@ _WORD_MULTIPLIER_1, _WORD_MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def random_words(count: int, *key: int | str) -> np.ndarray:
-    """Return uint64[count], uniformly distributed over all values."""
+    """Draw uint64[count], uniformly distributed over all values."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     start, step = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little") | 1
     words = np.arange(count, dtype=np.uint64)

@@ -33,7 +33,7 @@ class PrefetchWorkers:
     """Iterator over ``micro_batches``, which ``num_workers`` processes read; the order is preserved.
 
     Args:
-        micro_batches: the micro-batches to read.
+        micro_batches: micro-batches to read.
         prefetch_factor: micro-batches that each worker reads ahead.
         pin_memory: return tensors in pinned memory, which allows asynchronous copies to a GPU.
         predictions: see ``Collate``.
@@ -84,9 +84,9 @@ class PrefetchWorkers:
         return batch
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """Return a clearer error if ``error`` reports the death of a worker, else ``error`` itself.
+        """Explain ``error`` if it reports a worker's death, else return ``error`` itself.
 
-        Torch raises this error from a signal handler, at an arbitrary point of the training process.
+        Torch raises this error from a signal handler, at an arbitrary point in the training process.
         """
         first_line = str(error).splitlines()[0] if str(error) else ""
         match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", first_line)
@@ -124,7 +124,7 @@ def _worker_died_error(workers: str, cause: str) -> RuntimeError:
 
 
 def _init_worker(parent_pid: int, worker_idx: int) -> None:
-    """Initialize a worker: ignore signals of the job, and exit if the training process exits."""
+    """Initialize a worker: ignore signals to the job, and exit if the training process exits."""
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signal_number, signal.SIG_IGN)
     die_with_parent()

@@ -1,13 +1,13 @@
-"""Read token files from object stores in blocks, with a disk cache that is shared by all processes of this host.
+"""Read token files from object stores in blocks, with a disk cache that all processes on this host share.
 
 | path in the cache folder | content |
 |---|---|
-| ``<object>/00000003.block`` | one block of an object, followed by the crc32 of the block |
+| ``<object>/00000003.block`` | one block from an object, followed by the block's crc32 |
 | ``<object>/whole`` | a copy of a complete object (an index); ``whole.crc32`` contains its checksum |
-| ``used`` | total bytes of these files; a process that adds a file locks it and evicts the least recently used files |
+| ``used`` | total bytes in these files; a process that adds a file locks it and evicts the least recently used files |
 
-``<object>`` is a digest of the name, size and version of the object, so a modified object has another folder. Files
-are created by a rename, so they are never incomplete. A process verifies the checksum of a file on its first read; a
+``<object>`` is a digest of the object's name, size and version, so a modified object has another folder. Files
+are created by a rename, so they are never incomplete. A process verifies a file's checksum on its first read; a
 file with a wrong checksum is fetched again.
 """
 
@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RangeCache:
-    """A folder of cached blocks, limited to ``limit_bytes`` and shared by the processes of a host.
+    """Cached blocks in a folder, limited to ``limit_bytes`` and shared by a host's processes.
 
     If the folder is not writable, blocks are not cached, and a warning is logged once.
     """
@@ -69,7 +69,7 @@ class RangeCache:
         self._is_writable = True
 
     def read(self, key: str, block_idx: int, start: int, stop: int) -> bytes | None:
-        """Return bytes ``start`` ... ``stop`` - 1 of a block; None if the block is not cached or is damaged."""
+        """Read bytes ``start`` ... ``stop`` - 1 in a block; None if the block is not cached or is damaged."""
         name = _block_name(block_idx)
         path = self.folder / key / name
         try:
@@ -107,7 +107,7 @@ class RangeCache:
             )
 
     def fetch_object(self, path: str) -> Path:
-        """Return the path to a local copy of a complete object, fetched once per host.
+        """Fetch a complete object once per host, as a local copy; return its path.
 
         Raises:
             DataError: the object cannot be fetched or stored.
@@ -135,7 +135,7 @@ class RangeCache:
         """Reserve ``num_bytes``, write the file under a temporary name, and rename it.
 
         Raises:
-            OSError: the file cannot be written, or is larger than the limit of the cache.
+            OSError: the file cannot be written, or is larger than the cache limit.
         """
         if num_bytes > self.limit_bytes:
             raise OSError(f"it has {num_bytes} bytes, but the limit of the cache is {self.limit_bytes}")
@@ -163,7 +163,7 @@ class RangeCache:
                     used[0] -= num_unused_bytes
 
     def _evict(self, used: int, num_bytes: int) -> int:
-        """Delete the oldest files until ``num_bytes`` plus a margin fit; return the number of bytes then in use."""
+        """Delete the oldest files until ``num_bytes`` plus a margin fit; return the bytes then in use."""
         entries = []
         for path in self.folder.glob("*/*"):
             with suppress(OSError):
@@ -183,7 +183,7 @@ class RangeCache:
 
     @contextmanager
     def _locked_usage(self) -> Iterator[list[int]]:
-        """Lock the byte count and yield it as a list of one number, which the caller may change."""
+        """Lock the byte count and yield it as a list with one number, which the caller may change."""
         with self._locked("used") as lock:
             used = [int(lock.previous_text) if lock.previous_text.isdigit() else 0]
             yield used
@@ -191,7 +191,7 @@ class RangeCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[FileLock]:
-        """Hold a lock of the folder: a kernel lock between processes, and a thread lock within this process."""
+        """Hold a folder lock: a kernel lock between processes, and a thread lock within this process."""
         with _thread_lock:
             lock = FileLock(
                 self.folder / name,
@@ -209,7 +209,7 @@ class RangeCache:
 
 
 def identity(path: str) -> tuple[int, str]:
-    """Return the size of an object, and a key that changes when the object is modified.
+    """Look up an object's size, and a key that changes when the object is modified.
 
     Raises:
         DataError: the object does not exist, or the store cannot be accessed.
@@ -234,7 +234,7 @@ Range = tuple[int, int]
 
 
 class _Requests:
-    """The thread pool and the pending requests of one process."""
+    """One process's thread pool and pending requests."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -258,7 +258,7 @@ class RangeReader:
         self._requests: _Requests | None = None
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """Return a copy of bytes ``offset`` ... ``offset + count - 1`` as uint8.
+        """Copy bytes ``offset`` ... ``offset + count - 1`` as uint8.
 
         Raises:
             DataError: the bytes cannot be fetched from the store.
@@ -276,7 +276,7 @@ class RangeReader:
         return np.frombuffer(bytearray().join(chunks), np.uint8)
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Start to fetch ``ranges`` in a background thread. A later ``read`` of the same range consumes the result."""
+        """Start to fetch ``ranges`` in a background thread. A later ``read`` for the same range consumes the result."""
         requests = self._process_requests()
         new_ranges = [span for span in dict.fromkeys(ranges) if span not in requests.pending]
         requests.pending.update(dict.fromkeys(new_ranges, requests.pool.submit(self._fetch_ranges, new_ranges)))
@@ -284,17 +284,17 @@ class RangeReader:
             requests.pending.popitem(last=False)
 
     def _process_requests(self) -> _Requests:
-        """Return the requests of this process; create them on first use and after a fork."""
+        """Find this process's requests; create them on first use and after a fork."""
         if self._requests is None or self._requests.pid != os.getpid():
             self._requests = _Requests()
         return self._requests
 
     def _fetch_ranges(self, ranges: Sequence[Range]) -> dict[Range, bytearray]:
-        """Return the bytes of each range."""
+        """Read each range's bytes."""
         return {span: bytearray().join(map(self._read_block, _block_ranges(*span))) for span in ranges}
 
     def _read_block(self, block_range: tuple[int, int, int]) -> bytes:
-        """Return the bytes of ``block_range`` (block number, start, stop), from the cache or from the store."""
+        """Read ``block_range`` (block number, start, stop), from the cache or from the store."""
         block_idx, start, stop = block_range
         data = self._cache.read(self._key, block_idx, start, stop)
         if data is not None:

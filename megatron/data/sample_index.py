@@ -1,4 +1,4 @@
-"""Document order of an epoch and windows over it: Megatron-LM's document and sample index, computed on demand."""
+"""An epoch's document order and windows over it: Megatron-LM's document and sample index, computed on demand."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError, SampleError
 
-# Document order of one epoch, and the token positions of the documents when they are concatenated in this order.
+# One epoch's document order, and the documents' token positions when they are concatenated in this order.
 #
 # The order is a permutation computed from (seed, epoch). It is stored in segments of 4 million positions, with document
-# indices in int32 if they fit. A single segment is stored in memory; several segments are shared by the processes of a
-# host through an ``IndexCache``. No other data of an epoch grows with the corpus.
+# indices in int32 if they fit. A single segment is stored in memory; several segments are shared by a host's
+# processes through an ``IndexCache``. No other epoch data grow with the corpus.
 
 FORMAT = 1
 SEGMENT = 1 << 22
@@ -39,7 +39,7 @@ _MAX_CACHED_EPOCHS = 2
 
 
 class DocumentIndex(ConcatenatedDocuments):
-    """``documents`` concatenated in the order of one epoch.
+    """``documents`` concatenated in one epoch's order.
 
     Args:
         cache: stores the segments if there are several; None: they are stored in this process's memory.
@@ -62,12 +62,12 @@ class DocumentIndex(ConcatenatedDocuments):
         super().__init__(source.document_lengths, segments)
 
     def _segment_arrays(self, segment: int) -> list[np.ndarray]:
-        """Compute a segment and return the arrays to store in a cache file."""
+        """Compute the arrays to store in a segment's cache file."""
         starts, document_indices, _ = self._build(segment)
         return [starts.view(np.uint8), document_indices.view(np.uint8)]
 
     def _segment_from_content(self, content: np.ndarray, segment: int) -> Segment:
-        """Return the segment whose cache file contains ``content``."""
+        """Restore a segment from its cache file ``content``."""
         num_bytes = 8 * (_num_blocks(self._segment_length(segment)) + 1)
         return Segment(content[:num_bytes].view(np.int64), content[num_bytes:].view(self._index_dtype), _STRIDE)
 
@@ -96,14 +96,14 @@ def _num_blocks(length: int) -> int:
 
 
 def _cache_name_prefix(source: TokenSource, documents: Documents, seed: int) -> str:
-    """Return the cache name prefix shared by all epochs; it contains a digest of everything that affects the order."""
+    """Build the cache name prefix for all epochs; it contains a digest of everything that affects the order."""
     key = repr((FORMAT, SEGMENT, _STRIDE, source.fingerprint, documents_key(documents), seed))
     return f"order-{hashlib.sha256(key.encode()).hexdigest()[:16]}-epoch-"
 
 
-# Windows over a token file in a computed order; the samples of GPT and T5 models are taken from them.
+# Windows over a token file in a computed order; GPT and T5 samples are taken from them.
 #
-# Each epoch permutes its documents, concatenates them (T tokens), splits them into windows of ``length + overlap``
+# Each epoch permutes its documents, concatenates them (T tokens), splits them into windows with ``length + overlap``
 # tokens (neighbours share ``overlap`` tokens), drops the tail, and permutes the windows. No window crosses an epoch
 # boundary. The order depends only on (seed, epoch). It is therefore the same in every layout, and processes do not need
 # to exchange an index.
@@ -120,10 +120,10 @@ class SampleIndex:
     """Endless windows int64[length + overlap]; window i belongs to epoch i // per_epoch.
 
     Args:
-        documents: (start, stop) of the documents to use, or their ascending indices.
-        seed: seed of the order; the same on all ranks.
+        documents: (start, stop) range of documents to use, or their ascending indices.
+        seed: order seed; the same on all ranks.
         length_flag: the flag and value that determine ``length``, for error messages.
-        cache: shares the document order of large corpora between the processes of this host; None: each process
+        cache: shares large corpora's document order between this host's processes; None: each process
             computes the order in its own memory.
 
     Raises:
@@ -153,11 +153,11 @@ class SampleIndex:
         self._epochs: dict[int, _Epoch] = {}
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return the tokens of window ``index``."""
+        """Read the tokens in window ``index``."""
         return self.read(index, self.slices(index))
 
     def slices(self, index: int) -> list[DocumentSlice]:
-        """Return the nonempty document slices of window ``index``."""
+        """Find the nonempty document slices in window ``index``."""
         if index < 0:
             raise IndexError(f"sample indices start at 0, got {index}")
         epoch_idx, index_in_epoch = divmod(int(index), self.per_epoch)
@@ -166,11 +166,11 @@ class SampleIndex:
         return epoch.documents.slices(start, start + self.length + self.overlap)
 
     def slices_in_epoch(self, epoch: int, start: int, length: int) -> list[DocumentSlice]:
-        """Return the slices of the ``length`` tokens from ``start`` on in the concatenated documents of an epoch."""
+        """Find the slices for the ``length`` tokens from ``start`` on in an epoch's concatenated documents."""
         return self._epoch(epoch).documents.slices(start, start + length)
 
     def read(self, index: int, slices: Sequence[DocumentSlice]) -> np.ndarray:
-        """Return the tokens of ``slices``; see ``read_slices``."""
+        """Read the tokens in ``slices``; see ``read_slices``."""
         return read_slices(self.token_file, index, slices)
 
     def _epoch(self, epoch_idx: int) -> _Epoch:
@@ -185,7 +185,7 @@ class SampleIndex:
 
 
 def read_slices(source: TokenSource, index: int, slices: Sequence[DocumentSlice]) -> np.ndarray:
-    """Return the concatenated tokens of ``slices`` as int64.
+    """Read the concatenated tokens in ``slices`` as int64.
 
     Raises:
         SampleError: a slice cannot be read; the message names sample ``index``, the document and the file position.
@@ -211,24 +211,23 @@ def prefetch_slices(source: TokenSource, slices: Sequence[DocumentSlice]) -> Non
 
 
 def _describe_documents(documents: Documents) -> str:
-    """Describe ``documents`` for an error message."""
     if isinstance(documents, np.ndarray):
         return f"{count_documents(documents)} documents of a split by hash"
     return f"documents {documents[0]}:{documents[1]}"
 
 
 def _describe_position(source: TokenSource, document: int, offset: int) -> str:
-    """Describe the file position of a token for an error message."""
+    """Describe a token's file position for an error message."""
     if isinstance(source, IndexedDataset):
         return f"byte {source.byte_offset(document, offset)} of {source.token_path}"
     return source.prefix
 
 
-# Ranges of indices, vectorized.
+# Index ranges, vectorized.
 
 
 def concatenate_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the concatenation of the ranges starts[i] ... starts[i] + lengths[i] - 1."""
+    """Concatenate the ranges starts[i] ... starts[i] + lengths[i] - 1."""
     ends = lengths.cumsum()
     indices = (starts - ends + lengths).repeat(lengths)
     indices += np.arange(len(indices))

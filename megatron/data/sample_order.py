@@ -13,7 +13,7 @@ from megatron.data.blended_dataset import MegatronDataset, SampleOrder
 
 
 class Ordered(Protocol):
-    """``BlendedDataset``, or a user-defined dataset that forwards the attributes of a ``BlendedDataset``."""
+    """``BlendedDataset``, or a user-defined dataset that forwards its attributes."""
 
     @property
     def order(self) -> SampleOrder: ...
@@ -25,7 +25,7 @@ class Ordered(Protocol):
 
 
 def as_ordered(dataset: object) -> Ordered | None:
-    """Return ``dataset`` if it has a ``SampleOrder``, the corpora of the order and ``use_order``; else None."""
+    """Return ``dataset`` if it has a ``SampleOrder``, the order's corpora and ``use_order``; else None."""
     order, parts = getattr(dataset, "order", None), getattr(dataset, "parts", None)
     if not isinstance(order, SampleOrder) or not isinstance(parts, Mapping):
         return None

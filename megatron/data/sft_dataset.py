@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations as tokenized documents with a loss on some of the tokens."""
+"""Supervised fine-tuning: conversations as tokenized documents with a loss on some tokens."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer.chat import ChatTemplate
 
-# A conversation is one document. A file is encoded in chunks of 2048 conversations. All processes of a host share this
-# work, and the chunks are stored in the host's cache. A chunk is one array of int32:
+# A conversation is one document. A file is encoded in chunks of 2048 conversations. A host's processes share this
+# work, and the chunks are stored in the host's cache. A chunk is one int32 array:
 #
-# | number of values | content |
+# | values | content |
 # |---|---|
 # | 4 | numbers of conversations that are truncated, dropped (no loss), parsed differently since 2026-12; k |
 # | k | UTF-8 bytes of a JSON list: the record keys that have no effect |
-# | n | number of tokens of each conversation; 0 if it is dropped |
-# | n | the line of each conversation, counted from 1 |
-# | remaining | token ids; the id of a token with a loss is stored as ~id, a negative number |
+# | n | tokens per conversation; 0 if it is dropped |
+# | n | each conversation's line, counted from 1 |
+# | remaining | token ids; a token id with a loss is stored as ~id, a negative number |
 
 OVERLONG_POLICIES = ("cut", "refuse")
 _CHUNK_CONVERSATIONS = 2048
@@ -57,7 +57,7 @@ class _EncodedChunk:
 
     @classmethod
     def decode(cls, array: np.ndarray, count: int) -> _EncodedChunk:
-        """Decode ``array``, a chunk of ``count`` conversations."""
+        """Decode ``array``, a chunk with ``count`` conversations."""
         num_truncated, num_dropped, num_changed, num_bytes = array[:_NUM_COUNTS].tolist()
         start = _NUM_COUNTS + num_bytes
         unused_keys = json.loads(array[_NUM_COUNTS:start].astype(np.uint8).tobytes())
@@ -66,15 +66,15 @@ class _EncodedChunk:
 
 
 class ConversationFile:
-    """The conversations of a file (``RecordFile``) as tokenized documents, with the interface of ``IndexedDataset``.
+    """Conversations in a file (``RecordFile``) as tokenized documents, with the interface of ``IndexedDataset``.
 
-    ``document_lengths`` (int32) has the number of tokens of each conversation, 0 for a conversation without a loss.
+    ``document_lengths`` (int32) has the tokens per conversation, 0 for a conversation without a loss.
     ``read`` returns signed ids: ``~id``, which is negative, for tokens with a loss.
 
     Args:
-        capacity: tokens of a sample; a longer conversation is truncated at its end, or rejected.
+        capacity: tokens per sample; a longer conversation is truncated at its end, or rejected.
         overlong: "cut" to truncate or "refuse" to reject overlong conversations (``OVERLONG_POLICIES``).
-        cache: stores the tokens for the processes of this host and for later runs; None: they are stored in memory.
+        cache: stores the tokens for this host's processes and for later runs; None: they are stored in memory.
 
     Raises:
         DataError: a record is not a conversation, is rejected by the template, or is too long; or there is no
@@ -118,7 +118,7 @@ class ConversationFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short digest of the file, the template and the interpretation of the records.
+        """Short digest of the file, the template and the interpretation of the records.
 
         If earlier releases read the file in the same way, the fingerprint is the same as in their checkpoints.
         """
@@ -128,7 +128,7 @@ class ConversationFile:
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a copy of ``length`` signed ids of a conversation from ``offset`` on (None: up to its end)."""
+        """Copy ``length`` signed ids in a conversation from ``offset`` on (None: up to its end)."""
         size = int(self.document_lengths[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -141,7 +141,7 @@ class ConversationFile:
         return self._tokens[chunk_idx][start : start + length].copy()
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return ``count`` signed ids from token ``start`` of the file on, across conversations."""
+        """Copy ``count`` signed ids from token ``start`` in the file on, across conversations."""
         bounds = np.cumsum([0, *map(len, self._tokens)])
         chunks = [np.zeros(0, np.int32)]
         for chunk_idx in range(int(np.searchsorted(bounds, start, "right")) - 1, len(self._tokens)):
@@ -152,11 +152,11 @@ class ConversationFile:
         return np.concatenate(chunks)
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
-        """Return int64[stop - first + 1], the starts of conversations first ... stop - 1 and the end of the last."""
+        """Compute int64[stop - first + 1], the starts of conversations first ... stop - 1 and the last one's end."""
         return self._bounds[first : stop + 1]
 
     def location(self, document: int) -> str:
-        """Return the file and line of a conversation as "FILE:LINE"."""
+        """Format a conversation's position as "FILE:LINE"."""
         return f"{self.prefix}:{int(self._lines[document // _CHUNK_CONVERSATIONS][document % _CHUNK_CONVERSATIONS])}"
 
     def _encoded_arrays(self, cache: IndexCache | None) -> list[np.ndarray]:
@@ -180,7 +180,7 @@ class ConversationFile:
         return min(_CHUNK_CONVERSATIONS, len(self._records.spans) - chunk_idx * _CHUNK_CONVERSATIONS)
 
     def _encode_chunk(self, chunk_idx: int) -> Iterator[np.ndarray]:
-        """Encode a chunk and yield its arrays in the order of the table at the top of this file."""
+        """Encode a chunk into arrays in the order of the table at the top of this file."""
         if chunk_idx == 1:
             log.info(f"{self.prefix}: encoding {len(self._records.spans)} conversations")
         first = chunk_idx * _CHUNK_CONVERSATIONS
@@ -207,7 +207,7 @@ class ConversationFile:
         yield np.concatenate(rows)
 
     def _encode_record(self, record: bytes, line_number: int) -> tuple[np.ndarray, Conversation]:
-        """Return the signed ids and the conversation of a record that begins on line ``line_number``.
+        """Encode a record that begins on line ``line_number`` into signed ids, together with its conversation.
 
         Raises:
             DataError: the record is invalid or too long; the message names the line.
@@ -246,10 +246,10 @@ class ConversationFile:
 
 
 class SFTDataset(GPTDataset):
-    """Endless samples of conversations packed best-fit into separate segments.
+    """Endless samples with conversations packed best-fit into separate segments.
 
     A sample is {"text": int64[L + 1], "segments": int32[L + 1], "loss_mask": int32[L + 1]}. "text" and "segments" are
-    as in ``GPTDataset`` with best-fit packing. "loss_mask" is 1 for the tokens of the assistant that have a loss.
+    as in ``GPTDataset`` with best-fit packing. "loss_mask" is 1 for the assistant's tokens that have a loss.
     """
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -269,11 +269,11 @@ def build_sft_train_valid_test(
     overlong: str = "cut",
     needed: Sequence[bool] = (True, True, True),
 ) -> SplitDatasets:
-    """Return the training, validation and test datasets from conversations; None for a split that is not needed.
+    """Build the training, validation and test datasets from conversations; None for a split that is not needed.
 
     Args:
-        paths: paths of conversation files instead of token files (``DataConfig.corpora``).
-        template: the chat template with the tokenizer of the run.
+        paths: conversation file paths instead of token files (``DataConfig.corpora``).
+        template: the chat template with the run's tokenizer.
         overlong: see ``ConversationFile``.
 
     Raises:

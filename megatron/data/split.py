@@ -1,4 +1,4 @@
-"""Split a corpus into training, validation and test documents, by position or by a hash of the text (--split)."""
+"""Split a corpus into training, validation and test documents, by position or by a text hash (--split)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
-# A hash of each document's tokens, for splits that depend only on the text.
+# A hash over each document's tokens, for splits that depend only on the text.
 #
 # The hash of tokens t_0 ... t_{n-1} is ``mix(sum_j (t_j + 1) r^j + n s)`` modulo 2^64, with r odd. The sum over a
-# document is the difference of two values of a running sum over a block of tokens, multiplied by the inverse power of r
+# document is the difference of two values in a running sum over a token block, multiplied by the inverse power of r
 # at the document's start. This takes a few vectorized operations per token, independent of the document lengths.
 
 _BLOCK = 1 << 16
@@ -28,9 +28,9 @@ _MODULUS = 1 << 64
 
 
 def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.ndarray:
-    """Return uint32[stop - first], the upper 32 bits of the hash of each document first ... stop - 1.
+    """Hash each document first ... stop - 1: uint32[stop - first], the upper 32 bits.
 
-    The hash depends only on the token ids, not on their storage type or on the position of the document.
+    The hash depends only on the token ids, not on their storage type or the document position.
     """
     starts = token_file.starts_of(first, stop)
     hashes = np.zeros(stop - first, np.uint64)
@@ -42,7 +42,7 @@ def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.nda
 
 
 def _add_block(hashes: np.ndarray, starts: np.ndarray, begin: int, tokens: np.ndarray) -> None:
-    """Add the contributions of ``tokens``, a block that starts at token ``begin``, to the sums of their documents."""
+    """Add the contributions of ``tokens``, a block that starts at token ``begin``, to the documents' sums."""
     powers, inverse_powers = _powers()
     cumulative = np.zeros(len(tokens) + 1, np.uint64)
     terms = tokens.astype(np.uint64)
@@ -60,7 +60,7 @@ def _add_block(hashes: np.ndarray, starts: np.ndarray, begin: int, tokens: np.nd
 
 @cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """Return the powers of the base and their inverses modulo 2^64, uint64[_BLOCK] each."""
+    """Compute the base's powers and their inverses modulo 2^64, uint64[_BLOCK] each."""
     powers = []
     for base in (_BASE, pow(_BASE, -1, _MODULUS)):
         factors = np.full(_BLOCK, base, np.uint64)
@@ -70,7 +70,7 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of each value in place (the final steps of SplitMix64)."""
+    """Mix each value's bits in place (the final steps of SplitMix64)."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_MIX_MULTIPLIER_1)
     values ^= values >> np.uint64(27)
@@ -79,7 +79,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values
 
 
-# Division of a corpus by ``--split``, by position or by hash.
+# Divide a corpus by ``--split``, by position or by hash.
 
 SPLIT_NAMES = ("train", "valid", "test")
 _FORMAT = 1
@@ -88,7 +88,7 @@ _IN_MEMORY_BELOW_BYTES = 64 << 20
 
 
 def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
-    """Return (start, stop) of the documents of train, valid and test.
+    """Compute (start, stop) for the training, validation and test documents.
 
     Args:
         split: up to three weights, "949,50,1" or "949/50/1"; missing weights are 0. The boundaries are the rounded
@@ -106,11 +106,11 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
 
 
 def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | None) -> list[np.ndarray]:
-    """Return the ascending document indices (int32 if they fit) of train, valid and test.
+    """Find the ascending document indices (int32 if they fit) for training, validation and test.
 
-    The split of a document depends only on its tokens and ``split``. Equal documents are in the same split, and no
+    A document's split depends only on its tokens and ``split``. Equal documents are in the same split, and no
     document moves when other documents are added. The validation split has the lowest hashes and the test split the
-    highest. If the shares of validation and test grow, these splits therefore keep their documents and receive
+    highest. If the validation and test shares grow, these splits therefore keep their documents and receive
     additional ones from the training split.
 
     All tokens are read once. The result is stored in ``cache`` for all processes and later runs; None: in memory.
@@ -132,7 +132,7 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
 
 
 def _cached_hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.ndarray]:
-    """Return the hashes of all documents in blocks; the processes of the host divide the computation."""
+    """Hash all documents in blocks; the host's processes divide the computation."""
     count = token_file.num_documents
 
     def build(file_idx: int) -> list[np.ndarray]:
@@ -144,7 +144,7 @@ def _cached_hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> l
 
 
 def _select_split(hashes: list[np.ndarray], limits: tuple[int, int], split_idx: int) -> Iterator[np.ndarray]:
-    """Yield the indices of the documents in split ``split_idx``, whose hashes are within the limits of the split."""
+    """Select the documents in split ``split_idx``, whose hashes are within the split's limits."""
     index_type = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
     valid_below, test_from = limits
     low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[split_idx]
@@ -156,7 +156,7 @@ def _select_split(hashes: list[np.ndarray], limits: tuple[int, int], split_idx: 
 
 
 def _hash_limits(split: str) -> tuple[int, int]:
-    """Return (exclusive upper limit of validation hashes, lowest test hash)."""
+    """Compute (exclusive upper limit of validation hashes, lowest test hash)."""
     train, valid, test = _parse_split(split)
     total = train + valid + test
     valid_below = int(valid / total * (1 << 32))

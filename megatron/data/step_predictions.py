@@ -1,8 +1,8 @@
-"""The number of predicted tokens in each step, for losses averaged over a varying number of tokens.
+"""Predicted token counts in each step, for losses averaged over a varying number of tokens.
 
-If a dataset can compute the number of predicted tokens of a sample from its index (``num_predicted``), each micro-batch
-contains "step_predictions", int64[2]: the numbers of predicted tokens and samples in its step. The values are the same
-in every layout, need no communication between replicas, and are known before the first backward of the step.
+If a dataset can compute a sample's predicted token count from its index (``num_predicted``), each micro-batch
+contains "step_predictions", int64[2]: the predicted tokens and samples in its step. The values are the same
+in every layout, need no communication between replicas, and are known before the step's first backward.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ KEY = "step_predictions"
 
 
 class StepPredictions:
-    """Computes the numbers of predicted tokens and samples of the step that contains a given sample.
+    """Counts predicted tokens and samples in the step that contains a given sample.
 
     Args:
-        num_predicted: number of predicted tokens of a sample, by its index.
+        num_predicted: predicted tokens in a sample, by sample index.
         batch_sizes: samples per step, by samples consumed.
         samples_consumed: samples consumed before the first step.
     """
@@ -33,13 +33,13 @@ class StepPredictions:
         self._step_counts = np.zeros(2, np.int64)
 
     def counts_of_step(self, index: int) -> np.ndarray:
-        """Return int64[2], the numbers of predicted tokens and samples in the step that contains ``index``."""
+        """Count predicted tokens and samples in the step that contains ``index``: int64[2]."""
         if not self._start <= index < self._stop:
             self._find_step(index)
         return self._step_counts.copy()
 
     def _find_step(self, index: int) -> None:
-        """Compute the sample range and the numbers of the step that contains ``index``."""
+        """Compute the sample range and the counts for the step that contains ``index``."""
         stop = self._stop if index >= self._stop else self._consumed
         while stop <= index:
             start, stop = stop, stop + self._batch_sizes.at(stop)
@@ -48,7 +48,7 @@ class StepPredictions:
 
 
 def make_num_predicted(dataset: Any) -> Callable[[int], int] | None:
-    """Return the function sample index -> number of predicted tokens; None if the dataset does not provide it."""
+    """Build a function sample index -> predicted token count; None if the dataset does not provide it."""
     ordered = as_ordered(dataset)
     if ordered is None:
         num_predicted = getattr(dataset, "num_predicted", None)

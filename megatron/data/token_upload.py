@@ -1,7 +1,7 @@
 """Upload token files to an object store. They are built on the local disk; the index is uploaded last.
 
 If ``PREFIX.idx`` is in the store, the other files are complete: an earlier index is deleted first, and the new index is
-uploaded after the size and checksum of the other files have been verified.
+uploaded after the other files' sizes and checksums have been verified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ORDER = (".bin", ".meta.json", ".idx")
 
 
 def local_prefix(target: str, work_dir: Path) -> str:
-    """Return a prefix in ``work_dir``, unique to ``target``, under which the token files are built."""
+    """Choose a prefix in ``work_dir``, unique to ``target``, under which the token files are built."""
     name = target.rstrip("/").rpartition("/")[2]
     return str(work_dir / f"{name}-{hashlib.sha256(target.encode()).hexdigest()[:8]}")
 

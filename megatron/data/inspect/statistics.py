@@ -1,4 +1,4 @@
-"""Statistics of a token file (counts, lengths, token ids) as tables and as a plot."""
+"""Token file statistics (counts, lengths, token ids) as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.tokenizer import Tokenizer
 
-# The distribution of document lengths: each occurring length with its number of documents.
+# Document length distribution: each occurring length with its document count.
 #
-# Documents are counted in blocks, so that memory use depends on the number of distinct lengths, not of documents.
+# Documents are counted in blocks, so that memory use depends on the distinct lengths, not on the document count.
 
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The ascending document lengths ``values`` and the number of documents of each length, both int64."""
+    """Ascending document lengths ``values`` and document counts per length, both int64."""
 
     values: np.ndarray
     counts: np.ndarray
@@ -58,11 +58,11 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean number of tokens per document; NaN without documents."""
+        """Mean tokens per document; NaN without documents."""
         return float(self.values @ self.counts) / self.num_documents if self.num_documents else math.nan
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length n such that at least ``share`` of the documents have at most n tokens.
+        """Find the smallest length n such that at least ``share`` of the documents have at most n tokens.
 
         A share of 0 gives the shortest length.
 
@@ -76,7 +76,7 @@ class Lengths:
         return int(self.values[np.searchsorted(cumulative, needed, "left")])
 
     def histogram(self, bounds: np.ndarray) -> np.ndarray:
-        """Return, for each i, the number of documents with bounds[i] <= length < bounds[i + 1]."""
+        """Count, for each i, the documents with bounds[i] <= length < bounds[i + 1]."""
         cumulative = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
         return np.diff(cumulative[np.searchsorted(self.values, bounds, "left")])
 
@@ -90,13 +90,13 @@ def _merge_counts(
     return merged_values, totals
 
 
-# Plot of the document lengths of one or several corpora.
+# Document length plot for one or several corpora.
 
 _BINS_PER_DECADE = 10
 
 
 def bin_bounds(longest: int) -> np.ndarray:
-    """Return the ascending integer bounds of logarithmically spaced bins from 1 to a value above ``longest``."""
+    """Compute ascending integer bounds for logarithmically spaced bins from 1 to a value above ``longest``."""
     decades = np.log10(max(longest, 1) + 1)
     exponents = np.linspace(0, decades, max(int(np.ceil(decades * _BINS_PER_DECADE)), 1) + 1)
     return np.unique(np.ceil(10**exponents).astype(np.int64))
@@ -137,12 +137,12 @@ _MAX_IDS = 1 << 24
 
 
 def find_largest_id(token_file: IndexedDataset) -> int:
-    """Return the largest token id of the file; -1 without tokens."""
+    """Find the largest token id in the file; -1 without tokens."""
     return max((int(block.max()) for block in _read_blocks(token_file)), default=-1)
 
 
 def count_ids(token_file: IndexedDataset) -> np.ndarray:
-    """Return the number of occurrences of each id, int64[largest id + 1].
+    """Count the occurrences of each id, int64[largest id + 1].
 
     Raises:
         DataError: an id is below 0 or too large for any vocabulary (2^24 or more).
@@ -167,19 +167,19 @@ def _read_blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
             yield block
 
 
-# Statistics of a pair of token files: counts, lengths, document ends, ids, vocabulary.
+# Statistics for a pair of token files: counts, lengths, document ends, ids, vocabulary.
 
 MAX_EXAMINED_ENDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFileStats:
-    """The statistics of a pair of token files.
+    """Statistics for a pair of token files.
 
     Args:
         eod_id: the end-of-document token; None if unknown.
         eod_share: share of the examined nonempty documents that end with ``eod_id``; None without an id or documents.
-        num_examined_ends: number of evenly spaced documents examined for ``eod_share``.
+        num_examined_ends: evenly spaced documents examined for ``eod_share``.
         max_token_id: largest token id; -1 without tokens.
         sidecar: content of ``PREFIX.meta.json``; None if the file does not exist.
     """
@@ -198,10 +198,10 @@ class TokenFileStats:
 
 
 def collect_stats(token_file: IndexedDataset, eod_id: int | None = None) -> TokenFileStats:
-    """Return the statistics of a pair; without a sidecar, all tokens are read to find the largest id.
+    """Collect the statistics for a pair; without a sidecar, all tokens are read to find the largest id.
 
     Args:
-        eod_id: end-of-document token of the tokenizer, used if the sidecar does not name one.
+        eod_id: the tokenizer's end-of-document token, used if the sidecar does not name one.
     """
     sidecar = token_file.sidecar
     if sidecar is not None and sidecar.eod_id is not None:
@@ -224,7 +224,7 @@ def collect_stats(token_file: IndexedDataset, eod_id: int | None = None) -> Toke
 
 
 def _measure_eod_share(token_file: IndexedDataset, eod_id: int) -> tuple[float | None, int]:
-    """Return (share of documents that end with ``eod_id``, number of documents examined).
+    """Measure (share of documents that end with ``eod_id``, documents examined).
 
     The documents are evenly spaced over the file; empty documents are skipped.
     """
@@ -239,13 +239,13 @@ def _measure_eod_share(token_file: IndexedDataset, eod_id: int) -> tuple[float |
     return (sum(has_eod) / len(has_eod) if has_eod else None), len(has_eod)
 
 
-# Tables of the statistics.
+# Statistics tables.
 
 _IDENTITY_CHARS = 16
 
 
 def stats_table(stats: TokenFileStats, tokenizer: Tokenizer | None) -> Table:
-    """Return a table of the statistics of a pair."""
+    """Build a table with a pair's statistics."""
     rows = Table(title=Text(stats.prefix), title_justify="left", show_header=False)
     rows.add_column("name", no_wrap=True)
     rows.add_column("value", overflow="fold")
@@ -255,7 +255,7 @@ def stats_table(stats: TokenFileStats, tokenizer: Tokenizer | None) -> Table:
 
 
 def statistics_rows(stats: TokenFileStats, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each row of the table."""
+    """Yield (name, value) for each table row."""
     lengths = stats.lengths
     yield "documents", f"{stats.num_documents:,}"
     yield "tokens", f"{stats.num_tokens:,} as {stats.dtype}, {stats.bin_bytes:,} bytes"
@@ -296,7 +296,7 @@ def _describe_vocabulary(stats: TokenFileStats, tokenizer: Tokenizer | None) -> 
 
 
 def most_frequent_table(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:
-    """Return a table of the ``count`` most frequent ids with their shares; reads all tokens."""
+    """Build a table with the ``count`` most frequent ids and their shares; reads all tokens."""
     totals = count_ids(token_file)
     formatter = None if tokenizer is None else TokenFormatter(tokenizer)
     rows = Table(title="most frequent tokens", title_justify="left")

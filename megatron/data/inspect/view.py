@@ -16,20 +16,20 @@ from megatron.console import print_table
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One row of model inputs, with the role of each token in training and the document boundaries.
+# One row of model inputs, with each token's role in training and the document boundaries.
 
 PADDING = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A sequence of tokens with their labels, loss mask, positions and documents.
+    """A token sequence with labels, loss mask, positions and documents.
 
     Args:
-        title: name of the sequence, such as "decoder inputs".
+        title: sequence name, such as "decoder inputs".
         tokens: int64[n].
         labels, has_loss, positions: [n] each, or None; ``has_loss`` is True if the label contributes to the loss.
-        documents: [n], index of the document within the sample, -1 for padding; None if documents are not separated.
+        documents: [n], document index within the sample, -1 for padding; None if documents are not separated.
         ends: [n], True for tokens that end a document.
     """
 
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Section(NamedTuple):
-    """Tokens ``start`` ... ``stop`` - 1 of a stream, which belong to document ``document`` (-1: padding)."""
+    """Tokens ``start`` ... ``stop`` - 1 in a stream, which belong to document ``document`` (-1: padding)."""
 
     start: int
     stop: int
@@ -51,7 +51,7 @@ class Section(NamedTuple):
 
 
 def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Return the stream of a GPT-2 sample, from the first row of the ``gpt2_fields``."""
+    """Convert a GPT-2 sample to its stream, from the first row of the ``gpt2_fields``."""
     tokens = _first_row(fields, "tokens")
     assert tokens is not None
     return [
@@ -68,7 +68,7 @@ def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> lis
 
 
 def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Return the streams inputs, decoder inputs and targets of a T5 sample, from the first row of the ``t5_fields``."""
+    """Convert a T5 sample to inputs, decoder inputs and targets, from the first row of the ``t5_fields``."""
     inputs, decoder_inputs, labels = (_first_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
     assert inputs is not None and decoder_inputs is not None and labels is not None
     documents, loss = _first_row(fields, "dec_segments"), _loss_flags(fields)
@@ -85,7 +85,7 @@ def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[
 
 
 def sections(stream: Stream) -> Iterator[Section]:
-    """Yield the documents of a stream, separated by document indices; without indices, by position resets and ends."""
+    """Yield a stream's documents, separated by document indices; without indices, by position resets and ends."""
     count = len(stream.tokens)
     starts = np.flatnonzero(_is_start(stream))
     for idx, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True)):
@@ -93,7 +93,7 @@ def sections(stream: Stream) -> Iterator[Section]:
 
 
 def _is_start(stream: Stream) -> np.ndarray:
-    """Return bool[n], True for the first token of each document."""
+    """Mark each document's first token: bool[n]."""
     is_start = np.zeros(len(stream.tokens), np.bool_)
     is_start[:1] = True
     if stream.documents is not None:
@@ -122,7 +122,7 @@ PARTIAL_CHARACTER = "(part of a character)"
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer's interface that ``TokenFormatter`` needs."""
+    """Tokenizer interface that ``TokenFormatter`` needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -137,10 +137,10 @@ class Decoder(Protocol):
 
 
 class TokenFormatter:
-    """The names and texts of token ids.
+    """Names and texts for token ids.
 
     Args:
-        names: id -> name of further control tokens; overrides the tokenizer's own names.
+        names: id -> name for further control tokens; overrides the tokenizer's own names.
     """
 
     def __init__(self, tokenizer: Decoder, names: Mapping[int, str] | None = None) -> None:
@@ -148,15 +148,15 @@ class TokenFormatter:
         self.names = {token: name for name, token in tokenizer.control_tokens.items()} | dict(names or {})
 
     def is_control(self, token: int) -> bool:
-        """Return True if ``token`` is a control token or outside the vocabulary."""
+        """Check if ``token`` is a control token or outside the vocabulary."""
         return token in self.names or token >= self._tokenizer.vocab_size
 
     def name(self, token: int) -> str:
-        """Return the name of a control token."""
+        """Name a control token."""
         return self.names.get(token, f"<id {token}>")
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of ordinary tokens."""
+        """Decode ordinary tokens."""
         return self._tokenizer.decode([int(token) for token in tokens])
 
     def format_cell(self, token: int) -> str:
@@ -176,7 +176,7 @@ _MAX_REPEATED = 2
 
 
 def print_stream(stream: Stream, formatter: TokenFormatter, console: Console, num_rows: int) -> None:
-    """Print the text of ``stream`` and, if it has labels, the result of ``stream_table``."""
+    """Print ``stream`` as text and, if it has labels, as ``stream_table``."""
     console.print(Text(f"{stream.title}, {len(stream.tokens)} tokens", style="bold"))
     for section in sections(stream):
         console.print(Text(format_heading(stream, section), style=_HEADING), soft_wrap=True)
@@ -186,7 +186,7 @@ def print_stream(stream: Stream, formatter: TokenFormatter, console: Console, nu
 
 
 def format_heading(stream: Stream, section: Section) -> str:
-    """Return the heading of a document: its token range, its positions, and whether documents are separated."""
+    """Format a document's heading: its token range, its positions, and whether documents are separated."""
     start, stop, document = section
     name = "padding" if document == PADDING else f"document {document}"
     clauses = [f"---- {name}: tokens {start}-{stop - 1}"]
@@ -198,7 +198,7 @@ def format_heading(stream: Stream, section: Section) -> str:
 
 
 def format_section(stream: Stream, section: Section, formatter: TokenFormatter) -> Text:
-    """Return the decoded text of a section, with ``[no loss: ...]`` around tokens without a loss."""
+    """Decode a section, with ``[no loss: ...]`` around tokens without a loss."""
     result = Text()
     for start, stop, has_loss in _runs_by_loss(stream, section):
         decoded = _decode(stream.tokens[start:stop], formatter)
@@ -210,7 +210,7 @@ def format_section(stream: Stream, section: Section, formatter: TokenFormatter) 
 
 
 def _runs_by_loss(stream: Stream, section: Section) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, stop, has_loss) of runs of consecutive tokens with the same ``has_loss``."""
+    """Yield (start, stop, has_loss) for runs of consecutive tokens with the same ``has_loss``."""
     has_loss = np.ones(len(stream.tokens), np.bool_) if stream.has_loss is None else stream.has_loss
     flags = has_loss[section.start : section.stop]
     bounds = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
@@ -230,7 +230,7 @@ def _decode(tokens: np.ndarray, formatter: TokenFormatter) -> Text:
 
 
 def _runs_by_control(tokens: np.ndarray, formatter: TokenFormatter) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs of ordinary tokens, or of repetitions of one control token."""
+    """Yield (start, stop) for runs of ordinary tokens, or for repetitions of one control token."""
     keys = [int(token) if formatter.is_control(int(token)) else -1 for token in tokens]
     start = 0
     for stop in range(1, len(keys) + 1):
@@ -240,7 +240,7 @@ def _runs_by_control(tokens: np.ndarray, formatter: TokenFormatter) -> Iterator[
 
 
 def stream_table(stream: Stream, formatter: TokenFormatter, num_rows: int) -> Table:
-    """Return a table of the first ``num_rows`` tokens, the last one, and the tokens at changes of document or loss."""
+    """Build a table: the first ``num_rows`` tokens, the last token, and the tokens where document or loss changes."""
     assert stream.labels is not None
     columns = {"input": stream.tokens, "label": stream.labels}
     optional_columns = {"loss": stream.has_loss, "position": stream.positions, "document": stream.documents}
@@ -260,7 +260,7 @@ def stream_table(stream: Stream, formatter: TokenFormatter, num_rows: int) -> Ta
 
 
 def _shown_indices(stream: Stream, num_rows: int) -> list[int]:
-    """Return the ascending indices of the tokens that ``stream_table`` shows."""
+    """Select the ascending token indices that ``stream_table`` shows."""
     count = len(stream.tokens)
     changes = [section.start for section in sections(stream)]
     changes += [start for section in sections(stream) for start, _, _ in _runs_by_loss(stream, section)]

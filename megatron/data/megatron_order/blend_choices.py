@@ -1,16 +1,16 @@
-"""The corpus of each sample of a blend, as megatron-core's ``BlendedDataset`` selects it.
+"""Choose the corpus for each sample in a blend, as megatron-core's ``BlendedDataset`` selects it.
 
 Sample n comes from the corpus whose share lags most: the first corpus with the largest ``w_k max(n, 1) - c_k`` in
-float64, where ``c_k`` is the number of earlier samples of corpus k. Each choice depends on all earlier ones, and a loop
+float64, where ``c_k`` counts the earlier samples from corpus k. Each choice depends on all earlier ones, and a loop
 over 10^7 samples takes minutes in Python. The choices are therefore computed in parallel and then checked:
 
 1. The samples are divided into up to 4,096 lanes, which run in lockstep with vectorized arithmetic.
 2. A lane starts a few samples early from the nearest whole counts. The selection forgets its start: from a slightly
-   wrong start, it soon reaches the counts of the sequential loop.
-3. The counts at the end of a lane must equal the counts with which the next lane has started. A lane that started with
-   other counts is repeated from the counts of its predecessor, until all lanes agree.
+   wrong start, it soon reaches the sequential loop's counts.
+3. A lane's final counts must equal the counts with which the next lane has started. A lane that started with
+   other counts is repeated from its predecessor's counts, until all lanes agree.
 
-By induction over the lanes, the result is exactly the result of the sequential loop.
+By induction over the lanes, the result is exactly the sequential loop's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGEST_INT16, _LARGEST_INT32 = np.iinfo(np.int16).max, np.iinfo(np.int32).max
 
 
 def blend_choices(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corpora of the samples (int16) and their indices within the corpora (int32, or int64 if necessary).
+    """Choose the samples' corpora (int16) and their indices within the corpora (int32, or int64 if necessary).
 
     Args:
         weights: float64, positive; their sum is 1 up to rounding.
@@ -48,7 +48,7 @@ def blend_choices(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np
 
 
 def _start_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return float64[corpora, lanes], the presumed number of samples of each corpus before the start of each lane."""
+    """Estimate samples per corpus before the start of each lane: float64[corpora, lanes]."""
     early = np.maximum(starts - _WARM_UP, 0)
     counts = _run_lanes(weights, early, _nearest_counts(weights, early), np.empty((_WARM_UP, len(starts)), np.int16))
     is_short = starts < _WARM_UP
@@ -57,7 +57,7 @@ def _start_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _nearest_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return whole numbers close to ``weights * starts`` whose sum over the corpora is ``starts``."""
+    """Round ``weights * starts`` to whole numbers whose sum over the corpora is ``starts``."""
     exact = np.multiply.outer(weights, starts.astype(np.float64))
     counts = np.floor(exact)
     missing = starts - counts.sum(axis=0)
@@ -67,10 +67,10 @@ def _nearest_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _run_lanes(weights: np.ndarray, starts: np.ndarray, counts: np.ndarray, corpora: np.ndarray) -> np.ndarray:
-    """Select the corpora of ``len(corpora)`` samples from each of ``starts`` on; return the counts after them.
+    """Select the corpora for ``len(corpora)`` samples from each of ``starts`` on; return the counts after them.
 
     Args:
-        counts: float64[corpora, lanes], the samples of each corpus before the start of a lane.
+        counts: float64[corpora, lanes], samples per corpus before the start of a lane.
         corpora: int16[samples, lanes], filled with the selected corpora.
     """
     counts, positions = counts.copy(), starts.astype(np.float64)
@@ -95,7 +95,7 @@ def _run_lanes(weights: np.ndarray, starts: np.ndarray, counts: np.ndarray, corp
 
 
 def _indices_within_corpora(choices: np.ndarray, num_corpora: int) -> np.ndarray:
-    """Return the number of earlier samples of the same corpus for each sample."""
+    """Count the earlier samples from the same corpus for each sample."""
     dtype = np.int32 if len(choices) <= _LARGEST_INT32 else np.int64
     by_corpus = np.argsort(choices, kind="stable")
     sizes = np.bincount(choices, minlength=num_corpora)

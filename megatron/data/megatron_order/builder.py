@@ -1,4 +1,4 @@
-"""The training, validation and test datasets of a run in the order of megatron-core's dataset builder."""
+"""A run's training, validation and test datasets in the order of megatron-core's dataset builder."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def build_in_megatron_order(
     make_dataset: MakeDataset,
     tokenizer_identity: str | None,
 ) -> SplitDatasets:
-    """Return the training, validation and test datasets; None for a split that is not needed.
+    """Build the training, validation and test datasets; None for a split that is not needed.
 
-    | corpora of a split | samples that are built for each corpus |
+    | corpora in a split | samples that are built for each corpus |
     |---|---|
-    | one | the samples of the run |
+    | one | the run's samples |
     | a blend | its share of the samples, rounded up, plus ``paths.surplus`` |
 
-    As in Megatron, a single corpus of --data-path with a weight is a blend, but a single corpus of --train-data-path is
+    As in Megatron, a single corpus in --data-path with a weight is a blend, but a single corpus in --train-data-path is
     not.
 
     Args:
@@ -87,7 +87,7 @@ def build_in_megatron_order(
 
 
 def _documents(corpus: OpenCorpus, paths: BlendPaths, split_idx: int) -> tuple[int, int]:
-    """Return (start, stop) of the corpus's documents of a split, which have at least one token."""
+    """Find (start, stop) for the corpus's documents in a split, which have at least one token."""
     token_file = corpus.token_file
     documents = (0, token_file.num_documents)
     flags = f"--{SPLIT_NAMES[split_idx]}-data-path"

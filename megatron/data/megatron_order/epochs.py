@@ -1,4 +1,4 @@
-"""EpochPlan: the number of epochs that Megatron shuffles together for a corpus, and the number of samples in them."""
+"""EpochPlan: the epochs that Megatron shuffles together for a corpus, and the sample count in them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ _SEPARATE_BELOW = 0.80
 
 
 class EpochPlan(NamedTuple):
-    """The epochs of one corpus in a run.
+    """One corpus's epochs in a run.
 
-    Megatron concatenates the documents of all epochs of a run in one order, cuts the concatenation into samples, and
-    permutes the samples of all epochs together. If the run ends early in the last epoch, the documents and the samples
-    of the last epoch are permuted on their own and follow the others. The order therefore depends on the length of the
-    run.
+    Megatron concatenates the documents of all epochs in a run in one order, splits the concatenation into samples, and
+    permutes the samples of all epochs together. If the run ends early in the last epoch, the last epoch's documents and
+    samples are permuted on their own and follow the others. The order therefore depends on the run length.
 
     Args:
-        num_epochs: epochs that are built; the fewest that contain the samples of the run.
-        num_samples: samples in these epochs. They overlap the boundaries of epochs.
+        num_epochs: epochs that are built; the fewest that contain the run's samples.
+        num_samples: samples in these epochs. They overlap epoch boundaries.
         num_samples_before_last: samples that are permuted before the others. Equal to ``num_samples`` unless the last
             epoch is separate.
     """
@@ -34,10 +33,10 @@ class EpochPlan(NamedTuple):
 
 
 def plan_epochs(num_tokens: int, seq_length: int, num_samples: int, extra_tokens: int = 1) -> EpochPlan:
-    """Return the epochs of a corpus from which a run draws at least ``num_samples`` samples.
+    """Plan the epochs from which a run draws at least ``num_samples`` samples.
 
     Args:
-        num_tokens: tokens of one epoch; at least 1.
+        num_tokens: tokens in one epoch; at least 1.
         seq_length: tokens by which neighbouring samples are apart.
         extra_tokens: tokens that neighbouring samples share: 1 with a label for the last input, else 0.
     """

@@ -1,4 +1,4 @@
-"""MegatronOrder: map each sample of a run to a corpus and an index within the corpus, as megatron-core does."""
+"""MegatronOrder: map each sample in a run to a corpus and an index within the corpus, as megatron-core does."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _CACHED_FROM_SAMPLES = 1 << 21
 
 @dataclass(frozen=True)
 class MegatronOrder:
-    """The sample order of a run; it has the methods of ``BlendSchedule``.
+    """A run's sample order; it has the methods of ``BlendSchedule``.
 
-    Sample i of the run is always sample i of the order. The number of consumed samples is therefore the only state, as
+    The run's sample i is always the order's sample i. The consumed samples are therefore the only state, as
     in Megatron, and a changed corpus or weight changes the entire order. It is picklable without its arrays, and equal
     on all ranks that construct it with the same arguments.
 
     Args:
-        corpora: the corpora in the order of the command line, on which the order of the samples depends.
-        plans: the epochs of each corpus.
-        shares: the share of each corpus, as Megatron normalises the weights; None for a single corpus without a weight.
+        corpora: the corpora in command-line order, on which the sample order depends.
+        plans: epochs per corpus.
+        shares: corpus shares, as Megatron normalises the weights; None for a single corpus without a weight.
         num_samples: samples in the order; at least ``run_samples``.
         run_samples: samples that the run reads, for which the order is built.
-        cache_path: folder of the cache that shares the blend between the processes of a host; see ``IndexCache``.
+        cache_path: cache folder that shares the blend between a host's processes; see ``IndexCache``.
     """
 
     corpora: tuple[Corpus, ...]
@@ -48,11 +48,11 @@ class MegatronOrder:
 
     @property
     def schedule(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        """(first sample, weight of each corpus): the weights never change."""
+        """(first sample, weight per corpus): the weights never change."""
         return ((0, self.shares or (1.0,)),)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Map sample ``index`` of the run to (corpus index, sample index within the corpus).
+        """Map sample ``index`` to (corpus index, sample index within the corpus).
 
         Raises:
             SampleError: the order has no such sample.
@@ -68,7 +68,7 @@ class MegatronOrder:
         return int(corpora[index]), int(indices[index])
 
     def cursors(self, samples_consumed: int) -> dict[str, int]:
-        """Return the number of samples read per corpus."""
+        """Count the samples read per corpus."""
         if self.shares is None:
             return {self.corpora[0].name: samples_consumed}
         num_corpora, (choices, _) = len(self.corpora), self._blend
@@ -79,7 +79,7 @@ class MegatronOrder:
         return {corpus.name: int(count) for corpus, count in zip(self.corpora, counts, strict=True)}
 
     def epochs(self, samples_consumed: int) -> dict[str, float]:
-        """Return the fractional number of epochs read per corpus."""
+        """Compute the fractional epochs read per corpus."""
         cursors = self.cursors(samples_consumed)
         return {
             corpus.name: cursors[corpus.name] * plan.num_epochs / plan.num_samples
@@ -87,11 +87,11 @@ class MegatronOrder:
         }
 
     def weights(self, samples_consumed: int) -> dict[str, float]:
-        """Return each corpus's share of the samples."""
+        """Return each corpus's sample share."""
         return {corpus.name: share for corpus, share in zip(self.corpora, self.shares or (1.0,), strict=True)}
 
     def state(self, samples_consumed: int) -> dict[str, Any]:
-        """Return the JSON-serializable state, from which ``resumed_megatron_order`` continues."""
+        """Build the JSON-serializable state, from which ``resumed_megatron_order`` continues."""
         return {
             "format": FORMAT,
             "order": ORDER,
@@ -107,7 +107,7 @@ class MegatronOrder:
 
     @cached_property
     def _blend(self) -> tuple[np.ndarray, np.ndarray]:
-        """The corpus of each sample, and the index within the corpus; computed at the first use in a process."""
+        """Each sample's corpus and its index within the corpus; computed at the first use in a process."""
         shares = np.array(self.shares)
         if self.num_samples < _CACHED_FROM_SAMPLES:
             return blend_choices(shares, self.num_samples)
@@ -125,7 +125,7 @@ class MegatronOrder:
 
     @cached_property
     def _block_counts(self) -> np.ndarray:
-        """int64[blocks + 1, corpora], the samples of each corpus before each block of samples."""
+        """int64[blocks + 1, corpora], samples per corpus before each block of samples."""
         choices = self._blend[0]
         counts = [
             np.bincount(choices[begin : begin + _BLOCK], minlength=len(self.corpora))
@@ -138,9 +138,9 @@ class MegatronOrder:
 
 
 def normalized_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the weights divided by their sum in float64.
+    """Divide the weights by their sum in float64.
 
-    Megatron's builder normalises the weights for the sizes of the corpora, and its blend normalises the result again.
+    Megatron's builder normalises the weights for the corpus sizes, and its blend normalises the result again.
     """
     array = np.array(weights, np.float64)
     return tuple((array / np.sum(array)).tolist())

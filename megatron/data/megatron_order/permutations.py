@@ -1,4 +1,4 @@
-"""The permutations of documents and samples that Megatron draws from one numpy generator per corpus and split.
+"""Permutations of documents and samples that Megatron draws from one numpy generator per corpus and split.
 
 numpy does not change the stream of ``RandomState`` (NEP 19), so the permutations are the same with every version.
 """
@@ -13,9 +13,9 @@ _LARGEST_UINT32 = np.iinfo(np.uint32).max
 
 
 def permuted_documents(first: int, stop: int, plan: EpochPlan, generator: np.random.RandomState) -> np.ndarray:
-    """Return int32[num_epochs * documents], the documents ``first`` ... ``stop - 1`` of all epochs in their order.
+    """Permute the documents ``first`` ... ``stop - 1`` of all epochs: int32[num_epochs * documents].
 
-    The documents of all epochs are permuted together, except that a separate last epoch follows the others.
+    All epochs' documents are permuted together, except that a separate last epoch follows the others.
     """
     order = np.tile(np.arange(first, stop, dtype=np.int32), plan.num_epochs)
     num_together = (plan.num_epochs - plan.has_separate_last) * (stop - first)
@@ -26,7 +26,7 @@ def permuted_documents(first: int, stop: int, plan: EpochPlan, generator: np.ran
 
 
 def permuted_samples(plan: EpochPlan, generator: np.random.RandomState) -> np.ndarray:
-    """Return uint32[num_samples], the position in the concatenated documents of each sample of the run, in samples.
+    """Permute the samples: uint32[num_samples], each sample's position in the concatenated documents, in samples.
 
     The array is int64 if there are too many samples for uint32.
     """

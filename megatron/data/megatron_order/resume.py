@@ -16,12 +16,12 @@ def check_megatron_resume(
     order: MegatronOrder, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False,
     settings: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:  # fmt: skip
-    """Check that ``order`` continues the order of a checkpoint, and return log lines that describe the changes.
+    """Check that ``order`` continues a checkpoint's order, and return log lines that describe the changes.
 
     Args:
         state: result of ``MegatronOrder.state`` or ``BlendSchedule.state``, or only a fingerprint (old checkpoints).
-        samples_consumed: samples consumed by the run that saved the checkpoint.
-        allow_change: continue at the same sample of another order, as Megatron does without a check.
+        samples_consumed: samples that the saved run consumed.
+        allow_change: continue at the same sample in another order, as Megatron does without a check.
         settings: see ``resumed_order``.
 
     Raises:
@@ -44,13 +44,13 @@ def check_megatron_resume(
 
 
 def _describe_differences(order: MegatronOrder, saved: Mapping[str, Any], settings: list[str]) -> Iterator[str]:
-    """Yield descriptions of the differences between the order of a checkpoint and ``order``."""
+    """Describe the differences between a checkpoint's order and ``order``."""
     if saved.get("order") != ORDER:
         if not any(text.startswith("--data-order ") for text in settings):
             yield f"--data-order was native, now {ORDER}"
         yield from settings
         return
-    names = saved["corpora"]  # in the order of the list, unlike the keys of the other entries
+    names = saved["corpora"]  # in list order, unlike the other entries' keys
     is_same_data = len(names) == len(order.corpora) and all(
         saved["fingerprints"][name] in (corpus.fingerprint, *corpus.other_fingerprints)
         for name, corpus in zip(names, order.corpora, strict=True)
@@ -73,7 +73,7 @@ def _describe_differences(order: MegatronOrder, saved: Mapping[str, Any], settin
 
 
 def _describe_lengths(order: MegatronOrder, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description of the corpora whose epochs have changed, with the flag that restores them."""
+    """Describe the corpora whose epochs have changed, with the flag that restores them."""
     changes = [
         f"{corpus.name} had {_format_plan(EpochPlan(*old))}, now {_format_plan(plan)}"
         for corpus, plan in zip(order.corpora, order.plans, strict=True)

@@ -1,4 +1,4 @@
-"""MegatronWindows: the samples of one corpus in the order of megatron-core's ``GPTDataset``."""
+"""MegatronWindows: one corpus's samples in the order of megatron-core's ``GPTDataset``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ CACHED_FROM_ELEMENTS = 1 << 22
 
 
 class MegatronWindows:
-    """Windows of ``seq_length + extra_tokens`` tokens in Megatron's order; there are ``plan.num_samples`` of them.
+    """Windows with ``seq_length + extra_tokens`` tokens in Megatron's order; there are ``plan.num_samples`` windows.
 
-    Megatron stores the first document and offset of each sample. Here both are computed from the position of the sample
-    in the concatenated documents: an order takes 4 bytes per document of each epoch, and 4 bytes per sample.
+    Megatron stores each sample's first document and offset. Here both are computed from the sample position
+    in the concatenated documents: an order takes 4 bytes per document and epoch, and 4 bytes per sample.
 
     Args:
-        documents: (start, stop) of the documents to use; they have at least one token.
-        seed: seed of the numpy generator; the same on all ranks.
-        num_samples: samples that the run reads, which determine the number of epochs.
+        documents: (start, stop) range of documents to use; they have at least one token.
+        seed: numpy generator seed; the same on all ranks.
+        num_samples: samples that the run reads, which determine the epoch count.
         extra_tokens: 1 if neighbouring samples share a token, which is the last label; else 0.
-        cache: shares a large order between the processes of this host; None: it is stored in this process's memory.
+        cache: shares a large order between this host's processes; None: it is stored in this process's memory.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MegatronWindows:
         self._concatenation = ConcatenatedDocuments(source.document_lengths, [Segment(starts, document_order, _STRIDE)])
 
     def slices(self, index: int) -> list[DocumentSlice]:
-        """Return the nonempty document slices of sample ``index``.
+        """Find the nonempty document slices in sample ``index``.
 
         Raises:
             IndexError: the order has no such sample.
@@ -68,11 +68,11 @@ class MegatronWindows:
 
     @property
     def _num_positions(self) -> int:
-        """Number of documents of all epochs."""
+        """Documents in all epochs."""
         return self.plan.num_epochs * (self._documents[1] - self._documents[0])
 
     def _read_content(self, cache: IndexCache | None) -> np.ndarray:
-        """Return the order as one array of bytes, from the cache if it is large."""
+        """Read the order as one byte array, from the cache if it is large."""
         if cache is None or self._num_positions + self.plan.num_samples < CACHED_FROM_ELEMENTS:
             return np.concatenate(list(self._build()))
         key = repr((_FORMAT, _STRIDE, self._source.fingerprint, self._documents, self.seq_length, self.extra_tokens,
@@ -80,7 +80,7 @@ class MegatronWindows:
         return cache.built_once(f"megatron-order-{hashlib.sha256(key.encode()).hexdigest()[:16]}", self._build)
 
     def _build(self) -> Iterator[np.ndarray]:
-        """Compute the order and yield it as bytes: token starts, order of the samples, order of the documents.
+        """Compute the order as bytes: token starts, sample order, document order.
 
         The arrays with the widest elements come first, so that each array is aligned in a cache file.
         """
@@ -98,7 +98,7 @@ class MegatronWindows:
         yield document_order.view(np.uint8)
 
     def _split_content(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (token starts, order of the samples, order of the documents) from their bytes."""
+        """Split the bytes into (token starts, sample order, document order)."""
         starts_end = 8 * (_num_blocks(self._num_positions) + 1)
         documents_begin = len(content) - 4 * self._num_positions
         width = (documents_begin - starts_end) // max(self.plan.num_samples, 1)

@@ -1,4 +1,4 @@
-"""The documents of the three splits with Megatron's rounding of ``--split``."""
+"""Document ranges of the three splits with Megatron's rounding of ``--split``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.data.split import SPLIT_NAMES
 
 
 def split_bounds(num_documents: int, split: str) -> list[tuple[int, int]]:
-    """Return (start, stop) of the documents of train, valid and test.
+    """Compute (start, stop) for the training, validation and test documents.
 
     Shares are added in float64, and halves are rounded to the even document. ``split.split_documents`` uses exact
     fractions and rounds halves up, which can differ by one document.

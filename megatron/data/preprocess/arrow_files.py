@@ -22,7 +22,7 @@ STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 
 def batch_sizes(path: str) -> list[int] | None:
-    """Return the size in bytes of each record batch; None for a stream in an object store, to avoid reading it.
+    """Read the record batch sizes in bytes; None for a stream in an object store, to avoid reading it.
 
     Raises:
         DataError: pyarrow is missing, or the file is not a complete Arrow file.
@@ -34,7 +34,7 @@ def batch_sizes(path: str) -> list[int] | None:
 
 
 def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
-    """Return the bytes of the columns ``keys`` in the unit's record batches."""
+    """Measure the bytes in the columns ``keys`` in the unit's record batches."""
     with _open_arrow(unit.path) as (reader, is_stream):
         readers.check_columns(reader.schema, unit.path, keys)
         batches = enumerate(_batches(unit.path, reader, is_stream, unit.stop))
@@ -42,10 +42,10 @@ def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
 
 
 def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of the unit's record batches, each as a JSON object of the columns ``keys``.
+    """Read rows from the unit's record batches, each as a JSON object with the columns ``keys``.
 
     Args:
-        keys: names of columns; "a.b" is the field b of the column a.
+        keys: column names; "a.b" is the field b in column a.
 
     Raises:
         DataError: a column is missing or does not contain strings, or the file is damaged.
@@ -70,7 +70,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
 
 
 def _select_columns(batch: Any, keys: Sequence[str]) -> Any:
-    """Return a record batch with one column for each key, named by the key."""
+    """Select one column for each key, named by the key."""
     import pyarrow
     from pyarrow import compute
 
@@ -85,7 +85,7 @@ def _select_columns(batch: Any, keys: Sequence[str]) -> Any:
 
 
 def _check_offsets(batch: Any) -> None:
-    """Raise ValueError if the offsets of a text are outside its buffer, because reading it could crash the process.
+    """Raise ValueError if a text's offsets are outside its buffer, because reading it could crash the process.
 
     The columns are checked as binary, because texts that are not UTF-8 are reported row by row later.
     """
@@ -101,7 +101,7 @@ def _check_offsets(batch: Any) -> None:
 
 
 def _batches(path: str, reader: Any, is_stream: bool, stop: int = sys.maxsize) -> Iterator[Any]:
-    """Yield the first ``stop`` record batches of a file."""
+    """Read the first ``stop`` record batches in a file."""
     idx = 0
     try:
         if is_stream:
@@ -119,7 +119,7 @@ def _batches(path: str, reader: Any, is_stream: bool, stop: int = sys.maxsize) -
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple[Any, bool]]:
-    """Yield (pyarrow's reader, True if the file has the stream format)."""
+    """Open pyarrow's reader, and detect the stream format: (reader, True for a stream)."""
     try:
         import pyarrow
         from pyarrow import ipc

@@ -51,7 +51,7 @@ VISIBILITY_TIMEOUT_S = 90.0
 
 
 def encode_unit(setup: tuple[Encoder, ShardFolder], folder: str, unit: Unit) -> Iterator[tuple[Report, float]]:
-    """Encode a unit; yield (report, seconds since the start of the unit)."""
+    """Encode a unit; yield (report, seconds since the unit's start)."""
     start_s = time.monotonic()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -74,12 +74,12 @@ def _describe_host() -> str:
     return f"the machine {socket.gethostname()}"
 
 
-# Code that runs on the machine of the job.
+# Code that runs on the job's machine.
 
 
 @dataclass
 class _Utilization:
-    """The utilization of the CPUs of the cluster."""
+    """CPU utilization of the cluster."""
 
     cpu_s: float = 0.0
     busy_s: float = 0.0
@@ -88,7 +88,7 @@ class _Utilization:
     updated_s: float = field(default_factory=time.monotonic)
 
     def begin(self, seconds: float) -> None:
-        """Start the measurement at the start of the first unit, ``seconds`` ago, to exclude the startup of Ray."""
+        """Start the measurement at the first unit's start, ``seconds`` ago, to exclude Ray's startup."""
         if self.start_s is None:
             self.updated_s = time.monotonic() - seconds
             self.start_s = self.updated_s - self.created_s
@@ -102,17 +102,17 @@ class _Utilization:
 
     @property
     def idle(self) -> float:
-        """The share of CPU time since the start of the first unit that was not spent on finished units."""
+        """Share of CPU time since the first unit's start that was not spent on finished units."""
         return max(0.0, 1 - self.busy_s / self.cpu_s) if self.cpu_s else 0.0
 
 
 class ClusterWorkers:
-    """A pool of Ray workers with the interface of ``Workers``, used as a context manager.
+    """Pool of Ray workers with the interface of ``Workers``, used as a context manager.
 
     Args:
         address: HOST:PORT of an existing cluster that includes this machine, or ``auto``. ``auto`` selects the cluster
-            in RAY_ADDRESS; if the variable is not set, a cluster of only this machine is created for the job.
-        max_units: maximum number of concurrent units; 0: the number of CPUs.
+            in RAY_ADDRESS; if the variable is not set, a cluster with only this machine is created for the job.
+        max_units: maximum concurrent units; 0: the CPU count.
 
     Raises:
         DataError: Ray is not installed, or the cluster cannot be joined.
@@ -147,7 +147,7 @@ class ClusterWorkers:
         address = os.environ.get("RAY_ADDRESS", "") if self._address == AUTO else self._address
         if not address:
             options |= {"num_cpus": self._max_units or None, "include_dashboard": False}
-            self._max_units = 0  # the CPUs of the local cluster already limit the units
+            self._max_units = 0  # the local cluster's CPUs already limit the units
         elif address != AUTO:  # RAY_ADDRESS=auto: Ray searches for a cluster on this machine
             _check_reachable(address)
         try:
@@ -177,7 +177,7 @@ class ClusterWorkers:
         on_report: Callable[[Mapping[int, Counts]], None],
         on_finished: Callable[[Shard, bool], None],
     ) -> None:
-        """Encode all ``units`` like ``Workers.encode``; encode units of lost machines again.
+        """Encode all ``units`` like ``Workers.encode``; encode units from lost machines again.
 
         Raises:
             DataError: a unit cannot be read.
@@ -220,13 +220,13 @@ class ClusterWorkers:
         )
 
     def _wait_for_tasks(self) -> list[Any]:
-        """Wait at most one second for reports and return the tasks with a new report."""
+        """Wait at most one second for reports; the result is the tasks with a new report."""
         tasks = list(self._running)
         first, _ = self._ray.wait(tasks, num_returns=1, timeout=1.0)
         return self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0] if first else []
 
     def _next_report(self, task: Any) -> tuple[Report | Exception, float]:
-        """Return (next report of a task, its seconds), or (Ray's error, 0) if the worker of the task was lost."""
+        """Wait for (a task's next report, its seconds), or (Ray's error, 0) if the task's worker was lost."""
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(next(task))
@@ -251,7 +251,7 @@ class ClusterWorkers:
 
 
 def _wait_until_visible(shard_folder: ShardFolder, shard: Shard) -> None:
-    """Wait until the files of a unit finished by another machine are visible here, which NFS may delay."""
+    """Wait until another machine's files for a finished unit are visible here, which NFS may delay."""
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while True:
         os.listdir(shard_folder.folder)  # refreshes the NFS directory cache

@@ -1,4 +1,4 @@
-"""Find the input files, divide them into units of work, and read the records of a unit."""
+"""Find input files, divide them into work units, and read a unit's records."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from megatron.data.preprocess.readers import (
 )
 from megatron.errors import DataError
 
-# The files of a corpus and their formats.
+# Corpus files and their formats.
 
 _JSON = (".jsonl", ".json", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 
 
 def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
-    """Return the files named by ``paths``, in this order; a folder is replaced by all files below it, sorted by path.
+    """Find the files named by ``paths``, in this order; a folder is replaced by all files below it, sorted by path.
 
     Paths are compared component by component, in code point order. Within folders, names that begin with a dot, or
     with an underscore and contain no "=", are skipped, as in Spark and pyarrow. ``-`` is standard input. A file that
     is named twice is read twice. fsspec URLs (s3://bucket/corpus) are returned as str.
 
     Raises:
-        DataError: a path does not exist or is not a file, a folder has no files or incomplete output of another tool,
+        DataError: a path does not exist or is not a file, a folder has no files or another tool's incomplete output,
             or ``-`` is given twice.
     """
     if sum(str(path) == STDIN for path in paths) > 1:
@@ -76,7 +76,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _list_remote_files(path: str) -> list[str]:
-    """Return the files of an fsspec URL, with the same skipped and rejected names as in local folders."""
+    """List the files at an fsspec URL, with the same skipped and rejected names as in local folders."""
     if object_store.is_file(path):
         return [path]
     entries = object_store.files_below(path)
@@ -102,7 +102,7 @@ def _list_remote_files(path: str) -> list[str]:
 
 
 def _walk_folder(folder: Path, seen: set[str]) -> Iterator[Path]:
-    """Yield the files below ``folder``; follow symbolic links, and visit each folder once."""
+    """Walk the files below ``folder``; follow symbolic links, and visit each folder once."""
     if (real_path := os.path.realpath(folder)) in seen:
         return
     seen.add(real_path)
@@ -133,7 +133,7 @@ def _walk_folder(folder: Path, seen: set[str]) -> Iterator[Path]:
 
 
 def guess_format(path: Path | str) -> str:
-    """Return the format of a file by its name, ignoring the suffixes .gz and .zst.
+    """Guess a file's format by its name, ignoring the suffixes .gz and .zst.
 
     JSON lines for .jsonl, .json, .ndjson and standard input; parquet for .parquet and .pq; arrow for .arrow; otherwise
     one document per file.
@@ -149,10 +149,10 @@ def guess_format(path: Path | str) -> str:
     return "jsonl" if suffix in _JSON else "text-file"
 
 
-# Units of work.
+# Work units.
 
 UNIT_BYTES = 64 << 20
-_MIN_UNIT_BYTES = len(BOM) + 1  # the first line of a file, after the byte order mark, belongs to the first unit
+_MIN_UNIT_BYTES = len(BOM) + 1  # a file's first line, after the byte order mark, belongs to the first unit
 _END_OF_FILE = sys.maxsize
 
 _READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
@@ -163,14 +163,14 @@ _READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
 
 
 def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Return the units of a corpus in the order of ``paths``; they depend only on the files and ``unit_bytes``.
+    """Plan a corpus's units in the order of ``paths``; they depend only on the files and ``unit_bytes``.
 
     A file that can be read from any byte is divided every ``unit_bytes``; a document belongs to the unit in which it
-    begins. A compressed file and standard input are one unit each. Consecutive row groups of a parquet file, record
-    batches of an Arrow file, and small files of one document each are combined into units of at most ``unit_bytes``.
+    begins. A compressed file and standard input are one unit each. Consecutive row groups in a parquet file, record
+    batches in an Arrow file, and small one-document files are combined into units of at most ``unit_bytes``.
 
     Args:
-        format: format of all files, one of FORMATS; None: determined by the name of each file.
+        format: format for all files, one of FORMATS; None: determined by each file's name.
 
     Raises:
         DataError: a file cannot be read, or its first bytes do not match its name.
@@ -186,7 +186,7 @@ def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int 
 
 
 def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Record]:
-    """Yield the records of a unit; memory use is a few blocks of 256 kB, or the longest record.
+    """Read a unit's records; memory use is a few blocks of 256 kB, or the longest record.
 
     Args:
         keys: columns to read from parquet and Arrow files; not used for other formats.
@@ -200,7 +200,7 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
 
 
 def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
-    """Yield (record, text or BadRecord) for the records of a unit in order; skip records without text."""
+    """Yield (record, text or BadRecord) for a unit's records in order; skip records without text."""
     keys = keys if unit.format in ("jsonl", *TABLES) else None
     is_checked = compression_type(unit.path) is None
     for record in read_unit(unit, keys):
@@ -264,7 +264,7 @@ def _combine_row_groups(path: str, format: str, group_bytes: Sequence[int], unit
 
 
 def _combine_small_files(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
-    """Combine consecutive units of one small uncompressed file each into units of at most ``unit_bytes``."""
+    """Combine consecutive one-file units with small uncompressed files into units of at most ``unit_bytes``."""
     group: list[Unit] = []
     size = 0
     for unit in units:
@@ -282,5 +282,5 @@ def _combine_small_files(units: Iterable[Unit], unit_bytes: int) -> Iterator[Uni
 
 
 def _merge_units(group: list[Unit]) -> Unit:
-    """Return one unit with the files of all units in ``group``."""
+    """Merge all files in ``group`` into one unit."""
     return replace(group[0], size=sum(unit.size for unit in group), more_paths=tuple(unit.path for unit in group[1:]))

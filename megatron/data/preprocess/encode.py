@@ -1,4 +1,4 @@
-"""Extract the text of raw records and encode it as token ids."""
+"""Extract text from raw records and encode it as token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.data.preprocess.job_types import TABLES, BadRecord, Counts, Record
 from megatron.data.preprocess.readers import BOM
 from megatron.tokenizer import Tokenizer
 
-# Extract the text of a raw record, or the reason why the record is unusable.
+# Extract a raw record's text, or the reason why the record is unusable.
 
 _PREVIEW_BYTES = 60
 _MAX_LISTED_KEYS = 8
@@ -24,13 +24,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> list[str] | BadRecord:
-    """Return a list with the text of ``record`` (empty if it has no text), or a BadRecord with the reason.
+    """Extract the text of ``record`` as a list (empty if it has no text), or a BadRecord with the reason.
 
     Blank lines, empty files and empty texts are not errors. CRLF is converted to LF, and byte order marks before JSON
     are removed.
 
     Args:
-        keys: keys of the text in a JSON object; "a.b" is the key b of the object at a (unless "a.b" is a key itself).
+        keys: text keys in a JSON object; "a.b" is the key b in the object at a (unless "a.b" is a key itself).
             All keys must exist. Their nonempty texts are joined by line feeds into one document. None: plain text.
         max_chars: maximum length; longer texts are bad. 0: no limit.
     """
@@ -83,7 +83,7 @@ def _describe_type(value: object) -> str:
 
 
 def _describe_error(data: bytes, error: ValueError) -> str:
-    """Describe the problem of a record more precisely than the error of the JSON library."""
+    """Describe a record's problem more precisely than the JSON library's error."""
     try:
         data.decode()
     except UnicodeDecodeError as decode_error:
@@ -116,7 +116,7 @@ quadratic in the length of a text."""
 
 @dataclass
 class Encoded:
-    """The concatenated token ids of the valid documents of a chunk, their lengths, and the bad records."""
+    """Concatenated token ids of a chunk's valid documents, their lengths, and the bad records."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -126,10 +126,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of chunks of records.
+    """Encodes record chunks.
 
     Args:
-        json_keys: keys of the text in JSON records and tables; not used for plain text.
+        json_keys: text keys in JSON records and tables; not used for plain text.
         append_eod: append the end-of-document token to each document.
         max_document_chars: maximum length; longer documents are bad. 0: no limit.
     """
@@ -140,7 +140,7 @@ class Encoder:
     max_document_chars: int = 0
 
     def encode(self, chunk: list[Record], format: str) -> Encoded:
-        """Encode records of the given format."""
+        """Encode records in the given format."""
         keys = self.json_keys if format in ("jsonl", *TABLES) else None
         bad_records: list[BadRecord] = []
         texts: list[str] = []
@@ -175,14 +175,14 @@ class Encoder:
         return tokens, lengths
 
     def _encode_text(self, text: str) -> np.ndarray:
-        """Return the tokens of a text; split only long texts, because chunks may lose trailing whitespace."""
+        """Encode a text; split only long texts, because chunks may lose trailing whitespace."""
         if len(text) > MAX_TEXT_CHARS:
             return self.tokenizer.encode_chunks(split_text(text))
         return self.tokenizer.encode_arrays([text])[0]
 
 
 def chunk_records(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Group records into chunks of at least CHUNK_BYTES (the last one may be smaller)."""
+    """Group records into chunks with at least CHUNK_BYTES (the last chunk may be smaller)."""
     chunk: list[Record] = []
     size = 0
     for record in records:
@@ -196,7 +196,7 @@ def chunk_records(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split ``text`` into chunks of at most ``MAX_TEXT_CHARS`` characters.
+    """Split ``text`` into chunks with at most ``MAX_TEXT_CHARS`` characters.
 
     A chunk ends after the last line end that has no whitespace on either side: byte-level BPE, and other tokenizers
     that separate words at whitespace, then return the same ids as for the unsplit text. If there is no such line end,
@@ -217,7 +217,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def _lone_line_end(text: str, start: int, stop: int) -> int:
-    """Return the position after the last line end before ``stop`` without whitespace around it; 0 if there is none."""
+    """Find the position after the last line end before ``stop`` without whitespace around it; 0 if there is none."""
     position = text.rfind("\n", start + 1, stop)
     while position > start and (text[position - 1].isspace() or text[position + 1].isspace()):
         position = text.rfind("\n", start + 1, position)

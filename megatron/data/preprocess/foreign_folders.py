@@ -9,9 +9,9 @@
 | ``_delta_log`` | a Delta table: some files may belong to older versions | reject |
 | ``executor.json`` and ``completions`` | datatrove's log folder | skip; reject if tasks are incomplete |
 | ``dataset_info.json``, ``dataset_dict.json``, ``state.json`` | ``datasets`` wrote Arrow files | skip |
-| ``cache-*.arrow`` next to them | results of ``map`` and ``filter`` | skip |
+| ``cache-*.arrow`` next to them | results from ``map`` and ``filter`` | skip |
 
-Truncated files are detected by their own format, such as the end of gzip or the footer of parquet.
+Truncated files are detected by their own format, such as gzip's end or parquet's footer.
 
 Source: Spark's ``HadoopFSUtils.shouldFilterOutPathName``, Hadoop's ``FileOutputCommitter``, datatrove's
 ``jobs_status``, and ``Dataset.save_to_disk`` of ``datasets``.
@@ -33,7 +33,7 @@ _INFO, _DICT, _STATE = "dataset_info.json", "dataset_dict.json", "state.json"
 
 
 def is_hidden(name: str) -> bool:
-    """Return True if a name in a folder is skipped; ``_year=2024``, a partition of a table, is not."""
+    """Check if a name in a folder is skipped; ``_year=2024``, a table partition, is not."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
@@ -63,7 +63,7 @@ def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
 
 
 def is_log_folder(folder: Path, names: Collection[str]) -> bool:
-    """Return True if ``folder`` is the log folder of a completed datatrove run.
+    """Recognise the log folder of a completed datatrove run.
 
     Raises:
         DataError: the run is not completed.
@@ -86,7 +86,7 @@ def is_log_folder(folder: Path, names: Collection[str]) -> bool:
 
 
 def datasets_names_to_skip(folder: Path | str, names: Collection[str]) -> set[str]:
-    """Return the names to skip in a folder of Hugging Face's ``datasets``: metadata, and Arrow files that are not data.
+    """Find the names to skip in a Hugging Face ``datasets`` folder: metadata, and Arrow files that are not data.
 
     Raises:
         DataError: files that state.json lists are missing.
@@ -115,7 +115,7 @@ def datasets_names_to_skip(folder: Path | str, names: Collection[str]) -> set[st
 
 
 def _files_in_state(folder: Path | str) -> set[str] | None:
-    """Return the Arrow files that state.json lists; None if the file belongs to another program."""
+    """Read the Arrow files that state.json lists; None if the file belongs to another program."""
     path = folder / _STATE if isinstance(folder, Path) else object_store.join(folder, _STATE)
     try:
         with object_store.open_file(path) as file:

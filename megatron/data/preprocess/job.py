@@ -38,7 +38,7 @@ from megatron.errors import DataError, StopRequest
 from megatron.file_lock import FileLock
 from megatron.tokenizer import Tokenizer, with_gigatoken
 
-# Faster BPE with ``gigatoken``, used if it returns the same ids on a sample of the corpus.
+# Faster BPE with ``gigatoken``, used if it returns the same ids on a corpus sample.
 
 _MAX_SAMPLED_UNITS = 16
 _SAMPLE_DIVISOR = 128
@@ -46,7 +46,7 @@ _MIN_CHARS, _MAX_CHARS = 1 << 12, 1 << 15  # per sampled unit
 
 
 def fast_tokenizer(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
-    """Return a faster version of ``tokenizer``; if its ids differ on a sample, warn and return ``tokenizer``.
+    """Replace ``tokenizer`` by a faster version; if its ids differ on a sample, warn and return ``tokenizer``.
 
     Raises:
         DataError: gigatoken is not installed, the tokenizer is not a BPE, or the corpus is standard input, which
@@ -58,7 +58,7 @@ def fast_tokenizer(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[s
 
 
 def sample_texts(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
-    """Return texts from the beginnings of up to 16 evenly spaced units: 1/128 of the corpus, at most 512 kB."""
+    """Sample texts from the beginnings of up to 16 evenly spaced units: 1/128 of the corpus, at most 512 kB."""
     num_sampled_units = min(_MAX_SAMPLED_UNITS, len(units))
     share = sum(unit.size for unit in units) // (_SAMPLE_DIVISOR * max(num_sampled_units, 1))
     num_chars = min(max(share, _MIN_CHARS), _MAX_CHARS)
@@ -70,7 +70,6 @@ def sample_texts(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
 
 
 def _first_chars(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
-    """Yield the first ``num_chars`` characters of the unit's texts."""
     remaining = num_chars
     for text in _texts(unit, keys):
         yield text[:remaining]
@@ -80,7 +79,7 @@ def _first_chars(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[st
 
 
 def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
-    """Yield the texts of the unit's usable records."""
+    """Read the texts in the unit's usable records."""
     for record in read_unit(unit, keys):
         parsed = parse(record, keys if unit.format in ("jsonl", *TABLES) else None)
         yield from () if isinstance(parsed, BadRecord) else parsed
@@ -125,7 +124,7 @@ def lock_folder(folder: Path, share: Share | None = None) -> Iterator[None]:
         error=DataError,
         without_lock=warn_unlocked,
     )
-    with suppress(OSError):  # may fail on a full disk; the pid is only used in the message of another job
+    with suppress(OSError):  # may fail on a full disk; the pid is only used in another job's message
         lock.write(f"{os.getpid()}{f' on {socket.gethostname()}' if share else ''}\n".encode())
     try:
         yield
@@ -143,7 +142,7 @@ def _remove_if_empty(folder: Path) -> None:
             folder.rmdir()
 
 
-# Concatenation of the shards in the order of their units; the result does not depend on which process encoded them.
+# Shards are concatenated in unit order; the result does not depend on which process encoded them.
 
 
 def merge(
@@ -152,7 +151,7 @@ def merge(
     finished_shards: Sequence[Shard],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Write ``finished_shards`` to ``writer``; call ``on_bytes`` with the bytes of tokens written so far."""
+    """Write ``finished_shards`` to ``writer``; call ``on_bytes`` with the token bytes written so far."""
     num_written_bytes = 0
     with writer:
         for shard in finished_shards:
@@ -216,7 +215,7 @@ def run(job: Job) -> Summary:
 def _run_share(
     job: Job, share: Share, tokenizer: Tokenizer, shard_folder: ShardFolder, units: Sequence[Unit], saved_plan: JobPlan
 ) -> Summary:
-    """Encode the unfinished units of ``share``; other jobs may encode their shares in the same folder."""
+    """Encode the unfinished units in ``share``; other jobs may encode their shares in the same folder."""
     job_progress = JobProgress([unit for unit in units if share.owns(unit.idx)])
     with _explain_errors(job, shard_folder, job_progress):
         _encode_units(job, tokenizer, shard_folder, job_progress, corpus=units)
@@ -224,7 +223,7 @@ def _run_share(
             for unit_idx in job_progress.units:
                 shard_folder.path(unit_idx, "json").unlink(missing_ok=True)
             raise DataError(f"the input must not change until all parts are finished; {changes}. Run all parts again.")
-    # Delete the list of an earlier run that had too many bad records; ``join`` lists the accepted bad records.
+    # Delete an earlier run's list with too many bad records; ``join`` lists the accepted bad records.
     with suppress(FileNotFoundError):
         files.remove_file(shards.bad_records_path(_bad_prefix(job)))
     return job_progress.summary(None)
@@ -249,10 +248,10 @@ def _encode_units(
     job_progress: JobProgress,
     corpus: Sequence[Unit] | None = None,
 ) -> None:
-    """Encode the unfinished units of ``job_progress``.
+    """Encode the unfinished units in ``job_progress``.
 
     Args:
-        corpus: all units of the corpus, which provide the sample for verifying ``gigatoken``; None: the units of
+        corpus: all corpus units, which provide the sample for verifying ``gigatoken``; None: the units in
             ``job_progress``.
     """
     units = list(job_progress.units.values())
@@ -288,7 +287,7 @@ def _encode_units(
 
 
 def _append_bad_lines(problem: str, examples: Sequence[str], prefix: str) -> str:
-    """Append the first bad lines and the path of the complete list to ``problem``."""
+    """Append the first bad lines and the complete list's path to ``problem``."""
     lines = "\n".join(f"  {text}" for text in examples)
     return f"{problem}:\n{lines}\nThe complete list is in {shards.bad_records_path(prefix)}"
 
@@ -300,9 +299,9 @@ def _make_workers(job: Job, work: Work) -> Workers | ClusterWorkers:
 
 
 def _finish_job(job: Job, shard_folder: ShardFolder, job_progress: JobProgress, saved_plan: JobPlan) -> JobPlan:
-    """Write the output files and return the plan with the summary of the job."""
+    """Write the output files; the plan receives the job's summary."""
     if changes := plan.describe_input_changes(saved_plan, list(job_progress.units.values())):
-        shard_folder.remove()  # they were encoded from a former version of the input
+        shard_folder.remove()  # they were encoded from a former input version
         raise DataError(f"the input must not change while it is read; {changes}. Run again when it is stable.")
     if not job_progress.counts.num_documents:
         examples = shards.collect_bad_records(job.output_prefix, shard_folder, job_progress.units)
@@ -321,7 +320,7 @@ def _finish_job(job: Job, shard_folder: ShardFolder, job_progress: JobProgress, 
 def _write_output(
     prefix: str, job_plan: JobPlan, shard_folder: ShardFolder, finished_shards: Sequence[Shard], counts: Counts
 ) -> str | None:
-    """Merge ``finished_shards`` into the output files; return the path of the list of bad records, if any."""
+    """Merge ``finished_shards`` into the output files; return the bad record list's path, if any."""
     examples = shards.collect_bad_records(prefix, shard_folder, [shard.unit for shard in finished_shards])
     plan.check_space_for_output(Path(prefix).absolute().parent, counts, shard_folder.dtype.itemsize)
     writer = IndexedDatasetBuilder(
@@ -357,7 +356,7 @@ def join(folder: Path, prefix: str) -> Summary:
 
 @contextmanager
 def _explain_errors(job: Job, shard_folder: ShardFolder, job_progress: JobProgress) -> Iterator[None]:
-    """Add the state of the finished units to errors of the block; delete units that cannot be resumed."""
+    """Add the finished units' state to errors in the block; delete units that cannot be resumed."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Data types shared by the modules of this package: Job, Unit, Record, Counts, Summary."""
+"""Data types that this package's modules share: Job, Unit, Record, Counts, Summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.tokenizer import Tokenizer
 
-# Input: units of work, records of raw bytes, and bad records.
+# Input: work units, raw records, and bad records.
 
 TABLES = ("parquet", "arrow")
 """Formats with one document per row; a unit is a range of row groups or record batches."""
@@ -26,11 +26,11 @@ ROWS = -1
 
 
 class Record(NamedTuple):
-    """The raw bytes of one document, or of the JSON that contains it, and their position.
+    """Raw bytes of one document, or of the JSON that contains it, and their position.
 
     Args:
         path: the file, ``-`` for standard input.
-        line: line number from 1; 0 if unknown (in a unit that begins within a file); ROWS for a row of a table.
+        line: line number from 1; 0 if unknown (in a unit that begins within a file); ROWS for a table row.
         byte_offset: offset of ``data`` in the (decompressed) file; for a table, the row number in the file.
     """
 
@@ -42,12 +42,12 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the corpus that one process encodes.
+    """A corpus part that one process encodes.
 
     Args:
-        idx: index among all units; the output has the documents in the order of units, then of records within them.
+        idx: index among all units; the output has the documents in unit order, then in record order.
         path: the file, ``-`` for standard input.
-        start, stop: the unit contains the documents that begin in this range of bytes, or a range of row groups
+        start, stop: the unit contains the documents that begin in this byte range, or a range of row groups
             (parquet) or record batches (Arrow). Files that can only be read from the beginning (compressed files, one
             document per file, standard input) are not divided.
         size: bytes on the disk, for the progress display; 0 for standard input.
@@ -64,7 +64,7 @@ class Unit:
     more_paths: tuple[str, ...] = ()
 
     def name(self) -> str:
-        """Return the name of the unit for messages."""
+        """Return the unit's name for messages."""
         if self.path == STDIN:
             return "standard input"
         if self.more_paths:
@@ -76,13 +76,13 @@ class Unit:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All files of the unit in order."""
+        """All files in order."""
         return (self.path, *self.more_paths)
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """An unusable record: its position (as in ``Record``), the reason, and its first characters."""
+    """An unusable record: position (as in ``Record``), reason, and first characters."""
 
     path: str
     line: int
@@ -97,7 +97,7 @@ class BadRecord:
         return f"{self.path}{line} (byte {self.byte_offset}): {self.reason}: {self.opening}"
 
     def to_json(self) -> dict[str, str | int]:
-        """Return a dictionary of file, line and byte_offset (or row for a table), reason and opening."""
+        """Convert to a dictionary with file, line and byte_offset (or row for a table), reason and opening."""
         if self.line == ROWS:
             position: dict[str, str | int] = {"row": self.byte_offset}
         else:
@@ -106,21 +106,21 @@ class BadRecord:
 
 
 def is_indivisible(path: str | Path, format: str) -> bool:
-    """Return True if a file can only be read from its beginning."""
+    """Check if a file can only be read from its beginning."""
     return str(path) == STDIN or format == "text-file" or compression_type(path) is not None
 
 
 def compression_type(path: str | Path) -> str | None:
-    """Return the compression according to the file name: "gz", "zst", or None if the file is not compressed."""
+    """Detect the compression from the file name: "gz", "zst", or None if the file is not compressed."""
     suffix = Path(path).suffix.lower()
     return suffix[1:] if suffix in (".gz", ".zst") else None
 
 
-# The arguments and the result of a job.
+# Job arguments and result.
 
 
 class Share(NamedTuple):
-    """Job ``job_number`` (from 1) of ``num_jobs`` independent jobs that produce one output.
+    """Job ``job_number`` (from 1) out of ``num_jobs`` independent jobs that produce one output.
 
     The job encodes the units with index % ``num_jobs`` == ``job_number - 1``: unit 0 belongs to job 1, unit 1 to job 2,
     and so on. Neighbouring units, which are often similar, are thus distributed over all jobs.
@@ -150,33 +150,32 @@ class Share(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """The name of the share in file names."""
+        """Share name in file names."""
         return f"part-{self.job_number}-of-{self.num_jobs}"
 
     def owns(self, unit_idx: int) -> bool:
-        """Return True if this job encodes unit ``unit_idx``."""
+        """Check if this job encodes unit ``unit_idx``."""
         return unit_idx % self.num_jobs == self.job_number - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The arguments of a preprocessing job. The tokens do not depend on ``num_workers`` or ``unit_bytes``.
+    """Arguments to a preprocessing job. The tokens do not depend on ``num_workers`` or ``unit_bytes``.
 
     Args:
         inputs: files and folders in order; ``-`` for standard input.
-        output_prefix: path of the output without ``.bin``.
+        output_prefix: output path without ``.bin``.
         upload_to: output prefix in an object store to which the finished files are moved; None: no upload.
         make_tokenizer: creates the tokenizer; called once.
-        num_workers: number of worker processes; with ``cluster``, the maximum number of concurrent units (0: the number
-            of CPUs of the cluster).
-        format: format of all inputs, one of ``FORMATS``; None: determined by the name of each file.
-        json_keys: keys of the text; the texts of several keys are joined.
-        max_bad_lines, max_bad_fraction: limits of bad records (``ErrorLimits``).
+        num_workers: worker processes; with ``cluster``, the maximum concurrent units (0: the cluster's CPU count).
+        format: format for all inputs, one of ``FORMATS``; None: determined by each file's name.
+        json_keys: text keys; the texts at several keys are joined.
+        max_bad_lines, max_bad_fraction: bad record limits (``ErrorLimits``).
         max_document_chars: maximum length; longer documents are bad records. 0: no limit.
-        unit_bytes: size of the units of work; None: derived from the size of the input and the number of workers.
+        unit_bytes: work unit size; None: derived from the input size and the worker count.
         resume: continue an interrupted job with its finished units.
         use_gigatoken: encode with ``gigatoken`` if it returns the same ids.
-        share: encode only the units of this share, into a folder shared with other jobs; None: all units.
+        share: encode only this share's units, into a folder shared with other jobs; None: all units.
         cluster: Ray cluster that encodes the units, "auto" or HOST:PORT; None: processes on this machine.
     """
 
@@ -200,13 +199,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a job.
+    """A job's result.
 
     Args:
-        num_bytes: decompressed bytes of text and JSON, including resumed units.
+        num_bytes: decompressed text and JSON bytes, including resumed units.
         num_resumed: units that were finished by an earlier run.
         seconds: duration of this run.
-        bad_path: path of the file that lists the bad records; None if there are none.
+        bad_path: path to the bad record list; None if there are none.
     """
 
     num_documents: int
@@ -224,10 +223,10 @@ class Summary:
 
 
 class Counts(NamedTuple):
-    """Counts of the records read and the tokens produced; ``sum_counts`` adds them up.
+    """Records read and tokens produced; ``sum_counts`` adds them up.
 
     Args:
-        num_bytes: decompressed bytes of text and JSON.
+        num_bytes: decompressed text and JSON bytes.
         num_records: lines, rows, blocks or files, including those without a document.
         num_empty: records without text; they are skipped.
         num_bad: unusable records.
@@ -244,7 +243,7 @@ class Counts(NamedTuple):
 
 
 def sum_counts(counts: Iterable[Counts]) -> Counts:
-    """Return the sum of ``counts`` (the maximum of ``max_token_id``)."""
+    """Add up ``counts`` (the maximum for ``max_token_id``)."""
     all_counts = list(counts)
     totals = {name: sum(getattr(count, name) for count in all_counts) for name in Counts._fields}
     return Counts(**totals | {"max_token_id": max((count.max_token_id for count in all_counts), default=-1)})

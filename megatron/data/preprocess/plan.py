@@ -1,4 +1,4 @@
-"""The plan of a job (its inputs, units and options), resuming an interrupted job, and checks of the disk space."""
+"""A job's plan (inputs, units and options), resuming an interrupted job, and disk space checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.log import human_bytes
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.identity import is_same
 
-# The identity of a job: its inputs, its encoding options and its units. Shards can only be used with their own plan.
+# A job's identity: inputs, encoding options and units. Shards can only be used with their own plan.
 
 FORMAT = 2
 _MAX_LISTED = 5
@@ -37,18 +37,18 @@ _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """Everything that determines the tokens of a job.
+    """Everything that determines a job's tokens.
 
     Args:
-        inputs: (absolute path, bytes, modification time in ns) of each file in order; a file that is read twice has two
+        inputs: (absolute path, bytes, modification time in ns) per file in order; a file that is read twice has two
             entries.
-        units: digest of the paths, formats and ranges of all units.
-        options: values of the tool's options that affect the tokens or the units.
+        units: digest over all units' paths, formats and ranges.
+        options: tool options that affect the tokens or the units.
         tokenizer: properties that identify the tokenizer, by name.
-        committed: summary of the job if its output files are in place and only the shards remain to be deleted; else
+        committed: the job's summary if its output files are in place and only the shards remain to be deleted; else
             None.
-        num_units: number of units.
-        eod_id: id of the token that ends every document; None if there is none.
+        num_units: unit count.
+        eod_id: token id that ends every document; None if there is none.
     """
 
     inputs: Sequence[tuple[str, int, int]]
@@ -66,13 +66,13 @@ class JobPlan:
         return int(self.options.get(_SHARE_OPTION) or 0)
 
     def digest(self) -> str:
-        """Return a digest that identifies the finished units of this plan."""
+        """Compute a digest that identifies this plan's finished units."""
         set_options = {name: value for name, value in self.options.items() if value is not None}
         values = [[list(entry) for entry in self.inputs], self.units, set_options, dict(self.tokenizer)]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def publish(self, folder: Path) -> JobPlan | None:
-        """Write the plan into the folder unless it has one, and return the folder's plan; None if it is unreadable.
+        """Write the plan into the folder unless it has one; the result is the folder's plan, None if it is unreadable.
 
         If jobs start simultaneously on several machines, exactly one of them writes its plan, atomically.
         """
@@ -92,11 +92,11 @@ class JobPlan:
         return read_plan(folder)
 
     def write(self, folder: Path) -> None:
-        """Write the plan into the folder of the shards, replacing an existing plan."""
+        """Write the plan into the shard folder, replacing an existing plan."""
         files.replace_bytes(folder / PLAN, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def describe_differences(self, earlier: JobPlan) -> list[str]:
-        """Return descriptions of the differences from ``earlier``."""
+        """Describe the differences from ``earlier``."""
         if self.format != earlier.format:
             return ["the parts were written by another version of this tool"]
         descriptions = (
@@ -115,7 +115,7 @@ class JobPlan:
 
 
 def list_inputs(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
-    """Return ``JobPlan.inputs`` for ``units``. The units that divide a file share one entry; standard input has none.
+    """Build ``JobPlan.inputs`` for ``units``. Units that divide a file share one entry; standard input has none.
 
     Raises:
         DataError: a file no longer exists.
@@ -124,7 +124,7 @@ def list_inputs(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
 
 
 def units_digest(units: Sequence[Unit]) -> str:
-    """Return ``JobPlan.units``, a digest of the units that does not depend on the working directory."""
+    """Compute ``JobPlan.units``, a digest that does not depend on the working directory."""
     digest = hashlib.sha256()
     for unit in units:
         paths = [path if path == STDIN else _absolute(path) for path in unit.paths]
@@ -133,12 +133,12 @@ def units_digest(units: Sequence[Unit]) -> str:
 
 
 def describe_input_changes(plan: JobPlan, units: Sequence[Unit]) -> str:
-    """Describe the changes of the input files since the job began; "" if there are none."""
+    """Describe changes to the input files since the job began; "" if there are none."""
     return _join_first(_describe_changed_inputs(plan.inputs, list_inputs(units)))
 
 
 def read_plan(folder: Path) -> JobPlan | None:
-    """Return the plan of the shards in ``folder``; None if there is no readable plan."""
+    """Read the plan for the shards in ``folder``; None if there is no readable plan."""
     try:
         fields = json.loads((folder / PLAN).read_bytes())
         if fields["format"] != FORMAT:
@@ -163,7 +163,7 @@ def check_same_job(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
 
 
 def _join_first(descriptions: Sequence[str]) -> str:
-    """Join the first descriptions for a message, and add the number of omitted descriptions."""
+    """Join the first descriptions for a message, and count the omitted descriptions."""
     return "; ".join(descriptions[:_MAX_LISTED]) + (
         f"; and {len(descriptions) - _MAX_LISTED} more" if len(descriptions) > _MAX_LISTED else ""
     )
@@ -186,7 +186,7 @@ def _describe_num_jobs(plan: JobPlan) -> str:
 
 
 def _input_entry(path: str) -> tuple[str, int, int]:
-    """Return (absolute path, size in bytes, modification time in ns) of an input file."""
+    """Read an input file's (absolute path, size in bytes, modification time in ns)."""
     try:
         return _absolute(path), *object_store.status(path)
     except OSError as error:
@@ -232,7 +232,7 @@ def _describe_changed_file(path: str, size: int, time_ns: int, new_size: int, ne
     )
 
 
-# Create the units and the shard folder of a job, or load them to continue an interrupted job.
+# Create a job's units and shard folder, or load them to continue an interrupted job.
 
 _MIN_UNIT_BYTES = 4 << 20
 _UNITS_PER_WORKER = 8
@@ -243,7 +243,7 @@ _WORKERS_PER_MACHINE, _MACHINES_PER_CLUSTER = 8, 8
 
 
 def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
-    """Check that the inputs of a job with --resume, --part or --cluster can be read repeatedly.
+    """Check that a job with --resume, --part or --cluster can read its inputs repeatedly.
 
     Raises:
         DataError: one of these flags is set and the job reads standard input.
@@ -254,9 +254,9 @@ def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
 
 
 def open_shards(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
-    """Return the plan (the saved one if the job is resumed), the units and the shards of ``job``.
+    """Open the plan (the saved plan if the job is resumed), the units and the shards for ``job``.
 
-    The caller must hold the lock of the shard folder.
+    The caller must hold the shard folder's lock.
 
     Raises:
         DataError: the shards to resume belong to another job, or an input is invalid.
@@ -293,13 +293,13 @@ def open_shards(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> 
 
 
 def make_shard_folder(folder: Path, plan: JobPlan, *, is_shared: bool) -> ShardFolder:
-    """Return the ``ShardFolder`` of ``plan`` at ``folder``."""
+    """Create the ``ShardFolder`` for ``plan`` at ``folder``."""
     dtype = index_format.token_type(plan.tokenizer["size"])
     return ShardFolder(folder, dtype, plan.digest(), is_shared=is_shared)
 
 
 def _check_share(share: Share, requested: JobPlan, published: JobPlan | None, folder: Path) -> None:
-    """Check that the plan ``requested`` of this job equals the plan ``published`` in ``folder`` for all shares."""
+    """Check that this job's plan ``requested`` equals the plan ``published`` in ``folder`` for all shares."""
     if published is None:
         raise DataError(f"{folder / PLAN} cannot be read. Remove {folder} and run all parts again.")
     if differences := requested.describe_differences(published):
@@ -333,7 +333,7 @@ def _plan_options(job: Job, unit_bytes: int) -> dict[str, object]:
 
 
 def _is_output_complete(prefix: str, committed: Mapping[str, Any]) -> bool:
-    """Return True if the files of a finished job still exist; otherwise log the reason."""
+    """Check if a finished job's files still exist; otherwise log the reason."""
     try:
         file = IndexedDataset(prefix)
         is_complete = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
@@ -346,7 +346,7 @@ def _is_output_complete(prefix: str, committed: Mapping[str, Any]) -> bool:
 
 
 def _tokenizer_properties(tokenizer: Tokenizer, saved_plan: JobPlan | None) -> dict[str, object]:
-    """Return ``JobPlan.tokenizer``; the identity is copied from ``saved_plan`` if the tokenizer is the same."""
+    """Build ``JobPlan.tokenizer``; the identity is copied from ``saved_plan`` if the tokenizer is the same."""
     identity = tokenizer.identity
     saved_identity = saved_plan.tokenizer.get("identity") if saved_plan is not None else None
     if isinstance(saved_identity, str) and is_same(saved_identity, identity):
@@ -355,7 +355,7 @@ def _tokenizer_properties(tokenizer: Tokenizer, saved_plan: JobPlan | None) -> d
 
 
 def _reuse_eod(saved_plan: JobPlan, tokenizer: Tokenizer, folder: Path) -> None:
-    """Make ``tokenizer`` use the end-of-document token of the finished units.
+    """Make ``tokenizer`` use the finished units' end-of-document token.
 
     Raises:
         DataError: --eod-token names another token.
@@ -428,17 +428,17 @@ def check_space_for_output(folder: Path, counts: Counts, itemsize: int) -> None:
 
 
 def estimate_output_bytes(counts: Counts, itemsize: int) -> int:
-    """Return the size of the ``.bin``, the ``.idx`` and their temporary files."""
+    """Estimate the size of the ``.bin``, the ``.idx`` and their temporary files."""
     bytes_per_document = _IDX_BYTES_PER_DOCUMENT + _LEN_BYTES_PER_DOCUMENT
     return itemsize * counts.num_tokens + bytes_per_document * counts.num_documents
 
 
 def disk_full_message(error: OSError, folder: Path, counts: Counts, total_bytes: int, itemsize: int) -> str:
-    """Return the message for a full disk: the free space, an estimate of the additional space needed, and the fix.
+    """Describe a full disk: the free space, an estimate of the additional space needed, and the fix.
 
     Args:
-        counts: counts of the data encoded before the disk was full.
-        total_bytes: size of the input.
+        counts: counts for the data encoded before the disk was full.
+        total_bytes: input size.
     """
     if error.errno == errno.EFBIG:
         return f"a file of the output in {folder} is {files.too_large_message()} ({error})"

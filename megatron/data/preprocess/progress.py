@@ -1,4 +1,4 @@
-"""Progress display, progress of a job, and limits of bad records."""
+"""Progress display, a job's progress, and bad record limits."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def format_duration(seconds: float) -> str:
     )
 
 
-# Progress of a job: its finished and running units.
+# A job's progress: finished and running units.
 
 
 class JobProgress:
-    """The progress of the units of a job; ``counts`` covers the finished units."""
+    """Progress of a job's units; ``counts`` covers the finished units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = {unit.idx: unit for unit in units}
@@ -106,7 +106,7 @@ class JobProgress:
         self._num_finished_bytes = self._encoded_before = self._num_resumed = 0
 
     def begin(self) -> None:
-        """Start the measurement of the encoding speed."""
+        """Start measuring the encoding speed."""
         self._encoding_since = time.monotonic()
 
     def add(self, shard: Shard, is_new: bool) -> None:
@@ -119,11 +119,11 @@ class JobProgress:
             self._encoded_before += shard.counts.num_bytes
 
     def shards(self) -> list[Shard]:
-        """Return the shards of the finished units in order."""
+        """List the finished units' shards in order."""
         return [self._finished[unit_idx] for unit_idx in sorted(self._finished)]
 
     def num_done_bytes(self, running: Mapping[int, Counts]) -> int:
-        """Return the number of encoded bytes, out of ``total_bytes``.
+        """Count the encoded bytes, out of ``total_bytes``.
 
         A compressed unit has more text than bytes on disk; at most its size on disk is counted.
         """
@@ -132,26 +132,26 @@ class JobProgress:
         )
 
     def max_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
-        """Return an upper bound of the number of records, assuming one byte per remaining record.
+        """Compute an upper bound for the record count, assuming one byte per remaining record.
 
-        The bound is infinite for formats in which the bytes on the disk do not limit the number of records.
+        The bound is infinite for formats in which the bytes on the disk do not limit the record count.
 
         Args:
-            counts: counts of the finished and the running units.
+            counts: counts for the finished and the running units.
         """
         if not self._has_bound:
             return math.inf
         return counts.num_records + self.total_bytes - self.num_done_bytes(running)
 
     def format_status(self, counts: Counts) -> str:
-        """Format the speed of this run and ``counts``."""
+        """Format this run's speed and ``counts``."""
         seconds = max(time.monotonic() - self._encoding_since, 1e-9)
         speed = (counts.num_bytes - self._encoded_before) / 1e6 / seconds
         text = f"{speed:.1f} MB/s, {counts.num_documents:,} documents, {counts.num_tokens:,} tokens"
         return text + (f", {counts.num_bad:,} bad" if counts.num_bad else "")
 
     def summary(self, bad_path: str | None) -> Summary:
-        """Return the summary of the job; ``bad_path`` is the file that lists its bad records, if any."""
+        """Summarize the job; ``bad_path`` is the file that lists its bad records, if any."""
         return Summary(
             num_documents=self.counts.num_documents,
             num_tokens=self.counts.num_tokens,
@@ -165,21 +165,21 @@ class JobProgress:
         )
 
 
-# Limits of bad records.
+# Bad record limits.
 
 
 class TooManyBadRecords(Exception):
-    """A limit of bad records is exceeded; the message names it."""
+    """A bad record limit is exceeded; the message names it."""
 
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """Limits of bad records; a job fails when one of them is exceeded. Without limits, no record may be bad.
+    """Bad record limits; a job fails when a limit is exceeded. Without limits, no record may be bad.
 
     Args:
-        max_lines: maximum number of bad records.
+        max_lines: maximum bad records.
         max_fraction: maximum fraction of bad records. A running job fails as soon as the fraction would be exceeded
-            even if all remaining records were valid. The result therefore does not depend on the order of the units.
+            even if all remaining records were valid. The result therefore does not depend on the unit order.
     """
 
     max_lines: int | None = None
@@ -189,8 +189,8 @@ class ErrorLimits:
         """Check the limits.
 
         Args:
-            counts: counts of the records read so far.
-            max_records: upper bound of the number of records in the input; at the end, their actual number.
+            counts: counts for the records read so far.
+            max_records: upper bound for the record count in the input; at the end, the actual count.
 
         Raises:
             TooManyBadRecords: a limit is exceeded.

@@ -15,14 +15,14 @@ from megatron import object_store
 from megatron.data.preprocess.job_types import ROWS, STDIN, Record, Unit, compression_type
 from megatron.errors import DataError
 
-# Rows of parquet files. pyarrow is imported when the first such file is opened.
+# Parquet rows. pyarrow is imported when the first such file is opened.
 
 _MAX_ROWS_PER_BATCH = 256
 _MAX_BATCH_BYTES = 4 << 20
 
 
 def row_groups(path: str) -> list[int]:
-    """Return the size in bytes of each row group of a file.
+    """Read the row group sizes in bytes.
 
     Raises:
         DataError: pyarrow is missing, or the file is not a complete parquet file.
@@ -32,7 +32,7 @@ def row_groups(path: str) -> list[int]:
 
 
 def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
-    """Return the uncompressed bytes of the columns ``keys`` in the unit's row groups."""
+    """Measure the uncompressed bytes in the columns ``keys`` in the unit's row groups."""
     with _open_parquet(unit.path) as file:
         groups = [file.metadata.row_group(idx) for idx in range(unit.start, unit.stop)]
         columns = [group.column(idx) for group in groups for idx in range(group.num_columns)]
@@ -40,7 +40,7 @@ def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
 
 
 def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for a field).
+    """Read rows from the unit's row groups, each as a JSON object with the columns ``keys`` ("a.b" for a field).
 
     Memory use is limited to 256 rows or 4 MB of average rows, whichever is less, in addition to pyarrow's buffers.
 
@@ -66,13 +66,13 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
 
 
 def _rows_per_batch(groups: Sequence[Any]) -> int:
-    """Return the number of rows that take about 4 MB according to the metadata of ``groups``, at most 256."""
+    """Choose the row count that takes about 4 MB according to the metadata in ``groups``, at most 256."""
     mean = sum(group.total_byte_size for group in groups) / max(sum(group.num_rows for group in groups), 1)
     return max(1, min(_MAX_ROWS_PER_BATCH, int(_MAX_BATCH_BYTES / max(mean, 1))))
 
 
 def rows_as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
-    """Yield each row of a record batch with the columns ``keys`` as a JSON object."""
+    """Convert each row in a record batch with the columns ``keys`` to a JSON object."""
     for batch_slice in _slice_batch(batch):
         try:
             rows = batch_slice.to_pylist()
@@ -98,7 +98,7 @@ def _row_as_json(row: Any, keys: Sequence[str]) -> bytes:
 
 
 def _raw_text(row: Any, key: str) -> bytes:
-    """Return the text at ``key`` as JSON; if it is not UTF-8, its bytes are unchanged."""
+    """Format the text at ``key`` as JSON; if it is not UTF-8, its bytes are unchanged."""
     first, *fields = [key] if key in row.schema.names else key.split(".")
     column = row.column(first)
     for name in fields:
@@ -110,7 +110,7 @@ def _raw_text(row: Any, key: str) -> bytes:
 
 
 def check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
-    """Check that a table has exactly one column of strings for each of ``keys``.
+    """Check that a table has exactly one string column for each of ``keys``.
 
     Raises:
         DataError: a column is missing, duplicated or not of type string; the message names it.
@@ -152,7 +152,7 @@ def _open_parquet(path: str) -> Any:
         raise DataError(f"--input {path} must be a complete parquet file; pyarrow reports: {error}") from error
 
 
-# Detection of files that are not text by their first bytes.
+# Detect files that are not text by their first bytes.
 
 HEAD_BYTES = 4096
 BOM = b"\xef\xbb\xbf"
@@ -204,7 +204,7 @@ def check_is_text(path: str | Path, head: bytes) -> None:
 
 
 def check_is_lines(path: str | Path, head: bytes) -> None:
-    """Reject JSON with objects that span several lines, judging by ``head``, the first bytes of the file.
+    """Reject JSON with objects that span several lines, judging by ``head``, the file's first bytes.
 
     Raises:
         DataError: the message names the command that writes each object on one line.
@@ -238,7 +238,7 @@ def check_is_compressed(path: str | Path, head: bytes) -> None:
 
 
 def read_head(path: str | Path) -> bytes:
-    """Return the first HEAD_BYTES of a file.
+    """Read a file's first HEAD_BYTES.
 
     Raises:
         DataError: the file cannot be read.
@@ -250,7 +250,7 @@ def read_head(path: str | Path) -> bytes:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
 
 
-# Decompression of .gz and .zst in blocks, so that memory use does not depend on the file. Errors name the position.
+# Decompress .gz and .zst in blocks, so that memory use does not depend on the file. Errors name the position.
 
 _COMPRESSED_CHUNK_BYTES = {"gz": 1 << 16, "zst": 1 << 11}
 """Compressed bytes per call, small because one call may inflate gzip 1,000-fold and zstandard 32,000-fold. The memory
@@ -275,10 +275,10 @@ class _Stream(Protocol):
 
 
 def decompress(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed content of ``file``; consecutive members or frames are concatenated.
+    """Decompress ``file``; consecutive members or frames are concatenated.
 
     Raises:
-        DataError: the file is damaged or truncated; the message has the position and the number of decompressed bytes.
+        DataError: the file is damaged or truncated; the message has the position and the decompressed byte count.
     """
     suffix = compression_type(path) or ""
     stream, is_in_stream, position, num_unpacked_bytes = _new_stream(suffix), False, 0, 0
@@ -318,7 +318,7 @@ def check_decompresses(path: str) -> None:
 
 
 def estimate_unpacked_size(path: str) -> int:
-    """Estimate the decompressed size of a file from its first 8 MB of text; exact for smaller files."""
+    """Estimate a file's decompressed size from its first 8 MB of text; exact for smaller files."""
     num_unpacked_bytes = 0
     with object_store.open_file(path) as file:
         for data in decompress(path, file):
@@ -342,13 +342,13 @@ def _damaged_error(path: str, compression: str, problem: str, num_unpacked_bytes
     )
 
 
-# Blocks of bytes from plain files, compressed files and standard input.
+# Byte blocks from plain files, compressed files and standard input.
 
 BLOCK_BYTES = 1 << 18
 
 
 def read_blocks(path: str, start: int = 0) -> Iterator[bytes]:
-    """Yield the (decompressed) bytes of a file from ``start`` on.
+    """Read a file's (decompressed) bytes from ``start`` on.
 
     Compressed files and standard input are read from their beginning, and their first bytes are checked.
 
@@ -376,7 +376,7 @@ def _raw_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _check_first_bytes(path: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Check the first bytes of a stream, which cannot be read in advance, and return an iterator over all of it."""
+    """Check a stream's first bytes, which cannot be read in advance; the result iterates over all bytes."""
     head = b""
     for chunk in chunks:
         head += chunk
@@ -386,7 +386,7 @@ def _check_first_bytes(path: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
     return chain([head] if head else [], chunks)
 
 
-# Records in blocks of bytes: lines, texts between blank lines, complete files.
+# Records in byte blocks: lines, texts between blank lines, complete files.
 #
 # A record belongs to the unit that contains its first byte. A text between blank lines instead belongs to the unit that
 # contains the start of the last blank line before the text. A unit can therefore be read without the preceding data.
@@ -395,7 +395,7 @@ _MAX_LINE_BYTES = 1 << 30
 
 
 def read_lines(unit: Unit) -> Iterator[Record]:
-    """Yield the lines, including blank lines, that begin in [unit.start, unit.stop), without their line feeds."""
+    """Yield the lines, including blank lines, that begin in [unit.start, unit.stop), without line feeds."""
     for batch, _ in _line_batches(unit):
         if batch[-1].byte_offset >= unit.stop:
             yield from (record for record in batch if record.byte_offset < unit.stop)
@@ -404,7 +404,7 @@ def read_lines(unit: Unit) -> Iterator[Record]:
 
 
 def read_text_blocks(unit: Unit) -> Iterator[Record]:
-    """Yield the unit's texts between blank lines, including their line ends."""
+    """Yield the unit's texts between blank lines, including line ends."""
     text_lines: list[bytes] = []
     first_line: Record | None = None
     is_in_unit = not unit.start  # there is no blank line before the first text of a file
@@ -425,7 +425,7 @@ def read_text_blocks(unit: Unit) -> Iterator[Record]:
 
 
 def read_files(unit: Unit) -> Iterator[Record]:
-    """Yield each file of the unit as one record."""
+    """Read each file in the unit as one record."""
     for path in unit.paths:
         data = b"".join(read_blocks(path))
         start = len(BOM) if data.startswith(BOM) else 0
@@ -433,7 +433,7 @@ def read_files(unit: Unit) -> Iterator[Record]:
 
 
 def _line_batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
-    """Yield (lines, True if they end with line feeds) for all lines from ``unit.start`` to the end of the file.
+    """Yield (lines, True if they end with line feeds) for all lines from ``unit.start`` to the file's end.
 
     Lines are numbered only if the unit starts at the beginning of the file.
     """
@@ -451,7 +451,7 @@ def _line_batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
 
 
 def _seek_first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
-    """Return the offset of the unit's first line and an iterator over the bytes from there on."""
+    """Find the offset of the unit's first line, and read the bytes from there on."""
     if not unit.start:
         stream = read_blocks(unit.path)
         head = next(stream, b"")
@@ -471,7 +471,7 @@ def _seek_first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
 
 
 def _split_lines(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool]]:
-    """Yield batches of complete lines, then the text after the last line feed, if any."""
+    """Split batches into complete lines, then the text after the last line feed, if any."""
     fragments: list[bytes] = []
     size = 0
     for block in stream:

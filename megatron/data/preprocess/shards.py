@@ -1,4 +1,4 @@
-"""The shards of finished units in PREFIX.parts, and the list of bad records."""
+"""Finished units' shards in PREFIX.parts, and the bad record list."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from megatron.errors import DataError
 # | file | content |
 # |---|---|
 # | unit-000000.bin | tokens, in the type of the final ``.bin`` |
-# | unit-000000.len | number of tokens of each document, int32 |
-# | unit-000000.bad | bad records, one line of JSON each |
+# | unit-000000.len | tokens per document, int32 |
+# | unit-000000.bad | bad records, one JSON line each |
 # | unit-000000.json | counts, and size and crc32 of the other three files; renamed last, which finishes the unit |
-# | plan.json | the identity of the job (``plan``) |
+# | plan.json | the job's identity (``plan``) |
 # | lock, part-3-of-16.lock | locked by the job while it runs |
 #
 # If a single machine writes the folder, the files are not fsynced: shards lost in a power failure are detected by
@@ -50,11 +50,11 @@ _UNFINISHED = re.compile(r"unit-([0-9]{6,})\.[a-z]+\.tmp-")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The encoded documents of a finished unit.
+    """A finished unit's encoded documents.
 
     Args:
-        file_stats: (bytes, crc32) of each of its files, by ``FILE_TYPES``.
-        plan: digest of the plan that the unit belongs to.
+        file_stats: (bytes, crc32) per file, by ``FILE_TYPES``.
+        plan: digest of the unit's plan.
     """
 
     unit: int
@@ -74,11 +74,11 @@ class Shard:
 
 
 class ShardFolder:
-    """The folder of the shards of one job.
+    """The shard folder of one job.
 
     Args:
-        dtype: type of the tokens.
-        plan: digest of the plan; finished units of other plans are ignored.
+        dtype: token type.
+        plan: plan digest; other plans' finished units are ignored.
         is_shared: several machines write the folder.
     """
 
@@ -86,16 +86,16 @@ class ShardFolder:
         self.folder, self.dtype, self.plan, self.is_shared = folder, dtype, plan, is_shared
 
     def path(self, unit: int, file_type: str) -> Path:
-        """Return the final path of a file of a unit."""
+        """Return the final path of a unit's file."""
         return self.folder / f"unit-{unit:06d}.{file_type}"
 
     def load_finished(self, unit: int) -> Shard | None:
-        """Return the shard of ``unit`` if its files have the recorded sizes and checksums; else None."""
+        """Load the shard for ``unit`` if its files have the recorded sizes and checksums; else None."""
         shard = self.verify_unit(unit)
         return shard if isinstance(shard, Shard) else None
 
     def verify_unit(self, unit: int) -> Shard | Literal["missing", "damaged", "of another job"]:
-        """Verify the checksums of ``unit`` and return its shard, or the problem as text."""
+        """Verify the checksums of ``unit``; the result is its shard, or the problem as text."""
         try:
             shard = Shard.from_json(self.path(unit, "json").read_bytes())
             is_complete = shard.unit == unit and set(shard.file_stats) == set(FILE_TYPES)
@@ -111,7 +111,7 @@ class ShardFolder:
         return shard if is_complete else "damaged"
 
     def bad_lines(self, unit: int, unfinished: Sequence[Path] = ()) -> Iterator[bytes]:
-        """Yield the complete JSON lines about the bad records of a unit, finished or not."""
+        """Read the complete JSON lines about a unit's bad records, finished or not."""
         for path in (self.path(unit, "bad"), *unfinished):
             if path.exists():
                 with open(path, "rb") as file:
@@ -119,7 +119,7 @@ class ShardFolder:
                 return
 
     def unfinished_files(self) -> dict[int, list[Path]]:
-        """Return unit -> temporary files of the units that are being written, or whose writer was killed."""
+        """Map units that are being written, or whose writer was killed, to their temporary files."""
         paths_by_unit: dict[int, list[Path]] = defaultdict(list)
         for path in self.folder.iterdir():
             if match := _UNFINISHED.match(path.name):
@@ -127,7 +127,7 @@ class ShardFolder:
         return paths_by_unit
 
     def unfinished_bad_files(self) -> dict[int, list[Path]]:
-        """Return unit -> temporary files of bad records, the latest first."""
+        """Map units to their temporary bad record files, the latest first."""
         return {
             unit: sorted((path for path in paths if ".bad.tmp-" in path.name), key=_mtime_ns, reverse=True)
             for unit, paths in self.unfinished_files().items()
@@ -149,7 +149,7 @@ _writer_ids = itertools.count()
 
 
 class ShardWriter:
-    """A writer of the shard of one unit; the shard is ignored until ``finish``."""
+    """Writes one unit's shard, which is ignored until ``finish``."""
 
     def __init__(self, shard_folder: ShardFolder, unit: int) -> None:
         self._shard_folder, self._unit = shard_folder, unit
@@ -188,7 +188,7 @@ class ShardWriter:
         self.counts = counts
 
     def finish(self) -> Shard:
-        """Rename the files of the shard to their final names and return the shard."""
+        """Rename the shard's files to their final names and return the shard."""
         if self._shard_folder.is_shared:
             for file in self._files.values():
                 file.sync()
@@ -207,7 +207,7 @@ class ShardWriter:
         return shard
 
     def _temporary_path(self, file_type: str) -> Path:
-        """Return the temporary path of a file, which is unique to this writer."""
+        """Choose a file's temporary path, which is unique to this writer."""
         path = self._shard_folder.path(self._unit, file_type)
         return path.with_name(f"{path.name}.tmp-{self._writer_id}")
 
@@ -218,7 +218,7 @@ class ShardWriter:
 
 
 def shard_folder_path(prefix: str) -> Path:
-    """Return the shard folder of an output prefix."""
+    """Return the shard folder for an output prefix."""
     return Path(prefix + ".parts")
 
 
@@ -240,19 +240,19 @@ def remove_shards(folder: Path) -> None:
         files.remove_file(folder / name)
 
 
-# ``PREFIX.bad.jsonl``: one line of JSON for each bad record.
+# ``PREFIX.bad.jsonl``: one JSON line for each bad record.
 
 _MAX_EXAMPLES = 20
 _READ_BYTES = 1 << 22
 
 
 def bad_records_path(prefix: str) -> Path:
-    """Return the path of the file that lists the bad records of a job."""
+    """Choose the path for a job's bad record list."""
     return Path(prefix + ".bad.jsonl")
 
 
 def collect_bad_records(prefix: str, shard_folder: ShardFolder, units: Iterable[int]) -> list[str]:
-    """Write the bad records of ``units``, finished or not, in this order, and return descriptions of the first ones.
+    """Write the bad records of ``units``, finished or not, in this order, and describe the first ones.
 
     If there are no bad records, an existing file is deleted.
     """
@@ -295,9 +295,9 @@ def _format_record(record: dict[str, Any]) -> str:
 
 
 class _LineCounter:
-    """A counter that maps ascending byte offsets in a file to line numbers.
+    """Maps ascending byte offsets in a file to line numbers.
 
-    It is needed because records of a unit that begins within a file have no line number.
+    It is needed because records in a unit that begins within a file have no line number.
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class _LineCounter:
         self._file: BinaryIO | None = None
 
     def line_number(self, path: str, offset: int) -> int:
-        """Return the number of the line that begins at ``offset``; 0 if the file is no longer readable."""
+        """Look up the number of the line that begins at ``offset``; 0 if the file is no longer readable."""
         try:
             if path != self._path or self._file is None or offset < self._offset:
                 self._open(path)

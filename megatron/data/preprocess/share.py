@@ -1,4 +1,4 @@
-"""Check the completeness of a shard folder that several jobs have written (``--part 3/16``)."""
+"""Check if a shard folder that several jobs have written (``--part 3/16``) is complete."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _UNIT = re.compile(r"unit-(\d{6,})\.json")
 
 
 def check_complete(folder: Path) -> tuple[JobPlan, ShardFolder, list[Shard]]:
-    """Verify all units in ``folder`` and return the plan, the folder and the shards of the units in order.
+    """Verify all units in ``folder``; the result is the plan, the folder and the units' shards in order.
 
     Raises:
         DataError: the folder was not written by jobs with ``--part``, or a unit is missing, damaged or from another
-            job; the message names the values of ``--part`` that must be rerun.
+            job; the message names the ``--part`` values that must be rerun.
     """
     job_plan = plan.read_plan(folder)
     if job_plan is None:
@@ -53,7 +53,7 @@ def check_complete(folder: Path) -> tuple[JobPlan, ShardFolder, list[Shard]]:
 def _incomplete_message(
     folder: Path, job_plan: JobPlan, problems: Mapping[str, Sequence[int]], extra_units: Sequence[int]
 ) -> str:
-    """Return the error message for units with a problem (problem -> units) and units that the plan does not have."""
+    """Describe units with a problem (problem -> units) and units that the plan does not have."""
     num_shares = job_plan.num_shares
     texts = [
         f"{problem}: {_list_by_share(problems[problem], num_shares)}" for problem in _PROBLEMS if problem in problems
@@ -89,5 +89,5 @@ def _list_by_share(units: Sequence[int], num_shares: int) -> str:
 
 
 def _join_first(texts: Sequence[str], max_listed: int) -> str:
-    """Join the first ``max_listed`` texts for a message, and add the number of omitted texts."""
+    """Join the first ``max_listed`` texts for a message, and count the omitted texts."""
     return ", ".join(texts[:max_listed]) + (f" and {len(texts) - max_listed} more" if len(texts) > max_listed else "")

@@ -1,4 +1,4 @@
-"""An evenly distributed sample of a corpus for training a vocabulary."""
+"""An evenly distributed corpus sample for training a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.data.preprocess.job_types import STDIN, TABLES, BadRecord, Unit, c
 from megatron.data.preprocess.readers import estimate_unpacked_size
 from megatron.errors import DataError
 
-# A sample of a corpus, evenly distributed over its bytes, so that a vocabulary can be trained in memory.
+# A corpus sample, evenly distributed over its bytes, so that a vocabulary can be trained in memory.
 #
-# For a file that can be read from any byte, only the sample is read: evenly spaced blocks of 64 kB of text. Compressed
-# files are read completely, and a document is selected whenever the sample has fallen behind its share. The size of a
-# compressed file is estimated from its first 8 MB; for tables, the size of the text columns counts. The sample depends
-# only on the files.
+# For a file that can be read from any byte, only the sample is read: evenly spaced 64 kB text blocks. Compressed
+# files are read completely, and a document is selected whenever the sample has fallen behind its share. A compressed
+# file's size is estimated from its first 8 MB; for tables, the text columns' size counts. The sample depends only
+# on the files.
 
 SAMPLE_CHUNK_BYTES = 1 << 16
 
 
 class SampledDocument(NamedTuple):
-    """A sampled document or a bad record, with its file and the number of bytes that it occupies in the file."""
+    """A sampled document or a bad record, with its file and the bytes that it occupies in the file."""
 
     path: str
     text: str | BadRecord
@@ -35,7 +35,7 @@ class SampledDocument(NamedTuple):
 def sample(
     paths: Sequence[Path | str], format: str | None, keys: Sequence[str], num_bytes: int | None = None
 ) -> Iterator[SampledDocument]:
-    """Yield documents with about ``num_bytes`` of UTF-8 text (None: all documents) in the order of the corpus.
+    """Sample documents with about ``num_bytes`` of UTF-8 text (None: all documents) in corpus order.
 
     Raises:
         DataError: see ``plan_units`` and ``read_unit``; or standard input, whose size is unknown, would be sampled.
@@ -80,13 +80,13 @@ def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[SampledDocument]:
 
 
 def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
-    """Return the number of decompressed bytes of the unit; for tables, only the columns ``keys`` count."""
+    """Measure the unit's decompressed bytes; for tables, only the columns ``keys`` count."""
     if unit.format in TABLES:
         return (readers if unit.format == "parquet" else arrow_files).column_bytes(unit, keys)
     return estimate_unpacked_size(unit.path) if compression_type(unit.path) else unit.size
 
 
-# The training text of a vocabulary: a stream of documents, some of which are held out to evaluate the vocabulary.
+# Training text for a vocabulary: a document stream; some documents are held out to evaluate the vocabulary.
 
 HELD_OUT_STEP = 1 << 14
 _MAX_HELD_OUT_BYTES = 1 << 24
@@ -104,9 +104,9 @@ class TrainingText:
     held-out documents.
 
     Args:
-        group_of: returns the group of a document from the path of its file.
-        held_out_share: share of the bytes of each group to hold out.
-        max_bad_lines: number of bad records that are skipped without an error; None: 0, or unlimited if
+        group_of: returns a document's group from its file path.
+        held_out_share: share of each group's bytes to hold out.
+        max_bad_lines: bad records that are skipped without an error; None: 0, or unlimited if
             ``max_bad_fraction`` is given.
         max_bad_fraction: the same limit as a fraction of all records with text.
 

@@ -1,4 +1,4 @@
-"""Verify a pair of token files completely, and show some of its documents."""
+"""Verify a pair of token files completely, and show some documents."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SHOWN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a successful verification.
+    """A successful verification's result.
 
     Args:
         has_sidecar: True if the files have a sidecar, so that checksums were verified.
-        samples: (document index, number of tokens, first tokens as text) of some documents.
+        samples: (document index, token count, first tokens as text) for some documents.
     """
 
     num_documents: int
@@ -39,11 +39,11 @@ class Verified:
 
 
 def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, seed: int = 0) -> Verified:
-    """Verify sizes, offsets, checksums, the range of ids and the end of each document of ``PREFIX.bin`` and ``.idx``.
+    """Verify sizes, offsets, checksums, id range and document ends in ``PREFIX.bin`` and ``.idx``.
 
     Args:
         tokenizer: tokenizer that decodes the samples; None: the samples are token ids.
-        seed: seed for the selection of the samples.
+        seed: seed for selecting samples.
 
     Raises:
         DataError: a file is missing or damaged, or the data was built with another tokenizer than ``tokenizer``.
@@ -80,7 +80,7 @@ def _open_output(prefix: str) -> IndexedDataset:
 
 
 def _scan_tokens(file: IndexedDataset) -> tuple[int, int, int]:
-    """Return the crc32 of the ``.bin``, and the smallest and the largest token id."""
+    """Compute the crc32 of the ``.bin``, and find the smallest and the largest token id."""
     crc32, lowest, highest = 0, 0, -1
     with open(file.token_path, "rb") as stream:
         while data := stream.read(_READ_BYTES):
@@ -112,7 +112,7 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
 
 
 def _crc32_from_lengths(file: IndexedDataset) -> int:
-    """Return the crc32 of the ``.idx`` that follows from the document lengths, including offsets and starts."""
+    """Compute the crc32 of the ``.idx`` that follows from the document lengths, including offsets and starts."""
     crc32 = 0
     for chunk in index_chunks(lambda: _length_blocks(file), file.num_documents, file.dtype):
         crc32 = zlib.crc32(chunk, crc32)

@@ -31,14 +31,14 @@ _REPORT_INTERVAL_S = 0.2
 
 @dataclass(frozen=True)
 class Running:
-    """The report of a unit that is being encoded, with its counts so far."""
+    """Report on a unit that is being encoded, with its counts so far."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The report of a finished unit; ``is_new`` is False if its shard already existed."""
+    """Report on a finished unit; ``is_new`` is False if its shard already existed."""
 
     shard: Shard
     is_new: bool
@@ -46,7 +46,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """Report of a failed unit. ``error_number`` is the errno of an OSError, otherwise 0."""
+    """Report on a failed unit. ``error_number`` is the errno of an OSError, otherwise 0."""
 
     reason: str
     is_data_error: bool = False
@@ -59,7 +59,7 @@ Report = Running | Finished | Failed
 
 @dataclass(frozen=True)
 class Work:
-    """The data that a worker needs. It is inherited through the fork and never pickled."""
+    """Data that a worker needs. It is inherited through the fork and never pickled."""
 
     units: Mapping[int, Unit]
     encoder: Encoder
@@ -89,7 +89,7 @@ def _init_worker(parent_pid: int) -> None:
 
 
 def encode_with_reports(encoder: Encoder, shard_folder: ShardFolder, unit: Unit, interval_s: float) -> Iterator[Report]:
-    """Encode ``unit`` unless its shard exists; yield Running reports, and finally Finished or Failed."""
+    """Encode ``unit`` unless its shard exists; report Running, and finally Finished or Failed."""
     try:
         if shard := shard_folder.load_finished(unit.idx):
             yield Finished(shard, is_new=False)
@@ -131,7 +131,7 @@ class UnitError(RuntimeError):
 
 
 class _Worker:
-    """The parent's handle of a worker process."""
+    """The parent's handle to a worker process."""
 
     def __init__(self, work: Work) -> None:
         context = multiprocessing.get_context("fork")  # inherit the tokenizer instead of loading or copying it
@@ -150,7 +150,7 @@ class _Worker:
             self.connection.send(unit)
 
     def receive_report(self) -> Report | None:
-        """Return the next report; None if the worker is dead."""
+        """Wait for the next report; None if the worker is dead."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -158,7 +158,7 @@ class _Worker:
 
 
 class Workers:
-    """A pool of ``num_workers`` forked processes, used as a context manager.
+    """Pool of ``num_workers`` forked processes, used as a context manager.
 
     The processes are forked on entry. The parent must not have started threads before.
     """
@@ -193,8 +193,8 @@ class Workers:
         """Encode all ``units``, starting them in this order.
 
         Args:
-            on_report: called after each report with the counts of the units that are being encoded.
-            on_finished: called with the shard of each finished unit, and True if the shard is new.
+            on_report: called after each report with counts for the units that are being encoded.
+            on_finished: called with each finished unit's shard, and True if the shard is new.
 
         Raises:
             DataError: a unit cannot be read.
@@ -225,7 +225,7 @@ class Workers:
             running[worker.unit] = Counts()
 
     def _reports(self) -> Iterator[tuple[_Worker, Report | None]]:
-        """Wait for reports and yield (worker, report); the report is None for a worker that died."""
+        """Wait for reports as (worker, report); the report is None for a worker that died."""
         busy = {worker.connection: worker for worker in self._workers if worker.unit is not None}
         for ready in connection.wait(list(busy)):
             worker = busy[ready]  # type: ignore[index]
@@ -240,7 +240,7 @@ class Workers:
 
 
 def make_error(report: Failed, unit_name: str) -> Exception:
-    """Return the exception for the failure of the unit called ``unit_name``."""
+    """Build the exception for a failure in the unit called ``unit_name``."""
     if report.is_data_error:
         return DataError(report.reason)
     if report.error_number:
@@ -251,7 +251,6 @@ def make_error(report: Failed, unit_name: str) -> Exception:
 
 
 def _describe_exit(code: int | None) -> str:
-    """Describe the exit code of a process."""
     if code is None or code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
