@@ -13,7 +13,7 @@ from megatron.debug.dump_files import GRADIENT, WEIGHT, Dump, Record, SampleRang
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from megatron.debug.statistics import Statistics, join_statistics, sum_statistics, zero_statistics
 
-# To compare a tensor of two dumps, the records of each dump are joined over tensor ranks, replicas and micro-batches.
+# To compare a tensor in two dumps, each dump's records are joined over tensor ranks, replicas and micro-batches.
 #
 # | records | joined as |
 # |---|---|
@@ -31,9 +31,9 @@ COPY_RTOL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """Identifies a tensor of a step in both dumps.
+    """Identifies a tensor at a step in both dumps.
 
-    ``call`` is the index of the module's call within the micro-batch, over all stages.
+    ``call`` is the module's call index within the micro-batch, over all stages.
     """
 
     step: int
@@ -45,9 +45,9 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor of a dump, joined over the samples in [``first``, ``stop``), which is [0, 0) for weights.
+    """A tensor in a dump, joined over the samples in [``first``, ``stop``), which is [0, 0) for weights.
 
-    ``records`` are the joined records, without copies. ``copies_differ`` is True if the copies of a weight or slice on
+    ``records`` are the joined records, without copies. ``copies_differ`` is True if copies of a weight or slice on
     different ranks have different statistics.
     """
 
@@ -60,7 +60,7 @@ class JoinedTensor:
 
     @property
     def first_record(self) -> Record:
-        """The earliest record of the lowest rank. Its time orders the tensors, because clocks differ between ranks."""
+        """Earliest record on the lowest rank. Its time orders the tensors, because clocks differ between ranks."""
         return min(self.records, key=lambda record: (record.rank, record.time_ns))
 
 
@@ -77,7 +77,7 @@ def group_records(dump: Dump) -> dict[TensorKey, list[Record]]:
 def _call_indices(dump: Dump) -> dict[tuple[int, str, int, int], int]:
     """Map (step, name, virtual stage, call index on that stage) to the call index over all virtual stages.
 
-    Calls are ordered by virtual stage rather than by time, because the clocks of hosts differ.
+    Calls are ordered by virtual stage rather than by time, because host clocks differ.
     """
     calls: dict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for record in dump.records:
@@ -93,10 +93,10 @@ def _call_indices(dump: Dump) -> dict[tuple[int, str, int, int], int]:
 def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, JoinedTensor]]:
     """Yield each tensor that both dumps contain, joined over the smallest sample ranges that both dumps have.
 
-    In a pipeline, the inputs and outputs of layers include tensors that a layer only passes on to later layers. If only
+    In a pipeline, layers' inputs and outputs include tensors that a layer only passes on to later layers. If only
     one of the dumps has a pipeline, a tensor is therefore comparable only if it is the first input or output of its
-    module, or if its slice is known from the module's weight. A tensor without a sample dimension, such as the
-    positions of a micro-batch, is comparable only if both dumps have the same micro-batch size.
+    module, or if its slice is known from the module's weight. A tensor without a sample dimension, such as a
+    micro-batch's positions, is comparable only if both dumps have the same micro-batch size.
     """
     first_records, second_records = group_records(first), group_records(second)
     have_pipeline = {dump.manifest["layout"].get("pipe", 1) > 1 for dump in (first, second)}
@@ -118,7 +118,7 @@ def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, Join
 
 
 def _can_join(first_records: Sequence[Record], second_records: Sequence[Record]) -> bool:
-    """Return True if a tensor's records can be joined over samples.
+    """Check if a tensor's records can be joined over samples.
 
     Either both dumps have the same micro-batch size, or the tensor's shapes differ between the dumps, which implies a
     sample dimension.
@@ -133,7 +133,7 @@ def _can_join(first_records: Sequence[Record], second_records: Sequence[Record])
 
 
 def full_shape(record: Record) -> tuple[int, ...]:
-    """Return the shape of the unsharded tensor, or the local shape if the slice is unknown."""
+    """Look up the unsharded tensor's shape, or the local shape if the slice is unknown."""
     shard_slice, shape = record.cut, record.shape
     return (
         shape if shard_slice is None else (*shape[: shard_slice.dim], shard_slice.size, *shape[shard_slice.dim + 1 :])
@@ -141,7 +141,7 @@ def full_shape(record: Record) -> tuple[int, ...]:
 
 
 def common_ranges(first_records: Sequence[Record], second_records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Return the sample ranges between consecutive bounds that both sets of records have."""
+    """Find the sample ranges between consecutive bounds that both record sets have."""
     if any(record.samples is None for record in (*first_records, *second_records)):
         return [(0, 0)]
     bounds = sorted(_bounds(first_records) & _bounds(second_records))
@@ -153,7 +153,7 @@ def _bounds(records: Sequence[Record]) -> set[int]:
 
 
 def join_records(key: TensorKey, records: Sequence[Record], first: int, stop: int) -> JoinedTensor:
-    """Join the records of the samples in [``first``, ``stop``)."""
+    """Join the records for samples in [``first``, ``stop``)."""
     by_samples: dict[SampleRange, list[Record]] = defaultdict(list)
     for record in records:
         record_samples = record.samples or SampleRange(0, 0)
@@ -172,7 +172,7 @@ def join_records(key: TensorKey, records: Sequence[Record], first: int, stop: in
 
 
 def _join_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
-    """Join the records of all ranks for the same samples.
+    """Join all ranks' records for the same samples.
 
     Returns:
         (records without copies, joined statistics, True if copies differ)
@@ -197,7 +197,7 @@ def _join_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bo
 
 
 def num_missing(slices: Sequence[Record]) -> int:
-    """Return the number of elements of a gradient that no slice contains, because they do not affect the loss."""
+    """Count the gradient elements that no slice contains, because they do not affect the loss."""
     shard_slice = slices[0].cut
     if shard_slice is None or slices[0].what not in (GRAD_INPUT, GRAD_OUTPUT):
         return 0
@@ -238,15 +238,15 @@ Tensors with smaller norms are zero by symmetry, up to rounding.
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between two dumps for one tensor and a range of samples.
+    """Difference between two dumps for one tensor and a sample range.
 
     Attributes:
         error: relative to the norm or to the largest value; infinite if the dumps differ in the number of elements,
             of NaNs or of infinities.
         tolerance: largest error that is not reported.
-        order: sort key of the tensor within its phase, from the execution order of the first run.
+        order: the tensor's sort key within its phase, from the execution order of the first run.
         is_from_tensors: ``error`` is computed from the tensors rather than from their statistics.
-        differing_copies: folders of the dumps in which copies of the tensor differ between ranks.
+        differing_copies: dump folders in which copies of the tensor differ between ranks.
     """
 
     key: TensorKey
@@ -271,7 +271,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All differences in the first run's execution order, and tensors of common steps that only one dump contains."""
+    """All differences in the first run's execution order, and tensors at common steps that only one dump contains."""
 
     differences: list[Difference]
     only_first: list[TensorKey]
@@ -287,7 +287,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     """Compare two dumps.
 
     Args:
-        rtol: relative tolerance for all steps; None: derived from the dtypes of the runs.
+        rtol: relative tolerance for all steps; None: derived from the runs' dtypes.
 
     Raises:
         ValueError: the dumps have no tensor in common.
@@ -321,7 +321,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
 
 
 def _floors(pairs: Iterable[tuple[JoinedTensor, JoinedTensor]]) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return the minimum denominators of the relative errors of norms and of largest values, by (step, tensor type)."""
+    """Compute minimum denominators for relative errors in norms and largest values, by (step, tensor type)."""
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
@@ -332,10 +332,10 @@ def _floors(pairs: Iterable[tuple[JoinedTensor, JoinedTensor]]) -> dict[tuple[in
 
 
 def _tolerance(key: TensorKey, step_tolerances: tuple[float, float], first_step: int) -> float:
-    """Return the tolerance of a tensor.
+    """Choose a tensor's tolerance.
 
     Args:
-        step_tolerances: tolerances of the first step and of later steps.
+        step_tolerances: tolerances for the first step and for later steps.
         first_step: first step that both dumps contain.
     """
     if key.tensor_type == WEIGHT and key.step > first_step:
@@ -373,13 +373,13 @@ def _difference(
 
 
 def _order(dump: Dump, tensor: JoinedTensor) -> tuple[int, int]:
-    """Return the sort key (virtual stage, time on one rank's clock); backward visits the stages in reverse order."""
+    """Build the sort key (virtual stage, time on one rank's clock); backward visits the stages in reverse order."""
     chunk_idx = dump.global_chunk_idx(tensor.first_record)
     return -chunk_idx if PHASES[tensor.key.tensor_type] == "backward" else chunk_idx, tensor.first_record.time_ns
 
 
 def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, value_floor: float = 0.0) -> float:
-    """Estimate the relative difference of two tensors from their statistics."""
+    """Estimate the relative difference between two tensors from their statistics."""
     if (a.nan, a.inf) != (b.nan, b.inf) or a.count != b.count:
         return math.inf
     norm, largest = (
@@ -412,7 +412,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 def _tensor_error(
     first: Dump, second: Dump, first_tensor: JoinedTensor, second_tensor: JoinedTensor, floor: float
 ) -> float | None:
-    """Return the relative norm of the difference of saved tensors; None if they are missing or not comparable."""
+    """Compute the relative norm of the difference between saved tensors; None if they are missing or not comparable."""
     if any(record.file is None for record in (*first_tensor.records, *second_tensor.records)):
         return None
     a, b = _full_tensor(first, first_tensor.records), _full_tensor(second, second_tensor.records)
@@ -446,7 +446,7 @@ def _full_tensor(dump: Dump, records: Sequence[Record]) -> torch.Tensor | None:
 
 
 def worst_by_name(differences: Iterable[Difference], step: int, phase: str) -> dict[str, float]:
-    """Return the largest error of each name in a phase of a step, in execution order."""
+    """Find each name's largest error in a phase of a step, in execution order."""
     errors: dict[str, float] = {}
     for difference in differences:
         if difference.key.step == step and difference.phase == phase:

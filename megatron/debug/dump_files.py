@@ -1,17 +1,17 @@
-"""Files of a dump, written during the run so that a crash loses no earlier records.
+"""Dump files, written during the run so that a crash loses no earlier records.
 
 | file | content |
 |---|---|
-| `dump.json` | the manifest: layout, dtype and other properties of the run that are needed to read the dump |
-| `rank-00003.jsonl` | records of one rank, one line per tensor, between the lines "begin" and "end" of each step |
+| `dump.json` | the manifest: layout, dtype and other run properties that are needed to read the dump |
+| `rank-00003.jsonl` | one rank's records, one line per tensor, between the lines "begin" and "end" for each step |
 | `tensors/rank-00003/...safetensors` | the tensors, if requested; each record contains its file name |
 
 Gradients are written as computed and normalized by ``read_dump``. For this, the last stage writes a "loss" line, which
 records whether the loss is a pair (sum, count) or the mean over a replica. The line applies to the gradients of all
 ranks.
 
-If a step is repeated, after a resume or a rollback to a checkpoint, its new records replace the records of that step
-and of all later steps.
+If a step is repeated, after a resume or a rollback to a checkpoint, its new records replace the records for that step
+and all later steps.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Record:
     """One tensor as recorded by one rank.
 
     Args:
-        what: type of the tensor, such as "input" or "grad_output".
+        what: tensor type, such as "input" or "grad_output".
         micro_batch, samples: None for weights and their gradients.
-        shape, dtype: shape and dtype of the rank's slice. The shape includes padding, ``statistics`` do not.
+        shape, dtype: the rank slice's shape and dtype. The shape includes padding, ``statistics`` do not.
         cut: slice of the full tensor; None if it is unknown or every rank holds the full tensor.
         factor: multiplier for the tensor in ``file``; ``statistics`` already include it.
-        time_ns: time of the record on the rank's clock, for sorting.
+        time_ns: record time on the rank's clock, for sorting.
         rank: rank that wrote the record.
-        chunk: index of the chunk on the rank's pipeline stage.
+        chunk: chunk index on the rank's pipeline stage.
         is_share: the tensor is this rank's partial sum, which the tensor group reduces later.
     """
 
@@ -83,7 +83,7 @@ class Record:
 
 
 class DumpWriter:
-    """Writes the records of one rank into ``folder``."""
+    """Writes one rank's records into ``folder``."""
 
     def __init__(self, folder: Path, rank: int, *, with_tensors: bool = False) -> None:
         self.folder, self.rank, self.with_tensors = folder, rank, with_tensors
@@ -130,7 +130,7 @@ class DumpWriter:
         factor: float = 1.0,
         is_share: bool = False,
     ) -> None:
-        """Write the statistics of ``factor`` times ``x``, and ``x`` itself if tensors are requested."""
+        """Write statistics for ``factor`` times ``x``, and ``x`` itself if tensors are requested."""
         time_ns = time.time_ns()
         unpadded = x if shard_slice is None else shard_slice.unpadded(x)
         start = shard_slice.start if shard_slice is not None and shard_slice.dim == x.dim() - 1 else 0
@@ -171,10 +171,10 @@ class DumpWriter:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``manifest`` to the manifest file of a dump, together with the format version.
+    """Write ``manifest`` to a dump's manifest file, together with the format version.
 
     Raises:
-        ValueError: ``folder`` contains a dump of another run, for example with another layout.
+        ValueError: ``folder`` contains another run's dump, for example with another layout.
     """
     manifest = {"format": FORMAT, **manifest}
     path = folder / MANIFEST
@@ -190,9 +190,9 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 class Dump(NamedTuple):
-    """The content of a dump.
+    """A dump's content.
 
-    ``manifest`` is the content of the manifest file. ``records`` are the records of complete and incomplete steps.
+    ``manifest`` is the manifest file's content. ``records`` cover complete and incomplete steps.
     ``ends`` maps each complete step to its "end" line. ``findings`` are the "not finite" lines.
     """
 
@@ -203,7 +203,7 @@ class Dump(NamedTuple):
     findings: list[dict[str, Any]]
 
     def global_chunk_idx(self, record: Record) -> int:
-        """Return the index of the record's chunk among the chunks of all stages, in forward order."""
+        """Compute the index of the record's chunk among all stages' chunks, in forward order."""
         ranks, stages = self.manifest["ranks"], self.manifest["layout"].get("pipe", 1)
         # any number of chunks above ``record.chunk`` yields the same virtual stage
         placement = Placement(stages, record.chunk + 2, self.manifest.get("placement", LOOP))
@@ -254,7 +254,7 @@ def read_dump(folder: Path) -> Dump:
 
 
 def _normalize_gradient(record: Record, is_weighted_by_step: Mapping[int, bool], num_replicas: int) -> Record:
-    """Divide a gradient by the number of replicas if the loss is a scalar; return other records unchanged.
+    """Divide a gradient by the replica count if the loss is a scalar; return other records unchanged.
 
     After normalization, gradients belong to the mean loss over all replicas, up to a factor that all layouts share.
 
@@ -270,7 +270,7 @@ def _normalize_gradient(record: Record, is_weighted_by_step: Mapping[int, bool],
 
 
 def _valid_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a rank's file, except incomplete lines and lines that a repeated step replaces."""
+    """Read the lines in a rank's file, except incomplete lines and lines that a repeated step replaces."""
     lines: list[dict[str, Any]] = []
     for text in path.read_bytes().splitlines():
         with suppress(orjson.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""Hooks that report the tensors of modules (ModuleWatcher) and detection of the first NaN (FiniteCheck)."""
+"""Hooks that report module tensors (ModuleWatcher) and detection of the first NaN (FiniteCheck)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import nn
 
 from megatron.debug.statistics import ShardSlice, input_slice, is_share, output_slice
 
-# The hooks report the inputs and outputs of modules in training mode, and their gradients, in execution order.
+# The hooks report module inputs and outputs in training mode, and their gradients, in execution order.
 #
 # | tensor | reported | modules |
 # |---|---|---|
 # | input | before forward | modules without submodules |
 # | output | after forward | all |
-# | grad_output | when the gradient of an output is complete | all |
-# | grad_input | when the module's contribution to the gradient of an input is complete | all |
+# | grad_output | when an output's gradient is complete | all |
+# | grad_input | when the module's contribution to an input's gradient is complete | all |
 #
-# The inputs of the model and the gradients of its outputs are boundary tensors. They are reported separately, before
-# the module tensors of the same pass. Weights that a module receives or returns are not reported.
+# The model's inputs and its outputs' gradients are boundary tensors. They are reported separately, before
+# the module tensors in the same pass. Weights that a module receives or returns are not reported.
 #
 # The hooks do not change any values. Each module receives views of its inputs, so that its contribution to a gradient
-# is separate from the contributions of other modules. Recomputed forwards and evaluations are not reported.
+# is separate from other modules' contributions. Recomputed forwards and evaluations are not reported.
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
 NUM_LATEST_OUTPUTS = 8
@@ -38,8 +38,8 @@ NUM_LATEST_OUTPUTS = 8
 class TensorInfo:
     """Description of a reported tensor.
 
-    ``call`` is the index of the module's call within the micro-batch. ``index`` is the index of the tensor among the
-    module's inputs or outputs. ``is_boundary``: the tensor is an input of the model, or the gradient of a model output
+    ``call`` is the module's call index within the micro-batch. ``index`` is the tensor's index among the
+    module's inputs or outputs. ``is_boundary``: the tensor is a model input, or the gradient of a model output
     that module ``name`` produced. ``is_share``: it is this rank's partial sum, which the tensor group reduces later.
     """
 
@@ -58,13 +58,12 @@ OnTensor = Callable[[TensorInfo, torch.Tensor], None]
 
 
 class ModuleWatcher:
-    """Calls ``on_tensor`` for each input and output of ``modules`` and its gradient, between ``start`` and ``stop``.
+    """Calls ``on_tensor`` for each input and output in ``modules`` and its gradient, between ``start`` and ``stop``.
 
     Args:
         model: the module that is called with the input of a stage or chunk.
-        micro_batch: returns the index of the current micro-batch; a recomputed forward has the index of the original
-            forward.
-        chunk: returns the index of the current chunk, given the model's arguments.
+        micro_batch: returns the current micro-batch index; a recomputed forward has the original forward's index.
+        chunk: returns the current chunk index, given the model's arguments.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class ModuleWatcher:
         self._latest_outputs.clear()
 
     def _before_model(self, model: nn.Module, args: Any) -> None:
-        """Report the inputs of the model."""
         if not model.training or is_recomputing():
             return
         self._chunk = self._chunk_of(args)
@@ -111,7 +109,7 @@ class ModuleWatcher:
             self._on_tensor(info, tensor.detach())
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Return views of the model's outputs, with hooks that report the incoming gradients."""
+        """Replace the model's outputs by views, with hooks that report the incoming gradients."""
         names = {id(tensor): name for name, tensor in self._latest_outputs}
         self._latest_outputs.clear()
         if not model.training or not torch.is_grad_enabled():
@@ -131,7 +129,7 @@ class ModuleWatcher:
         return map_tensors(output, alias)
 
     def _before_module(self, name: str, module: nn.Module, args: Any) -> Any:
-        """Report the inputs of a module and return views of them, with hooks that report their gradients."""
+        """Report a module's inputs and replace them by views, with hooks that report their gradients."""
         if not module.training:
             return None
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
@@ -160,14 +158,14 @@ class ModuleWatcher:
         return map_tensors(args, alias)
 
     def _chunk_of_call(self, name: str, micro_batch: int, call: int, is_recomputed: bool) -> int:
-        """Return the chunk of this call, or of the original forward if ``is_recomputed``."""
+        """Find this call's chunk, or the original forward's if ``is_recomputed``."""
         if is_recomputed:
             return self._chunks.get((name, micro_batch, call), 0)
         self._chunks[name, micro_batch, call] = self._chunk
         return self._chunk
 
     def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the outputs of a module and register hooks on their gradients."""
+        """Report a module's outputs and register hooks on their gradients."""
         if not module.training:
             return
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
@@ -194,7 +192,7 @@ class ModuleWatcher:
 
 
 def is_recomputing() -> bool:
-    """Return True if this forward runs within a backward."""
+    """Check if this forward runs within a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -238,23 +236,23 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# Detection of the module that produced the first NaN or infinity. It runs at the end of a step and needs a single copy
+# Detect the module that produced the first NaN or infinity. The check runs at the end of a step and needs a single copy
 # from the device.
 #
 # | first non-finite tensor, in execution order | produced by |
 # |---|---|
-# | an output, or the gradient of an input | that module |
-# | an input, or the gradient of an output | an operation between this module and the previous one, such as a sum |
-# | an input of the model | another stage, or the data |
-# | the gradient of an output of the model | another stage, or the loss |
+# | an output, or an input's gradient | that module |
+# | an input, or an output's gradient | an operation between this module and the previous one, such as a sum |
+# | a model input | another stage, or the data |
+# | a model output's gradient | another stage, or the loss |
 
 BACKWARD = (GRAD_OUTPUT, GRAD_INPUT)
 
 
 class Finding(NamedTuple):
-    """The first non-finite tensor of a step; ``previous`` is the tensor reported before it.
+    """The first non-finite tensor in a step; ``previous`` is the tensor reported before it.
 
-    ``tensor_idx`` is the index of the tensor in the step, which is the same on all ranks of a tensor group.
+    ``tensor_idx`` is the tensor's index in the step, which is the same on all ranks in a tensor group.
     """
 
     tensor_idx: int
@@ -264,7 +262,7 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Message about the origin of the non-finite value."""
+        """Message about the non-finite value's origin."""
         name, tensor_type, micro_batch = self.info.name, self.info.tensor_type, self.info.micro_batch
         pass_text = f"in the {'backward' if tensor_type in BACKWARD else 'forward'} of micro-batch {micro_batch}"
         if tensor_type == OUTPUT:
@@ -284,11 +282,11 @@ class Finding(NamedTuple):
 
 
 class FiniteCheck:
-    """Collects the minimum and maximum of each tensor of a step, which reveal any NaN or infinity.
+    """Collects each tensor's minimum and maximum over a step, which reveal any NaN or infinity.
 
     Args:
-        has_loss: the last chunk of this rank's model returns the input of the loss.
-        num_chunks: number of chunks of this rank's model.
+        has_loss: the last chunk on this rank returns the loss input.
+        num_chunks: chunk count on this rank.
     """
 
     def __init__(self, has_loss: bool, num_chunks: int = 1) -> None:
@@ -308,7 +306,7 @@ class FiniteCheck:
         self._extremes.clear()
 
     def first_nonfinite(self, *, in_backward: bool = True) -> Finding | None:
-        """Return the first non-finite tensor since ``clear``, or None. Synchronizes with the device.
+        """Find the first non-finite tensor since ``clear``; None if there is none. Synchronizes with the device.
 
         Args:
             in_backward: include gradients.
@@ -324,5 +322,5 @@ class FiniteCheck:
         return None
 
     def _is_loss_gradient(self, info: TensorInfo) -> bool:
-        """Return True if ``info`` is a gradient computed by this rank's loss."""
+        """Check if this rank's loss computed the gradient ``info``."""
         return info.tensor_type == GRAD_OUTPUT and self.has_loss and info.chunk == self.num_chunks - 1

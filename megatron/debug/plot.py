@@ -1,4 +1,4 @@
-"""Plot of the errors of modules in execution order, with one panel per phase of a step."""
+"""Plot module errors in execution order, with one panel per step phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INCHES_PER_NAME = 0.22
 def plot_errors(
     curves: Mapping[str, Mapping[str, float]], tolerance: float, first: str | None, path: Path, title: str
 ) -> None:
-    """Plot the largest error of each name in one panel per phase, and mark the first error beyond its tolerance.
+    """Plot each name's largest error in one panel per phase, and mark the first error beyond its tolerance.
 
     Args:
         curves: phase -> name -> error, in plotting order.

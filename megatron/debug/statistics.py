@@ -13,13 +13,13 @@ from torch import nn
 
 from tds.param_info import Shard, info_of
 
-# The statistics of a tensor can be computed from the statistics of its slices, for any split.
+# A tensor's statistics can be computed from its slices' statistics, for any split.
 #
-# In addition to the mean, norm and largest value, there is a sketch of ``ROWS`` values. Each value is the sum of all
-# elements after every column of the tensor has been multiplied by a random sign. The root mean square of the difference
+# In addition to the mean, norm and largest value, there is a sketch with ``ROWS`` values. Each value is the sum of all
+# elements after every tensor column has been multiplied by a random sign. The root mean square of the difference
 # of two sketches is about the norm of the tensors' difference. A comparison of sketches therefore detects differences
-# in sign, position and rounding that norms do not show. Signs belong to columns of the full tensor, so the sketches
-# of slices add up.
+# in sign, position and rounding that norms do not show. Signs belong to columns of the full tensor, so the slices'
+# sketches add up.
 #
 # Source: Alon, Matias and Szegedy 1996, "The space complexity of approximating the frequency moments".
 
@@ -29,9 +29,9 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the finite elements of a tensor, in fp64; ``nan`` and ``inf`` count the others.
+    """Statistics over a tensor's finite elements, in fp64; ``nan`` and ``inf`` count the others.
 
-    ``largest`` is the largest absolute value. ``sketch`` is empty if the positions of the columns in the full tensor
+    ``largest`` is the largest absolute value. ``sketch`` is empty if the column positions in the full tensor
     are unknown. ``norm`` and ``largest`` of a sum are NaN: the statistics of its summands do not determine them.
     """
 
@@ -52,7 +52,7 @@ class Statistics:
         return not (self.nan or self.inf)
 
     def times(self, factor: float) -> Statistics:
-        """Return the statistics of ``factor`` times the tensor."""
+        """Compute the statistics for ``factor`` times the tensor."""
         scaled = tuple(factor * value for value in self.sketch)
         abs_factor = abs(factor)
         return replace(
@@ -61,12 +61,12 @@ class Statistics:
 
 
 def zero_statistics(count: int) -> Statistics:
-    """Return the statistics of ``count`` zeros."""
+    """Build the statistics for ``count`` zeros."""
     return Statistics(count, 0.0, 0.0, 0.0, sketch=(0.0,) * ROWS)
 
 
 def join_statistics(shards: list[Statistics]) -> Statistics:
-    """Return the statistics of the tensor that consists of ``shards``, given in any order."""
+    """Join the statistics over ``shards`` of a tensor, given in any order."""
     count = sum(shard.count for shard in shards)
     has_sketch = all(shard.sketch for shard in shards)
     return Statistics(
@@ -81,7 +81,7 @@ def join_statistics(shards: list[Statistics]) -> Statistics:
 
 
 def sum_statistics(summands: list[Statistics]) -> Statistics:
-    """Return the statistics of a sum of tensors with equal shapes; ``norm`` and ``largest`` are NaN."""
+    """Combine the statistics for a sum of tensors with equal shapes; ``norm`` and ``largest`` are NaN."""
     if len(summands) == 1:
         return summands[0]
     total = join_statistics(summands)
@@ -98,7 +98,7 @@ def sum_statistics(summands: list[Statistics]) -> Statistics:
 
 @torch.no_grad()
 def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
-    """Return the statistics of ``x``, a tensor of any dtype.
+    """Compute the statistics for ``x``, a tensor with any dtype.
 
     Args:
         first_column: index in the full tensor of the first column (last dimension) of ``x``.
@@ -117,7 +117,7 @@ def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
 
 
 def _measure_values(x_fp64: torch.Tensor, first_column: int) -> list[float]:
-    """Return sum, norm, minimum, maximum and sketch with a single copy from the device."""
+    """Compute sum, norm, minimum, maximum and sketch with a single copy from the device."""
     rows = x_fp64.reshape(-1, x_fp64.shape[-1]) if x_fp64.dim() else x_fp64.reshape(1, 1)
     columns = rows.sum(0)  # [n]
     sketch = signs(first_column, columns.numel(), x_fp64.device) @ columns
@@ -129,7 +129,7 @@ def _measure_values(x_fp64: torch.Tensor, first_column: int) -> list[float]:
 
 @functools.lru_cache(maxsize=256)
 def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of ``num_columns`` columns, starting at ``first_column``.
+    """Generate the signs for ``num_columns`` columns, starting at ``first_column``.
 
     Shapes:
         output [ROWS, num_columns]
@@ -143,7 +143,7 @@ def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Te
     return torch.from_numpy(2.0 * bits.astype(np.float64) - 1.0).to(device)
 
 
-# A rank's slices of a module's inputs and outputs, as implied by the module's weight (by its bias if it has no weight).
+# A rank's slices of module inputs and outputs, as implied by the module's weight (by its bias if it has no weight).
 #
 # | weight | inputs | outputs |
 # |---|---|---|
@@ -154,7 +154,7 @@ def signs(first_column: int, num_columns: int, device: torch.device) -> torch.Te
 #
 # With sequence parallelism, "full" means this rank's rows for the first input and the first output. A module uses it if
 # ``sequence_parallel`` is set on the module or on its parallel context (attribute ``parallel``). The slices of other
-# modules are unknown: ranks of a tensor group are assumed to hold slices if their statistics differ.
+# modules are unknown: ranks in a tensor group are assumed to hold slices if their statistics differ.
 
 
 class ShardSlice(NamedTuple):
@@ -169,12 +169,12 @@ class ShardSlice(NamedTuple):
     size: int
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` without its padding."""
+        """Return ``x`` without padding."""
         return x.narrow(self.dim, 0, self.length)
 
 
 def weight_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
-    """Return the shard and the local shape of the module's weight; (None, ()) if it is not sharded."""
+    """Look up the shard and the local shape of the module's weight; (None, ()) if it is not sharded."""
     parameters = module._parameters
     weight = parameters.get("weight") if "weight" in parameters else parameters.get("bias")
     shard = None if weight is None else info_of(weight).shard
@@ -184,11 +184,11 @@ def weight_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
 
 
 def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> ShardSlice | None:
-    """Return this rank's slice of ``output``; None if every rank holds the full tensor or the slice is unknown.
+    """Find this rank's slice of ``output``; None if every rank holds the full tensor or the slice is unknown.
 
     Args:
-        has_ids: the inputs of the module include integers, such as token ids.
-        index: index of the output.
+        has_ids: the module's inputs include integers, such as token ids.
+        index: output index.
     """
     shard, shape = weight_shard(module)
     if shard is None or shard.partition_dim != 0 or has_ids:
@@ -202,7 +202,7 @@ def output_slice(module: nn.Module, output: torch.Tensor, has_ids: bool, index: 
 
 
 def input_slice(module: nn.Module, x: torch.Tensor, index: int = 0) -> ShardSlice | None:
-    """Return this rank's slice of ``x``, the module's input ``index``; None if ``x`` is full or the slice unknown."""
+    """Find this rank's slice of ``x``, the module's input ``index``; None if ``x`` is full or the slice unknown."""
     shard, shape = weight_shard(module)
     if shard is None or shard.partition_dim != 1:
         return _sequence_slice(module, x, index)
@@ -212,12 +212,12 @@ def input_slice(module: nn.Module, x: torch.Tensor, index: int = 0) -> ShardSlic
 
 
 def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
-    """Return True if the gradient of input (or output) ``index`` is a partial sum over the tensor group."""
+    """Check if the gradient for input (or output) ``index`` is a partial sum over the tensor group."""
     return index in getattr(module, "output_shares" if of_output else "shares", ())
 
 
 def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlice | None:
-    """Return this rank's slice of ``x`` along the sequence; None if the sequence is not sharded."""
+    """Find this rank's slice of ``x`` along the sequence; None if the sequence is not sharded."""
     ctx = getattr(module, "parallel", None) or getattr(module, "place", None)  # ``place`` is the former name
     is_sharded = getattr(module, "sequence_parallel", False) or getattr(ctx, "sequence_parallel", False)
     if not is_sharded or index or x.dim() < 2:
@@ -227,7 +227,7 @@ def _sequence_slice(module: nn.Module, x: torch.Tensor, index: int) -> ShardSlic
 
 
 def slice_of_shard(shard: Shard) -> ShardSlice | None:
-    """Return this rank's slice of a tensor with ``shard``; None if every rank holds the full tensor."""
+    """Convert ``shard`` to this rank's slice; None if every rank holds the full tensor."""
     if shard.partition_dim is None:
         return None
     return ShardSlice(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])

@@ -1,6 +1,6 @@
-"""Comparison of one training step of any trainer in a parallel layout with the same step in one process.
+"""Compare one training step of any trainer in a parallel layout with the same step in one process.
 
 ``dump_reader`` reads the dumps of ``tools/referee_hook.py``, ``placement`` finds each shard in the unsharded tensor,
-``diagnosis`` names the fault of a gradient, ``scalars`` those of the loss and the gradient norm, and ``verdict`` puts
-them together. ``tools/referee.py`` is the command line.
+``diagnosis`` names a gradient's fault, ``scalars`` faults in the loss and the gradient norm, and ``verdict`` combines
+them. ``tools/referee.py`` is the command line.
 """

@@ -1,4 +1,4 @@
-"""Comparison of the gradient shards of one parameter with the unsharded gradient, and the name of the fault.
+"""Compare one parameter's gradient shards with the unsharded gradient, and name the fault.
 
 The hypotheses, in this order: no gradient, a value that is not finite, one factor on all ranks, one factor for each
 rank, a sum or an average over an axis that was not computed, a part that counts twice, parts with other weights. They
@@ -36,7 +36,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a gradient, the loss or the gradient norm.
+    """A fault in a gradient, the loss or the gradient norm.
 
     Attributes:
         fault_type: ``none`` (no gradient), ``not finite``, ``not zero``, ``weights``, ``factor``, ``rank factors``,
@@ -44,7 +44,7 @@ class Fault:
             ``shift``, for the norm also ``shards left out`` and ``copies counted``
         text: one line for the reader
         factor: this layout / one process, where one factor explains the fault
-        axis: the axis of the layout that the factor or the missing sum belongs to
+        axis: the layout axis that the factor or the missing sum belongs to
     """
 
     fault_type: str
@@ -55,7 +55,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for one parameter. ``error`` is relative (see ``FLOOR``); ``fault`` is None if it is within bounds."""
+    """Result for one parameter. ``error`` is relative (see ``FLOOR``); ``fault`` is None if it is within bounds."""
 
     name: str
     norm: float
@@ -68,7 +68,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Part:
-    """The gradient of one rank in the wrong rows, and the expected values of the same elements."""
+    """One rank's gradient in the wrong rows, and the expected values for the same elements."""
 
     rank: int
     index_key: tuple[bytes, ...]
@@ -77,7 +77,7 @@ class _Part:
 
 
 class GradientJudge:
-    """Compares the gradients of parameters.
+    """Compares parameter gradients.
 
     Args:
         axes_by_rank: rank -> its index on each axis
@@ -94,7 +94,7 @@ class GradientJudge:
         """Axis -> size, including ``micro``."""
 
     def compare(self, name: str, whole: Tensor | None, shards: Sequence[Shard]) -> Comparison:
-        """Compare the shards of one parameter with its unsharded gradient (fp64; None if there is none)."""
+        """Compare one parameter's shards with its unsharded gradient (fp64; None if there is none)."""
         keys = {_index_key(shard.index) for shard in shards}
         norm = 0.0 if whole is None else float(whole.norm())
         counts = (len(keys), len(shards) // max(len(keys), 1))
@@ -131,7 +131,7 @@ class GradientJudge:
         return max(float(expected.norm()), self.floor, 1e-300)
 
     def _find_missing(self, whole: Tensor | None, shards: Sequence[Shard]) -> Fault | None:
-        """Return the fault of absent gradients and of values that are not finite."""
+        """Find absent gradients and values that are not finite."""
         without = sorted(shard.rank for shard in shards if shard.grad is None)
         if whole is None:
             extra = sorted(shard.rank for shard in shards if shard.grad is not None and bool((shard.grad != 0).any()))
@@ -145,7 +145,7 @@ class GradientJudge:
         return Fault("not finite", f"NaN or infinity on {_ranks_text(bad)}") if bad else None
 
     def _wrong_part(self, whole: Tensor, shards: Sequence[Shard]) -> tuple[str, list[_Part]]:
-        """Return the rows or columns that are wrong as text ("" for all of them), and the gradients there."""
+        """Name the wrong rows or columns ("" for all of them), and select the gradients there."""
         best: tuple[float, int, Tensor] | None = None
         for dim in range(min(whole.ndim, 2)):
             wrong, active = self._wrong_slices(whole, shards, dim)
@@ -169,7 +169,7 @@ class GradientJudge:
         return rows, parts
 
     def _wrong_slices(self, whole: Tensor, shards: Sequence[Shard], dim: int) -> tuple[Tensor, Tensor]:
-        """Return masks of the slices along ``dim`` that are wrong on a rank, and that are not 0 everywhere."""
+        """Mark the slices along ``dim`` that are wrong on a rank, and those that are not 0 everywhere."""
         size = whole.shape[dim]
         typical = max(float(whole.norm()), self.floor) / math.sqrt(size)
         wrong, active = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
@@ -182,7 +182,7 @@ class GradientJudge:
         return wrong, active
 
     def _diagnose(self, parts: list[_Part]) -> Fault:
-        """Return the first hypothesis that explains the wrong gradients."""
+        """Find the first hypothesis that explains the wrong gradients."""
         grads, expected = torch.cat([p.grad.flatten() for p in parts]), torch.cat([p.expected.flatten() for p in parts])
         if float(expected.norm()) <= self.rtol * float(grads.norm()):
             return Fault("not zero", "one process has 0 here")
@@ -199,7 +199,7 @@ class GradientJudge:
         return Fault("unknown", f"no factor explains it: norm x {ratio:.4g}, cosine {cosine:.4f}{where}")
 
     def _fits(self, actual: Tensor, expected: Tensor) -> bool:
-        """Return True if two tensors agree within ten times the bound."""
+        """Check if two tensors agree within ten times the bound."""
         return float((actual - expected).norm()) <= 10 * self.rtol * max(float(expected.norm()), 1e-300)
 
     def _common_factor(self, parts: list[_Part]) -> Fault | None:
@@ -234,7 +234,7 @@ class GradientJudge:
         )
 
     def _factor(self, part: _Part) -> float | None:
-        """Return f with gradient = f x expected; None if there is none."""
+        """Compute f with gradient = f x expected; None if there is none."""
         squared = float(part.expected.flatten() @ part.expected.flatten())
         if squared == 0:
             return None
@@ -246,7 +246,7 @@ class GradientJudge:
         )
 
     def name_factor(self, factor: float) -> tuple[str, str | None]:
-        """Return a text for a factor, and the axis (or product of axes) whose size it is."""
+        """Describe a factor, and find the axis (or product of axes) with this size."""
         tolerance = 100 * self.rtol
         if abs(factor) < tolerance:
             return "zero", None
@@ -267,7 +267,7 @@ class GradientJudge:
         return f"x {factor:.6g}" + (" (it counts twice)" if abs(factor / 2 - 1) < tolerance else ""), None
 
     def _groups(self, parts: list[_Part], names: Sequence[str]) -> Iterator[list[_Part]] | None:
-        """Return the groups of parts with the same elements that differ only in their index on the axes ``names``."""
+        """Group parts with the same elements that differ only in their index on the axes ``names``."""
         groups: dict[object, list[_Part]] = {}
         for part in parts:
             rest = tuple(idx for name, (idx, _) in self.axes_by_rank[part.rank].items() if name not in names)
@@ -338,7 +338,7 @@ def _index_key(index: Index) -> tuple[bytes, ...]:
 
 
 def _slice_norms(tensor: Tensor, dim: int) -> Tensor:
-    """Return the norm of each slice along ``dim``."""
+    """Compute each slice's norm along ``dim``."""
     return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).norm(dim=1)
 
 
@@ -347,7 +347,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _ranges_text(mask: Tensor, noun: str) -> str:
-    """Return the positions in a mask as ranges ("rows 0-3, 8"), or their number if there are many ranges."""
+    """Format a mask's positions as ranges ("rows 0-3, 8"), or as a count if there are many ranges."""
     positions = mask.nonzero().flatten().tolist()
     ranges: list[list[int]] = []
     for position in positions:

@@ -1,4 +1,4 @@
-"""Dumps of ``tools/referee_hook.py``: files, checks and the layout of the ranks."""
+"""Dumps by ``tools/referee_hook.py``: files, checks and the layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Parameter:
     """One rank's parameter or shard.
 
     Attributes:
-        name: name without the prefixes of wrappers
+        name: name without wrapper prefixes
         value, grad: local tensors; ``grad`` is None if the trainer computed no gradient
         dim: sharded dimension if the trainer recorded it on the parameter (Megatron's ``partition_dim``)
         placements, grad_placements: DTensor placements as text, empty for plain tensors
@@ -51,11 +51,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class RankDump:
-    """The dump of one rank.
+    """One rank's dump.
 
     Attributes:
         norm: gradient norm that the trainer reported
-        calls: names of modules in the order of the forward pass; empty if not recorded
+        calls: module names in forward order; empty if not recorded
     """
 
     rank: int
@@ -68,14 +68,14 @@ class RankDump:
 
 @dataclass(frozen=True)
 class Dump:
-    """The dumps of all ranks of one run, in the order of ranks."""
+    """All ranks' dumps from one run, in rank order."""
 
     folder: Path
     ranks: tuple[RankDump, ...]
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The axes of the layout with more than one rank, and ``micro`` (the number of micro-batches)."""
+        """Layout axes with more than one rank, and ``micro`` (the micro-batch count)."""
         return {name: size for name, (_, size) in self.ranks[0].axes.items() if size > 1}
 
     @property
@@ -86,10 +86,10 @@ class Dump:
 
 
 def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: Sequence[tuple[str, str]] = ()) -> Dump:
-    """Read and check the dump of a run.
+    """Read and check a run's dump.
 
     Args:
-        axis_sizes: sizes of the axes, the one with adjacent ranks first; they replace the axes in the dump.
+        axis_sizes: axis sizes, the axis with adjacent ranks first; they replace the axes in the dump.
         renames: (regular expression, replacement) pairs, applied to each name in this order.
 
     Raises:
@@ -129,12 +129,12 @@ def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: S
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter or module without the prefixes of wrappers."""
+    """Strip wrapper prefixes from a parameter or module name."""
     return WRAPPER_PREFIX.sub("", name + ".")[:-1]
 
 
 def _load(path: Path, keys: Sequence[str] = ("rank", "world_size", "axes", "loss", "tensors")) -> dict[str, Any]:
-    """Load a file of the hook; only tensors and plain data are unpickled."""
+    """Load a hook file; only tensors and plain data are unpickled."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -172,7 +172,7 @@ def _read_parameter(path: Path, name: str, entry: dict[str, Any], renames: Seque
 
 
 def _recorded_axes(content: dict[str, Any]) -> Axes:
-    """Return the axes that the hook was called with; a single axis ``ranks`` if there are none."""
+    """Read the axes that the hook was called with; a single axis ``ranks`` if there are none."""
     axes = {name: (int(index), int(size)) for name, (index, size) in content["axes"].items()}
     has_layout = any(size > 1 for name, (_, size) in axes.items() if name != "micro")
     return (
@@ -183,7 +183,7 @@ def _recorded_axes(content: dict[str, Any]) -> Axes:
 
 
 def _axes_of_rank(rank: int, axis_sizes: dict[str, int]) -> Axes:
-    """Return the axes of a rank in a grid whose first axis has adjacent ranks."""
+    """Compute a rank's axes in a grid whose first axis has adjacent ranks."""
     axes = {}
     for name, size in axis_sizes.items():
         axes[name] = (0 if name == "micro" else rank % size, size)

@@ -1,10 +1,10 @@
-"""Placement of shards: which elements of the unsharded tensor each rank holds.
+"""Shard placement: the elements of the unsharded tensor that each rank holds.
 
-Both runs start from the same weights, so the values of a shard show where it belongs. This also finds shards that are
+Both runs start from the same weights, so a shard's values show where it belongs. This also finds shards that are
 no contiguous chunk of the unsharded tensor (fused query, key and value; gate and up projections) and parameters that a
 pipeline stage or an expert rank numbers from 0. The candidates, in this order: the DTensor placement or sharded
-dimension in the dump, contiguous chunks, single rows. Tensors whose values say nothing (biases of 0, norms of 1) follow
-the other parameters of their module and rank.
+dimension in the dump, contiguous chunks, single rows. Constant tensors (biases of 0, norms of 1) follow
+the other parameters in their module and rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_CHUNK_OFFSETS = 4096
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of an unsharded tensor.
+    """A rank's shard of an unsharded tensor.
 
     Attributes:
         local_name: the parameter's name on this rank
@@ -47,14 +47,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placements:
-    """The shards of each unsharded tensor by name, and the parameters (rank, name) that belong to none."""
+    """Shards of each unsharded tensor by name, and the parameters (rank, name) that belong to none."""
 
     shards: dict[str, list[Shard]]
     unplaced: list[tuple[int, str]]
 
 
 def take(whole: Tensor, index: Index) -> Tensor:
-    """Return the elements of ``whole`` at the positions ``index``."""
+    """Select the elements in ``whole`` at the positions ``index``."""
     for dim, positions in enumerate(index):
         if len(positions) != whole.shape[dim]:
             whole = whole.index_select(dim, positions)
@@ -62,12 +62,12 @@ def take(whole: Tensor, index: Index) -> Tensor:
 
 
 def full_index(shape: Sequence[int]) -> Index:
-    """Return the index of all elements."""
+    """Build the index of all elements."""
     return tuple(torch.arange(size) for size in shape)
 
 
 def place_shards(whole: dict[str, Tensor], dump: Dump) -> Placements:
-    """Find each parameter of each rank in the unsharded tensors.
+    """Find each rank's parameters in the unsharded tensors.
 
     Args:
         whole: name -> unsharded values
@@ -75,7 +75,7 @@ def place_shards(whole: dict[str, Tensor], dump: Dump) -> Placements:
     placements = Placements({name: [] for name in whole}, [])
     for rank_dump in dump.ranks:
         _RankPlacer(whole, rank_dump).place(placements)
-    # A copy with other values than the copy of another rank is a fault of the layout, not another checkpoint.
+    # A copy with other values than another rank's copy is a fault of the layout, not another checkpoint.
     for rank_dump in dump.ranks:
         for parameter in rank_dump.parameters:
             shards = placements.shards.get(parameter.name, [])
@@ -105,7 +105,7 @@ def _make_shard(rank: int, parameter: Parameter, index: Index, value_differs: bo
 
 
 class _RankPlacer:
-    """Places the parameters of one rank. Parameters with distinctive values come first and place the others."""
+    """Places one rank's parameters. Parameters with distinctive values come first and place the others."""
 
     def __init__(self, whole: dict[str, Tensor], rank_dump: RankDump) -> None:
         self.whole = whole
@@ -142,7 +142,7 @@ class _RankPlacer:
             self.prefixes.update(_prefix_pairs(parameter.name, whole_name))
 
     def _find_by_value(self, parameter: Parameter) -> tuple[str, Index] | None:
-        """Search for the values in the tensor of the same name, then in all others."""
+        """Search for the values in the tensor with the same name, then in all others."""
         names = [name for name in self.distinctive if name != parameter.name]
         if parameter.name in self.whole:
             names.insert(0, parameter.name)
@@ -153,7 +153,7 @@ class _RankPlacer:
         return None
 
     def _find_by_neighbours(self, parameter: Parameter) -> tuple[str, Index] | None:
-        """Place a parameter by its name and by the index of other parameters of this module or rank."""
+        """Place a parameter by its name and by the index of other parameters in this module or on this rank."""
         name = self._map_name(parameter.name)
         if name not in self.whole or parameter.value.ndim != self.whole[name].ndim:
             return None
@@ -172,14 +172,14 @@ class _RankPlacer:
         return (name, index) if torch.equal(take(whole, index).to(parameter.value.dtype), parameter.value) else None
 
     def _map_name(self, name: str) -> str:
-        """Return the unsharded name, with the layer and expert numbers that distinctive parameters revealed."""
+        """Map to the unsharded name, with the layer and expert numbers that distinctive parameters revealed."""
         for prefix in sorted(self.prefixes, key=len, reverse=True):
             if name == prefix or name.startswith(prefix + "."):
                 return self.prefixes[prefix] + name[len(prefix) :]
         return name
 
     def _neighbour_positions(self, parameter: Parameter, dim: int, size: int, whole_size: int) -> Tensor | None:
-        """Return the positions of a sibling with the same sizes, else the chunk that other shards of this rank have."""
+        """Find the positions of a sibling with the same sizes, else the chunk that this rank's other shards have."""
         module = parameter.name.rpartition(".")[0]
         chunk_ids: Counter[int] = Counter()
         for name, (whole_name, index) in self.placed.items():
@@ -214,7 +214,7 @@ def _prefix_pairs(local_name: str, whole_name: str) -> Iterator[tuple[str, str]]
 
 
 def _find_index(parameter: Parameter, whole: Tensor, rank: int, axes: Axes) -> Index | None:
-    """Return the positions of the parameter's values in ``whole``; None if they are not there or at several places."""
+    """Find the positions of the parameter's values in ``whole``; None if they are missing or at several places."""
     value = parameter.value
     if value.ndim != whole.ndim or any(
         size > whole_size for size, whole_size in zip(value.shape, whole.shape, strict=True)

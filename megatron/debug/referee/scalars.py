@@ -1,4 +1,4 @@
-"""Comparison of the loss and the gradient norm that the trainer reported, and the name of the fault."""
+"""Compare the loss and the gradient norm that the trainer reported, and name the fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PATTERNS = 2
 
 @dataclass(frozen=True)
 class ScalarComparison:
-    """``expected`` is the value of one process, ``actual`` the values of the ranks; both may be missing."""
+    """``expected`` is the value in one process, ``actual`` the values on the ranks; both may be missing."""
 
     name: str
     expected: float | None
@@ -30,7 +30,7 @@ class ScalarComparison:
 
 
 def compare_loss(one: Dump, many: Dump, judge: GradientJudge) -> ScalarComparison:
-    """Compare the loss. Ranks of the axes dp and cp may report the loss of their part of the batch."""
+    """Compare the loss. Ranks on the axes dp and cp may report the loss for their part of the batch."""
     expected = one.ranks[0].loss
     losses = {rank.rank: rank.loss for rank in many.ranks if rank.loss is not None}
     actual = tuple(losses.values())
@@ -61,7 +61,7 @@ def _is_close(value: float, expected: float, rtol: float) -> bool:
 
 
 def _differs_along(axis: str, losses: Mapping[int, float], judge: GradientJudge) -> bool:
-    """Return True if ranks that differ only in their index on ``axis`` have different losses."""
+    """Check if ranks that differ only in their index on ``axis`` have different losses."""
     groups: dict[tuple[int, ...], list[float]] = {}
     for rank, loss in losses.items():
         rest = tuple(idx for name, (idx, _) in judge.axes_by_rank[rank].items() if name != axis)
@@ -74,7 +74,7 @@ def compare_norm(
 ) -> ScalarComparison:
     """Compare the reported gradient norm with the norm of the dumped gradients.
 
-    The fault is that of the norm only: if gradients are wrong, but the norm is right for them, there is none.
+    The fault concerns the norm only: if gradients are wrong, but the norm is right for them, there is none.
     """
     expected = math.sqrt(sum(float(grad.norm()) ** 2 for grad in grads.values()))
     norms = tuple(rank.norm for rank in many.ranks if rank.norm is not None)
@@ -110,7 +110,7 @@ def compare_norm(
 
 
 def _squares(shards: Sequence[Shard]) -> list[float]:
-    """Return the squared norm of each distinct shard, the shard of the lowest rank first."""
+    """Compute each distinct shard's squared norm, the lowest rank's shard first."""
     squares: dict[tuple[bytes, ...], float] = {}
     for shard in shards:
         key = tuple(positions.numpy().tobytes() for positions in shard.index)
@@ -126,9 +126,9 @@ def _explain_norm(
     shards: Mapping[str, Sequence[Shard]],
     judge: GradientJudge,
 ) -> Iterator[tuple[float, Fault]]:
-    """Yield how well each explanation fits, and the fault; only those within bounds.
+    """Yield (fit, fault) for each explanation within bounds.
 
-    An explanation is a group of parameters (the same name up to layer numbers) that counts too little or too often.
+    An explanation is a parameter group (the same name up to layer numbers) that counts too little or too often.
     """
     patterns: dict[str, list[str]] = {}
     for name in contributions:

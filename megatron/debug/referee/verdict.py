@@ -1,4 +1,4 @@
-"""Comparison of two dumps: one process and a parallel layout of the same step."""
+"""Compare two dumps: one process and a parallel layout at the same step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ MAX_NAMES = 6
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of a step.
+    """Comparison of a step.
 
     Attributes:
-        gradients: all parameters, in the order of the forward pass if one process recorded it, otherwise in the order
-            of the model
+        gradients: all parameters, in forward order if one process recorded it, otherwise in model order
         renamed: parameters with another name in the layout, as (rank, name, name in one process)
     """
 
@@ -36,7 +35,7 @@ class Verdict:
 
     @property
     def wrong(self) -> list[Comparison]:
-        """The wrong gradients in the order of the forward pass."""
+        """Wrong gradients in forward order."""
         return [comparison for comparison in self.gradients if comparison.fault is not None]
 
     @property
@@ -45,7 +44,7 @@ class Verdict:
 
 
 def judge_step(one: Dump, many: Dump, rtol: float | None = None) -> Verdict:
-    """Compare the step of a layout with the step of one process from the same weights.
+    """Compare a layout's step with one process's step from the same weights.
 
     Raises:
         BadDumpError: If ``one`` has several ranks, no gradient, other weights or other parameters.
@@ -106,7 +105,7 @@ def forward_order(names: list[str], calls: tuple[str, ...]) -> list[str]:
 
 
 def _explain_unplaced(values: dict[str, Tensor], unplaced: list[tuple[int, str]], one: Dump, many: Dump) -> str:
-    """Return a message about parameters of the layout whose values are not in the one process."""
+    """Describe parameters in the layout whose values are not in the one process."""
     unknown = list(dict.fromkeys(name for _, name in unplaced if name not in values))
     if unknown:
         known = {parameter.name for rank in many.ranks for parameter in rank.parameters}
@@ -126,6 +125,5 @@ def _explain_unplaced(values: dict[str, Tensor], unplaced: list[tuple[int, str]]
 
 
 def _names_text(names: list[str]) -> str:
-    """Return the first names as text."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return (", ".join(names[:MAX_NAMES]) or "nothing else") + more
