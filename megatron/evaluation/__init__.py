@@ -1,1 +1,1 @@
-"""Evaluation in any layout: log-likelihoods, lm_eval tasks, and perplexity of texts."""
+"""Evaluation in any layout: log-likelihoods, lm_eval tasks, and perplexity on texts."""

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class GenerationArgs:
-    """Parameters of generated texts.
+    """Parameters for text generation.
 
     Args:
         max_new_tokens: maximum per text.
@@ -51,12 +51,12 @@ class DistributedModel:
     """A decoder distributed over all ranks.
 
     Args:
-        stage: this rank's stage of the model.
+        stage: this rank's model stage.
         prompts: the model's tokenizer.
         data: the replicas, among which rows are distributed.
         world: all ranks, communicating over the CPU.
-        max_length: maximum number of tokens in a forward pass.
-        max_tokens: maximum number of tokens in a batch.
+        max_length: maximum tokens in a forward pass.
+        max_tokens: maximum tokens in a batch.
         is_stopping: returns True if this rank was asked to stop.
     """
 
@@ -72,7 +72,7 @@ class DistributedModel:
         self._has_failed_on_all_ranks = False
 
     def run_from_rank_0(self, function: Callable[[], Result]) -> Result | None:
-        """Return the result of ``function()`` on rank 0; other ranks process its requests and return None. Collective.
+        """Call ``function()`` on rank 0; other ranks process its requests and return None. Collective.
 
         Raises:
             JobError: ``function`` raised it; all ranks raise the same error. If ``function`` raises an error of another
@@ -96,11 +96,11 @@ class DistributedModel:
         return result
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the score of each row. Called only on rank 0, within ``run_from_rank_0``."""
+        """Score the rows. Called only on rank 0, within ``run_from_rank_0``."""
         return self._run_in_portions("_score", rows, [len(row.tokens) - 1 for row in rows])
 
     def generate(self, prompts: Sequence[Sequence[int]], generation_args: GenerationArgs) -> list[str]:
-        """Return the generated continuation of each prompt, without control tokens.
+        """Generate a continuation for each prompt, without control tokens.
 
         Called only on rank 0, within ``run_from_rank_0``.
         """
@@ -122,7 +122,7 @@ class DistributedModel:
     def _run_in_portions(
         self, name: str, requests: Sequence[Any], lengths: Sequence[int], *extra_args: Any
     ) -> list[Any]:
-        """Compute ``requests`` on all ranks, a few batches at a time, and return the results in order.
+        """Compute ``requests`` on all ranks, a few batches at a time, with results in order.
 
         Raises:
             StopRequest: a rank was asked to stop.
@@ -185,7 +185,7 @@ class DistributedModel:
         return [all_texts[idx] for idx in range(len(prompts))]
 
     def _is_stopped(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return True if the end of ``tokens`` contains a stop string.
+        """Check if the end of ``tokens`` contains a stop string.
 
         Each token has at least one byte, so the length of the longest stop string limits the tokens to decode.
         """
@@ -196,7 +196,7 @@ class DistributedModel:
 
 
 def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return ``text`` up to the first occurrence of any of ``stops``."""
+    """Truncate ``text`` at the first occurrence of any of ``stops``."""
     for stop in stops:
         text = text.split(stop, 1)[0] if stop else text
     return text

@@ -1,4 +1,4 @@
-"""DecoderLM: a model of this project for lm_eval (the Language Model Evaluation Harness). Imports lm_eval."""
+"""DecoderLM: an adapter for lm_eval (the Language Model Evaluation Harness). Imports lm_eval."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class DecoderLM(LM):  # type: ignore[misc]
         self._opening = opening_ids(self.tokenizer, add_bos_token)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-probability, True if it is the greedy continuation) of each request's continuation."""
+        """Score each continuation: (log-probability, True if it is the greedy continuation)."""
         rows = [self.request_row(*request.args) for request in requests]
         scores = [(score.logprob, score.is_greedy) for score in self.model.score(rows)]
         self._cache_results("loglikelihood", requests, scores)
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each request's full text; each token is predicted once."""
+        """Sum the log-probabilities over each request's full text; each token is predicted once."""
         length = self.model.max_length
         rows_by_text = [rolling_rows(self.encode(request.args[0]), self.prefix, length) for request in requests]
         scores = iter(self.model.score([row for rows in rows_by_text for row in rows]))
@@ -64,9 +64,9 @@ class DecoderLM(LM):  # type: ignore[misc]
         return logprobs
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the generated continuation of each request's context, up to and excluding a stop string.
+        """Generate a continuation for each request's context, up to and excluding a stop string.
 
-        With a chat template, the end of a turn also ends the text.
+        With a chat template, an end-of-turn token also ends the text.
         """
         groups: dict[GenerationArgs, list[int]] = {}
         end_id = None if self.chat is None else self.chat.stop_id
@@ -94,16 +94,15 @@ class DecoderLM(LM):  # type: ignore[misc]
 
     @property
     def prefix(self) -> int:
-        """The token that precedes each text: the last one that the tokenizer adds, or the end-of-document token."""
+        """Token that precedes each text: the last token that the tokenizer adds, or the end-of-document token."""
         return self._opening[-1] if self._opening else self.tokenizer.eod_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Key of the tokenizer and the chat template in lm_eval's cache of requests."""
+        """Key for the tokenizer and the chat template in lm_eval's request cache."""
         return f"{self.tokenizer.identity}-{self.chat.key if self.chat else ''}".replace("/", "_")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the text of the chat template."""
         return self.chat.text if self.chat is not None and chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -115,13 +114,13 @@ class DecoderLM(LM):  # type: ignore[misc]
         return self.chat.render(previous, add_generation_prompt=True) + last["content"]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``; in a rendered conversation, spelled-out control tokens are recognised."""
+        """Encode ``text``; in a rendered conversation, spelled-out control tokens are recognised."""
         if self.chat is None:
             return self.tokenizer.encode(text)
         return self.chat.tokenizer.encode_rendered(text)[0]
 
     def request_row(self, context: str, continuation: str) -> Row:
-        """Return the row that scores ``continuation`` after ``context``."""
+        """Build the row that scores ``continuation`` after ``context``."""
         if not context:
             tokens = self.encode(continuation)
             self._require_tokens(tokens, continuation)
@@ -136,7 +135,7 @@ class DecoderLM(LM):  # type: ignore[misc]
         return make_row(self._with_opening(context_ids) or [self.prefix], tokens, self.model.max_length)
 
     def _with_opening(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a context with the bos_token at the start, unless a chat template has written it."""
+        """Prepend the bos_token to a context, unless a chat template has written it."""
         is_opened = tokens[: len(self._opening)] == self._opening
         return tokens if is_opened else [*self._opening, *tokens]
 
@@ -157,7 +156,7 @@ _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 
 
 def parse_generation_kwargs(generation_kwargs: dict[str, Any]) -> GenerationArgs:
-    """Return the generation parameters in a task's ``generation_kwargs``.
+    """Parse a task's ``generation_kwargs``.
 
     Raises:
         DataError: a setting is not supported.

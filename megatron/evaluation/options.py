@@ -1,4 +1,4 @@
-"""The options of tools/evaluate.py. Does not import torch, so that errors appear at once."""
+"""Options for tools/evaluate.py. Does not import torch, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.generate.options import add_bos_option, device_problems, layout_pr
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options.
+    """Parse the tool's options.
 
     Raises:
         ConfigError: options are invalid; the message lists all problems.
@@ -51,7 +51,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
 
 
 def should_start_ranks(args: argparse.Namespace) -> bool:
-    """Return True if the layout needs several ranks and no launcher has started them, so that the tool must do so."""
+    """Check if the layout needs several ranks and no launcher has started them, so that the tool must do so."""
     t, p = args.model_parallel_size, args.pipe_parallel_size
     return "WORLD_SIZE" not in os.environ and min(t, p) > 0 and t * p > 1
 

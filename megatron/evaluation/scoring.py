@@ -1,4 +1,4 @@
-"""Log-likelihoods of tokens by a decoder in any layout, in batches by length that are distributed over the replicas."""
+"""Token log-likelihoods by a decoder in any layout, in batches by length that are distributed over the replicas."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of a row.
+    """A row's score.
 
     Args:
-        logprob: sum of the natural log-probabilities of the scored tokens.
-        is_greedy: each scored token is the most likely one at its position (the lowest id of a tie).
+        logprob: natural log-probability, summed over the scored tokens.
+        is_greedy: each scored token is the most likely token at its position (the lowest id of a tie).
     """
 
     logprob: float
@@ -63,7 +63,7 @@ class Score:
 
 
 def make_row(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
-    """Return the row that scores ``continuation`` after ``context``.
+    """Build the row that scores ``continuation`` after ``context``.
 
     A row has at most ``max_length`` input tokens. A longer context is truncated at its start.
 
@@ -79,7 +79,7 @@ def make_row(context: Sequence[int], continuation: Sequence[int], max_length: in
 
 
 def rolling_rows(tokens: Sequence[int], prefix: int, max_length: int) -> list[Row]:
-    """Return rows that together score each of ``tokens`` once.
+    """Build rows that together score each of ``tokens`` once.
 
     The first row starts with ``prefix``. Each further row has as many input tokens as possible and scores the tokens
     that have not been scored, so that the last row, too, has the maximum context.
@@ -97,7 +97,7 @@ OnRows = Callable[[int], None]
 
 
 def max_row_length(stage: ModelStage, max_length: int) -> int:
-    """Return the maximum number of input tokens per row.
+    """Compute the maximum input tokens per row.
 
     This is ``max_length``, limited by the learned positions and rounded down to a multiple of the sequence shards.
     """
@@ -114,7 +114,7 @@ def score_rows(
     max_tokens: int = MAX_TOKENS,
     on_rows: OnRows | None = None,
 ) -> list[Score]:
-    """Return the scores of ``rows`` in order, on every rank. Collective over all ranks.
+    """Score ``rows``, with results in order on every rank. Collective over all ranks.
 
     Args:
         rows: the same on every rank.
@@ -142,7 +142,7 @@ def score_rows(
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of rows in each batch, longest rows first, so that a batch that is too large fails early."""
+    """Yield row indices for each batch, longest rows first, so that a batch that is too large fails early."""
     order = sorted(range(len(lengths)), key=lambda idx: (-lengths[idx], idx))
     batch: list[int] = []
     for idx in order:
@@ -166,7 +166,7 @@ def _check_tokens(stage: ModelStage, rows: Sequence[Row]) -> None:
 
 
 def _score_batch(stage: ModelStage, rows: Sequence[Row]) -> list[Score]:
-    """Return the scores of a batch. Collective over the replica."""
+    """Score a batch. Collective over the replica."""
     inputs: dict[tuple[int, ...], int] = {}  # one-token choices of a question have equal inputs
     columns = [inputs.setdefault(row.tokens[:-1], len(inputs)) for row in rows]
     tokens = _pad_rows(stage, list(inputs))
@@ -202,14 +202,14 @@ def _score_batch(stage: ModelStage, rows: Sequence[Row]) -> list[Score]:
 
 
 def _pad_rows(stage: ModelStage, inputs: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Return the rows [b, s] padded at the end with token 0, s a multiple of the number of sequence shards."""
+    """Pad rows [b, s] at the end with token 0 until s is a multiple of the sequence shard count."""
     tokens, _ = pad_rows(inputs)
     padding = -tokens.shape[1] % stage.parallel.group.size if stage.parallel.sequence_parallel else 0
     return torch.nn.functional.pad(tokens, (0, padding))
 
 
 def _chunk_size(stage: ModelStage) -> int:
-    """Return the number of positions per chunk of logits, a multiple of the number of tensor ranks."""
+    """Choose the positions per logit chunk, a multiple of the tensor size."""
     num_rows, _, _ = vocab_range(stage.args.vocab_size, stage.parallel.group, stage.args.make_vocab_size_divisible_by)
     num_ranks = stage.parallel.group.size
     return max(1, _LOGITS_PER_CHUNK // num_rows // num_ranks) * num_ranks
@@ -219,7 +219,7 @@ def _score_positions(
     stage: ModelStage, reader: CachedDecoder, x: torch.Tensor | None, positions: list[int], batch_columns: list[int],
     targets: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    """Return the log-probabilities of ``targets`` and the most likely tokens, on every stage.
+    """Compute log-probabilities of ``targets`` and the most likely tokens, on every stage.
 
     Collective over the replica.
 

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval: available tasks, checks of the user's task files, and the results of an evaluation."""
+"""lm_eval tasks: available tasks, checks of the user's task files, and evaluation results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Suite:
 
     Args:
         tasks: names of tasks, groups and tags.
-        include_path: a folder with the user's task files, in addition to those of lm_eval.
+        include_path: a folder with the user's task files, in addition to lm_eval's.
         num_fewshot: solved examples before each question; None: the task's default.
-        limit: number of examples per task, taken from the start; None: all.
+        limit: examples per task, taken from the start; None: all.
         apply_chat_template: render questions as a user's turns.
         system_instruction: with a chat template, the system message.
         fewshot_as_multiturn: with a chat template, solved examples are turns.
@@ -48,11 +48,11 @@ class Suite:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an evaluation.
+    """Evaluation results.
 
     Args:
         metrics: for each task and group, in the requested order: metric -> value, such as "acc" or "acc,none_stderr".
-        notes: for each task, lm_eval's description: version, number of examples and of solved examples.
+        notes: for each task, lm_eval's description: version, example count and solved example count.
         samples: for each task, the individual questions and answers, if requested.
     """
 
@@ -100,7 +100,7 @@ class LoadedTasks:
         """Names of the tasks that generate text."""
 
     def _open_manager(self) -> Any:
-        """Return lm_eval's task index.
+        """Open lm_eval's task index.
 
         If the user's folder has all tasks, only this folder is indexed, because indexing lm_eval's tasks is slow.
         """
@@ -117,9 +117,9 @@ class LoadedTasks:
         return TaskManager(include_path=folder)
 
     def evaluate(self, lm: DecoderLM, *, should_keep_samples: bool = False) -> Results:
-        """Return the results of ``lm`` on the tasks.
+        """Evaluate ``lm`` on the tasks.
 
-        The random states of the process are preserved; lm_eval sets all seeds.
+        The process's random states are preserved; lm_eval sets all seeds.
 
         Raises:
             DataError: a task's templates, functions or metrics fail; the traceback is on standard error.
@@ -186,7 +186,7 @@ def _is_number(key: str, value: Any) -> bool:
 
 @contextmanager
 def preserve_random_state(device_type: str = "cpu") -> Iterator[None]:
-    """Restore the random states of Python, NumPy, torch's CPU generator and the device on exit."""
+    """Restore random states for Python, NumPy, torch's CPU generator and the device on exit."""
     import numpy as np
 
     from megatron import device
@@ -202,7 +202,7 @@ def preserve_random_state(device_type: str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def _quiet_loggers() -> Iterator[None]:
-    """Log only errors of lm_eval and its libraries."""
+    """Log only errors from lm_eval and its libraries."""
     import logging
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "httpx")]
@@ -265,7 +265,7 @@ def _problems_of_task(path: Path) -> Iterator[str]:
 
 
 def _problems_of_examples(path: Path, dataset_kwargs: Any) -> Iterator[str]:
-    """Yield problems of a task's JSONL files; the ``datasets`` library checks other formats."""
+    """Check a task's JSONL files; the ``datasets`` library checks other formats."""
     import yaml
 
     options = (
@@ -321,7 +321,7 @@ def _problems_of_lines(path: Path) -> Iterator[str]:
 
 
 def read_suite(path: Path) -> Suite:
-    """Return the suite described by a YAML (or TOML, JSON) file; include_path is relative to the file's folder.
+    """Read the suite in a YAML (or TOML, JSON) file; include_path is relative to the file's folder.
 
     Raises:
         ConfigError: a setting is invalid; the message names file and line.

@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of texts, by domain: text files, JSON lines, or token files."""
+"""Perplexity and bits per byte on texts, by domain: text files, JSON lines, or token files."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ TOKENS_PER_CALL = 1 << 20
 
 @dataclass(frozen=True)
 class Domain:
-    """A named set of texts that receives one score."""
+    """A named text set that receives one score."""
 
     name: str
     path: Path
 
     @classmethod
     def from_argument(cls, argument: str) -> Domain:
-        """Return the domain of an argument of --texts: NAME=PATH, or PATH, whose stem is the name."""
+        """Parse an argument to --texts: NAME=PATH, or PATH, whose stem is the name."""
         name, is_named, path = argument.partition("=")
         return cls(name, Path(path)) if is_named and path else cls(Path(argument).stem, Path(argument))
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """Score of a domain.
+    """A domain's score.
 
     Args:
         nats: negative log-probability of all tokens.
@@ -78,7 +78,7 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of a text and its number of UTF-8 bytes."""
+    """A text's tokens and its length in UTF-8 bytes."""
 
     tokens: Sequence[int]
     num_bytes: int
@@ -87,11 +87,11 @@ class Document:
 def score_domains(
     model: DistributedModel, domains: Sequence[Domain], *, field: str = "text", limit: int | None = None
 ) -> list[TextScore]:
-    """Return the score of each domain. Called only on rank 0, within ``model.run_from_rank_0``.
+    """Score each domain. Called only on rank 0, within ``model.run_from_rank_0``.
 
     Args:
-        field: key of the text in JSON lines.
-        limit: number of documents per domain, taken from the start; None: all.
+        field: key for the text in JSON lines.
+        limit: documents per domain, taken from the start; None: all.
 
     Raises:
         DataError: a file cannot be read; the message names file and line.
@@ -103,7 +103,7 @@ def score_domains(
 
 
 def combine_scores(scores: Sequence[TextScore]) -> TextScore:
-    """Return the score of all domains together: sums over all texts, not means over domains."""
+    """Combine the scores of all domains: sums over all texts, not means over domains."""
     return TextScore(
         "all",
         sum(score.documents for score in scores),
@@ -140,7 +140,7 @@ def _portions(docs: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def read_documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator[Document]:
-    """Yield the documents of a file in order, without empty ones.
+    """Read a file's documents in order, without empty ones.
 
     Raises:
         DataError: the file, or a line in it, is invalid; the message names both.
