@@ -1,4 +1,4 @@
-"""Print tables with the width of the terminal; in files, columns are at least as wide as their longest word."""
+"""Print tables with the terminal's width; in files, columns are at least as wide as their longest word."""
 
 from __future__ import annotations
 

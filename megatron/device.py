@@ -1,4 +1,4 @@
-"""All device calls of the project, so that one plug-in can add another accelerator.
+"""All device calls in the project, so that one plug-in can add another accelerator.
 
 Devices are identified by their device type, as in ``--device`` and ``torch.device``. For every type but the CPU, calls
 are forwarded to ``torch.accelerator``, or to ``torch.get_device_module(device_type)`` if ``torch.accelerator`` has no
@@ -40,7 +40,7 @@ def _by_plugin(function: _Call) -> _Call:
 
 
 def choose(requested: str = "auto") -> str:
-    """Return the device type to use: ``requested``, or for "auto" the best one that is available.
+    """Choose the device type: ``requested``, or for "auto" the best type that is available.
 
     "auto" tries the plug-ins (last imported first), then CUDA, then the CPU. If the environment's DS_ACCELERATOR, which
     DeepSpeed also reads, names a device type, "auto" only tries this type and then the CPU.
@@ -65,14 +65,14 @@ def choose(requested: str = "auto") -> str:
 
 
 def is_available(device_type: str) -> bool:
-    """Return True if this machine has a usable device of this type."""
+    """Check if this machine has a usable device of this type."""
     if plugin := accelerators.find(device_type):
         return plugin.is_available()
     return device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available())
 
 
 def prepare(device_type: str) -> None:
-    """Run the preparation of the plug-in for this device type, if there is one."""
+    """Run the plug-in's preparation for this device type, if there is one."""
     plugin = accelerators.find(device_type)
     if plugin is not None and plugin.prepare is not None:
         plugin.prepare()
@@ -108,7 +108,7 @@ def keep_freed_memory() -> bool:
 
 @_by_plugin
 def name(device_type: str) -> str:
-    """Return the name of the device, such as "NVIDIA H100 80GB HBM3"."""
+    """Return the device name, such as "NVIDIA H100 80GB HBM3"."""
     if device_type == "cpu":
         threads = torch.get_num_threads()
         return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
@@ -131,7 +131,7 @@ def identity(device: torch.device) -> str:
 
 @_by_plugin
 def model_name(device: torch.device) -> str:
-    """Return the name of the device and its number of multiprocessors; "" for the CPU."""
+    """Return the device's name and multiprocessor count; "" for the CPU."""
     if device.type == "cpu":
         return ""
     properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
@@ -139,7 +139,7 @@ def model_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of the loaded CUDA libraries (system libraries may shadow torch's); empty without CUDA."""
+    """List the loaded CUDA libraries' versions by name (system libraries may shadow torch's); empty without CUDA."""
     if not torch.cuda.is_initialized():
         return {}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -148,14 +148,14 @@ def versions() -> dict[str, str]:
 
 @_by_plugin
 def backend(device_type: str) -> str:
-    """Return torch.distributed's backend for this device type; "" if only DeepSpeed knows it."""
+    """Choose torch.distributed's backend for this device type; "" if only DeepSpeed knows it."""
     plugin = accelerators.find(device_type)
     return plugin.backend if plugin else "nccl" if device_type == "cuda" else "gloo"
 
 
 @_by_plugin
 def default_precision(device_type: str) -> str:
-    """Return the default number format: bf16 on GPUs that support it, otherwise fp16; fp32 on the CPU."""
+    """Choose the default number format: bf16 on GPUs that support it, otherwise fp16; fp32 on the CPU."""
     if plugin := accelerators.find(device_type):
         return plugin.dtypes[0]
     if device_type == "cpu":
@@ -164,7 +164,7 @@ def default_precision(device_type: str) -> str:
 
 
 def missing_dtype(device_type: str, dtype: str | None) -> str | None:
-    """Return the reason why a plug-in's device cannot compute in ``dtype``, or None; CPU and CUDA are not checked."""
+    """Explain why a plug-in's device cannot compute in ``dtype``; None if it can. CPU and CUDA are not checked."""
     plugin = accelerators.find(device_type)
     if plugin is None or dtype is None or dtype in plugin.dtypes:
         return None
@@ -173,7 +173,7 @@ def missing_dtype(device_type: str, dtype: str | None) -> str | None:
 
 @_by_plugin
 def can_pin(device_type: str) -> bool:
-    """Return True if the device can copy from pinned host memory while it computes."""
+    """Check if the device can copy from pinned host memory while it computes."""
     return device_type != "cpu"
 
 
@@ -199,7 +199,7 @@ def record_event(device: torch.device) -> Any:
 
 
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return uninitialized host memory for tensors of ``device``; pinned if copies then overlap computation."""
+    """Allocate uninitialized host memory for tensors on ``device``; pinned if copies then overlap computation."""
     return torch.empty(shape, dtype=dtype, pin_memory=can_pin(device.type))
 
 
@@ -216,7 +216,7 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def copy_from_host(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on ``device`` of the tensor that ``copy_to_host`` wrote to ``source``."""
+    """Copy the tensor that ``copy_to_host`` wrote to ``source`` back to ``device``."""
     if not can_pin(device.type):
         return source.to(device, copy=True)
     target = torch.empty(source.shape, dtype=source.dtype, device=device)
@@ -272,7 +272,7 @@ def _copy_stream(device: torch.device, purpose: str = "activations") -> torch.St
 
 @_by_plugin
 def is_busy(device: torch.device) -> bool:
-    """Return True if the default stream of ``device`` has unfinished work."""
+    """Check if the default stream on ``device`` has unfinished work."""
     if device.type == "cpu":
         return False
     try:
@@ -288,7 +288,7 @@ def seed(value: int) -> None:
 
 @_by_plugin
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator used by torch's random functions on ``device``."""
+    """Look up the generator that torch's random functions use on ``device``."""
     if device.type == "cpu":
         return torch.default_generator
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
@@ -296,7 +296,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def rng_states(device_type: str) -> dict[str, torch.Tensor]:
-    """Return device type -> state of its default generator, as a byte tensor."""
+    """Map device types to their default generator's state, as a byte tensor."""
     states = {"cpu": torch.get_rng_state()}
     if device_type != "cpu":
         states[device_type] = default_generator(torch.device(device_type)).get_state()
@@ -312,7 +312,7 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
 
 @_by_plugin
 def peak_memory_bytes(device_type: str) -> int:
-    """Return the peak memory of this process in bytes: of the device's allocator, or the resident size on the CPU."""
+    """Read this process's peak memory in bytes: the device allocator's, or the resident size on the CPU."""
     if device_type != "cpu":
         return torch.accelerator.max_memory_allocated()
     import resource
@@ -321,12 +321,12 @@ def peak_memory_bytes(device_type: str) -> int:
 
 
 def num_devices(device_type: str) -> int:
-    """Return the number of devices of this type that this process sees; for the CPU, the cores that it may use."""
+    """Count the devices that this process sees; for the CPU, the cores that it may use."""
     return len(os.sched_getaffinity(0)) if device_type == "cpu" else torch.accelerator.device_count()
 
 
 def memory_of_others(device_type: str) -> int:
-    """Return the bytes in use on the current device outside of this process's allocator; 0 on the CPU."""
+    """Measure the bytes in use on the current device outside of this process's allocator; 0 on the CPU."""
     if device_type == "cpu":
         return 0
     free, total = torch.accelerator.get_memory_info()
@@ -335,7 +335,7 @@ def memory_of_others(device_type: str) -> int:
 
 @_by_plugin
 def total_memory_bytes(device_type: str) -> int:
-    """Return the memory of the device in bytes; for the CPU, the memory of the node."""
+    """Read the device's memory size in bytes; for the CPU, the node's."""
     if device_type != "cpu":
         return torch.accelerator.get_memory_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -41,9 +41,9 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Write ``chunks`` to ``path``, flush to disk, and return (size in bytes, crc32) of the file.
+    """Write ``chunks`` to ``path`` and flush to disk; the result is (size in bytes, crc32).
 
-    A second thread computes the checksum of a chunk while the first one writes it.
+    A second thread computes a chunk's checksum while the first thread writes it.
     """
     size = crc = 0
     before_operation("create", path)
@@ -95,10 +95,10 @@ class Stream:
 
 
 def write_with(path: Path, produce: Callable[[Stream], None]) -> tuple[int, int]:
-    """Call ``produce`` to write to ``path``, flush to disk, and return (size in bytes, crc32) of the file.
+    """Call ``produce`` to write to ``path``, and flush to disk; the result is (size in bytes, crc32).
 
     Raises:
-        OSError: the original error of the disk, even if ``produce`` converted it, as ``torch.save`` does.
+        OSError: the original disk error, even if ``produce`` converted it, as ``torch.save`` does.
     """
     before_operation("create", path)
     with open(path, "wb") as file:
@@ -128,7 +128,7 @@ def size_and_crc(path: Path, chunk_bytes: int = 1 << 22) -> tuple[int, int]:
 
 
 def segment_crc(path: Path, start: int, stop: int, chunk_bytes: int = 1 << 20) -> int:
-    """Return the crc32 of the bytes ``start`` to ``stop`` of ``path``, or to its end if the file is shorter."""
+    """Compute the crc32 of the bytes ``start`` to ``stop`` in ``path``, or to its end if the file is shorter."""
     crc = 0
     buffer = memoryview(bytearray(min(chunk_bytes, stop - start)))
     with open(path, "rb", buffering=0) as file:
@@ -140,7 +140,7 @@ def segment_crc(path: Path, start: int, stop: int, chunk_bytes: int = 1 << 20) -
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the crc32 of the concatenation A + B from the checksums of A and B and the number of bytes in B.
+    """Compute the crc32 of the concatenation A + B from both checksums and the byte count of B.
 
     A CRC-32 is the remainder of a polynomial over {0, 1}. Appending n bytes multiplies the polynomial by x^(8 n).
 
@@ -195,12 +195,12 @@ def remove_file(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that can still be written on the file system of ``folder``."""
+    """Measure the free bytes on the file system of ``folder``."""
     return shutil.disk_usage(folder).free
 
 
 def too_large_message() -> str:
-    """Return the text of a "file too large" error (EFBIG): the limit that was exceeded, and how to raise it."""
+    """Describe a "file too large" error (EFBIG): the limit that was exceeded, and how to raise it."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
         return "larger than this file system allows. Write to another one"

@@ -1,4 +1,4 @@
-"""Detect names of models on the Hugging Face Hub where a local folder is required. No torch."""
+"""Detect Hugging Face Hub model names where a local folder is required. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOCAL = ("runs", "models", "data", "checkpoints", "examples", "tests", "tools")
 
 
 def is_name(path: Path | str) -> bool:
-    """Return True if ``path`` does not exist and looks like a model on the Hub, such as Qwen/Qwen3-0.6B."""
+    """Check if ``path`` does not exist and looks like a model on the Hub, such as Qwen/Qwen3-0.6B."""
     text = str(path)
     owner = text.partition("/")[0]
     is_local = owner in LOCAL or owner.startswith("my-") or Path(owner).exists() or Path(text).exists()
@@ -19,7 +19,7 @@ def is_name(path: Path | str) -> bool:
 
 
 def advice(path: Path | str) -> str:
-    """Return instructions to download the model ``path`` from the Hub; "" if ``path`` is not the name of a model.
+    """Explain how to download the model ``path`` from the Hub; "" if ``path`` is no model name.
 
     The text starts with a space, so that it can be appended to a message.
     """
@@ -33,7 +33,7 @@ def advice(path: Path | str) -> str:
 
 
 def load_problem(path: Path | str) -> str | None:
-    """Return the error message for a --load that names a model instead of a local folder; None for other values."""
+    """Format the error message for a --load that names a model instead of a local folder; None for other values."""
     if not is_name(path):
         return None
     return f"--load must name a folder, got {path}, which is not a folder.{advice(path)}"
