@@ -346,7 +346,7 @@ def _add_product(
     """Add the product ``a b`` to ``total``.
 
     Args:
-        divisor: ``b`` is divided by it before a 16-bit product, and the product multiplied afterwards; None: 1.
+        divisor: divides ``b`` before a 16-bit product and multiplies the product afterwards; None: 1.
         is_first: overwrite ``total`` if the product accumulates, because ``total`` is uninitialized then.
     """
     if accumulates_in_product(b, total.dtype):

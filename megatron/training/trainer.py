@@ -338,7 +338,7 @@ class Trainer:
         return self._is_save_requested
 
     def _with_location(self, error: NumericsError) -> NumericsError:
-        """Add the step, its samples and the value's location on this rank to ``error``."""
+        """Copy ``error`` with the step, its samples and the value's location on this rank."""
         location = next(
             (
                 location_text

@@ -383,7 +383,7 @@ class BertDataset:
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:
-    """Return the text token count per sample of ``seq_length`` tokens."""
+    """Return the text token count per sample with ``seq_length`` tokens."""
     return seq_length - (3 if has_pairs else 2)
 
 

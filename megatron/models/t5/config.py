@@ -36,7 +36,7 @@ SPAN_FIELDS = (*R_DENOISER_FIELDS, "denoisers")
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(FamilyConfig):
-    """Settings for encoder, decoder and spans; sizes of 0 are derived from other settings in ``resolved``."""
+    """Settings of encoder, decoder and spans; sizes of 0 are derived from other settings in ``resolved``."""
 
     KIND: ClassVar = "encoder-decoder"
     ADVICE: ClassVar = {

@@ -47,7 +47,7 @@ class EngineGradients:
         return self._optimizer.reducer.use_buckets(order)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return zeros if no micro-batch has reached ``parameter``."""
+        """Return the accumulated gradient, or zeros if no micro-batch has reached ``parameter``."""
         gradient = self._optimizer.gradient_of(parameter)  # type: ignore[arg-type]
         if gradient is None:  # trained, but in no group of the optimizer
             gradient = parameter.grad = torch.zeros_like(parameter)
