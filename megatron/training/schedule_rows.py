@@ -26,7 +26,7 @@ def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
 
 
 def schedule_text(config: Config, replicas: int) -> str:
-    """Format the schedule as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
+    """Format the schedule, such as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
     settings, steps = config.optimizer, config.batch.train_iters
     batch_sizes, style = config.batch.batch_sizes(replicas), settings.lr_decay_style
     is_in_samples = settings.lr_decay_samples is not None

@@ -49,7 +49,7 @@ class HuggingFaceExporter(Callback):
 
     Args:
         interval: steps between exports.
-        dtype: run precision. Weights are rounded to bf16 or fp16; others stay as saved.
+        dtype: run precision. Weights from bf16 and fp16 runs are rounded to it; others stay as saved.
     """
 
     def __init__(self, interval: int, dtype: str | None) -> None:
