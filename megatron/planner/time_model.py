@@ -321,7 +321,7 @@ class CommunicationModel:
         return [forward + backward for forward, backward in self.tensor_traffic_by_pass(layout, units)]
 
     def context_traffic(self, layout: Layout) -> Traffic:
-        """Return the context-parallel communication per layer and micro-batch. It never overlaps."""
+        """Return the context-parallel communication of one layer for a micro-batch. It never overlaps."""
         group = self._axis_group("context", layout)
         message_bytes = self.costs.context_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         if layout.cuts_heads:

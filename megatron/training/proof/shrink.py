@@ -48,7 +48,7 @@ class ShrinkError(Exception):
 
 @dataclass(frozen=True)
 class LayerType:
-    """The index-dependent parts of a decoder layer."""
+    """The parts of a decoder layer that depend on its index."""
 
     has_window: bool
     has_experts: bool
@@ -305,6 +305,7 @@ def _shrink_experts(model: ModelConfig, parallel: ParallelConfig, hidden: int) -
 
 
 def _layer_types(model: ModelConfig) -> list[LayerType]:
+    """Return the type of each layer of a decoder."""
     count = model.num_layers
     has_window = window_pattern(model.window_attn_skip_freq, count) if model.window_size else (False,) * count
     has_experts = expert_layers(model.moe_layer_freq, count) if model.num_experts else (False,) * count
@@ -322,7 +323,7 @@ def _shrink_layers(
     """Return the layer count, the layers by pipeline chunk, and the fields with layer patterns.
 
     Args:
-        types: decoder layer types in order; empty for another family.
+        types: type of each layer of a decoder; empty for another family.
     """
     model = config.model
     num_chunks = parallel.num_stages * parallel.chunks
