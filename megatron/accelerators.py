@@ -43,7 +43,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Adaptor:
-    """A named set of patches to one package: torch, deepspeed or megatron."""
+    """Named patches to one package: torch, deepspeed or megatron."""
 
     part: str
     name: str
@@ -55,7 +55,7 @@ class Adaptor:
 
     @property
     def switch(self) -> str:
-        """Name of the environment variable that turns off all adaptors of this package."""
+        """Environment variable that turns off all adaptors for this package."""
         return f"ENABLE_{self.part.upper()}_ADAPTOR"
 
 
@@ -77,7 +77,7 @@ class Applied:
         self.adaptors, self._patches = adaptors, patches
 
     def disable(self) -> None:
-        """Restore every attribute, the last one replaced first. A second call does nothing.
+        """Restore every attribute in reverse order of replacement. A second call does nothing.
 
         Raises:
             RuntimeError: other code has since replaced an attribute; all other attributes are restored.
@@ -99,7 +99,7 @@ class Applied:
 
 
 def enable(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) -> Applied:
-    """Apply all adaptors that are switched on; return an object that can revert them. On an error, none is applied.
+    """Apply all adaptors that are switched on, or none if an error occurs; the result can revert them.
 
     Raises:
         ValueError: a switch is neither 0 nor 1, a target does not exist, or two patches have the same target.
@@ -150,7 +150,7 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> str:
 
 
 def _find_target(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
-    """Call ``target_of`` and convert its errors to a ValueError that names the adaptor and the fix."""
+    """Call ``target_of`` and convert errors to a ValueError that names the adaptor and the fix."""
     try:
         return target_of(patch)
     except (ImportError, AttributeError) as error:
@@ -161,7 +161,7 @@ def _find_target(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
 
 
 def target_of(patch: Patch) -> tuple[Any, str]:
-    """Return the module or class that has the target of ``patch``, and the attribute's name.
+    """Find the module or class with the patch's target, and the attribute's name.
 
     Raises:
         ImportError, AttributeError: the target does not exist.
@@ -173,7 +173,7 @@ def target_of(patch: Patch) -> tuple[Any, str]:
 
 
 def _resolve(path: str) -> Any:
-    """Return the module at ``path``, or the class in a module if the last component is not a module."""
+    """Import the module at ``path``, or get the class in a module if the last component is not a module."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as missing:
@@ -261,7 +261,7 @@ class Accelerator:
 
 
 def register(accelerator: Accelerator) -> None:
-    """Add ``accelerator`` to the values of ``--device``.
+    """Add ``accelerator`` to the ``--device`` values.
 
     Raises:
         ValueError: another device has the same name.
@@ -281,7 +281,7 @@ def forget(name: str) -> None:
 
 
 def adapt(name: str, env: Mapping[str, str] | None = None) -> Applied:
-    """Apply the adaptors of a plug-in's device if they are not applied yet; return an object that can revert them.
+    """Apply a plug-in device's adaptors if they are not applied yet; the result can revert them.
 
     Raises:
         ValueError: a target does not exist, or a switch in the environment is neither 0 nor 1.
@@ -292,7 +292,7 @@ def adapt(name: str, env: Mapping[str, str] | None = None) -> Applied:
 
 
 def applied(name: str) -> Applied | None:
-    """Return the adaptors that ``adapt`` has applied for this device; None if it has not been called."""
+    """Return the adaptors that ``adapt`` has applied for this device; None before that call."""
     return _applied.get(name)
 
 
@@ -303,17 +303,17 @@ def disable(name: str) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the values that ``--device`` accepts, except "auto"."""
+    """Return the ``--device`` values, except "auto"."""
     return (*BUILT_IN, *_registered)
 
 
 def registered() -> tuple[Accelerator, ...]:
-    """Return the devices of plug-ins, in the order of their registration."""
+    """Return all plug-in devices in registration order."""
     return tuple(_registered.values())
 
 
 def find(name: str) -> Accelerator | None:
-    """Return the plug-in's device of this name; None for the CPU, CUDA and unknown names."""
+    """Look up a plug-in device by name; None for the CPU, CUDA and unknown names."""
     return _registered.get(name)
 
 
@@ -335,7 +335,7 @@ def load(env: Mapping[str, str] | None = None) -> None:
 
 
 def problem(requested: str) -> str | None:
-    """Return the error message for an unknown value of ``--device``, or None."""
+    """Return the error message for an unknown ``--device`` value, or None."""
     accepted = ("auto", *names())
     if requested in accepted:
         return None

@@ -68,7 +68,7 @@ def problem(error: BaseException) -> str | None:
 
 
 def setup_advice() -> str:
-    """Return the command that activates the environment, preceded by the command that creates it if it is missing."""
+    """Explain how to activate the environment, and how to create it if it is missing."""
     venv = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
     activate, script = _display_path(venv / "bin" / "activate"), _display_path(ROOT / "run_gpt2.sh")
     if (venv / "bin" / "activate").exists():
@@ -77,7 +77,7 @@ def setup_advice() -> str:
 
 
 def required_packages() -> set[str]:
-    """Return the import names of the packages that pyproject.toml requires; empty without that file."""
+    """Return the packages that pyproject.toml requires, by import name; empty without that file."""
     import tomllib  # Python 3.11
 
     try:
@@ -97,7 +97,7 @@ def is_installed() -> bool:
 
 
 def _display_path(path: Path) -> str:
-    """Return ``path`` as the user would type it: relative if it is below the working directory."""
+    """Format ``path`` as the user would type it: relative if it is below the working directory."""
     absolute = Path(os.path.abspath(path))
     working_dir = Path.cwd()
     return str(absolute.relative_to(working_dir)) if absolute.is_relative_to(working_dir) else str(absolute)

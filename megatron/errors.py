@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 
 class JobError(Exception):
-    """Base class of the errors in the table above, except the last row.
+    """Base class for the errors in the table above, except the last row.
 
     ``is_of_this_rank``: True if other ranks do not raise the same error, so the rank that raises it must print it. Each
     class sets a default, which an instance may override.

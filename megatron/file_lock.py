@@ -27,7 +27,7 @@ class FileLock:
     ``previous_text`` is the text that an earlier holder left in the file, or b"".
 
     Args:
-        wait_s: maps the holder's text to the number of seconds to wait for it.
+        wait_s: maps the holder's text to the wait in seconds.
         describe: maps the holder's text to the error message.
         error: exception type to raise with that message.
         poll_s: seconds between two attempts to lock.

@@ -17,7 +17,7 @@ _BYTES |= {f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to the current ``sys.stderr``, so that forked ranks and captured tests write to their own stream."""
+    """Writes to the current ``sys.stderr``, so that forked ranks and captured tests write to separate streams."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -32,10 +32,10 @@ LEVEL_VARIABLE = "MEGATRON_LOG_LEVEL"
 
 
 def configure(rank: int = 0, level: str | None = None) -> None:
-    """Set up the logger of this process; ranks other than 0 only log warnings and errors, prefixed with their rank.
+    """Set up this process's logger; ranks other than 0 only log warnings and errors, prefixed with the rank.
 
     Args:
-        level: level of rank 0: debug, info, warning or error; None uses MEGATRON_LOG_LEVEL, or info if it is not set.
+        level: rank 0's level: debug, info, warning or error; None uses MEGATRON_LOG_LEVEL, or info if it is not set.
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").lower()
     level = level if level in ("debug", "info", "warning", "error") else "info"
@@ -81,7 +81,7 @@ def error(message: str) -> None:
 
 
 def human_bytes(value: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB"), digits: int = 2) -> str:
-    """Format a number of bytes with the largest unit that does not exceed it, such as 1.50 GiB for 1610612736.
+    """Format bytes with the largest unit that does not exceed them, such as 1.50 GiB for 1610612736.
 
     Callers use powers of 1024 for memory, and powers of 1000 for file sizes and data sheet values.
     """

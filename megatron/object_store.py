@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Status(NamedTuple):
-    """Size in bytes and modification time in ns (0 if unknown) of a file, which show whether it has changed."""
+    """A file's size in bytes and modification time in ns (0 if unknown), which show whether it has changed."""
 
     size: int
     time_ns: int
@@ -47,7 +47,7 @@ def is_remote(path: str | Path) -> bool:
 
 
 def status(path: str | Path) -> Status:
-    """Return size and modification time of a local or remote file.
+    """Query the size and modification time of a local or remote file.
 
     Raises:
         OSError: a local file cannot be accessed.
@@ -65,7 +65,7 @@ def status(path: str | Path) -> Status:
 
 
 def version(path: str) -> tuple[int, str]:
-    """Return (size in bytes, version string) of a remote file. The version changes when the file is overwritten.
+    """Return a remote file's (size in bytes, version string). The version changes when the file is overwritten.
 
     Raises:
         DataError: there is no such file, or the store cannot be accessed.
@@ -102,7 +102,7 @@ def is_file(path: str) -> bool:
 
 
 def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
-    """Return (path components relative to ``path``, full URL) of all files below a folder of a store, sorted.
+    """List all files below a store's folder as (path components relative to ``path``, full URL), sorted.
 
     Raises:
         DataError: the store cannot be accessed.
@@ -117,7 +117,7 @@ def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
 
 
 def sizes_below(path: str) -> dict[tuple[str, ...], int]:
-    """Return relative path components -> size in bytes of all files below a folder of a store; empty without a folder.
+    """Map relative path components to the size in bytes for all files below a store's folder, which may be missing.
 
     Raises:
         DataError: the store cannot be accessed.
@@ -140,17 +140,17 @@ def sizes_below(path: str) -> dict[tuple[str, ...], int]:
 
 
 def join(path: str, *names: str) -> str:
-    """Return the URL of an entry of the folder ``path`` of a store."""
+    """Return an entry's URL in the store's folder ``path``."""
     return "/".join((path.rstrip("/"), *names))
 
 
 def path_or_name(text: str) -> Path | str:
-    """Convert the value of a flag: an fsspec URL is returned as a string, anything else as a Path."""
+    """Convert a flag's value: an fsspec URL is returned as a string, anything else as a Path."""
     return text if is_remote(text) else Path(text)
 
 
 def size_of(path: str) -> int | None:
-    """Return the current size of a remote file in bytes; None if the file does not exist.
+    """Return a remote file's current size in bytes; None if the file does not exist.
 
     Raises:
         DataError: the store cannot be accessed.
@@ -169,7 +169,7 @@ def size_of(path: str) -> int | None:
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
-    """Return the bytes from ``start`` to ``stop`` of a remote file. The result is always complete.
+    """Read a remote file's bytes from ``start`` to ``stop``. The result is always complete.
 
     Raises:
         DataError: the range cannot be read.
@@ -186,7 +186,7 @@ def read_range(path: str, start: int, stop: int) -> bytes:
 
 
 def read_chunks(path: str, size: int) -> Iterator[bytes]:
-    """Yield all ``size`` bytes of a remote file in ranges of BLOCK_BYTES; the next ranges are prefetched.
+    """Yield all ``size`` bytes of a remote file in BLOCK_BYTES ranges; the next ranges are prefetched.
 
     Raises:
         DataError: as ``read_range``.
@@ -203,7 +203,7 @@ def read_chunks(path: str, size: int) -> Iterator[bytes]:
 
 
 def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
-    """Upload the file ``source`` to a store and verify the size of the remote file; with ``crc32`` also its content.
+    """Upload the file ``source`` to a store and verify the remote size; with ``crc32`` also the content.
 
     A store shows an object only after it is complete. An upload with a wrong size or checksum is repeated.
 
@@ -233,7 +233,7 @@ def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
 
 
 def checksum(path: str, size: int) -> int:
-    """Return the crc32 of all ``size`` bytes of a remote file.
+    """Compute the crc32 over all ``size`` bytes of a remote file.
 
     Raises:
         DataError: as ``read_range``.
@@ -245,7 +245,7 @@ def checksum(path: str, size: int) -> int:
 
 
 def write_bytes(path: str, data: bytes) -> None:
-    """Write ``data`` (a small amount) to the file ``path`` of a store.
+    """Write ``data`` (a small amount) to the file ``path`` in a store.
 
     Raises:
         DataError: the upload failed.
@@ -285,7 +285,7 @@ class _SourceDeleted(Exception):
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file for reading, fetched in ranges of BLOCK_BYTES with one range of read-ahead."""
+    """A remote file for reading, fetched in BLOCK_BYTES ranges with one range of read-ahead."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _store(path: str) -> tuple[Any, str]:
-    """Return the file system of ``path`` and the name in it. File systems are not shared between processes."""
+    """Return the file system for ``path`` and the name in it. File systems are not shared between processes."""
     try:
         from fsspec.core import url_to_fs  # a dependency of torch; imported only when a URL is used
 

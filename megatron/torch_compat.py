@@ -25,17 +25,17 @@ OLDER = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single":
 
 
 def all_gather_single(full: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
-    """All-gather ``shard`` of each rank into ``full``. Options and return value are as in torch. Collective."""
+    """All-gather the ranks' ``shard`` tensors into ``full``. Options and return value are as in torch. Collective."""
     return getattr(dist, name_of("all_gather_single"))(full, shard, **options)
 
 
 def reduce_scatter_single(shard: torch.Tensor, full: torch.Tensor, **options: Any) -> Any:
-    """Reduce-scatter ``full`` of each rank into ``shard``. Options and return value are as in torch. Collective."""
+    """Reduce-scatter the ranks' ``full`` tensors into ``shard``. Options and result are as in torch. Collective."""
     return getattr(dist, name_of("reduce_scatter_single"))(shard, full, **options)
 
 
 def name_of(name: str) -> str:
-    """Return the name that this version of torch has for torch 2.13's collective ``name``."""
+    """Return this torch version's name for torch 2.13's collective ``name``."""
     return name if hasattr(dist, name) else OLDER[name]
 
 
@@ -47,18 +47,18 @@ def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_query: torch.Tensor, cu_key: torch.Tensor,
     max_query: int, max_key: int, *, scale: float, window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return torch's causal attention within packed sequences. CUDA only.
+    """Compute causal attention within packed sequences with torch. CUDA only.
 
-    The last query of a sequence attends to all of its keys.
+    The last query in a sequence attends to all keys of the sequence.
 
     Shapes:
         query  [total, a, d]; key, value [total_k, g, d], each shared by a/g neighbouring query heads
-        cu_query, cu_key int32 [n + 1], the start of each sequence, and the end
+        cu_query, cu_key int32 [n + 1], sequence starts, and the end
         output [total, a, d]
 
     Args:
-        max_query, max_key: upper bounds of the sequence lengths.
-        window: number of keys before its own position that a query attends to; 0: all.
+        max_query, max_key: upper bounds on the sequence lengths.
+        window: number of preceding keys that a query attends to; 0: all.
     """
     from torch.nn.attention.varlen import varlen_attn  # imported on use, since it takes 2 s with its dependencies
 
@@ -83,7 +83,7 @@ def has_triton() -> bool:
 
 
 def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the output of torch's compiled ``flex_attention``; in ``torch.compile``, as part of the caller's graph.
+    """Call torch's compiled ``flex_attention``; in ``torch.compile``, as part of the caller's graph.
 
     On a CPU, ``flex_attention`` is not compiled: it materializes all scores and has no gradients.
 
@@ -100,7 +100,7 @@ def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def flexible_attention_with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``flexible_attention`` and the log-sum-exp of each query's scores; both have gradients.
+    """Compute ``flexible_attention`` and the log-sum-exp over each query's scores; both have gradients.
 
     Shapes:
         query [b, a, s, d]; key, value [b, g, s_k, d]
@@ -123,7 +123,7 @@ def _flex_function(query: torch.Tensor) -> Any:
 
 @functools.cache
 def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """Return the compiled ``flex_attention``, which raises instead of falling back to materializing all scores."""
+    """Compile ``flex_attention``, which then raises instead of falling back to materializing all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": True}

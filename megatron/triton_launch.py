@@ -18,7 +18,7 @@ from megatron.torch_compat import has_triton
 
 
 def is_available(device: torch.device) -> bool:
-    """Return True if tensors on ``device`` can be processed by Triton kernels: Triton is installed, and it is CUDA."""
+    """Return True if Triton kernels support ``device``: Triton is installed, and the device is CUDA."""
     return device.type == "cuda" and has_triton()
 
 
@@ -30,14 +30,14 @@ def launch(
 
     Args:
         kernel: "module:function", such as "megatron.mpu.triton_kernels:dropout_kernel".
-        grid: number of programs along each dimension; none may be 0.
+        grid: programs along each dimension; none may be 0.
         args: tensors and numbers in the order of the kernel's parameters.
         writes: the tensors in ``args`` that the kernel only writes.
         updates: the tensors in ``args`` that the kernel reads and writes.
         constexprs: the kernel's ``tl.constexpr`` parameters, and launch options such as ``num_warps``.
 
-    ``writes`` and ``updates`` have no effect on the launch. The simulated device of tests/cuda counts the bytes that a
-    launch moves by them and checks the order of streams.
+    ``writes`` and ``updates`` have no effect on the launch. The simulated device in tests/cuda uses them to count the
+    bytes that a launch moves and to check the order of streams.
     """
     if hook is not None:
         hook(kernel, args, tuple(writes), tuple(updates))
@@ -59,5 +59,5 @@ def find_kernel(kernel: str) -> Any:
 
 
 def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least ``n``: the size of a block of ``n`` elements."""
+    """Round ``n`` up to a power of two: the block size for ``n`` elements."""
     return 1 << (n - 1).bit_length()

@@ -220,7 +220,7 @@ def generate_gpt2(
 
 
 def gpt2_limits(args: ModelArgs, prompts: TokenRows, max_new_tokens: int | None) -> list[int]:
-    """Return the maximum number of new tokens of each prompt.
+    """Return the maximum number of new tokens per prompt.
 
     Raises:
         DataError: prompts are empty or contain tokens outside the vocabulary, or prompts and new tokens exceed the
@@ -272,7 +272,7 @@ def generate_t5(
 
 
 def t5_limits(args: T5ModelArgs, sources: TokenRows, max_new_tokens: int | None) -> list[int]:
-    """Return the maximum number of tokens of each answer.
+    """Return the maximum number of tokens per answer.
 
     Raises:
         DataError: sources are empty or contain tokens outside the vocabulary, or sources or answers exceed the

@@ -125,7 +125,7 @@ class StageModel(nn.Module):
 
 
 def stage_bounds(args: ModelArgs, num_stages: int) -> list[int]:
-    """Return the unit bounds of the stages, balanced by the weights that a stage reads per token.
+    """Return the unit bounds of the stages, balanced by the weights that each stage reads per token.
 
     A T5 decoder layer costs a third more than an encoder layer. Embeddings and norms cost nothing, because a token
     reads one row of them. The head costs its full table.

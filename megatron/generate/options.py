@@ -51,7 +51,7 @@ def parse_model_args(parser: RaisingParser, argv: Sequence[str] | None) -> argpa
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options.
+    """Parse the tool's options.
 
     Raises:
         ConfigError: options are invalid; the message lists all problems.

@@ -134,7 +134,7 @@ def uniform(seed: int, key: bytes, step: int) -> float:
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the probability of each token; 0 for tokens excluded by top-k or top-p.
+    """Compute token probabilities; 0 for tokens excluded by top-k or top-p.
 
     Shapes:
         logits, output fp64 [b, v]

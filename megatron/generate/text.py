@@ -84,7 +84,7 @@ class Prompts:
         return [*self.opening, *self.tokenizer.encode(text)] or [self.tokenizer.eod_id]
 
     def _encode_with_sentinels(self, text: str) -> list[int]:
-        """Return the tokens of ``text``.
+        """Encode ``text`` and its sentinels.
 
         Text after a sentinel is encoded as a continuation, not as a new text. Blanks before a sentinel are removed,
         because the tokens of a span include the blank before its first word.
@@ -130,7 +130,7 @@ class Prompts:
         )
 
     def _decode_runs(self, ids: Sequence[int]) -> Iterator[str]:
-        """Yield the text of each run of ordinary ids, and the name of each sentinel."""
+        """Yield each run of ordinary ids as text, and each sentinel by name."""
         names = {}
         if self.t5_tokens is not None:
             names = {token: SENTINEL.format(idx) for idx, token in enumerate(self.t5_tokens.sentinels)}

@@ -101,7 +101,6 @@ def _launch(options: Options) -> int:
 def _make_elastic_rendezvous(
     options: Options, listener: socket.socket, progress: Path, signals: Signals
 ) -> ElasticRendezvous:
-    """Return the rendezvous of an elastic job."""
     from megatron.launch.control import Control
     from megatron.launch.elastic import ElasticRendezvous
     from megatron.runtime import progress_file

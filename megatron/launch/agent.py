@@ -60,7 +60,7 @@ class LaunchAgent(SimpleElasticAgent):
         self._started_at = time.monotonic()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks of this node; return their process ids by local rank."""
+        """Start this node's ranks and return their process ids by local rank."""
         rendezvous = self._node_rendezvous
         if rendezvous.restarts is not None:
             self._restarts.num_done = rendezvous.restarts
@@ -83,7 +83,6 @@ class LaunchAgent(SimpleElasticAgent):
         return pids
 
     def _environment(self, group: WorkerGroup, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
-        """Return the environment variables of one rank."""
         spec = group.spec
         return os.environ | {
             "RANK": str(rank),
@@ -107,7 +106,6 @@ class LaunchAgent(SimpleElasticAgent):
         }
 
     def _current_ranks(self) -> RankGroup:
-        """Return the ranks of the current start."""
         assert self._rank_group is not None  # the elastic agent starts the ranks before it watches them
         return self._rank_group
 
@@ -143,7 +141,7 @@ class LaunchAgent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _agree_on_restart(self, code: int) -> tuple[bool, str]:
-        """Decide together with the other nodes whether the job restarts after ``code``; return (decision, reason)."""
+        """Agree with the other nodes on a restart after ``code``; return (decision, reason)."""
         if self._signals.is_ended or (code == RESUMABLE_CODE and not self._node_rendezvous.is_elastic):
             return False, ""
         objection = self._objection(code)
@@ -166,7 +164,6 @@ class LaunchAgent(SimpleElasticAgent):
         return restarts.objection(code, is_node_0=self._node_rendezvous.node_rank == 0)
 
     def _lost_text(self) -> str:
-        """Return text that names the lost nodes, "" if there are none."""
         lost = self._board.lost_nodes()
         return f"node {', '.join(map(str, lost))} was lost" if lost else ""
 
@@ -183,5 +180,5 @@ class LaunchAgent(SimpleElasticAgent):
         return None  # _monitor_workers has already waited for the other nodes
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
-        """Return an event without the host's full name, whose lookup takes seconds if DNS is broken."""
+        """Omit the host's full name from the event, because its lookup takes seconds if DNS is broken."""
         return Event(name=f"torchelastic.worker.status.{state}", source=source, metadata={})

@@ -28,14 +28,14 @@ ROOT = Path("/")
 
 
 def count_oom_kills(root: Path = ROOT) -> dict[str, int]:
-    """Return the readable counts of OOM kills by their scope ("this machine", "this job's memory cgroup")."""
+    """Count OOM kills by scope ("this machine", "this job's memory cgroup"), without unreadable counts."""
     files = {"this machine": root / "proc/vmstat", **_cgroup_files(root)}
     counts = {name: _read_count(path) for name, path in files.items()}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
-    """Return text on the likely cause of a SIGKILL, from the counts at the start and now."""
+    """Explain the likely cause of a SIGKILL from the counts at the start and now."""
     known = {name: (before[name], after[name]) for name in before if name in after}
     increases = [
         f"{name}: {old_count} to {new_count}" for name, (old_count, new_count) in known.items() if new_count > old_count
@@ -51,7 +51,7 @@ def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 def _cgroup_files(root: Path) -> dict[str, Path]:
-    """Return the file with the OOM counts of the memory cgroup of this process, by scope."""
+    """Find the memory cgroup files that count this process's OOM kills, by scope."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -70,7 +70,7 @@ def _cgroup_files(root: Path) -> dict[str, Path]:
 
 
 def _read_count(path: Path) -> int | None:
-    """Return the count of OOM kills in a file, or None if it cannot be read."""
+    """Read an OOM kill count, or None if the file is unreadable."""
     try:
         match = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
     except OSError:
@@ -82,7 +82,7 @@ def _read_count(path: Path) -> int | None:
 
 
 def read_rank_position(failure_file: Path, rank: int) -> rank_status.RankStatus:
-    """Return the last status of a rank: coordinates, operation, state; empty without a status file."""
+    """Read a rank's last status: coordinates, operation, state; empty without a status file."""
     try:
         return rank_status.parse_status(Path(rank_status.status_path(str(failure_file), rank)).read_bytes())
     except OSError:
@@ -120,7 +120,7 @@ NODE_WAIT_S = 3.0
 
 
 class RankGroup:
-    """The ranks of one start on this node.
+    """This node's ranks in one start.
 
     Args:
         folder: folder of this start.
@@ -173,7 +173,7 @@ class RankGroup:
         return max([rank.status for rank in self._exits] + self._board.statuses())  # 0, or 75 if stopped on request
 
     def describe_end(self, code: int) -> End:
-        """Return the description of this start's end, once ``watch`` has returned ``code``."""
+        """Describe this start's end, once ``watch`` has returned ``code``."""
         independent_exits = [rank_exit for rank_exit in self._exits if not rank_exit.is_consequence]
         has_reporter = self._node_rank > 0 or any(rank_exit.rank == 0 for rank_exit in independent_exits)
         return End(
@@ -198,7 +198,6 @@ class RankGroup:
         )
 
     def _late_message(self) -> str:
-        """Return the message about ranks that exceeded --stop-grace; otherwise ""."""
         late_ranks = [str(process.rank) for process in self.ranks if process.status not in (0, RESUMABLE_CODE)]
         if self._stop_deadline is None or not late_ranks:
             return ""
@@ -221,7 +220,6 @@ class RankGroup:
                     self._exits.append(rank_exit)
 
     def _exit_of(self, process: processes.RankProcess, status: int) -> Exit:
-        """Return the description of the exit of one rank."""
         position = read_rank_position(self.failure_file, process.rank)
         if status < 0 and not self._was_signalled:
             print_native_trace(self.failure_file, process.rank)
@@ -299,7 +297,7 @@ class RankGroup:
         return self._wait_for_nodes()
 
     def _wait_for_nodes(self) -> int:
-        """Wait until no node has a running rank, determine the root cause, and return the exit code of the start."""
+        """Wait until no node has a running rank, determine the root cause, and return the start's exit code."""
         self._board.report_failed(root_cause(self._exits) or first_stuck(self._exits))
         self._report_ended()
         deadline = time.monotonic() + NODE_WAIT_S
@@ -309,7 +307,7 @@ class RankGroup:
         return 4 if self._verdict is None else self._verdict.job_code
 
     def _root_cause(self) -> Exit | None:
-        """Return the root cause among the exits that are known so far on all nodes, or None."""
+        """Determine the root cause from all exits known so far, or None."""
         return root_cause([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:

@@ -129,7 +129,7 @@ class Control:
 
     @property
     def status(self) -> Message:
-        """Answer to ``query_status``: this node, whether it is the leader, and the number of its last start."""
+        """Answer to ``query_status``: this node, whether it is the leader, and its last start number."""
         return {"node": self.node, "leads": self.is_leader, "number": self.start_idx}
 
     def become_leader(self) -> None:
@@ -196,7 +196,7 @@ class Control:
             time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
-        """Set an entry in the table of this start. The leader's copy is authoritative; followers receive summaries."""
+        """Set an entry in this start's table. The leader's copy is authoritative; followers receive summaries."""
         with self._lock:
             is_unchanged = self._table.get(key) == value
             self.set_local(key, value)
@@ -216,7 +216,7 @@ class Control:
         self._table[key] = value
 
     def get(self, key: str) -> str | None:
-        """Return an entry of the table, or None."""
+        """Return a table entry, or None."""
         return self._table.get(key)
 
     @property
@@ -225,7 +225,7 @@ class Control:
         return not self.is_leader and self.leader is None
 
     def lost_nodes(self) -> list[int]:
-        """Return the lost nodes of this start, including the leader if this node has lost its connection to it."""
+        """Return this start's lost nodes, including the leader if its connection is lost."""
         lost_nodes = [node for node in self.start_nodes if f"lost/{node}" in self._table]
         is_leader_lost = (
             self.has_lost_leader and self.start_nodes and self.start_nodes[0] not in (self.node, *lost_nodes)
@@ -241,19 +241,19 @@ class Control:
                 self._mark_lost(node)
 
     def joined_nodes(self) -> dict[int, int]:
-        """Return node -> number of the last start of a waiting node, or ``RUNNING``, for all nodes that have joined."""
+        """Map each joined node to its last start number if it is waiting, otherwise to ``RUNNING``."""
         with self._lock:
             return {node: peer.waiting_since_start for node, peer in self.members.items()}
 
     def waiting_nodes(self) -> list[int]:
-        """Return the nodes that have joined but are not part of this start."""
+        """Return joined nodes that are not part of this start."""
         with self._lock:
             return sorted(set(self.members) - set(self.start_nodes))
 
     # Methods of the receiving thread.
 
     def _serve(self) -> None:
-        """Receive messages and send heartbeats, in a thread of its own."""
+        """Receive messages and send heartbeats; runs in a separate thread."""
         next_heartbeat_at = last_poll_at = time.monotonic()
         while True:
             for key, _ in self._selector.select(max(0.01, min(HEARTBEAT_S, next_heartbeat_at - time.monotonic()))):
@@ -281,7 +281,6 @@ class Control:
             self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
 
     def _connected(self) -> list[Peer]:
-        """Return the peers of this node: its followers, and its leader."""
         return [*self.members.values(), *([self.leader] if self.leader else [])]
 
     def _send_heartbeats(self, now: float) -> None:
@@ -326,7 +325,6 @@ class Control:
             self.set("failed", "1")
 
     def _handle(self, peer: Peer, message: Message) -> None:
-        """Handle one received message."""
         if "ask" in message:
             peer.send(self.status)
         elif "join" in message:
@@ -349,7 +347,6 @@ class Control:
             progress_file.write_committed_step(self._progress, int(message["beat"]))
 
     def _handle_join(self, peer: Peer, message: Message) -> None:
-        """Accept or reject a node that requests to join."""
         node = message["join"]
         member = self.members.get(node)
         if not self.is_leader:
@@ -376,7 +373,6 @@ class Control:
             self.job = welcome["job"]
 
     def _set_start(self, message: Message) -> None:
-        """Set the state of the next start from the leader's message."""
         self.start_idx, self.start_nodes, self._table = message["start"], list(message["nodes"]), {}
         self.num_entries.clear()
         self.last_broadcast, self.last_broadcast_at = "", 0.0
@@ -398,12 +394,12 @@ def to_ranges(nodes: Sequence[int]) -> list[list[int]]:
 
 
 def from_ranges(ranges: Sequence[Sequence[int]]) -> list[int]:
-    """Return the node numbers that ``to_ranges`` has compressed."""
+    """Expand runs [[first, last], ...] to node numbers."""
     return [node for first, last in ranges for node in range(first, last + 1)]
 
 
 def _first_answers(peer: Peer) -> list[Message]:
-    """Wait for the first line, and return the messages received with it; an empty list after a timeout."""
+    """Wait for the first line and return all messages received with it, or an empty list after a timeout."""
     peer.socket.settimeout(ASK_TIMEOUT_S)
     deadline = time.monotonic() + ASK_TIMEOUT_S
     messages: list[Message] | None = []

@@ -121,7 +121,7 @@ class ElasticRendezvous(LaunchRendezvous):
             regroup.unlink(missing_ok=True)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, this node's rank and the number of nodes of the next start.
+        """Return the next start's store, node rank and node count.
 
         Raises:
             PeerError: fewer than MIN nodes have joined in time.
@@ -217,7 +217,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return bool(absent) and time.monotonic() < self._leader_since + self._silence_s
 
     def _begin(self, nodes: list[int]) -> dict:
-        """Open the store of the next start, send the start to its nodes, and return the leader's message."""
+        """Open the next start's store, send the start to its nodes, and return the leader's message."""
         host = self.control.hosts[self.control.node][0]
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._gone_nodes.clear()
@@ -263,7 +263,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _has_silent_predecessor(self, responding_nodes: Collection[int]) -> bool:
-        """Return True if a preceding node of the last start has not responded, but may still be alive."""
+        """Check for a preceding node of the last start that has not responded but may still be alive."""
         control = self.control
         preceding = [node for node in control.start_nodes[1:] if node < control.node and node not in responding_nodes]
         return bool(preceding) and time.monotonic() < self._waiting_since + self._silence_s
@@ -294,7 +294,6 @@ class ElasticRendezvous(LaunchRendezvous):
             )
 
     def _too_few_message(self, missing_nodes: list[int]) -> str:
-        """Return the error message if fewer than MIN nodes have joined; ``missing_nodes`` are the missing nodes."""
         return (
             f"{self.max_nodes - len(missing_nodes)} of at least {self.min_nodes} nodes joined within "
             f"{self._timeout_s:g} s; missing: NODE_RANK {', '.join(map(str, missing_nodes))}. Start them with the same "
@@ -316,7 +315,7 @@ LEADER_ONLY_KEYS = ("left", "verdict", "restart", "gone")
 
 
 def broadcast_entries(control: Control, key: str, value: str) -> dict[str, str]:
-    """Return the entries that the leader broadcasts for a new entry.
+    """Choose the entries that the leader broadcasts for a new entry.
 
     Entries that only the leader needs are replaced by two summaries: ``all left``, and ``verdicts``, which contains the
     exits that determine the root cause.
@@ -343,7 +342,7 @@ def broadcast_entries(control: Control, key: str, value: str) -> dict[str, str]:
 
 
 def have_all_reported(control: Control, name: str) -> bool:
-    """Return True if each node of this start that is not lost has made an entry ``name``."""
+    """Return True if every remaining node of this start has made an entry ``name``."""
     lost = set(control.lost_nodes())
     return all(control.get(f"{name}/{node}") is not None or node in lost for node in control.start_nodes)
 

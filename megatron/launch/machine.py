@@ -58,7 +58,7 @@ PRELOADED_MODULES = (
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that a rank started with ``env`` could use; 0 means training on the CPU.
+    """Count the GPUs that a rank started with ``env`` could use; 0 means training on the CPU.
 
     MEGATRON_NUM_GPUS overrides the count, for machines whose driver does not report it.
 
@@ -79,7 +79,7 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _nvidia_gpus() -> int:
-    """Return the number of NVIDIA GPUs, from nvidia-smi or from their device files."""
+    """Count NVIDIA GPUs with nvidia-smi or from device files."""
     tool = shutil.which("nvidia-smi")
     if tool:
         try:
@@ -91,7 +91,7 @@ def _nvidia_gpus() -> int:
 
 
 def _torch_has_cuda() -> bool:
-    """Return True if torch is built for CUDA; reads its version file, because importing torch takes seconds."""
+    """Check torch's version file for CUDA, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return False
@@ -100,17 +100,17 @@ def _torch_has_cuda() -> bool:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Count the cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Return the number of OpenMP threads per rank if the ranks of a node share its cores."""
+    """Divide this process's cores among the ranks of a node; at least 1 OpenMP thread per rank."""
     return max(1, num_cores() // num_ranks)
 
 
 def crowding_warning(num_ranks: int) -> str | None:
-    """Return a warning if there are many more ranks than cores on this machine, or None."""
+    """Return a warning if this machine has many more ranks than cores, or None."""
     cores = num_cores()
     if num_ranks <= max(CPU_PROCESSES, 2 * cores):
         return None
@@ -190,7 +190,7 @@ def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
 
 
 def _fit_devices(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
-    """Return the number of devices per node for which the number of all devices is a multiple of ``product``.
+    """Choose the devices per node so that their total is a multiple of ``product``.
 
     Args:
         upwards: return the smallest number from ``devices`` on, otherwise the largest number up to it; 0 if there is
@@ -208,7 +208,7 @@ def _parse_number(name: str, value: str) -> int:
 
 
 def from_slurm(env: Mapping[str, str]) -> dict[str, str]:
-    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from SLURM's variables; empty outside SLURM.
+    """Read NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from SLURM's variables; empty outside SLURM.
 
     Raises:
         ConfigError: SLURM has started this script more than once on a node.
@@ -234,7 +234,7 @@ def from_slurm(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a list such as ``gpu[003-010,20],login1``."""
+    """Parse the first host from a list such as ``gpu[003-010,20],login1``."""
     tool = shutil.which("scontrol")
     if tool:
         result = subprocess.run([tool, "show", "hostnames", nodelist], capture_output=True, text=True, check=False)

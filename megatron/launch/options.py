@@ -44,7 +44,7 @@ class Options:
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
-    """Return the options of ``python -m megatron.launch argv``.
+    """Parse the options of ``python -m megatron.launch argv``.
 
     Raises:
         ConfigError: flags are invalid; the message lists all problems.
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
 
 
 def _parse_nodes(text: str) -> tuple[int, int]:
-    """Return (MIN, MAX) of "MIN:MAX", or (N, N) of "N".
+    """Parse "MIN:MAX" to (MIN, MAX), or "N" to (N, N).
 
     Raises:
         ConfigError: ``text`` has neither form.
@@ -90,7 +90,7 @@ def _parse_nodes(text: str) -> tuple[int, int]:
 
 
 def _parse_node_list(text: str, port: int) -> Iterator[tuple[str, int]]:
-    """Yield (host, port) of each entry of "HOST[:PORT],..."; port 0 if it is not a number."""
+    """Parse "HOST[:PORT],..." to (host, port) pairs; the port is 0 if it is not a number."""
     for entry in filter(None, text.split(",")):
         host, separator, port_text = (
             entry.strip().rpartition(":") if re.search(r"[^:]:[^:]*$", entry) else (entry, "", "")

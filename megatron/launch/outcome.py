@@ -111,7 +111,7 @@ class Exit:
 
 
 def root_cause(exits: Collection[Exit]) -> Exit | None:
-    """Return the exit that caused the end of the job, or None if all are consequences of the launcher's signals."""
+    """Find the exit that ended the job, or None if all are consequences of the launcher's signals."""
     independent_exits = [rank_exit for rank_exit in exits if not rank_exit.is_consequence]
     if not independent_exits:
         return None
@@ -125,7 +125,7 @@ def root_cause(exits: Collection[Exit]) -> Exit | None:
 
 
 def first_stuck(exits: Collection[Exit]) -> Exit | None:
-    """Return the exit of the lowest rank that had to be killed, or None."""
+    """Find the lowest rank that had to be killed, or None."""
     return min(
         (rank_exit for rank_exit in exits if rank_exit.is_stuck), key=lambda rank_exit: rank_exit.rank, default=None
     )
@@ -153,7 +153,7 @@ def relevant_exits(exits: Collection[Exit]) -> list[Exit]:
 
 
 def parse_exits(text: str) -> list[Exit]:
-    """Return the exits in a JSON list; an empty list for an empty text."""
+    """Parse the exits in a JSON list; an empty text has none."""
     return [Exit(**fields) for fields in json.loads(text or "[]")]
 
 
@@ -229,7 +229,7 @@ class NodeBoard:
         return []
 
     def lost_nodes(self) -> list[int]:
-        """Return the lost nodes of this start, if the job can continue without them."""
+        """Return this start's lost nodes, if the job can continue without them."""
         return []
 
     def verdicts(self) -> list[Exit]:
@@ -280,7 +280,6 @@ class NodeBoard:
         return next((reason for reason in map(self._read, keys) if reason), "")
 
     def _read(self, key: str) -> str:
-        """Return the value of a key, or "" if it is not set."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
@@ -291,7 +290,6 @@ class NodeBoard:
 
     @staticmethod
     def _call_store(operation: Callable[[], T], default: T) -> T:
-        """Return the result of a store operation, or ``default`` if node 0 is gone."""
         try:
             return operation()
         except RuntimeError:  # node 0 is gone, and the store with it
@@ -356,7 +354,7 @@ class Restarts:
         )
 
     def origin(self) -> str:
-        """Return text that states where the next start begins."""
+        """Describe where the next start begins."""
         step = self.durable_step
         return (
             "like the first start, because this job has no durable checkpoint yet"
@@ -418,7 +416,6 @@ class End:
         return self.verdict is not None and self.verdict.status in STOP_STATUSES
 
     def __str__(self) -> str:
-        """Return text on the cause of this start's end."""
         verdict = self.verdict
         if verdict is None or verdict.status in (0, RESUMABLE_CODE):
             cause = f"ended by {verdict}" if verdict is not None else "ended by another node, or node 0 was lost"
@@ -437,7 +434,7 @@ class End:
 def job_result(
     end: End, signals: Signals, durable_step: int | None, *, max_restarts: int, reason: str
 ) -> tuple[int, str | None]:
-    """Return the job's exit code and its final message (or None), according to the table above.
+    """Return the job's exit code and final message (or None), according to the table above.
 
     Args:
         durable_step: step of the newest durable checkpoint of this job, or None.
@@ -464,7 +461,6 @@ def job_result(
 
 
 def _how_to_resume(durable_step: int | None) -> str:
-    """Return the sentence on how to resume the job from its newest durable checkpoint."""
     if durable_step is None:
         return "nothing was lost: run the same command later"
     return f"the checkpoint of step {durable_step} is durable: resume with the same command and --load RUN_FOLDER"

@@ -146,7 +146,7 @@ def _become_rank(launcher: int, inherits_stdin: bool) -> None:
 
 
 def _python_flags() -> list[str]:
-    """Return the flags of this Python that affect how a script runs."""
+    """Return the current Python flags that affect how a script runs."""
     return (["-O"] * sys.flags.optimize) + (["-B"] if sys.flags.dont_write_bytecode else [])
 
 
@@ -205,7 +205,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _without_launcher_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """Return the traceback without the launcher's frames: its first frame is in the script."""
+    """Drop the launcher's frames, so that the traceback starts in the script."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code.co_filename != script:
         entry = entry.tb_next
@@ -265,7 +265,7 @@ class Signals:
         self._has_ranks = True
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the next signal, but not longer than ``timeout_s``."""
+        """Wait up to ``timeout_s`` for the next signal."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             os.read(self._reader, 4096)
 

@@ -65,7 +65,7 @@ class LaunchRendezvous(RendezvousHandler):
         raise NotImplementedError
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return further environment variables for the ranks of a start, whose folder is ``folder``."""
+        """Return additional environment variables for the ranks of the start in ``folder``."""
         return {}
 
     def notify_waiting(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class NodeRendezvous(LaunchRendezvous):
         return NodeBoard(store, self.node_rank, self.num_nodes, signals)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, this node's rank and the number of nodes once all nodes have joined.
+        """Return the store, this node's rank and the node count once all nodes have joined.
 
         Raises:
             PeerError: node 0 cannot be reached, or a node did not join in time.
@@ -210,7 +210,7 @@ class NodeRendezvous(LaunchRendezvous):
         self.run_id = store.get("run").decode()
 
     def _rejoin_nodes(self, store: TCPStore) -> None:
-        """Wait until all nodes are ready for a restart, and node 0 has deleted the keys of the previous start's ranks.
+        """Wait until all nodes are ready for a restart, and node 0 has deleted the previous ranks' keys.
 
         Before this call, all nodes have reported that none of their ranks is alive.
         """
@@ -259,7 +259,6 @@ class NodeRendezvous(LaunchRendezvous):
             ) from error
 
     def _remaining_s(self) -> float:
-        """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     def _unreachable_message(self, reason: str) -> str:

@@ -1,4 +1,4 @@
-"""Model-parallel unit (mpu): the grid of ranks and the layers sharded over it.
+"""Model-parallel unit (mpu): the rank grid and the layers sharded over it.
 
 Names resolve on first use (PEP 562), so that importing ``mpu.topology``, which is pure arithmetic, does not import
 torch.

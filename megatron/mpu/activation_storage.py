@@ -1,4 +1,4 @@
-"""Storage of the inputs of recomputed layers between forward and backward.
+"""Storage for inputs of recomputed layers between forward and backward.
 
 | option | storage of an input of n bytes |
 |---|---|
@@ -9,8 +9,8 @@
 
 The options can be combined: a slice in a slot of a buffer on the host. They apply to inputs that require gradients,
 which have the size of the hidden states and are the same on every tensor rank. Other inputs (tokens, documents, masks)
-are small or shared by all layers of a micro-batch and remain in place. Each size of inputs has its own buffer. When a
-new buffer is created, buffers with no slot in use are freed.
+are small or shared by all layers of a micro-batch and remain in place. Each input size has its own buffer. When a new
+buffer is created, buffers with no slot in use are freed.
 
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 6.
 """
@@ -32,7 +32,7 @@ from megatron.torch_compat import all_gather_single
 
 @dataclass(frozen=True)
 class ActivationOffload:
-    """Storage options. ``group``: the tensor ranks, which hold the same inputs and may store a slice each."""
+    """Storage options. ``group``: tensor ranks, which hold the same inputs and may each store a slice."""
 
     is_partitioned: bool = False
     is_on_host: bool = False
@@ -46,12 +46,12 @@ class ActivationOffload:
 
 
 class ActivationStorage:
-    """Stores the inputs of checkpointed groups of layers, each tensor once, and restores them in backward.
+    """Stores the inputs of checkpointed layer groups, each tensor once, and restores them in backward.
 
     Args:
-        get_num_slots: returns the maximum number of stored first inputs (groups per forward times forwards in flight)
-            and the maximum number of stored other inputs, such as the encoder's output, which all groups of a forward
-            share. Called at the first forward.
+        get_num_slots: returns two maximum counts: stored first inputs (groups per forward times forwards in flight),
+            and stored other inputs, such as the encoder's output, which all groups in a forward share. Called at the
+            first forward.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class ActivationStorage:
         return StoredInputs(inputs, stored)
 
     def stored_bytes(self) -> int:
-        """Return the number of bytes currently stored for backward, excluding free slots of buffers."""
+        """Return the bytes currently stored for backward, excluding free buffer slots."""
         return sum(stored.storage.nbytes for stored in self._stored_inputs)
 
     def buffer_bytes(self) -> int:
-        """Return the number of bytes of all buffers."""
+        """Return the total buffer size in bytes."""
         return sum(buffer.num_bytes for buffer in self._buffers.values())
 
     def _store_input(self, x: torch.Tensor, *, is_first: bool) -> _StoredInput:
-        """Store ``x``, unless it is stored already; ``is_first``: it is the first input of a group."""
+        """Store ``x``, unless it is stored already; ``is_first``: it is a group's first input."""
         stored: _StoredInput | None = self._stored_by_tensor.get(x)
         if stored is None:
             stored = self._stored_by_tensor[x] = _StoredInput(x, self.options, self._allocator(x, is_first))
@@ -90,7 +90,7 @@ class ActivationStorage:
     def _allocator(self, x: torch.Tensor, is_first: bool) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
         """Return a function that allocates memory for a slice of ``x``.
 
-        The function returns the memory, and a function that releases it (None: the memory has no slot to release).
+        It returns the memory, and a function to release it (None: the memory has no slot to release).
         """
         if not self.options.is_contiguous:
             return lambda shard: (self._allocate(shard.shape, shard), None)
@@ -115,7 +115,7 @@ class ActivationStorage:
 
 
 class StoredInputs:
-    """Inputs of one group of layers."""
+    """One layer group's inputs."""
 
     def __init__(self, originals: tuple[Any, ...], stored: list[Any]) -> None:
         self._originals: tuple[Any, ...] | None = originals
@@ -146,7 +146,7 @@ class _StoredInput:
             self.storage.copy_(shard)
 
     def restore(self) -> torch.Tensor:
-        """Return a copy of the stored tensor that requires a gradient. Collective if partitioned."""
+        """Copy the stored tensor; the copy requires a gradient. Collective if partitioned."""
         shard = device.copy_from_host(self.storage, self.device) if self.options.is_on_host else self.storage
         full = _gather(shard, self.shape, self.options.group) if self._is_sharded else shard.view(self.shape)
         return full.detach().requires_grad_()
@@ -156,7 +156,7 @@ class _StoredInput:
         return self.options.is_partitioned and self.options.group.size > 1
 
     def _local_shard(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the flattened ``x``; the last slice is padded with zeros."""
+        """Slice the flattened ``x`` for this rank; the last slice is padded with zeros."""
         flat, group = x.reshape(-1), self.options.group
         if not self._is_sharded:
             return flat
@@ -166,14 +166,14 @@ class _StoredInput:
 
 
 def _gather(shard: torch.Tensor, shape: torch.Size, group: Group) -> torch.Tensor:
-    """Gather the slices of all ranks into a tensor of ``shape``. Collective."""
+    """Gather all ranks' slices into a ``shape`` tensor. Collective."""
     gathered = shard.new_empty(group.size * shard.numel())
     all_gather_single(gathered, shard, group=group.handle)
     return gathered[: shape.numel()].view(shape)
 
 
 class _SlotBuffer:
-    """Memory for tensors of one size, divided into slots. A full buffer grows by ``num_slots`` and logs a warning."""
+    """Memory for equally large tensors, divided into slots. A full buffer grows by ``num_slots`` and logs a warning."""
 
     def __init__(self, num_slots: int, allocate: Callable[[], torch.Tensor]) -> None:
         self._allocate = allocate

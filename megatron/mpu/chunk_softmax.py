@@ -1,12 +1,12 @@
-"""Softmax of a chunk of logits whose vocabulary is sharded over the tensor group, and the gradient of the logits.
+"""Softmax and gradient for a chunk of logits whose vocabulary is sharded over the tensor group.
 
 | class | implementation | memory traffic per fp32 logit with a bf16 gradient |
 |---|---|---|
 | ``TorchSoftmax`` | torch operators, in the memory of the logits | 38 bytes |
 | ``FusedSoftmax`` | two Triton kernels, on CUDA | 10 bytes: reads of 4 and 4, a write of 2 |
 
-Both classes have the same methods. The constructor computes ``statistics`` of this rank's columns. When the statistics
-of all ranks are known, ``gradient`` computes the gradient of the logits, and ``bias_gradient`` its sum over tokens.
+Both classes have the same methods. The constructor computes ``statistics`` of this rank's columns. When all ranks'
+statistics are known, ``gradient`` computes the logits' gradient, and ``bias_gradient`` the sum over tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class TorchSoftmax:
 
     Shapes:
         logits     [c, width], overwritten; the columns from ``num_columns`` are excluded and get a gradient of 0
-        targets    [c] column of the target; other ranks' targets are outside of the columns
-        statistics [3, c]: maximum, sum of exponentials, logit of the target (0 for other ranks' targets)
+        targets    [c] target columns; other ranks' targets are outside of the columns
+        statistics [3, c]: maximum, sum of exponentials, target's logit (0 for other ranks' targets)
 
     Args:
         cap: each logit y becomes ``cap * tanh(y / cap)``; 0: unchanged.
@@ -46,11 +46,11 @@ class TorchSoftmax:
         self.statistics = torch.stack([max_logits, self.exponentials.sum(dim=-1), target_logits])
 
     def gradient(self, factor: torch.Tensor, exp_factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Convert the exponentials into the gradient of the logits; return it in ``dtype``, [c, width].
+        """Convert the exponentials into the logits' gradient in ``dtype``, [c, width].
 
         Args:
-            factor: [c], derivative of the total with respect to each token's loss.
-            exp_factor: [c], factor that converts the exponentials of a token into its softmax times ``factor``.
+            factor: [c], derivative of the total by each token's loss.
+            exp_factor: [c], factor that converts a token's exponentials into its softmax times ``factor``.
         """
         self.wide_grad = self.exponentials.mul_(exp_factor.unsqueeze(-1))
         if self.wide_grad.shape[1]:
@@ -72,12 +72,12 @@ class TorchSoftmax:
         return padded
 
     def bias_gradient(self) -> torch.Tensor:
-        """Return the sum of the logits' gradient over tokens, [v/t]; after ``gradient``."""
+        """Sum the logits' gradient over tokens, [v/t]; after ``gradient``."""
         return self.wide_grad.sum(dim=0)
 
 
 def _cap(logits: torch.Tensor, cap: float, needs_gradient: bool) -> torch.Tensor | None:
-    """Cap ``logits`` in place; return the derivative of each capped logit if it is needed."""
+    """Cap ``logits`` in place; return the derivatives if they are needed."""
     tangents = logits.div_(cap).tanh_()
     derivatives = tangents.square().neg_().add_(1.0) if needs_gradient else None
     tangents.mul_(cap)
@@ -100,7 +100,7 @@ class FusedSoftmax:
         self.statistics = row_statistics(logits, targets, num_columns, bias=bias, cap=cap)
 
     def gradient(self, factor: torch.Tensor, exp_factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of the logits in ``dtype``; see ``TorchSoftmax.gradient``."""
+        """Compute the logits' gradient in ``dtype``; see ``TorchSoftmax.gradient``."""
         logits = self.logits
         self.grad = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
         return logits_gradient(
@@ -109,5 +109,5 @@ class FusedSoftmax:
         )  # fmt: skip
 
     def bias_gradient(self) -> torch.Tensor:
-        """Return the sum of the logits' gradient over tokens in fp32, [v/t]; after ``gradient``."""
+        """Sum the logits' gradient over tokens in fp32, [v/t]; after ``gradient``."""
         return self.grad[:, : self.num_columns].sum(dim=0, dtype=self.statistics.dtype)

@@ -1,8 +1,8 @@
 """Context parallelism: the distribution of a sequence's tokens over ranks, and the exchanges that attention needs.
 
 A sequence is split into 2c chunks of n = s / 2c tokens. Rank i of the context group holds chunks i and 2c-1-i: the
-first chunk attends to few keys and the last one to the most, so that causal work is balanced. Only attention needs the
-tokens of other ranks; the other parts of a layer process local tokens.
+first chunk attends to few keys and the last one to the most, so that causal work is balanced. Only attention needs
+other ranks' tokens; the rest of a layer processes local tokens.
 
 | function | forward | backward |
 |---|---|---|
@@ -39,7 +39,7 @@ class TokenRange(NamedTuple):
 
 
 def token_ranges(length: int, group: Group) -> tuple[TokenRange, ...]:
-    """Return the ranges of this rank's ``length`` tokens: its two chunks, or one range without context parallelism."""
+    """Return the ranges for this rank's ``length`` tokens: two chunks, or one range without context parallelism."""
     if group.size == 1:
         return (TokenRange(0, length, 0),)
     n = length // 2
@@ -48,7 +48,7 @@ def token_ranges(length: int, group: Group) -> tuple[TokenRange, ...]:
 
 
 def clip_ranges(ranges: tuple[TokenRange, ...], start: int, stop: int) -> Iterator[TokenRange]:
-    """Yield the parts of ``ranges`` within local indices ``start`` to ``stop``, with indices relative to ``start``."""
+    """Clip ``ranges`` to local indices ``start`` to ``stop``, relative to ``start``."""
     for token_range in ranges:
         low, high = max(token_range.start, start), min(token_range.stop, stop)
         if low < high:
@@ -56,7 +56,7 @@ def clip_ranges(ranges: tuple[TokenRange, ...], start: int, stop: int) -> Iterat
 
 
 def local_positions(length: int, group: Group, device: torch.device | None = None) -> torch.Tensor:
-    """Return the positions of this rank's ``length`` tokens in the full sequence: int64 [length]."""
+    """Return the full-sequence positions of this rank's ``length`` tokens: int64 [length]."""
     token_runs = token_ranges(length, group)
     ranges = [
         torch.arange(
@@ -68,7 +68,7 @@ def local_positions(length: int, group: Group, device: torch.device | None = Non
 
 
 def split_along_context(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
-    """Return this rank's two chunks of ``x`` along ``dim``, concatenated.
+    """Concatenate this rank's two chunks of ``x`` along ``dim``.
 
     Raises:
         ValueError: the size along ``dim`` is not a multiple of twice the group size.
@@ -86,7 +86,7 @@ def split_along_context(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Te
 
 
 def split_batch(batch: Mapping[str, torch.Tensor | None], group: Group) -> dict[str, torch.Tensor | None]:
-    """Return ``batch`` with this rank's tokens of each tensor [b, s, ...]; other tensors and None are unchanged."""
+    """Select this rank's tokens in each tensor [b, s, ...]; other tensors and None are unchanged."""
     is_full = group.size == 1
     return {
         name: x if is_full or x is None or x.dim() < 2 else split_along_context(x, group) for name, x in batch.items()
@@ -94,14 +94,14 @@ def split_batch(batch: Mapping[str, torch.Tensor | None], group: Group) -> dict[
 
 
 def gather_from_context_region(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """Return the full sequence along ``dim``, in sequence order; gradients are reduce-scattered."""
+    """Gather the full sequence along ``dim``, in sequence order; gradients are reduce-scattered."""
     if group.size == 1:
         return x
     return _Gather.apply(x.movedim(dim, 0), group).movedim(0, dim)
 
 
 def scatter_heads_gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the full sequence of this rank's share of the heads.
+    """Exchange tokens for heads: the result has the full sequence for this rank's share of the heads.
 
     Shapes:
         x      [b, a, s/c, d]
@@ -111,7 +111,7 @@ def scatter_heads_gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor
 
 
 def scatter_sequence_gather_heads(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's tokens of all heads.
+    """Exchange heads for tokens: the result has all heads for this rank's tokens.
 
     Shapes:
         x      [b, a/c, s, d]
@@ -121,7 +121,7 @@ def scatter_sequence_gather_heads(x: torch.Tensor, group: Group) -> torch.Tensor
 
 
 def gather_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the rows of all ranks in sequence order, without autograd. Collective."""
+    """Gather all ranks' rows in sequence order, without autograd. Collective."""
     if group.size == 1:
         return x
     x = x.contiguous()
@@ -144,7 +144,7 @@ def to_rank_order(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def chunk_indices_by_rank(size: int) -> list[int]:
-    """Return the indices of all chunks in rank order."""
+    """Return all chunk indices in rank order."""
     return [idx for rank in range(size) for idx in chunk_indices(rank, size)]
 
 
@@ -175,7 +175,7 @@ def _to_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the all-to-all of ``x``: [c, ...] by receiver becomes [c, ...] by sender."""
+    """All-to-all of ``x``: [c, ...] by receiver becomes [c, ...] by sender."""
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group.handle)

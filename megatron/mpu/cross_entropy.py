@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is sharded over the tensor-parallel group."""
+"""Cross-entropy of logits with the vocabulary sharded over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def vocab_parallel_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE,
     z_loss: float = 0.0, has_kernels: bool = True,
 ) -> Any:  # fmt: skip
-    """Return ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
+    """Compute ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
 
     With a ``z_loss`` c two tensors are returned: the cross-entropy and the z-loss ``c (log Z)^2`` (see below). Columns
     of padded vocabulary rows are excluded from the softmax: they get no probability and no gradient.
 
     Shapes:
-        logits  [..., v/t] of this rank, padded columns last
+        logits  [..., v/t] on this rank, padded columns last
         targets [...] token ids below ``vocab_size``, the same on every rank
         output  [...], the same on every rank
 
@@ -45,9 +45,9 @@ def vocab_parallel_cross_entropy(
 
 
 def _check_columns(num_columns: int, num_rows: int, num_real: int, group: Group) -> None:
-    """Raise ``ValueError`` unless the columns are this rank's shard of the vocabulary, with or without its padding.
+    """Raise ``ValueError`` unless the columns are this rank's vocabulary shard, with or without padding.
 
-    On one rank, columns after those of the vocabulary are padding, whatever their number.
+    On one rank, all columns after the vocabulary are padding.
     """
     is_shard = num_columns in (num_rows, num_real) if group.size > 1 else num_columns >= num_real
     if not is_shard:
@@ -69,7 +69,7 @@ def _check_columns(num_columns: int, num_rows: int, num_real: int, group: Group)
 def _save_with_z_loss(
     ctx: Any, saved: tuple[torch.Tensor, ...], losses: torch.Tensor, log_z: torch.Tensor, z_loss: float
 ) -> Any:
-    """Return ``losses`` and the z-losses; save the tensors ``saved`` and ``softmax_grad_scale`` for backward."""
+    """Add the z-losses to ``losses``; save the tensors ``saved`` and ``softmax_grad_scale`` for backward."""
     z_losses = z_loss * log_z.square()
     ctx.save_for_backward(*saved, softmax_grad_scale(log_z, z_loss))
     ctx.mark_non_differentiable(z_losses)
@@ -77,14 +77,14 @@ def _save_with_z_loss(
 
 
 def softmax_grad_scale(log_z: torch.Tensor, z_loss: float) -> torch.Tensor:
-    """Return the factor by which the gradient of the loss multiplies the softmax: ``1 + 2 c log Z``, c = ``z_loss``."""
+    """Return the softmax factor in the loss gradient: ``1 + 2 c log Z``, c = ``z_loss``."""
     return 1 + 2 * z_loss * log_z
 
 
 def validate_targets(
     weights: torch.Tensor, targets: torch.Tensor, vocab_size: int, *, is_on_host: bool | None = None
 ) -> torch.Tensor:
-    """Return ``weights`` with NaN for tokens of non-zero weight whose target is outside the vocabulary.
+    """Return ``weights`` with NaN for tokens with non-zero weight and a target outside the vocabulary.
 
     Without this check such a token would get a probability of 0 and a plausible loss. On a CPU the function raises an
     error. On other devices, raising would require the host to wait for the device, so the loss becomes NaN instead.

@@ -48,19 +48,19 @@ def broadcast_data(
     keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype, group: Group,
     device: torch.device, host_group: Group | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Return ``data[key]`` for each key on every rank of ``group``, on ``device``. Collective.
+    """Broadcast ``data[key]`` for each key to every rank of ``group``, on ``device``. Collective.
 
     The shapes are broadcast in host memory, so that no host waits for its device.
 
     Args:
         data: tensors, read on the group's first rank only; the other ranks may pass None.
-        dtype: dtype of all these tensors.
-        host_group: group of the same ranks with a CPU backend, for the shapes; None: ``group`` has a CPU backend
+        dtype: common dtype of these tensors.
+        host_group: same ranks as ``group`` with a CPU backend, for the shapes; None: ``group`` has a CPU backend
             itself.
 
     Raises:
         KeyError: the first rank's ``data`` lacks a key.
-        TypeError: a tensor of the first rank does not have ``dtype``.
+        TypeError: a tensor on the first rank does not have ``dtype``.
     """
     if group.size > 1:
         return _broadcast(list(keys), data, dtype, group, device, host_group or group)

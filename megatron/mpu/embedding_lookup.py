@@ -1,7 +1,7 @@
 """Embedding lookup whose gradient accumulates repeated rows in fp32.
 
-On a CPU, torch's embedding backward accumulates in the dtype of the table. In bf16 the gradient of a row that is looked
-up 2,000 times stops growing after a few hundred terms and ends up far too small. On GPUs, and in compiled code, torch
+On a CPU, torch's embedding backward accumulates in the table's dtype. In bf16 the gradient of a row that is looked up
+2,000 times stops growing after a few hundred terms and ends up far too small. On GPUs, and in compiled code, torch
 accumulates in fp32.
 """
 
@@ -18,7 +18,7 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 def embedding_lookup(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return ``table[ids]``.
 
-    The gradient of the table is dense and has its dtype. Repeated rows are accumulated in fp32 (fp64 for fp64 tables).
+    The table's gradient is dense, in the table's dtype. Repeated rows are accumulated in fp32 (fp64 for fp64 tables).
 
     Shapes:
         ids    [...] int64, below v
@@ -35,7 +35,7 @@ def embedding_lookup(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def accumulate_rows(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct ids in ascending order and the fp32 sum of each id's gradients.
+    """Sum gradients by id; return the distinct ids in ascending order and the fp32 sums.
 
     Memory is needed only for the rows that occur in ``ids``, not for a full table in fp32.
 

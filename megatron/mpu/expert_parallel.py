@@ -1,8 +1,8 @@
 """Expert parallelism: rows are sent to the ranks that hold their experts, and the experts' outputs are sent back.
 
-An expert group consists of n consecutive ranks along the data and context axes. Its rank i holds experts i E/n to
-(i + 1) E/n of each layer, and its own tokens. The weights of experts are replicated on ranks that are n apart; the
-optimizer reduces their gradients over these replicas only (``set_expert``).
+An expert group consists of n consecutive ranks along the data and context axes. Its rank i holds experts i E/n to (i +
+1) E/n of each layer, and its own tokens. Expert weights are replicated on ranks that are n apart; the optimizer reduces
+their gradients over these replicas only (``set_expert``).
 
 | function | forward | backward |
 |---|---|---|
@@ -27,20 +27,20 @@ from tds.gradients import set_reduced_by_optimizer
 
 
 def set_expert(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Record that ``parameter`` belongs to an expert that not all ranks of the data-parallel group hold."""
+    """Record that ``parameter`` belongs to an expert that not all data-parallel ranks hold."""
     return set_reduced_by_optimizer(parameter)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Routing of the rows of one layer and one micro-batch between the expert-parallel ranks.
+    """Row routing for one layer and one micro-batch between the expert-parallel ranks.
 
     Attributes:
         group: expert-parallel group.
-        send_counts, receive_counts: number of rows sent to and received from each rank.
-        order: int32 indices that sort the received rows, which arrive in the order of senders, by expert.
+        send_counts, receive_counts: rows sent to and received from each rank.
+        order: int32 indices that sort the received rows, which arrive in sender order, by expert.
         inverse_order: position of each received row after sorting, int32: the inverse of ``order``.
-        counts: number of rows of each of this rank's experts, int64.
+        counts: rows per local expert, int64.
         row_counts: ``counts`` on the host.
     """
 
@@ -54,7 +54,7 @@ class Exchange:
 
     @classmethod
     def from_counts(cls, counts: torch.Tensor, group: Group) -> Exchange:
-        """Return the exchange of rows with ``counts`` [E] rows per expert. Collective; the host waits for it once."""
+        """Set up an exchange with ``counts`` [E] rows per expert. Collective; the host waits for it once."""
         all_counts = counts.new_empty(group.size, len(counts))
         all_gather_single(all_counts.view(-1), counts.contiguous(), group=group.handle)
         counts_by_rank = all_counts.unflatten(1, (group.size, -1))  # [sender, receiver, E/n]
@@ -67,14 +67,14 @@ class Exchange:
         )
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send ``rows``, sorted by expert; return the rows of this rank's experts, sorted by expert. Collective."""
+        """Send ``rows``, sorted by expert; return the local experts' rows, sorted by expert. Collective."""
         return _Dispatch.apply(rows, self)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send outputs of experts back to the ranks of their rows. Collective.
+        """Send expert outputs back to the senders. Collective.
 
         Returns:
-            The outputs of the rows that this rank passed to ``dispatch``, in the same order.
+            The outputs for the rows that this rank passed to ``dispatch``, in the same order.
         """
         return _Combine.apply(rows, self)
 
@@ -88,13 +88,13 @@ class Exchange:
 
 
 def block_orders(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the permutation from blocks in the order (sender, expert) to (expert, sender), and its inverse.
+    """Return the permutation of blocks from (sender, expert) to (expert, sender) order, and the inverse.
 
-    All rows of a block move by the same number of positions.
+    All rows in a block move by the same distance.
 
     Args:
-        counts: number of rows of each block, [sender, expert].
-        num_rows: number of all rows, known on the host.
+        counts: rows per block, [sender, expert].
+        num_rows: total row count, known on the host.
 
     Shapes:
         outputs int32 [num_rows] each

@@ -1,12 +1,12 @@
-"""The passes of the cross-entropy over a matrix of logits on CUDA, each by one Triton kernel.
+"""The cross-entropy's passes over a logits matrix on CUDA, each by one Triton kernel.
 
 | pass | reads | writes |
 |---|---|---|
 | ``row_statistics`` | logits [n, v/t] | maximum, sum of exponentials and target's logit: fp32 [3, n] |
 | ``logits_gradient`` | logits [n, v/t] | their gradient [n, v/t], in the dtype of the following products |
 
-Bias and soft-cap are applied to the logits as they are read. Neither the exponentials nor the derivatives of the
-soft-cap are stored: exponentials are computed again from the maximum, which is cheaper than memory traffic.
+Bias and soft-cap are applied to the logits as they are read. Neither exponentials nor soft-cap derivatives are stored:
+exponentials are computed again from the maximum, which is cheaper than memory traffic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BLOCK = 4096
 
 
 def uses_kernels(x: torch.Tensor, has_kernels: bool) -> bool:
-    """Return True if the kernels compute the loss of ``x``, hidden states or logits. They do not support fp64.
+    """Return True if the kernels, which do not support fp64, compute the loss from ``x`` (hidden states or logits).
 
     Args:
         has_kernels: ``--fused-kernels`` permits Triton kernels.
@@ -31,16 +31,16 @@ def uses_kernels(x: torch.Tensor, has_kernels: bool) -> bool:
 def row_statistics(
     logits: torch.Tensor, targets: torch.Tensor, num_columns: int, *, bias: torch.Tensor | None = None, cap: float = 0.0
 ) -> torch.Tensor:
-    """Return maximum, sum of exponentials of the differences from it, and target's logit of each row, in fp32.
+    """Compute row statistics in fp32: maximum, sum of exponentials of differences from it, and target's logit.
 
     Shapes:
         logits  [n, width]; columns from ``num_columns`` are excluded
-        targets [n] column of each row's target; the logit of a target outside of the columns is reported as 0
+        targets [n] target columns; the logit for a target outside of the columns is reported as 0
         bias    [width] or None
         output  [3, n]
 
     Args:
-        cap: soft-cap of the logits; 0: none.
+        cap: soft-cap; 0: none.
     """
     num_rows, width = logits.shape
     statistics = logits.new_empty((3, num_rows), dtype=torch.float32)
@@ -59,10 +59,10 @@ def logits_gradient(
     logits: torch.Tensor, targets: torch.Tensor, num_columns: int, maxima: torch.Tensor, exp_factors: torch.Tensor,
     factors: torch.Tensor, gradient: torch.Tensor, *, bias: torch.Tensor | None = None, cap: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Write the gradient of the logits to ``gradient`` and return it.
+    """Write the logits' gradient to ``gradient`` and return it.
 
-    The gradient of row i is ``exp_factors[i] * exp(logits[i] - maxima[i])``, minus ``factors[i]`` in the column of the
-    target, times the derivative of the soft-cap. It is 0 in the columns from ``num_columns``.
+    The gradient of row i is ``exp_factors[i] * exp(logits[i] - maxima[i])``, minus ``factors[i]`` in the target column,
+    times the soft-cap derivative. It is 0 in the columns from ``num_columns``.
 
     Shapes:
         logits, gradient               [n, width]; ``gradient`` may be ``logits``
@@ -85,5 +85,5 @@ def logits_gradient(
 
 
 def _block(width: int) -> int:
-    """Return the number of columns that a program processes together: a power of two."""
+    """Return the column count that a program processes together: a power of two."""
     return min(MAX_BLOCK, max(32, 1 << (width - 1).bit_length()))

@@ -18,7 +18,7 @@ NUM_WORDS = 2**32
 
 @dataclass(frozen=True)
 class Mask:
-    """Description of a dropout mask: an element is dropped if its Philox word is below ``probability * 2**32``.
+    """A dropout mask: an element is dropped if its Philox word is below ``probability * 2**32``.
 
     The words are computed by Philox-4x32-10 from the counters of ``PhiloxDropout``. ``origin`` is the row, sample,
     plane (head, or 0 for hidden states) and column of the tensor's first element. Tensors are hidden states [s, b, h],
@@ -87,13 +87,13 @@ def keyed_dropout(
     probability: float,
     use_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` after dropout, and the tensor that backward needs: the key, or the factor of each element.
+    """Apply dropout to ``x``; also return the tensor that backward needs: the key, or elementwise factors.
 
     Args:
         position: step and micro-batch, on the CPU.
-        layer: index of the layer, on the CPU.
+        layer: layer index, on the CPU.
         seed_and_ranks: the seed, followed by the ranks that ``DropoutStreams.key`` hashes.
-        use_kernel: result of ``DropoutStreams.uses_kernel``; if False, masks are drawn from torch's generator.
+        use_kernel: ``DropoutStreams.uses_kernel``; if False, masks are drawn from torch's generator.
     """
     from megatron.mpu.random_key import hash_key
 
@@ -127,7 +127,7 @@ def _(
 
 @torch.library.custom_op("megatron_tds::keyed_dropout_gradient", mutates_args=())
 def keyed_dropout_gradient(grad: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return the gradient of dropout's input: ``grad`` with the mask of ``key`` applied."""
+    """Compute the input gradient: ``grad`` with the mask for ``key`` applied."""
     return run_kernel(grad, None, Mask(int(key), probability))
 
 

@@ -15,9 +15,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Group:
-    """A set of ranks that communicate.
+    """Ranks that communicate.
 
-    ``rank`` is this process's index in ``ranks``; ``handle`` is torch's process group. A group of one rank has no
+    ``rank`` is this process's index in ``ranks``; ``handle`` is torch's process group. A single-rank group has no
     handle and needs no process group: every operation on it is the identity.
     """
 
@@ -30,7 +30,7 @@ class Group:
         object.__setattr__(self, "size", len(self.ranks))
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return the ``value`` of every rank, in rank order, on every rank. Values are pickled. Collective."""
+        """Gather every rank's ``value`` on every rank, in rank order. Values are pickled. Collective."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.handle)
@@ -77,7 +77,7 @@ HOST_TIMEOUT = timedelta(minutes=30)
 
 
 def single_grid() -> Grid:
-    """Return the grid of a single process, which has no process groups."""
+    """Build the grid for a single process, which has no process groups."""
     return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
 
@@ -108,7 +108,7 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
 
 
 def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
-    """Return torch's process groups of all groups with at least two ranks, keyed by these ranks.
+    """Map ranks to torch's process group, for all groups with at least two ranks.
 
     Groups without this rank map to ``GroupMember.NON_GROUP_MEMBER``.
     """
@@ -128,12 +128,13 @@ def _create_group(
     rank_sets: list[list[int]], topology: Topology, rank: int, timeout: timedelta | None,
     handles_by_ranks: dict[tuple[int, ...], Any], backend: str | None = None,
 ) -> Group:  # fmt: skip
-    """Create a process group for each of ``rank_sets`` and return the group that contains ``rank``. Collective.
+    """Create a process group for each rank set and return the group that contains ``rank``. Collective.
 
     Args:
         rank_sets: disjoint sets of ranks, in the same order on every rank.
-        handles_by_ranks: process groups created so far, by their ranks. Existing groups are reused, new ones are added.
-        backend: backend of new groups; None: the backend of the default group, which is reused for a set of all ranks.
+        handles_by_ranks: process groups created so far, by ranks. Existing groups are reused, new ones are added.
+        backend: backend for new groups; None: the default group's backend, and the default group is reused for a set of
+            all ranks.
     """
     group = None
     for ranks in map(tuple, rank_sets):

@@ -1,4 +1,4 @@
-"""The grid of this process, the only global of the project, and Megatron's accessor functions for it.
+"""This process's grid, the only global in the project, and Megatron's accessor functions for it.
 
 Only scripts and ``megatron.training`` use the accessors; layers take their group as an argument. Accessors raise
 RuntimeError before ``initialize_model_parallel`` has been called.
@@ -30,16 +30,16 @@ def initialize_model_parallel(
     context: int = 1,
     expert: int = 1,
 ) -> Grid:
-    """Build and store the grid of all ranks of the default process group. Collective.
+    """Build and store the grid over all ranks in the default process group. Collective.
 
     Args:
-        device: device of this rank's tensors; None: the CPU.
+        device: device for this rank's tensors; None: the CPU.
         timeout: timeout of collectives on the new groups; None: torch's default.
-        expert: number of consecutive ranks along data and context over which the experts of a layer are distributed.
+        expert: number of consecutive ranks along data and context that share a layer's experts.
 
     Raises:
         ValueError: the world size is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide the
-            number of data x context ranks.
+            data x context size.
     """
     global _grid, _device
     _device = device or torch.device("cpu")
@@ -53,7 +53,7 @@ def initialize_model_parallel(
 
 
 def get_grid() -> Grid:
-    """Return the grid of this process.
+    """Return this process's grid.
 
     Raises:
         RuntimeError: ``initialize_model_parallel`` has not been called in this process.
@@ -75,7 +75,7 @@ def destroy_model_parallel() -> None:
 
 
 def _make_accessor(axis: str, attribute: str) -> Any:
-    """Return an accessor function for the attribute ``attribute`` of the grid's group ``axis``."""
+    """Make an accessor function for ``attribute`` of the grid's group ``axis``."""
 
     def read() -> Any:
         group: Group = getattr(get_grid(), axis)
@@ -86,7 +86,7 @@ def _make_accessor(axis: str, attribute: str) -> Any:
 
 
 def _make_data_accessor(attribute: str) -> Any:
-    """Return an accessor function for the attribute ``attribute`` of the data group, or of the data x context group."""
+    """Make an accessor function for ``attribute`` of the data group, or of the data x context group."""
 
     def read(with_context_parallel: bool = False) -> Any:
         grid = get_grid()
@@ -119,7 +119,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_context_parallel_global_ranks() -> list[int]:
-    """Return the global ranks of the context group."""
+    """Return the context group's global ranks."""
     return list(get_grid().context.ranks)
 
 
@@ -137,7 +137,7 @@ def is_pipeline_last_stage() -> bool:
 def broadcast_data(
     keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype | str
 ) -> dict[str, torch.Tensor]:
-    """Return ``data[key]`` for each key on all ranks of this process's tensor group, on its device. Collective.
+    """Broadcast ``data[key]`` for each key over this process's tensor group, to its device. Collective.
 
     This variant is for scripts; ``megatron.mpu.data.broadcast_data`` takes the group and the device as arguments.
 
@@ -151,7 +151,7 @@ def broadcast_data(
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, torch.Tensor | None], cp_group: Group | None = None
 ) -> dict[str, torch.Tensor | None]:
-    """Return ``batch`` with this rank's chunks of its sequences; unchanged without context parallelism.
+    """Select this rank's sequence chunks in ``batch``; unchanged without context parallelism.
 
     Tensors [b, s, ...] are split; tensors with fewer dimensions and None are unchanged. The name is Megatron-LM's.
     """

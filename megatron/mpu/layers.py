@@ -45,7 +45,7 @@ from tds.param_info import info_of
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x W^T + b``.
+    """Compute ``x W^T + b``.
 
     Shapes:
         x      [..., input_size]
@@ -66,14 +66,14 @@ A width that is not a multiple of ``MIN_ALIGNMENT`` columns (16 bytes of a 16-bi
 
 
 def aligned_width(num_columns: int, device: torch.device) -> int:
-    """Return the width to which a product with ``num_columns`` columns of logits is padded on the device ``device``."""
+    """Return the padded width of a product with ``num_columns`` logit columns on ``device``."""
     if device.type == "cpu" or num_columns % MIN_ALIGNMENT == 0:
         return num_columns
     return -(-num_columns // PADDED_ALIGNMENT) * PADDED_ALIGNMENT
 
 
 def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x table^T + bias``, [..., v/t], computed by products of aligned width in forward and backward."""
+    """Compute ``x table^T + bias``, [..., v/t], with products of aligned width in forward and backward."""
     num_rows = len(table)
     width = aligned_width(num_rows, x.device) if torch.is_grad_enabled() and table.requires_grad else num_rows
     if width == num_rows:
@@ -82,7 +82,7 @@ def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | No
 
 
 def resize_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return ``table`` truncated or padded with zeros to ``num_rows`` rows."""
+    """Truncate or zero-pad ``table`` to ``num_rows`` rows."""
     if len(table) >= num_rows:
         return table[:num_rows]
     return torch.cat([table, table.new_zeros(num_rows - len(table), *table.shape[1:])])
@@ -103,7 +103,7 @@ def _adds_bias_separately(x: torch.Tensor) -> bool:
 
 @torch.library.custom_op("megatron_tds::in_every_row", mutates_args=())
 def _expand_bias(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return ``bias`` expanded to ``shape``, without copying it to every row."""
+    """Expand ``bias`` to ``shape``, without copying it to every row."""
     return bias.clone(memory_format=torch.contiguous_format).expand(shape)
 
 
@@ -113,9 +113,9 @@ def _(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _bias_gradient(ctx: Any, grad: torch.Tensor) -> Any:
-    """Return the gradient of the bias: the sum over rows, computed as a product with ones.
+    """Compute the bias gradient: the sum over rows, as a product with ones.
 
-    The product is faster than a sum and as exact as the weight's gradient.
+    The product is faster than a sum and as exact as the weight gradient.
     """
     grad_rows = grad.reshape(-1, grad.shape[-1])
     return grad_rows.new_ones(1, len(grad_rows)).mm(grad_rows).squeeze(0), None
@@ -153,7 +153,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 def column_products(
     x: torch.Tensor, pairs: Sequence[Pair], group: Group, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``X W^T + b`` for each pair of this rank's rows of W and b. Collective, also in backward.
+    """Compute ``X W^T + b`` for each pair of W and b, sharded by rows. Collective, also in backward.
 
     Shapes:
         x      [s, b, input_size], or [s/t, b, input_size] with ``sequence_parallel``
@@ -199,12 +199,12 @@ class _ColumnProducts(torch.autograd.Function):
 
 
 def _split_needs_grad(needs: Sequence[bool], num_weights: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Split ``needs_input_grad`` into the flags of the input, of ``num_weights`` weights and of as many biases."""
+    """Split ``needs_input_grad`` into flags for the input, ``num_weights`` weights and as many biases."""
     return needs[0], needs[3 : 3 + num_weights], needs[3 + num_weights :]
 
 
 def _weight_grad(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``weight``, or None if the parameter's ``add_product`` has accumulated it in place.
+    """Compute the weight gradient, or return None if the parameter's ``add_product`` has accumulated it in place.
 
     The gradient is bitwise equal to autograd's: for a non-contiguous weight both are computed as a transposed product,
     which may differ from the usual product in the last bits (MKL on AMD processors).
@@ -220,7 +220,7 @@ def _weight_grad(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor)
 def _start_input_grad_reduction(
     ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> AsyncHandle:
-    """Compute this rank's partial sum of the input's gradient and start its reduction over the group."""
+    """Compute this rank's partial sum of the input gradient and start the reduction over the group."""
     partial_grad = rows[0].mm(weights[0])
     for grad, weight in zip(rows[1:], weights[1:], strict=True):
         partial_grad += grad.mm(weight)
@@ -236,7 +236,7 @@ def _start_input_grad_reduction(
 
 
 def divide(name: str, size: int, group: Group) -> int:
-    """Return ``size`` divided by the group size.
+    """Divide ``size`` by the group size.
 
     Raises:
         ValueError: ``size`` is not a multiple of the group size.
@@ -294,7 +294,7 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_tensor_region(y, self.group) if self.gather_output else y
 
     def products(self, x: torch.Tensor, *pairs: Pair) -> tuple[torch.Tensor, ...]:
-        """Return the product of ``x`` with each weight and bias. Collective."""
+        """Multiply ``x`` with each weight and add the bias. Collective."""
         if self.has_entered:
             return tuple(linear(x, weight, bias) for weight, bias in pairs)
         return column_products(x, pairs, self.group, self.sequence_parallel)
@@ -343,7 +343,7 @@ class RowParallelLinear(nn.Module):
 
 
 def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[int, int, int]:
-    """Return (number of rows, first token id, number of real tokens) of this rank's shard of the word table.
+    """Return (row count, first token id, real token count) for this rank's shard of the word table.
 
     The vocabulary may have any size. The table is padded to a multiple of ``divisible_by * t`` rows. Padding rows come
     last, are zero and are excluded from the softmax.
@@ -355,7 +355,7 @@ def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[i
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding table sharded by rows over the group; tokens in the shards of other ranks contribute zero to the sum.
+    """Embedding table sharded by rows over the group; tokens in other ranks' shards contribute zero to the sum.
 
     Shapes:
         input  [...] token ids below ``vocab_size``

@@ -1,6 +1,6 @@
-"""Cross-entropy of the product of hidden states and a word table, in chunks of tokens.
+"""Cross-entropy of hidden states times a word table, in chunks of tokens.
 
-The logits of all tokens are never in memory at the same time. Data of a chunk of c tokens:
+Logits for all tokens are never in memory at the same time. Tensors for a chunk of c tokens:
 
 | tensor | shape | communication over the tensor group |
 |---|---|---|
@@ -9,9 +9,8 @@ The logits of all tokens are never in memory at the same time. Data of a chunk o
 | gradients of hidden states and table | [c, h], [v/t, h] | none; the producer of ``x`` reduces its gradient |
 
 Forward computes the gradients while it has the logits. The loss is a scalar, a sum over tokens with weights known in
-forward, so backward only multiplies the gradients by the gradient of the loss. The product with the table is not
-recomputed, and [n, h] and [v/t, h] are saved for backward instead of [n, v/t]. Without gradients only the sum is
-computed.
+forward, so backward only multiplies the gradients by the loss gradient. The product with the table is not recomputed,
+and [n, h] and [v/t, h] are saved for backward instead of [n, v/t]. Without gradients only the sum is computed.
 
 Precision: everything except the products of 16-bit inputs is computed in fp32 (fp64 for fp64), including the sum of the
 table's gradients over chunks.
@@ -22,8 +21,8 @@ table's gradients over chunks.
 | gradient of the table | accumulated in fp32 by the product | in 16 bits for each chunk, then added in fp32 |
 | gradient of hidden states | in 16 bits | in 16 bits |
 
-A 16-bit product for the gradient of the table is a sum over tokens that could overflow in fp16 at any loss scale.
-Therefore the hidden states in this product are divided by a power of two.
+A 16-bit product for the table gradient is a sum over tokens that could overflow in fp16 at any loss scale. Therefore
+the hidden states in this product are divided by a power of two.
 
 On CUDA, Triton kernels compute the softmax in two passes over the logits (``megatron.mpu.chunk_softmax``). With fp32
 logits and a bf16 gradient they move 10 bytes per logit; torch operators move 38. Logits in bf16 would save another 4
@@ -75,18 +74,17 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     has_kernels: bool = True,
 ) -> Any:
-    """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
+    """Sum ``weights * -log softmax(x table^T + bias)[targets]`` over all positions. Collective.
 
-    With a ``z_loss`` the weighted sum of the z-losses is returned as a second tensor. As in
-    ``vocab_parallel_cross_entropy``, this second sum is not differentiable, and backward of the first sum computes the
-    gradient of both.
+    With a ``z_loss`` the weighted z-loss sum is returned as a second tensor. As in ``vocab_parallel_cross_entropy``,
+    this second sum is not differentiable, and backward through the first sum computes the gradient for both.
 
-    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. Without kernels, the derivatives of a chunk's capped
+    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. Without kernels, derivatives for a chunk's capped
     logits, [c, v/t], need additional memory.
 
-    The gradient of ``x`` is a partial sum on each rank, as in a linear layer sharded by output rows. Backward of the
-    preceding ``copy_to_tensor_region`` or of the gather of the sequence reduces it. Padded rows of the table get no
-    probability and a zero gradient. No gradient flows to ``weights``.
+    The gradient for ``x`` is a partial sum on each rank, as in a linear layer sharded by output rows. Backward of the
+    preceding ``copy_to_tensor_region`` or sequence gather reduces it. Padded table rows get no probability and a zero
+    gradient. No gradient flows to ``weights``.
 
     Shapes:
         x       [..., h], the same on every rank of the group
@@ -102,7 +100,7 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: in a second backward, because the first one overwrites the gradients.
-        ValueError: on a CPU, a token of non-zero weight has a target outside the vocabulary. On other devices the sum
+        ValueError: on a CPU, a token with non-zero weight has a target outside the vocabulary. On other devices the sum
             is NaN instead.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
@@ -120,7 +118,7 @@ def linear_cross_entropy(
 class _LossArgs:
     """Arguments of the loss.
 
-    ``targets`` [n] are relative to the first token id of this rank's shard, whose table has ``num_real`` rows without
+    ``targets`` [n] are relative to the first token id in this rank's shard, whose table has ``num_real`` rows without
     padding. ``weights`` are [n]. ``has_backward``: gradients are enabled. ``uses_kernels``: Triton kernels compute the
     softmax.
     """
@@ -166,7 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _multiply(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``gradient * factor`` in ``dtype``, multiplied in the dtype of ``factor``; may overwrite ``gradient``."""
+    """Compute ``gradient * factor`` in ``dtype``, multiplied in the dtype of ``factor``; may overwrite ``gradient``."""
     if gradient.device.type == "cpu":
         return gradient.to(factor.dtype).mul_(factor).to(dtype)
     out = gradient if gradient.dtype == dtype else gradient.new_empty(gradient.shape, dtype=dtype)
@@ -182,7 +180,7 @@ def _grad_scale(dtype: torch.dtype) -> float:
 class _PendingChunk:
     """A chunk of tokens ``rows`` whose softmax statistics are being gathered from all ranks.
 
-    ``gathered_stats`` [t, 3, c] contains the ``statistics`` of every rank's ``softmax`` once ``handle`` is done.
+    ``gathered_stats`` [t, 3, c] contains every rank's ``statistics`` once ``handle`` is done.
     """
 
     rows: slice
@@ -192,10 +190,10 @@ class _PendingChunk:
 
 
 class _ChunkedLoss:
-    """Buffers and running sums of one forward.
+    """Buffers and running sums in one forward.
 
     Args:
-        needs: whether to compute the gradients of x, of the table and of the bias.
+        needs: whether to compute gradients for x, the table and the bias.
     """
 
     def __init__(
@@ -218,7 +216,7 @@ class _ChunkedLoss:
         self.bias_grad = torch.zeros_like(bias, dtype=self.wide_dtype) if needs[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
-        """Return the sum of the weighted losses. The gather of a chunk overlaps with the next chunk's logits."""
+        """Compute the weighted loss sum. The gather for a chunk overlaps with the next chunk's logits."""
         pending: deque[_PendingChunk] = deque()
         max_in_flight = 2 if self.args.group.size > 1 else 1
         max_tokens = min(self.args.chunk_tokens, len(self.x))
@@ -264,7 +262,7 @@ class _ChunkedLoss:
         return any(grad is not None for grad in (self.x_grad, self.table_grad, self.bias_grad))
 
     def _start_gather(self, local_stats: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start an all-gather of the statistics ``local_stats`` [3, c]; return its output [t, 3, c] and its handle.
+        """Start an all-gather of ``local_stats`` [3, c]; return its output [t, 3, c] and handle.
 
         The handle is None if the group has one rank.
         """
@@ -292,10 +290,10 @@ class _ChunkedLoss:
             self._add_gradients(chunk, factor, softmax_factor / exp_sum)
 
     def _add_gradients(self, chunk: _PendingChunk, factor: torch.Tensor, exp_factor: torch.Tensor) -> None:
-        """Compute the gradient of the logits; accumulate the gradients of x, table and bias.
+        """Compute the logits' gradient; accumulate gradients for x, table and bias.
 
         Args:
-            factor: [c], weight of each token, times the fp16 scale.
+            factor: [c], token weights, times the fp16 scale.
             exp_factor: [c], factor that converts a token's exponentials into its softmax times ``factor`` (with a
                 z-loss also times ``softmax_grad_scale``).
         """
@@ -312,7 +310,7 @@ class _ChunkedLoss:
 
 
 def _combine_statistics(statistics: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the softmax statistics of all ranks' columns together, 3 x [c], from those of each rank, [t, 3, c]."""
+    """Combine per-rank softmax statistics, [t, 3, c], to statistics over all columns, 3 x [c]."""
     if len(statistics) == 1:
         return statistics[0].unbind()
     local_maxima, exp_sums, target_logits = statistics.unbind(1)  # 3 x [t, c]
@@ -322,21 +320,21 @@ def _combine_statistics(statistics: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def supports_fp32_output(x: torch.Tensor) -> bool:
-    """Return True if torch can write a product of 16-bit matrices on the device of ``x`` in fp32, without rounding."""
+    """Return True if torch can write 16-bit matrix products in fp32, without rounding, on the device of ``x``."""
     return x.device.type == "cuda"
 
 
 def accumulates_in_product(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a product of matrices like ``x`` can add its result to a matrix of ``dtype``."""
+    """Return True if products of matrices like ``x`` can be added to a ``dtype`` matrix."""
     return x.dtype == dtype or supports_fp32_output(x)
 
 
 def _fp16_divisor(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the power of two, at least 1, by which ``x`` is divided so that the gradient of the table fits fp16.
+    """Return the power of two, at least 1, that ``x`` is divided by so that the table gradient fits fp16.
 
-    The gradient of the table is the product of the logits' gradient with ``x``. A column of the logits' gradient sums
-    to at most ``FP16_SCALE`` times the sum of weights. Multiplied by the largest element of ``x``, this is a bound of
-    each element of the product. With 4096 tokens of weight 1, elements of ``x`` up to 1 need no division.
+    The table gradient is the product of the logits' gradient with ``x``. A column of the logits' gradient sums to at
+    most ``FP16_SCALE`` times the weight sum. Multiplied by the largest element of ``x``, this bounds each element of
+    the product. With 4096 tokens of weight 1, elements up to 1 need no division.
     """
     bound = FP16_SCALE * weights.abs().sum() * x.abs().amax().to(weights.dtype)
     return torch.exp2((bound / FP16_BOUND).log2().ceil().clamp(min=0))
@@ -348,8 +346,7 @@ def _add_product(
     """Add the product ``a b`` to ``total``.
 
     Args:
-        divisor: factor by which ``b`` is divided before a 16-bit product, and the product multiplied afterwards; None:
-            1.
+        divisor: divides ``b`` before a 16-bit product and multiplies the product afterwards; None: 1.
         is_first: overwrite ``total`` if the product accumulates, because ``total`` is uninitialized then.
     """
     if accumulates_in_product(b, total.dtype):

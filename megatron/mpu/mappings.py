@@ -34,43 +34,43 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
 def copy_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return ``x`` unchanged; its gradient is all-reduced over ``group``."""
+    """Return ``x`` unchanged; all-reduce the gradient over ``group``."""
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
 def reduce_from_tensor_region(x: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
-    """Return the sum of ``x`` over ``group``.
+    """Sum ``x`` over ``group``.
 
     Args:
-        in_place: overwrite ``x``, the result of an operation that does not save it for backward. Tensors that are not
-            contiguous, and those in compiled layers, are copied nevertheless.
+        in_place: overwrite ``x``, which the preceding operation must not save for backward. Non-contiguous tensors and
+            tensors in compiled layers are copied nevertheless.
     """
     in_place = in_place and not torch.compiler.is_compiling() and x.is_contiguous()
     return x if group.size == 1 else _Reduce.apply(x, group, in_place)
 
 
 def scatter_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's slice of the last dimension."""
+    """Slice the last dimension for this rank."""
     return x if group.size == 1 else _Scatter.apply(x, group)
 
 
 def gather_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the slices of all ranks, concatenated along the last dimension."""
+    """Concatenate all ranks' slices along the last dimension."""
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
 def gather_from_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the slices of all ranks, concatenated along the first dimension; gradients are reduce-scattered."""
+    """Concatenate all ranks' slices along the first dimension; gradients are reduce-scattered."""
     return x if group.size == 1 else _GatherRows.apply(x, group)
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's slice, along the first dimension, of the sum of ``x`` over ``group``."""
+    """Sum ``x`` over ``group`` and return this rank's slice along the first dimension."""
     return x if group.size == 1 else _ReduceScatterRows.apply(x, group)
 
 
 def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's slice of ``x``, which is the same on every rank, along the first dimension.
+    """Slice ``x``, which is the same on every rank, along the first dimension for this rank.
 
     Raises:
         ValueError: the first dimension is not a multiple of the group size.
@@ -79,10 +79,10 @@ def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
-    """Return ``x`` as the input of a tensor-parallel region: the full tensor, whose gradient is reduced over ``group``.
+    """Enter a tensor-parallel region: return the full tensor, whose gradient is reduced over ``group``.
 
     Args:
-        sequence_parallel: ``x`` is this rank's slice of the sequence rather than the full sequence.
+        sequence_parallel: ``x`` is this rank's sequence slice rather than the full sequence.
     """
     return gather_from_sequence_region(x, group) if sequence_parallel else copy_to_tensor_region(x, group)
 
@@ -90,7 +90,7 @@ def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool =
 def leave_tensor_region(
     x: torch.Tensor, group: Group, sequence_parallel: bool = False, *, in_place: bool = False
 ) -> torch.Tensor:
-    """Return the sum of ``x`` over ``group``, or with ``sequence_parallel`` this rank's slice of the sum.
+    """Sum ``x`` over ``group``; with ``sequence_parallel`` return this rank's slice of the sum.
 
     Args:
         in_place: see ``reduce_from_tensor_region``.
@@ -101,7 +101,7 @@ def leave_tensor_region(
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """All-reduce ``x`` in place over ``group`` and return it; a group of one rank leaves it unchanged."""
+    """All-reduce ``x`` in place over ``group`` and return it; a single-rank group leaves it unchanged."""
     if group.size > 1:
         dist.all_reduce(x, op=op, group=group.handle)
     return x
@@ -116,7 +116,7 @@ class AsyncHandle:
     source: torch.Tensor  # the input, kept alive until the collective has finished
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return its output."""
+        """Wait for the collective and return the output."""
         self.work.wait()
         return self.tensor
 
@@ -145,7 +145,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group) -> AsyncHandle:
 
 
 def _empty_shard(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Allocate the output of a reduce-scatter of ``x``, or raise ValueError if its rows cannot be split evenly."""
+    """Allocate the output for a reduce-scatter of ``x``, or raise ValueError if the rows cannot be split evenly."""
     if x.shape[0] % group.size:
         raise ValueError(
             "with --sequence-parallel, the sequence length must be a multiple of the tensor-parallel size, got "
@@ -169,7 +169,7 @@ def _reduce_scatter_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _local_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's slice of the last dimension, or raise ValueError if it cannot be split evenly."""
+    """Slice the last dimension for this rank, or raise ValueError if it cannot be split evenly."""
     if x.shape[-1] % group.size:
         raise ValueError(
             f"the last dimension ({x.shape[-1]}) must be divisible by the group size ({group.size}). "

@@ -18,10 +18,10 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox(counter: Words, key: int) -> Words:
-    """Return four random words for each counter.
+    """Compute four random words for each counter.
 
-    The words of the counter may have different shapes. They are broadcast against each other as late as the rounds
-    allow, so that a counter of coordinate vectors costs less than a materialized one.
+    The counter words may have different shapes. They are broadcast against each other as late as the rounds allow, so
+    that a counter of coordinate vectors costs less than a materialized one.
 
     Shapes:
         counter 4 x int64 tensors of words, 0 to 2**32 - 1, that broadcast to [...]
@@ -40,7 +40,7 @@ def philox(counter: Words, key: int) -> Words:
 
 
 def _mix(product: torch.Tensor, word: torch.Tensor, key: int) -> torch.Tensor:
-    """Return the upper half of ``product`` XOR ``key`` XOR the lower half of ``word``."""
+    """XOR ``key``, the upper half of ``product`` and the lower half of ``word``."""
     mixed = (product >> 32) ^ word
     mixed ^= key
     mixed &= WORD

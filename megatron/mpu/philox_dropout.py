@@ -1,7 +1,7 @@
 """PhiloxDropout: dropout masks that are the same in every layout (``--layout-independent-dropout``).
 
-The key of the hash is derived from seed, step, layer and site. The counter identifies an element in the full tensor of
-the global batch; four neighbouring columns share a counter:
+The key of the hash is derived from seed, step, layer and site. The counter identifies an element in the global batch's
+full tensor; four neighbouring columns share a counter:
 
 | word | hidden states [s, b, h] | attention probabilities [b, a, s, s_k] |
 |---|---|---|
@@ -11,11 +11,10 @@ the global batch; four neighbouring columns share a counter:
 | 3 | 0 | head |
 
 Neither key nor counter depends on the rank, stage, replica or micro-batch. Samples are numbered as
-``megatron.data.data_loader`` distributes them: sample j of micro-batch i on replica r is sample (r m + i) b + j of the
+``megatron.data.data_loader`` distributes them: sample j in micro-batch i on replica r is sample (r m + i) b + j in the
 global batch, with m micro-batches of b samples on each replica. If replicas have different numbers of micro-batches, or
 run them in turn, ``DropoutKey.first_micro_batch`` replaces r m. If samples are split into shorter sequences
-(--seq-length-schedule), the sequences are numbered instead of the samples, and b is the number of sequences per
-micro-batch.
+(--seq-length-schedule), the sequences are numbered instead of the samples, and b counts sequences per micro-batch.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ CHUNK_COUNTERS = {"cpu": 2**14, "cuda": 2**24}
 
 
 class PhiloxDropout(DropoutStreams):
-    """Source of all dropout masks of one rank, independent of the layout.
+    """Source of one rank's dropout masks, independent of the layout.
 
     Args:
-        micro_batch_size: samples per micro-batch, by which the shapes of tensors are validated. If samples are split
-            into shorter sequences (--seq-length-schedule), tensors contain a multiple of this number.
+        micro_batch_size: samples per micro-batch, which tensor shapes are checked against. If samples are split into
+            shorter sequences (--seq-length-schedule), tensors contain a multiple of it.
         seed, data, tensor: see ``DropoutStreams``.
         context: context-parallel group, whose ranks hold chunks of the same samples.
     """
@@ -60,7 +59,7 @@ class PhiloxDropout(DropoutStreams):
         self.micro_batch_size, self.context, self.tensor_size = micro_batch_size, context, tensor.size
 
     def key(self, layer: int, site: str, is_sharded: bool) -> int:
-        """Return the key of the hash, the same on all ranks and for sharded and full tensors."""
+        """Return the hash key, the same on all ranks and for sharded and full tensors."""
         fields = (self.seed, self.position.step, layer, site)
         return hash_key(fields, 8)
 
@@ -75,7 +74,7 @@ class PhiloxDropout(DropoutStreams):
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_sharded: bool = False,
         is_sequence_slice: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``x`` after dropout, plus ``residual`` if given.
+        """Apply dropout to ``x`` and add ``residual`` if given.
 
         Shapes:
             x, residual, output [s, b, h], or [s, b, h/t] with ``is_sharded``, or [s/t, b, h] with ``is_sequence_slice``
@@ -117,12 +116,11 @@ class PhiloxDropout(DropoutStreams):
     ) -> torch.Tensor:  # fmt: skip
         """Apply dropout to ``x`` with context parallelism.
 
-        Each range of tokens is processed separately, because its positions start at another offset.
+        Each token range is processed separately, because its positions start at another offset.
 
         Args:
-            origin: coordinates of the first element of ``x``: row among this context rank's s/c rows, sample, plane,
-                column.
-            is_sequence_slice: ``x`` is this tensor rank's slice of the sequence.
+            origin: coordinates of the first element: row among this context rank's s/c rows, sample, plane, column.
+            is_sequence_slice: ``x`` is this tensor rank's sequence slice.
         """
         row, sample, plane, column = origin
         rank_ranges = token_ranges(len(x) * (self.tensor_size if is_sequence_slice else 1), self.context)
@@ -151,7 +149,7 @@ class PhiloxDropout(DropoutStreams):
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_sharded: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Call attention ``function`` with dropout of its probabilities."""
+        """Call attention ``function`` with probability dropout."""
         # read key and position now, because the position may change before ``function`` calls ``drop``
         key, position = self.key(layer, site, is_sharded), self.position
         drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_sharded)
@@ -167,9 +165,9 @@ class PhiloxDropout(DropoutStreams):
             x, output [b, a/t, s, s_k], or [b, a/tc, s, s_k] with ``first_head``, or with ``runs`` [b, a/t, s/c, s_k]
 
         Args:
-            at: position of the forward pass.
-            runs: token ranges of the queries in the full sequence; empty: the queries start at its first token.
-            first_head: index of the first head among the heads of this tensor rank.
+            at: forward-pass position.
+            runs: query token ranges in the full sequence; empty: the queries start at the first token.
+            first_head: first head's index on this tensor rank.
         """
         samples, heads, queries, keys = x.shape
         sample = self._first_sample(samples, at)
@@ -194,7 +192,7 @@ class PhiloxDropout(DropoutStreams):
         return _apply_mask(x, mask, probability)
 
     def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
-        """Return the index in the global batch of the first sample of a micro-batch with ``samples`` samples."""
+        """Return the global-batch index of the first sample in a micro-batch with ``samples`` samples."""
         at = at or self.position
         return (at.first_micro_batch + at.micro_batch) * samples
 
@@ -202,7 +200,7 @@ class PhiloxDropout(DropoutStreams):
 def dropped_mask(
     key: int, probability: float, *, rows: torch.Tensor, samples: torch.Tensor, planes: torch.Tensor, columns: range
 ) -> torch.Tensor:
-    """Return the mask of dropped elements: True where the random word is below ``probability * 2**32``.
+    """Compute the mask of dropped elements: True where the random word is below ``probability * 2**32``.
 
     Shapes:
         rows, samples, planes: int64 coordinates [..., 1] that broadcast against each other; only the first dimension
@@ -221,12 +219,11 @@ def dropped_mask(
 
 
 def _apply_mask(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return ``x / (1 - probability)`` with zeros where ``mask`` is True."""
     return (x * (1.0 / (1.0 - probability))).masked_fill_(mask, 0.0)
 
 
 def _token_positions(token_ranges: Iterable[TokenRange], device: torch.device) -> torch.Tensor:
-    """Return the positions of the tokens of ``token_ranges`` in the full sequence."""
+    """Return full-sequence positions for all tokens in ``token_ranges``."""
     return torch.cat(
         [
             _range(token_range.stop - token_range.start, device, token_range.first_position)

@@ -1,10 +1,10 @@
 """DropoutStreams: dropout masks from keyed generators; mpu.checkpoint: recomputation with the same masks.
 
-A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, if the tensor is sharded over the
+A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, for tensors sharded over the
 tensor-parallel group, of the tensor rank. Ranks that hold the same activation therefore draw the same mask, other ranks
 draw different masks, and a resumed or recomputed step draws the same masks again. On CUDA a kernel takes the key
-instead of a generator: no mask is stored in memory, and masks do not depend on the number of multiprocessors. The masks
-of ``PhiloxDropout`` (--layout-independent-dropout) do not depend on the layout either.
+instead of a generator: no mask is stored in memory, and masks do not depend on the number of multiprocessors. Masks
+from ``PhiloxDropout`` (--layout-independent-dropout) do not depend on the layout either.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megatron.mpu.random_key import hash_key
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """Position of a forward pass: the optimizer step and the micro-batch within it, both from 0.
+    """Forward-pass position: the optimizer step and the micro-batch within it, both from 0.
 
-    ``first_micro_batch + micro_batch`` is the index of the micro-batch among those of all replicas. Only
-    ``PhiloxDropout`` reads ``first_micro_batch``.
+    ``first_micro_batch + micro_batch`` is the micro-batch index over all replicas. Only ``PhiloxDropout`` reads
+    ``first_micro_batch``.
     """
 
     step: int = 0
@@ -41,10 +41,10 @@ class DropoutKey:
 
 
 class DropoutStreams:
-    """Source of all dropout masks of one rank.
+    """Source of one rank's dropout masks.
 
     Args:
-        seed: seed of the run, the same on every rank.
+        seed: the run's seed, the same on every rank.
         data: data-parallel group, whose ranks draw different masks.
         tensor: tensor-parallel group, whose ranks draw different masks for sharded tensors.
 
@@ -81,7 +81,7 @@ class DropoutStreams:
 
     @contextmanager
     def at(self, position: DropoutKey) -> Iterator[None]:
-        """Draw the masks of ``position`` in the ``with`` block, as a recomputed forward requires."""
+        """Draw the masks for ``position`` in the ``with`` block, as a recomputed forward requires."""
         previous, self.position = self.position, position
         try:
             yield
@@ -89,7 +89,7 @@ class DropoutStreams:
             self.position = previous
 
     def key(self, layer: int, site: str, is_sharded: bool) -> int:
-        """Return the generator seed of a mask; ``layer`` may be a tensor of one element."""
+        """Return a mask's generator seed; ``layer`` may be a single-element tensor."""
         tensor_rank = self.tensor_rank if is_sharded else -1
         position = self.position
         return hash_key(
@@ -102,7 +102,7 @@ class DropoutStreams:
 
     @contextmanager
     def generator(self, device: torch.device, layer: int, site: str, is_sharded: bool) -> Iterator[None]:
-        """Seed torch's default generator of ``device`` for the ``with`` block and restore its state afterwards."""
+        """Seed torch's default generator on ``device`` for the ``with`` block and restore its state afterwards."""
         generator = default_generator(device)
         state = generator.get_state()
         generator.manual_seed(self.key(layer, site, is_sharded))
@@ -115,11 +115,11 @@ class DropoutStreams:
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_sharded: bool = False,
         is_sequence_slice: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``x`` after dropout with the mask of ``layer`` and ``site``, plus ``residual`` if given.
+        """Apply dropout with the mask for ``layer`` and ``site`` to ``x``, and add ``residual`` if given.
 
         Args:
             is_sharded: ``x`` is this tensor rank's shard rather than a replicated tensor.
-            is_sequence_slice: ``x`` is this tensor rank's slice of the sequence.
+            is_sequence_slice: ``x`` is this tensor rank's sequence slice.
         """
         if not training or probability == 0.0:
             return add_residual(residual, x)
@@ -136,7 +136,7 @@ class DropoutStreams:
         """Apply dropout unconditionally, outside of compiled graphs; ``dropout`` decides whether to call this.
 
         Args:
-            is_sharded: tensor ranks draw different masks, because ``x`` is a shard or a slice of the sequence.
+            is_sharded: tensor ranks draw different masks, because ``x`` is a shard or a sequence slice.
         """
         if self.uses_kernel(x):
             return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_sharded), probability))
@@ -156,18 +156,18 @@ class DropoutStreams:
         return dropped
 
     def recompute(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(*args)`` without saving its activations for backward; see ``checkpoint``."""
+        """Call ``function(*args)`` without saving activations for backward; see ``checkpoint``."""
         return checkpoint(self, function, *args)
 
     def attend(
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_sharded: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Call attention ``function`` of ``megatron.ops`` with dropout of its probabilities.
+        """Call attention ``function`` from ``megatron.ops`` with probability dropout.
 
         Args:
-            function: takes either ``dropout``, the rate of a mask that it draws from torch's default generator, or
-                ``drop``, a function that applies dropout to probabilities.
+            function: takes either ``dropout``, a rate for a mask from torch's default generator, or ``drop``, a
+                function that applies dropout to probabilities.
             is_sharded: the heads are sharded over the tensor-parallel group.
         """
         with self.generator(device, layer, site, is_sharded):
@@ -177,7 +177,7 @@ class DropoutStreams:
 def checkpoint(
     streams: DropoutStreams, function: Callable[..., Any], *args: Any, storage: ActivationStorage | None = None
 ) -> Any:
-    """Run ``function(*args)`` without saving its activations; backward runs it again with the same dropout masks.
+    """Run ``function(*args)`` without saving activations; backward runs it again with the same dropout masks.
 
     Args:
         storage: stores ``args`` until backward; None: autograd saves them unchanged.

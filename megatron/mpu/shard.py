@@ -88,10 +88,10 @@ def global_norm(
     holders: Group = SINGLE,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return the 2-norm of the ``gradients`` of all ranks of ``model``, in fp64. Collective.
+    """Compute the 2-norm over all ranks' ``gradients`` in ``model``, in fp64. Collective.
 
     Args:
         gradients: gradients that this rank contributes to the norm.
-        holders: group of replicas that hold different shards of the gradients.
+        holders: replicas that hold different gradient shards.
     """
     return tds.grad_norm.global_norm(gradients, [holders.handle, model.handle], device)

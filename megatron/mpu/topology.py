@@ -1,4 +1,4 @@
-"""Arithmetic of the grid of ranks; requires neither torch nor running processes.
+"""Rank grid arithmetic; requires neither torch nor running processes.
 
 ``rank = ((pipe * d + data) * c + context) * t + tensor``: the tensor axis varies fastest, so that a tensor group stays
 within a node; the pipe axis varies slowest. Megatron-LM's default (tp-cp-ep-dp-pp) has the same order, and so has
@@ -16,7 +16,7 @@ AXES = ("pipe", "data", "context", "tensor")
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Position of a rank on the four axes."""
+    """A rank's position on the four axes."""
 
     pipe: int
     data: int
@@ -28,8 +28,8 @@ class Coordinate:
 class Topology:
     """Sizes of the four axes: ``p`` pipe, ``d`` data, ``t`` tensor, ``c`` context.
 
-    ``expert`` is not an axis: the experts of a layer are distributed over groups of ``expert`` consecutive ranks along
-    data and context.
+    ``expert`` is not an axis: a layer's experts are distributed over groups of ``expert`` consecutive ranks along data
+    and context.
     """
 
     pipe: int
@@ -43,7 +43,7 @@ class Topology:
 
     @classmethod
     def from_world_size(cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1) -> Topology:
-        """Return the topology of ``world_size`` ranks; the data size follows from the other sizes.
+        """Build the topology for ``world_size`` ranks; the data size follows from the other sizes.
 
         Raises:
             ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide
@@ -81,10 +81,10 @@ class Topology:
         return {**axis_sizes, **{name: size for name, size in optional.items() if size > 1}}
 
     def expert_groups(self, *, same_experts: bool = False) -> list[list[int]]:
-        """Return the groups of ranks over which the experts of a layer are distributed, in the order of the experts.
+        """Return the rank groups that share a layer's experts, in expert order.
 
         Args:
-            same_experts: return the groups of ranks that hold the same experts instead.
+            same_experts: instead return the rank groups that hold the same experts.
         """
         data_context_groups = self.groups("data", "context")
         if same_experts:
@@ -110,7 +110,7 @@ class Topology:
     def groups(self, *axes: str) -> list[list[int]]:
         """Return all groups of ranks that differ only along ``axes``, each in ascending order.
 
-        ``groups("tensor")`` returns the tensor-parallel groups, ``groups("pipe", "tensor")`` the ranks of each replica.
+        ``groups("tensor")`` returns the tensor-parallel groups, ``groups("pipe", "tensor")`` the ranks in each replica.
         """
         unknown = set(axes) - set(AXES)
         if unknown:
@@ -124,12 +124,12 @@ class Topology:
 
 
 def format_axes(context: int) -> str:
-    """Return the axes whose product must divide the world size, as text; context is omitted if its size is 1."""
+    """Format the axes whose product must divide the world size; context is omitted if its size is 1."""
     return "tensor x pipe" if context == 1 else "tensor x pipe x context"
 
 
 def format_sizes(world_size: int, tensor: int, pipe: int, context: int) -> str:
-    """Return the world size, the flags and their product, as text for an error message."""
+    """Format the world size, the flags and their product for an error message."""
     flags = f"--model-parallel-size {tensor}, --pipe-parallel-size {pipe}"
     product, total = f"{tensor} x {pipe}", tensor * pipe * context
     if context > 1:
@@ -138,7 +138,7 @@ def format_sizes(world_size: int, tensor: int, pipe: int, context: int) -> str:
 
 
 def chunk_indices(rank: int, size: int) -> tuple[int, int]:
-    """Return the indices of the two chunks of a sequence, out of ``2 * size``, that context rank ``rank`` holds.
+    """Return the two chunk indices, out of ``2 * size``, that context rank ``rank`` holds.
 
     The first chunk attends to few keys and the last one to the most, so that pairing them balances causal attention.
     """

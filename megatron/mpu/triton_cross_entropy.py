@@ -1,4 +1,4 @@
-"""Triton kernels of the cross-entropy. Imported on use only, because builds of torch for CPUs do not include Triton.
+"""Triton kernels for the cross-entropy. Imported on use only, because builds of torch for CPUs do not include Triton.
 
 ``megatron.mpu.fused_cross_entropy`` launches them. Tests run them on a CPU with Triton's interpreter.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(logits, bias, columns, is_loaded, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Return ``columns`` of a row of logits in fp32, plus the bias, and capped to ``cap * tanh(logit / cap)``.
+    """Load ``columns`` of a logits row in fp32, add the bias, and cap to ``cap * tanh(logit / cap)``.
 
     Columns that are not loaded are 0.
     """
@@ -38,7 +38,7 @@ def statistics_kernel(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write maximum, sum of exponentials and target's logit of a row to ``statistics`` [3, num_rows].
+    """Write a row's maximum, sum of exponentials and target's logit to ``statistics`` [3, num_rows].
 
     A program reads one row once, in blocks. The sum is kept as ``BLOCK`` partial sums relative to the maximum so far.
     """
@@ -82,7 +82,7 @@ def gradient_kernel(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of ``BLOCK`` logits of one row, and zeros to the columns from ``num_columns``.
+    """Write the gradient for ``BLOCK`` logits in one row, and zeros to the columns from ``num_columns``.
 
     ``gradient`` may be ``logits`` itself.
     """

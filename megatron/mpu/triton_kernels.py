@@ -30,9 +30,9 @@ def dropout_kernel(
 ):
     """Write ``residual + x * scale``, or only ``residual`` for elements with a random word below ``threshold``.
 
-    A program processes ``GROUPS`` counters of one line, a vector along the last dimension. The lines of hidden states
+    A program processes ``GROUPS`` counters in one line, a vector along the last dimension. The lines of hidden states
     [s, b, h] are (row, sample), with ``inner`` = b; those of probabilities [b, a, s, s_k] are (sample, head, row), with
-    ``inner`` = s and ``middle`` = a. Product and sum are rounded separately, as by torch's sequence of operators.
+    ``inner`` = s and ``middle`` = a. Product and sum are rounded separately, as by torch's operators.
     """
     line = tl.program_id(0)
     if IS_ATTENTION:

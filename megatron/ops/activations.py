@@ -26,7 +26,7 @@ CUBIC = 0.044715 * LINEAR
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """Return ``x`` times the cumulative distribution function of the normal distribution at ``x``, element by element.
+    """Multiply ``x`` elementwise by the cumulative distribution function of the normal distribution at ``x``.
 
     Args:
         approximate: "none", or "tanh" for OpenAI's formula, Hugging Face's ``gelu_new``.
@@ -39,7 +39,7 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return the "tanh" variant by the logistic function: (1 + tanh(u)) / 2 is the logistic function of 2 u.
+    """Compute the "tanh" variant by the logistic function: (1 + tanh(u)) / 2 is the logistic function of 2 u.
 
     16-bit inputs are computed in fp32, as in torch's kernel.
     """
@@ -48,7 +48,7 @@ def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _untraced_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return the "none" variant by torch's kernel, in an operator that the compiler does not trace."""
+    """Compute the "none" variant with torch's kernel, in an operator that the compiler does not trace."""
     y: torch.Tensor = _gelu(x)
     return y
 
@@ -91,7 +91,7 @@ _gelu.register_autograd(_gelu_gradient, setup_context=_setup_gelu_context)
 
 
 def relu(x: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of ``x`` and 0, element by element."""
+    """Return ``max(x, 0)`` elementwise."""
     if torch.compiler.is_compiling() and x.device.type == "cpu":
         y: torch.Tensor = _relu(x)
         return y
@@ -99,7 +99,7 @@ def relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """Return the square of ``relu``.
+    """Square the output of ``relu``.
 
     Source: So et al. 2021, "Primer: searching for efficient transformers for language modeling".
     """
@@ -138,7 +138,7 @@ _relu.register_autograd(_relu_gradient, setup_context=_setup_relu_context)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` times the logistic function of ``1.702 x``, an approximation of ``gelu``.
+    """Approximate ``gelu`` by ``x`` times the logistic function at ``1.702 x``.
 
     Source: Hendrycks and Gimpel 2016, "Gaussian error linear units", section 2.
     """
@@ -162,7 +162,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Return the activation ``name``; if it is gated, the activation of the gate.
+    """Return the activation ``name``; for a gated one, the gate's activation.
 
     Raises:
         ValueError: there is no activation of that name.
@@ -173,5 +173,5 @@ def activation(name: str) -> Activation:
 
 
 def is_gated(name: str) -> bool:
-    """Return True if the feed-forward layer multiplies its activation by a second product of the same input."""
+    """Return True if the feed-forward layer multiplies the activation by a second product of the same input."""
     return name.startswith("gated-")

@@ -62,7 +62,7 @@ def attention(
 def lower_right_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, dropout: float = 0.0
 ) -> torch.Tensor:
-    """Return causal attention of the last s positions of a sequence to all of its keys.
+    """Attend causally from the last s positions of a sequence to all keys.
 
     On CUDA no mask is materialized.
 
@@ -73,7 +73,7 @@ def lower_right_attention(
 
     Args:
         scale: default ``d ** -0.5``.
-        dropout: rate of the dropout of probabilities.
+        dropout: dropout rate of the probabilities.
     """
     from torch.nn.attention.bias import causal_lower_right  # imported on use: it imports a compiler
 
@@ -85,7 +85,7 @@ def lower_right_attention(
 
 
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Return a context manager that restricts torch's attention kernels to ``MASKED_BACKENDS`` if there is a mask.
+    """Restrict torch's attention kernels to ``MASKED_BACKENDS`` within the block if there is a mask.
 
     Source: https://github.com/pytorch/pytorch/issues/196678 describes the error of cuDNN's kernel.
     """
@@ -93,7 +93,7 @@ def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]
 
 
 def repeat_kv(kv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return keys or values [b, g, s_k, d] repeated for each query head of their group: [b, a, s_k, d]."""
+    """Repeat keys or values [b, g, s_k, d] for each query head in the group: [b, a, s_k, d]."""
     return kv.unsqueeze(2).expand(-1, -1, num_heads // kv.shape[1], -1, -1).flatten(1, 2)
 
 
@@ -115,7 +115,7 @@ def attention_with_dropout(
 
     Args:
         cap: cap of ``softcap``, applied before ``bias``; 0: none.
-        sinks: scores of a further key without a value, one per head.
+        sinks: scores of an additional key without a value, one per head.
     """
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)  # [b, a/t, s, s_k]
     scores = softcap(scores, cap) if cap else scores
@@ -138,22 +138,22 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the mask with which query i sees the keys 0 to i: bool [s, s_k]."""
+    """Build a mask in which query i sees keys 0 to i: bool [s, s_k]."""
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
 
 
 def lower_right_causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask of the last s positions of a sequence and all of its keys: bool [s, s_k]."""
+    """Build a causal mask for the last s positions of a sequence and all keys: bool [s, s_k]."""
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
         key.shape[2] - query.shape[2]
     )
 
 
 def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask within documents: a query sees the positions of its document up to its own.
+    """Build a causal mask within documents: a query sees positions of the same document up to its own.
 
     Shapes:
-        segment_ids [b, s] integers, the document of each position
+        segment_ids [b, s] integers, document index per position
         output      bool [b, 1, s, s]
     """
     is_same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [b, s, s]
@@ -161,10 +161,10 @@ def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:
 
 
 def segment_mask(query_segments: torch.Tensor, key_segments: torch.Tensor) -> torch.Tensor:
-    """Return the mask within documents, in both directions. Padding (-1) sees only padding, and only padding sees it.
+    """Build a bidirectional mask within documents. Padding (-1) sees only padding, and only padding sees it.
 
     Shapes:
-        query_segments [b, s], key_segments [b, s_k] integers, the document of each position
+        query_segments [b, s], key_segments [b, s_k] integers, document index per position
         output         bool [b, 1, s, s_k]
     """
     is_same = query_segments.unsqueeze(2) == key_segments.unsqueeze(1)  # [b, s, s_k]
@@ -172,7 +172,7 @@ def segment_mask(query_segments: torch.Tensor, key_segments: torch.Tensor) -> to
 
 
 def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token within its document.
+    """Return token positions within documents.
 
     Shapes:
         segment_ids [b, s] integers, equal and adjacent within a document
@@ -193,7 +193,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mask_value(dtype: torch.dtype) -> float:
-    """Return the value added to masked scores: half the lowest number of ``dtype``.
+    """Return the value added to masked scores: half the lowest ``dtype`` number.
 
     The value remains finite when a low score is added, and when multiplied by log2(e) in kernels that compute powers
     of 2. Scores that are not masked must be well above it: in fp16 above -30,000.

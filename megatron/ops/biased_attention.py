@@ -16,7 +16,7 @@ from megatron.ops.attention import Drop, additive_mask, attention, attention_wit
 
 
 def mask_future(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return the bias with ``mask_value`` for keys after the query, so that no separate causal mask is needed.
+    """Mask the bias with ``mask_value`` for keys after the query, so that no separate causal mask is needed.
 
     Shapes:
         by_distance, output [a, 2s - 1]
@@ -27,7 +27,7 @@ def mask_future(by_distance: torch.Tensor) -> torch.Tensor:
 
 
 def expand_bias(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return a matrix for each head whose entry (i, j) is the bias of the distance j - i.
+    """Expand the bias to one matrix per head, whose entry (i, j) is the bias at distance j - i.
 
     Shapes:
         by_distance [a, 2s - 1]
@@ -54,19 +54,19 @@ def expand_bias_values(by_distance: torch.Tensor) -> torch.Tensor:
 
 
 def diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``expand_bias_values``.
+    """Sum [a, s, s] along the diagonals to [a, 2s - 1]: the transpose of ``expand_bias_values``.
 
-    On a CPU, heads are processed one at a time in memory that stays in its caches. On other devices all heads are
-    processed together, because a kernel for one head would be too small.
+    On a CPU, heads are processed one at a time in memory that stays in cache. On other devices all heads are processed
+    together, because a kernel for one head would be too small.
     """
     return diagonal_sums_by_heads(matrices, 1 if matrices.device.type == "cpu" else len(matrices))
 
 
 def diagonal_sums_by_heads(matrices: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return ``diagonal_sums``, computed for ``num_heads`` heads at a time, which must divide the number of heads.
+    """Compute ``diagonal_sums`` for ``num_heads`` heads at a time, which must divide the head count.
 
-    Row i of a matrix is shifted by i columns to the left within rows of length 2s, so that each column contains the
-    entries of one distance.
+    Row i of a matrix is shifted by i columns to the left within rows of length 2s, so that each column contains a
+    single distance.
     """
     size = matrices.shape[-1]
     rows = matrices.new_zeros(num_heads, size, 2 * size)
@@ -127,7 +127,7 @@ def biased_attention(
 
 
 def is_blocked(x: torch.Tensor) -> bool:
-    """Return True if attention of ``x`` works block by block: in fp32 and fp64 on a CPU.
+    """Return True if attention works block by block: in fp32 and fp64 on a CPU.
 
     torch's own attention is slow there, most of all with a bias.
     """
@@ -151,7 +151,7 @@ def _forward(
     is_masked: torch.Tensor | None,
     saves_probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context and the probabilities [b a, s, s_k], which are empty without ``saves_probabilities``.
+    """Return the context and probabilities [b a, s, s_k], which are empty without ``saves_probabilities``.
 
     Scores become probabilities in place, block by block. With more than ``MAX_SAVED_PROBABILITIES`` probabilities no
     tensor [b, a, s, s_k] is allocated, whereas torch's attention allocates several tensors of that size and passes over
@@ -183,7 +183,7 @@ def _backward(
     is_masked: torch.Tensor | None,
     saved_probabilities: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key, value and bias; the last is empty if there is no bias."""
+    """Return gradients for query, key, value and bias; the last is empty if there is no bias."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     saves_probabilities = saved_probabilities.numel() > 0
     bias = None if by_distance is None or saves_probabilities else expand_bias_values(by_distance)
@@ -267,7 +267,6 @@ _forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
 def _product_flops(query: torch.Size, key: torch.Size) -> int:
-    """Return the FLOPs of the product of all queries with all keys."""
     b, a, s, d = query
     return 2 * b * a * s * key[2] * d
 
@@ -292,7 +291,7 @@ def _flops_of_backward(
 
 
 def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:
-    """Add the scores [heads, s, s] of each sample of a block to ``total``; with ``is_first`` overwrite ``total``."""
+    """Add a block's scores [heads, s, s] to ``total``, sample by sample; with ``is_first`` overwrite ``total``."""
     samples = scores.split(total.shape[0])
     if is_first:
         total.copy_(samples[0])
@@ -301,7 +300,7 @@ def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:
-    """Return the blocks and the number of heads in the largest block."""
+    """Return the blocks and the largest block's head count."""
     num_samples, num_heads = query.shape[:2]
     size = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
     if size < num_heads:
@@ -330,7 +329,7 @@ def _set_probabilities(
     is_masked: torch.Tensor | None,
     block: _Block,
 ) -> None:
-    """Write the softmax of a block's scores into ``scores``; ``is_masked`` scores are set to ``mask_value``.
+    """Replace a block's ``scores`` by their softmax; ``is_masked`` scores are set to ``mask_value``.
 
     Shapes:
         scores [n, s, s_k]

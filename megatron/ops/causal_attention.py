@@ -27,7 +27,7 @@ CACHED_SCORES = 2**18
 
 
 def queries_per_block(size: int) -> int:
-    """Return the number q of queries per block, for sequences of ``size`` tokens.
+    """Return the query count per block, q, for sequences of ``size`` tokens.
 
     About (1 + q/s) / 2 of the s x s scores are computed, so smaller blocks save computation. But in long sequences only
     few heads fit into a core's caches, and the overhead of more products would exceed the computation saved.
@@ -57,16 +57,16 @@ class HeadBuffers:
         self.blocks: Sequence[QueryBlock] = [self.block(first) for first in reversed(range(0, self.size, num_queries))]
 
     def block(self, first: int) -> QueryBlock:
-        """Return the block whose queries start at ``first``."""
+        """Return the block with queries from ``first`` on."""
         return QueryBlock(self, self.query_range(first))
 
     def query_range(self, first: int) -> slice:
-        """Return the indices of the queries of the block that starts at ``first``."""
+        """Return the query indices in the block that starts at ``first``."""
         return slice(first, min(first + queries_per_block(self.size), self.size))
 
 
 class QueryBlock:
-    """Views of the queries ``query_range`` of n heads, and of the keys and values up to the last of these queries.
+    """Views of queries ``query_range`` in n heads, and of keys and values up to the last query.
 
     Shapes, for a block of q queries and the k keys up to its end:
         query   [n, q, d]
@@ -92,7 +92,7 @@ class QueryBlock:
         self._keys_transposed = self.keys.transpose(1, 2)
 
     def view_scores(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a view [n, q, k] of ``memory``, in the shape of ``scores``."""
+        """View ``memory`` as [n, q, k], in the shape of ``scores``."""
         heads, num_queries, _ = self.query.shape
         return memory[: heads * num_queries * self.query_range.stop].view(heads, num_queries, self.query_range.stop)
 
@@ -104,7 +104,7 @@ class QueryBlock:
 
 
 class BackwardHeadBuffers(HeadBuffers):
-    """``HeadBuffers`` that also hold the gradients of context, keys and values, each [n, s, d]."""
+    """``HeadBuffers`` with gradients for context, keys and values, each [n, s, d]."""
 
     blocks: Sequence[BackwardQueryBlock]
 
@@ -124,9 +124,8 @@ class BackwardHeadBuffers(HeadBuffers):
 class BackwardQueryBlock(QueryBlock):
     """``QueryBlock`` with the views that backward needs.
 
-    ``context_grad`` [n, q, d] is the gradient of the context, ``score_grads`` [n, q, k] is memory for the gradient
-    of the probabilities, and later of the scores. ``key_grad`` and ``value_grad`` accumulate gradients over
-    the blocks.
+    ``context_grad`` [n, q, d] is the context gradient. ``score_grads`` [n, q, k] is memory for the probability
+    gradient, and later for the score gradient. ``key_grad`` and ``value_grad`` accumulate gradients over the blocks.
     """
 
     def __init__(self, buffers: BackwardHeadBuffers, query_range: slice) -> None:
@@ -148,14 +147,14 @@ class _GradAccumulator:
         self._product = self._rows if self._is_first else scratch[: self._rows.numel()].view(self._rows.shape)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``scale`` times the product of ``left`` and ``right`` for each head."""
+        """Add ``scale * left @ right`` for each head."""
         write_product(self._product, left, right, self._scale)
         if not self._is_first:
             self._rows += self._product
 
 
 def write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """Write ``scale`` times the product of ``left`` and ``right`` for each head into ``target``, and return it."""
+    """Write ``scale * left @ right`` for each head into ``target``, and return it."""
     return torch.baddbmm(target, left, right, beta=0, alpha=scale, out=target)
 
 
@@ -163,7 +162,7 @@ AnyHeadBuffers = TypeVar("AnyHeadBuffers", bound=HeadBuffers)
 
 
 def head_buffers(buffers_type: type[AnyHeadBuffers], packed: torch.Tensor) -> Iterator[tuple[slice, AnyHeadBuffers]]:
-    """Yield (range of heads, buffers) for the heads that are processed together; all ranges share the buffers."""
+    """Yield (head range, buffers) for heads that are processed together; all ranges share the buffers."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
     max_heads = max(1, CACHED_SCORES * torch.get_num_threads() // (queries_per_block(size) * size))
     heads_per_room = -(-num_heads // -(-num_heads // max_heads))  # ranges of nearly equal size
@@ -230,10 +229,10 @@ def _library() -> ctypes.CDLL | None:
 
 @torch.library.custom_op("megatron_tds::causal_kernel", mutates_args=())
 def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context [s, b, a/t, d] and two values per query for backward [2, b a/t, s], which get no gradient.
+    """Compute the context [s, b, a/t, d] and two values per query for backward [2, b a/t, s], which get no gradient.
 
-    The values are the largest score before scaling and the factor of the exponentials. ``starts`` int32 [b, s] contains
-    the start of each position's document; attention does not cross documents.
+    The values are the largest score before scaling and the exponentials' factor. ``starts`` int32 [b, s] contains
+    document starts by position; attention does not cross documents.
     """
     packed = packed.contiguous()
     context, queries = _empty_outputs(packed)
@@ -245,7 +244,7 @@ def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[t
 def backward(
     grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor, starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradient of ``packed``, in its shape, given the gradient of the context [s, b, a/t, d]."""
+    """Compute the gradient for ``packed`` from the context gradient [s, b, a/t, d]."""
     packed = packed.contiguous()
     out = torch.empty_like(packed)
     _call(
@@ -255,7 +254,7 @@ def backward(
 
 
 def _as_int32(starts: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``starts`` in the form that the library reads."""
+    """Convert ``starts`` to the library's format."""
     return None if starts is None else starts.to(torch.int32).contiguous()
 
 
@@ -316,7 +315,7 @@ def _kernel_backward_flops(_: torch.Size, packed: torch.Size, *__: Any, **___: A
 
 
 def product_flops(shape: torch.Size) -> int:
-    """Return the FLOPs of the product of every query with the keys that it sees, including the one at its position."""
+    """Return the FLOPs to multiply every query with the visible keys, including the key at the query's position."""
     s, b, a, _, d = shape
     return b * a * d * s * (s + 1)
 
@@ -341,7 +340,7 @@ def causal_self_attention(
     """Return ``softmax(q k^T d^-0.5) v``; no query sees a later key or, with ``starts``, another document.
 
     Shapes:
-        packed [s, b, a/t, 3, d]: query, key and value of each head
+        packed [s, b, a/t, 3, d]: query, key and value per head
         starts int32 [b, s], see ``document_attention``, only without dropout; None: each sample is one document
         output [b, a/t, s, d]
 
@@ -364,7 +363,7 @@ def causal_self_attention(
 
 
 def split_packed(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Return the p tensors that are packed in each head, such as query, key and value.
+    """Split the p tensors packed in each head, such as query, key and value.
 
     Shapes:
         packed [s, b, a/t, p, d]
@@ -391,7 +390,7 @@ def _forward(packed: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("megatron_tds::causal_self_attention_backward", mutates_args=())
 def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``packed``, in its shape, given the gradient of the context [s, b, a, d]."""
+    """Compute the gradient for ``packed`` from the context gradient [s, b, a, d]."""
     qkv, context_grad = _packed_view(packed), grad.flatten(1, 2).transpose(0, 1)
     packed_grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
     qkv_grad = _packed_view(packed_grad)
@@ -417,7 +416,7 @@ def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_view(packed: torch.Tensor) -> torch.Tensor:
-    """Return a view [3, n, s, d] of ``packed`` [s, b, a, 3, d], with n = b a heads."""
+    """View ``packed`` [s, b, a, 3, d] as [3, n, s, d], with n = b a heads."""
     return packed.flatten(1, 2).permute(2, 1, 0, 3)
 
 

@@ -35,7 +35,7 @@ from megatron.torch_compat import has_triton, varlen_attention
 
 
 def document_starts(segment_ids: Tensor) -> Tensor:
-    """Return the start of the document of each position.
+    """Return the document start for each position.
 
     Shapes:
         segment_ids [b, s] integers, equal and adjacent within a document
@@ -48,7 +48,7 @@ def document_starts(segment_ids: Tensor) -> Tensor:
 
 
 def document_stops(starts: Tensor) -> Tensor:
-    """Return the end (exclusive) of each position's document, int32 [b, s], given the ``starts`` of full samples."""
+    """Return the document end (exclusive) for each position, int32 [b, s], given full samples' ``starts``."""
     length = starts.shape[1]
     is_same = starts[:, 1:] == starts[:, :-1]
     ends = starts[:, 1:].masked_fill(is_same, length)  # i + 1 if that starts a document
@@ -66,13 +66,13 @@ def document_attention(
     Shapes:
         query  [b, a/t, s, d]
         key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads; values may have another size d_v
-        starts int32 [b, s], at most the position of the query and at least the start of the previous query
+        starts int32 [b, s], at most the query's position and at least the previous query's start
         stops  int32 [b, s], one more than the last key that each query sees; None: attention is causal
         sinks  [a/t], see ``sink_attention``; None: no sinks
         output [b, a/t, s, d_v]
 
     Args:
-        first: position of the first query among the keys, if the queries are a slice of a sequence.
+        first: position of the first query among the keys, if queries are a slice of a sequence.
         window: number of preceding keys that a query sees; 0: all of its document.
         scale: default ``d ** -0.5``.
         cap: cap of ``softcapped_attention``; 0: none.
@@ -106,10 +106,10 @@ DEVICE_TYPE = "cuda"
 
 
 def select_implementation(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> str | None:
-    """Return the implementation of ``document_attention`` for the device and dtype of ``x``; None: a mask is needed.
+    """Choose a ``document_attention`` implementation by the device and dtype of ``x``; None: a mask is needed.
 
     Args:
-        length: length of samples.
+        length: sample length.
         is_plain: attention is causal, scores have neither a cap nor a bias, and there are no sinks.
     """
     if x.device.type == "cpu":
@@ -124,7 +124,6 @@ def select_implementation(x: Tensor, length: int, head_size: int, *, is_plain: b
 
 @torch.compiler.assume_constant_result
 def _has_flash(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
-    """Return True if torch's FlashAttention supports this dtype and head size on this device."""
     return _can_use_flash(dtype, device, head_size)
 
 
@@ -147,7 +146,7 @@ CACHED_SCORES = 2**19
 
 
 class _Tile(NamedTuple):
-    """Queries and the keys that any of them sees. All queries see the keys from ``left`` to ``right``."""
+    """Queries and the keys that any query sees. All queries see keys ``left`` to ``right``."""
 
     queries: slice
     keys: slice
@@ -156,7 +155,7 @@ class _Tile(NamedTuple):
 
 
 class _HeadSlice(NamedTuple):
-    """Key groups of sample ``row`` that are processed together, with their query heads and the tiles of the sample."""
+    """Key groups in sample ``row`` that are processed together, with query heads and the sample's tiles."""
 
     row: int
     groups: slice
@@ -181,7 +180,7 @@ class _TileScores:
         self.stops = positions + 1 if stops is None else stops
 
     def copy_heads(self, x: Tensor, row: int, heads: slice) -> Tensor:
-        """Return a contiguous copy of ``heads`` of sample ``row`` of ``x`` [b, n, s, d].
+        """Copy ``heads`` of sample ``row`` from ``x`` [b, n, s, d], contiguous.
 
         16-bit values are converted to fp32, in which products on a CPU are faster.
         """
@@ -212,11 +211,11 @@ class _TileScores:
     def probabilities(
         self, query: Tensor, key: Tensor, head_slice: _HeadSlice, tile: _Tile
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the probabilities of a tile, with a cap the hyperbolic tangents in its scores, and those of the sinks.
+        """Compute a tile's probabilities, the scores' hyperbolic tangents if capped, and the sinks' probabilities.
 
         Shapes:
             query  [groups, n/groups q, d], key [groups, k, d]
-            output 2 x [groups, n/groups q, k], probabilities of the sinks [n, q, 1]
+            output 2 x [groups, n/groups q, k], sink probabilities [n, q, 1]
         """
         scores = torch.bmm(query, key.transpose(1, 2))
         tangents = None
@@ -250,7 +249,7 @@ class _TileScores:
 
 
 def _by_group(x: Tensor, num_groups: int) -> Tensor:
-    """Return heads [n, q, d] by group, with the queries of a group's heads concatenated: [groups, n/groups q, d]."""
+    """Concatenate queries of heads [n, q, d] by group: [groups, n/groups q, d]."""
     return x.reshape(num_groups, -1, x.shape[-1])
 
 
@@ -285,7 +284,7 @@ def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None,
     slopes: list[float] | None, first: int, window: int, scale: float, cap: float, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key, value and sinks; the last is empty if there are no sinks."""
+    """Return gradients for query, key, value and sinks; the last is empty if there are no sinks."""
     scores = _TileScores(query, key, starts, stops, slopes, first, window, scale, cap, sinks)
     sinks_grad = query.new_zeros(0 if sinks is None else len(sinks), dtype=scores.wide_dtype)
     grads = [x.new_zeros(x.shape, dtype=scores.wide_dtype) for x in (query, key, value)]
@@ -349,7 +348,7 @@ _forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
 def _product_flops(query: torch.Size, key: torch.Size, size: int) -> int:
-    """Return the FLOPs of a product over ``size`` elements for every query and the keys up to its position.
+    """Return the FLOPs to multiply every query with the keys up to its position, over ``size`` elements.
 
     All keys count as one document.
     """
@@ -399,7 +398,7 @@ class _Plan(NamedTuple):
 def varlen_document_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, first: int, window: int, scale: float
 ) -> Tensor:
-    """Return ``document_attention`` for causal attention without cap and bias."""
+    """Compute ``document_attention`` for causal attention without cap and bias."""
     b, _, s, _ = query.shape
     plan = get_plan(_plan, starts, None, key.shape[2], first, window)
     by_window = _windowed_attention(query, key, value, plan.mask, first=first, scale=scale)
@@ -417,11 +416,11 @@ def _plan(starts: Tensor, _: None, num_keys: int, first: int, window: int) -> _P
 
 
 def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return ``cu_seqlens`` of the queries and of the keys: the start of each sequence, counted over all samples.
+    """Compute ``cu_seqlens`` for queries and for keys: sequence starts, counted over all samples.
 
-    If queries are a slice of a sample, two of its sequences contain keys but no queries: the first sequence contains
-    the keys before the first key that any query sees, the last one the keys after the queries. If queries are full
-    samples, these two sequences are empty. Unused entries are always empty sequences.
+    If queries are a slice of a sample, two sequences contain keys but no queries: the first contains keys before the
+    first key that any query sees, the last contains keys after the queries. If queries are full samples, these two
+    sequences are empty. Unused entries are always empty sequences.
 
     Shapes:
         starts, is_short [b, s], positions [s]
@@ -449,7 +448,7 @@ def _with_end(begins: Tensor, total: int) -> Tensor:
 
 
 def _window_mask(starts: Tensor, first: int, window: int) -> Tensor:
-    """Return the mask of ``_windowed_attention``: True where a query may attend to a key of its or the previous block.
+    """Build the mask for ``_windowed_attention``: True for visible keys in the query's or the previous block.
 
     Shapes:
         output bool [b blocks, 1, SHORT, 2 SHORT]
@@ -469,9 +468,9 @@ def _window_mask(starts: Tensor, first: int, window: int) -> Tensor:
 
 
 def _windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
-    """Return attention within documents of at most ``SHORT`` tokens; results of longer documents are incomplete.
+    """Attend within documents up to ``SHORT`` tokens; results for longer documents are incomplete.
 
-    Each block of ``SHORT`` queries sees the keys of its positions and the ``SHORT`` keys before them.
+    Each block of ``SHORT`` queries sees the keys at the same positions and the ``SHORT`` keys before.
     """
     b, _, s, _ = query.shape
     blocks = -(-s // SHORT)

@@ -36,14 +36,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Plan(NamedTuple):
-    """Data that all layers of a stage share for a micro-batch: the visible blocks, and the positions [s] of queries."""
+    """Data that all layers of a stage share for a micro-batch: visible blocks, and query positions [s]."""
 
     blocks: BlockMask
     positions: Tensor
 
 
 def supports_flex(dtype: torch.dtype, head_size: int) -> bool:
-    """Return True if the kernel supports heads of this dtype and size."""
+    """Return True if the kernel supports this dtype and head size."""
     return dtype in DTYPES and MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE
 
 
@@ -52,10 +52,10 @@ def flex_document_attention(
     window: int = 0, scale: float | None = None, cap: float = 0.0, slopes: list[float] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``document_attention``, with all of its options.
+    """Compute ``document_attention``, with all options.
 
-    The kernel knows no sinks. It returns the log-sum-exp of the scores of a query, from which a sink's effect follows:
-    the denominator of all probabilities becomes ``exp(lse) + exp(sink)``.
+    The kernel does not support sinks. It returns the log-sum-exp of a query's scores, from which a sink's effect
+    follows: the denominator of all probabilities becomes ``exp(lse) + exp(sink)``.
 
     Source: Dong et al. 2024, "Flex Attention: a programming model for generating optimized attention kernels".
     """
@@ -76,13 +76,13 @@ def flex_document_attention(
 
 
 def _pad_to_blocks(x: Tensor) -> Tensor:
-    """Return ``x`` [b, a, s, d] padded with zeros at the end, so that s is a multiple of ``BLOCK``."""
+    """Pad ``x`` [b, a, s, d] with zeros at the end, so that s is a multiple of ``BLOCK``."""
     padding = -x.shape[2] % BLOCK
     return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def _score_mod(cap: float, slopes: Tensor | None, positions: Tensor) -> Callable[..., Tensor]:
-    """Return the function that modifies a score: it applies the cap, then adds the bias."""
+    """Build a function that applies the cap to a score, then adds the bias."""
 
     def modify_score(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap:
@@ -93,7 +93,6 @@ def _score_mod(cap: float, slopes: Tensor | None, positions: Tensor) -> Callable
 
 
 def _slopes(query: Tensor, slopes: list[float] | None) -> Tensor | None:
-    """Return the ALiBi slopes as a tensor on the device of ``query``."""
     if slopes is None:
         return None
     return _slopes_on_device(tuple(slopes), torch.promote_types(query.dtype, torch.float32), query.device)
@@ -110,7 +109,6 @@ def _slopes_tensor(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.
 
 
 def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, window: int) -> _Plan:
-    """Return the plan of queries whose positions start at ``first``."""
     from torch.nn.attention.flex_attention import BlockMask  # imported on use: it loads torch's compiler
 
     positions = torch.arange(first, first + starts.shape[1], dtype=torch.int32, device=starts.device).unsqueeze(0)
@@ -130,20 +128,20 @@ def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, windo
 
 
 def _pad_with_last(x: Tensor) -> Tensor:
-    """Return ``x`` [b, s] padded with copies of its last column, so that s is a multiple of ``BLOCK``."""
+    """Pad ``x`` [b, s] with copies of the last column, so that s is a multiple of ``BLOCK``."""
     padding = -x.shape[1] % BLOCK
     return torch.cat((x, x[:, -1:].expand(-1, padding)), dim=1) if padding else x
 
 
 def _visible_blocks(low: Tensor, high: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the partial and full blocks of keys for each block of queries, as arguments of ``from_kv_blocks``.
+    """Find the partial and full key blocks for each query block, as arguments for ``from_kv_blocks``.
 
     In a full block every query sees every key. In a partial block only some queries see some of the keys.
 
     Shapes:
         low, high int32 [b, s], first key that each query sees, and one more than the last key
-        output    (counts, indices) of partial blocks and (counts, indices) of full blocks, int32: counts
-            [b, 1, s / BLOCK], indices [b, 1, s / BLOCK, num_blocks], of which the first ``counts`` are used
+        output    (counts, indices) for partial blocks and (counts, indices) for full blocks, int32: counts [b, 1, s /
+            BLOCK], indices [b, 1, s / BLOCK, num_blocks], of which the first ``counts`` are used
     """
     lows, highs = (x.unflatten(1, (-1, BLOCK)) for x in (low, high))  # 2 x [b, s / BLOCK, BLOCK]
     first_seen, end_seen = lows.amin(2) // BLOCK, -(-highs.amax(2) // BLOCK)

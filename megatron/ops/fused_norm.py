@@ -25,9 +25,9 @@ def add_and_norm(
     is_centred: bool,
     is_offset: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x + branch`` (``x`` if ``branch`` is None) and its norm over the last dimension.
+    """Compute ``x + branch`` (``x`` if ``branch`` is None) and its norm over the last dimension.
 
-    Backward adds the gradients of both outputs in the same kernel. The gradients of weight and bias are summed in fp32.
+    Backward adds both outputs' gradients in the same kernel. Weight and bias gradients are summed in fp32.
 
     Shapes:
         x, branch, 2 x output [..., h], h at most ``MAX_WIDTH``
@@ -96,5 +96,5 @@ class _AddAndNorm(torch.autograd.Function):
 
 
 def num_warps(width: int, elements_per_thread: int) -> int:
-    """Return the number of warps of a program for rows of ``width`` elements."""
+    """Return the warp count per program for rows with ``width`` elements."""
     return min(max(triton_launch.power_of_two(width) // (32 * elements_per_thread), 4), 16)

@@ -18,10 +18,10 @@ def split_and_rotate(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split packed heads into rotated queries, rotated keys, and values, which are a view of ``groups``.
 
-    Backward writes the gradient of ``groups`` in one pass over the three gradients.
+    Backward writes the gradient for ``groups`` in one pass over the three gradients.
 
     Shapes:
-        groups       [s, b, g/t, a/g + 2, d]: the queries of a group, its key and its value
+        groups       [s, b, g/t, a/g + 2, d]: a group's queries, key and value
         cosine, sine [s, d/2] or [b, 1, s, d/2]; with fewer columns only the first pairs of a head are rotated
         output       [b, a/t, s, d], 2 x [b, g/t, s, d]
     """
@@ -32,7 +32,7 @@ def split_and_rotate(
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rotated queries and keys.
+    """Rotate queries and keys.
 
     Shapes:
         query, output [b, a/t, s, d]

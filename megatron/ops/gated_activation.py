@@ -22,7 +22,7 @@ NAMES = ("gated-silu", "gated-gelu")
 
 
 def split(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gates and values, views of the even and the odd columns.
+    """Split gates and values: views of the even and the odd columns.
 
     Shapes:
         interleaved [..., 2 f]
@@ -36,7 +36,7 @@ def split(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose even and odd columns are given, without a copy if they are views of a contiguous one.
+    """Interleave even and odd columns, without a copy if they are views of a contiguous tensor.
 
     Shapes:
         even, odd [..., f]
@@ -55,7 +55,7 @@ def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation(name: str, gate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return ``activation(gate) * value`` by a kernel, computed in fp32 and rounded once.
+    """Compute ``activation(gate) * value`` with a kernel, in fp32 and rounded once.
 
     Only the interleaved gates and values are saved for backward.
 

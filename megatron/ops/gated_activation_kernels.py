@@ -15,7 +15,7 @@ CUBIC: tl.constexpr = tl.constexpr(0.07135481627260025)
 
 @triton.jit
 def gated_forward_kernel(pairs, out, num_outputs, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the activation of the gate times the value."""
+    """Write ``activation(gate) * value``."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     idx = start + tl.arange(0, BLOCK)
     gate, value = _load_pairs(pairs, start, num_outputs, BLOCK)
@@ -25,7 +25,7 @@ def gated_forward_kernel(pairs, out, num_outputs, IS_GELU: tl.constexpr, BLOCK: 
 
 @triton.jit
 def gated_backward_kernel(grad, pairs, pairs_grad, num_outputs, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the gradient of the interleaved gates and values."""
+    """Write the gradient for the interleaved gates and values."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     idx = start + tl.arange(0, BLOCK)
     gate, value = _load_pairs(pairs, start, num_outputs, BLOCK)
@@ -41,7 +41,7 @@ def gated_backward_kernel(grad, pairs, pairs_grad, num_outputs, IS_GELU: tl.cons
 
 @triton.jit
 def _load_pairs(pairs, start, num_outputs, BLOCK: tl.constexpr):
-    """Return ``BLOCK`` gates and values in fp32; loads of consecutive elements are wide."""
+    """Load ``BLOCK`` gates and values in fp32; loads from consecutive elements are wide."""
     element = 2 * start + tl.arange(0, 2 * BLOCK)
     loaded = tl.load(pairs + element, mask=element < 2 * tl.cast(num_outputs, tl.int64), other=0.0).to(tl.float32)
     return tl.split(tl.reshape(loaded, (BLOCK, 2)))
@@ -49,5 +49,4 @@ def _load_pairs(pairs, start, num_outputs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _logit(gate, IS_GELU: tl.constexpr):
-    """Return u(gate)."""
     return gate * (LINEAR + CUBIC * gate * gate) if IS_GELU else gate

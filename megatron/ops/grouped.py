@@ -24,16 +24,16 @@ from megatron.ops.stacked_weights import stacked
 
 @dataclass(frozen=True)
 class Slots:
-    """The n k choices of experts, sorted by expert and then by row. Dropped choices have the last slots.
+    """The n k expert choices, sorted by expert and then by row. Dropped choices have the last slots.
 
     The number of dropped choices is known on the device only, so that the host does not wait. Functions therefore
-    accept tensors with all n k slots as well as tensors without the slots of dropped choices.
+    accept tensors with all n k slots as well as tensors without dropped choices' slots.
 
     Attributes:
         order: choice in each slot, int32 [n k].
         slot_of_choice: slot of each choice, int32 [n k]; n k for a dropped choice.
-        counts: number of slots of each expert, [E], int64; dropped choices are not counted.
-        num_choices: number k of choices per row.
+        counts: slots per expert, [E], int64; dropped choices are not counted.
+        num_choices: choices per row, k.
         has_dropped: whether choices may have been dropped.
     """
 
@@ -45,7 +45,7 @@ class Slots:
 
     @classmethod
     def from_experts(cls, experts: torch.Tensor, num_experts: int, *, has_dropped: bool = False) -> Slots:
-        """Return the slots of ``experts`` [n, k].
+        """Sort ``experts`` [n, k] into slots.
 
         Args:
             has_dropped: an expert index equal to ``num_experts`` marks a dropped choice.
@@ -61,7 +61,7 @@ class Slots:
 
 
 def _key_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest dtype of the expert indices and ``num_experts``: a GPU sorts one byte of the keys per pass.
+    """Choose the smallest dtype for indices up to ``num_experts``: a GPU sorts one byte of the keys per pass.
 
     The sort of up to 255 experts is therefore one counting pass. It moves less memory than cumulative sums of one-hot
     vectors, which have E elements per choice.
@@ -72,24 +72,24 @@ def _key_dtype(num_experts: int) -> torch.dtype:
 
 
 def count_rows(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of occurrences of each expert, int64 [num_experts]. The host does not wait."""
+    """Count rows by expert, int64 [num_experts]. The host does not wait."""
     flat = experts.reshape(-1)
     return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def dispatch_rows(x: torch.Tensor, slots: Slots, num_slots: int | None = None) -> torch.Tensor:
-    """Return the row of each slot, [m, h], given rows ``x`` [n, h].
+    """Copy rows ``x`` [n, h] to slots [m, h].
 
     Args:
-        num_slots: number m of slots, without those of dropped choices; None: all slots.
+        num_slots: slot count m without dropped choices; None: all slots.
     """
     return _Dispatch.apply(x, slots, num_slots)
 
 
 def combine_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the result of each choice, [n, k, h], given results ``x`` [m, h] of the slots.
+    """Arrange slot results ``x`` [m, h] by choice, [n, k, h].
 
-    The results of dropped choices are zeros; the values of their slots, if ``x`` has them, are not read.
+    Dropped choices have zero results; their slots, if ``x`` has them, are not read.
     """
     return _Combine.apply(x, slots)
 
@@ -143,7 +143,7 @@ ALIGNED_ELEMENTS = 8
 
 
 def select_implementation(x: torch.Tensor, output_size: int) -> str:
-    """Return the implementation of the product of ``x`` [m, input_size] with weights of ``output_size`` rows.
+    """Choose an implementation to multiply ``x`` [m, input_size] with weights of ``output_size`` rows.
 
     The grouped product is used for bf16 on CUDA if ``x`` has rows and both sizes are multiples of
     ``ALIGNED_ELEMENTS``, which CUDA's kernel requires.
@@ -152,7 +152,7 @@ def select_implementation(x: torch.Tensor, output_size: int) -> str:
 
 
 def is_grouped(tensor: torch.Tensor, input_size: int, output_size: int) -> bool:
-    """Return True if products of rows in the dtype and on the device of ``tensor`` are grouped."""
+    """Return True if products of rows with the dtype and device of ``tensor`` are grouped."""
     if tensor.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
         return False
     if input_size % ALIGNED_ELEMENTS or output_size % ALIGNED_ELEMENTS:
@@ -174,20 +174,20 @@ def grouped_linear(
     row_counts: list[int] | None = None,
     ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``x W_e^T`` for the rows of each weight. A weight without rows gets a gradient of zeros.
+    """Compute ``x W_e^T`` for the rows of each weight. A weight without rows gets a zero gradient.
 
     Rows after the last weight's rows (slots of dropped choices) have undefined results and gradients.
 
     Args:
-        deferred: list to which backward appends a function that computes the weights' gradients; None: backward
-            computes them.
+        deferred: list to which backward appends a function that computes the weight gradients; None: backward computes
+            them.
         row_counts: ``counts`` on the host, if known; otherwise the loop waits for the device.
         ends: ``ends_of(counts)``, if known.
 
     Shapes:
         x       [m, input_size], sorted by weight
         weights [output_size, input_size] each
-        counts  int64, number of rows of each weight; their sum is at most m
+        counts  int64, rows per weight, with a sum of at most m
         output  [m, output_size]
     """
     implementation = select_implementation(x, weights[0].shape[0])
@@ -197,7 +197,7 @@ def grouped_linear(
 
 
 def ends_of(counts: torch.Tensor) -> torch.Tensor:
-    """Return the index after the last row of each expert, int32 [E], given the number of its rows."""
+    """Return the index after each expert's last row, int32 [E], given the row counts."""
     return counts.cumsum(0).to(torch.int32)
 
 
@@ -248,7 +248,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _input_grad(
     grad: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor | None, row_counts: list[int] | None
 ) -> torch.Tensor:
-    """Return the gradient of the input, [m, input_size], by a grouped product if ``row_counts`` is None."""
+    """Compute the input gradient, [m, input_size], by a grouped product if ``row_counts`` is None."""
     if row_counts is None:
         return F.grouped_mm(grad, stacked(weights), offs=ends)
     x_grad = grad.new_empty(len(grad), weights[0].shape[1])
@@ -265,7 +265,7 @@ def _weight_grads(
     ends: torch.Tensor | None,
     row_counts: list[int] | None,
 ) -> Sequence[torch.Tensor | None]:
-    """Return the gradient of each weight that requires one (``is_wanted``), otherwise None."""
+    """Compute each weight gradient that ``is_wanted``; None for the others."""
     if not any(is_wanted):
         return [None] * len(is_wanted)
     if row_counts is None:
@@ -282,7 +282,7 @@ def _split_by_expert(row_counts: list[int], *tensors: torch.Tensor) -> list[tupl
 def add_grouped_bias(
     x: torch.Tensor, biases: Sequence[torch.Tensor], counts: torch.Tensor, row_counts: list[int] | None = None
 ) -> torch.Tensor:
-    """Return ``x`` plus each expert's bias on the rows of that expert. An expert without rows gets zeros as gradient.
+    """Add each expert's bias to the expert's rows. An expert without rows gets a zero gradient.
 
     The host does not wait unless it knows ``row_counts``. Rows after the last expert's rows are returned unchanged.
 
@@ -292,7 +292,7 @@ def add_grouped_bias(
     Shapes:
         x, output [m, size], sorted by expert
         biases    [size] each
-        counts    int64 [E], number of rows of each expert; their sum is at most m
+        counts    int64 [E], rows per expert, with a sum of at most m
     """
     total: torch.Tensor = _AddGroupedBias.apply(x, counts, row_counts, *biases)
     return total
@@ -328,5 +328,5 @@ class _AddGroupedBias(torch.autograd.Function):
 
 
 def _experts_of_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the expert of each row, int64 [m]; E for rows after the last expert's rows."""
+    """Map rows to experts, int64 [m]; E for rows after the last expert's rows."""
     return torch.searchsorted(counts.cumsum(0), torch.arange(num_rows, device=counts.device), right=True)

@@ -24,7 +24,7 @@ def norm_forward_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write ``total = x + branch`` and the norm of ``total`` (without ``HAS_BRANCH``: of ``x``), a row per program.
+    """Write ``total = x + branch`` and the norm of ``total`` (of ``x`` without ``HAS_BRANCH``), one row per program.
 
     The sum is rounded to its dtype first. The weight is the scale minus 1 with ``IS_OFFSET``; without ``IS_CENTRED``
     there is no mean.
@@ -74,10 +74,10 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of ``total`` and, for the ``ROWS`` rows of a program, the gradients of weight and bias.
+    """Write the gradient for ``total`` and, for a program's ``ROWS`` rows, the weight and bias gradients.
 
-    ``grad`` is the gradient of the norm, ``total_grad`` the gradient of ``total`` from the residual connection. The
-    results of a program are summed in fp32.
+    ``grad`` is the norm's gradient, ``total_grad`` the gradient for ``total`` from the residual connection. A program
+    sums its results in fp32.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)

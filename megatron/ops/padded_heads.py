@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 
 def pad_head(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``x`` [..., d] padded with zeros to [..., size]; ``x`` itself if d is not smaller."""
+    """Pad ``x`` [..., d] with zeros to [..., size]; return ``x`` itself if d is not smaller."""
     padding = size - x.shape[-1]
     return F.pad(x, (0, padding)) if padding > 0 else x
 
 
 def pad_heads(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return an attention function of ``megatron.ops`` with a fixed scale for values of any size.
+    """Wrap an attention function from ``megatron.ops`` for values of any size; the scale must be set.
 
     Shapes of the returned function:
         query  [b, a/t, s, d]

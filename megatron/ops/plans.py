@@ -1,4 +1,4 @@
-"""get_plan: a cache of the data that all layers of a stage derive from the document starts of a micro-batch."""
+"""get_plan: a cache for data that all layers of a stage derive from a micro-batch's document starts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def get_plan(make: Callable[..., Plan], starts: Tensor, stops: Tensor | None, *s
 
 
 def _base_tensor(x: Tensor) -> Tensor:
-    """Return the tensor of which ``x`` is a view. Each layer creates its own view of a slice."""
+    """Return the tensor that ``x`` is a view of. Each layer creates a separate view of a slice."""
     return x if x._base is None else x._base
 
 
 def _view_key(x: Tensor) -> tuple[Any, ...]:
-    """Return a key that identifies ``x`` among the views of one tensor."""
+    """Return a key that identifies ``x`` among views of one tensor."""
     return x.storage_offset(), x.shape, x.stride()

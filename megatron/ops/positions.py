@@ -17,7 +17,7 @@ from megatron.ops.attention import document_mask, mask_value
 def relative_buckets(
     distances: torch.Tensor, *, num_buckets: int, max_distance: int, is_bidirectional: bool
 ) -> torch.Tensor:
-    """Return the bucket of each distance, key position minus query position.
+    """Assign distances (key position minus query position) to buckets.
 
     The first half of a direction's buckets hold one distance each, from 0. The others grow by a constant factor up to
     ``max_distance``, and the last one also holds all larger distances. If bidirectional, each direction has half of
@@ -54,11 +54,11 @@ def relative_buckets(
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotation speeds of the pairs of a head. Fields have the names of the flags without ``rotary_``.
+    """Rotation speeds of the pairs in a head. Fields are named like the flags, without ``rotary_``.
 
     Args:
         is_long: longrope: the speeds are those of samples of more than ``original_positions`` tokens.
-        is_truncated: yarn's indices of the pairs of beta_fast and beta_slow are rounded outwards.
+        is_truncated: yarn's pair indices for beta_fast and beta_slow are rounded outwards.
         is_interleaved: neighbouring elements form a pair, not elements of the two halves.
     """
 
@@ -81,12 +81,12 @@ class Rotary:
 
     @property
     def num_rotated(self) -> int:
-        """Number of elements of a head, from its start, that are rotated."""
+        """Number of rotated elements, from the start of a head."""
         return int(self.head_size * self.percent)
 
     @property
     def multiplier(self) -> float:
-        """Factor of rotated queries and keys: 1 except for yarn and longrope, which increase scores."""
+        """Factor for rotated queries and keys: 1 except for yarn and longrope, which increase scores."""
         if self.scaling == "longrope" and not self.attention_factor:
             growth = math.log(self.factor) / math.log(self.original_positions) if self.factor > 1.0 else 0.0
             return math.sqrt(1.0 + growth)
@@ -95,7 +95,7 @@ class Rotary:
         return self.attention_factor or (0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0)
 
     def frequencies(self) -> list[float]:
-        """Return the speed of each rotated pair of a head: its angle between neighbouring positions, in radians.
+        """Return each rotated pair's speed: the angle between neighbouring positions, in radians.
 
         linear: each original speed is divided by ``factor``. llama3 and yarn: a weighted mean of the original speed and
         that quotient.
@@ -126,13 +126,13 @@ class Rotary:
         ]
 
     def _llama3_weights(self, frequencies: list[float]) -> list[float]:
-        """Return the weight of each pair's original speed, given the original speeds ``frequencies``."""
+        """Return weights for the original speeds, given as ``frequencies``."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
         num_turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in frequencies]
         return [min(max((n - low) / (high - low), 0.0), 1.0) for n in num_turns]
 
     def _yarn_weights(self) -> list[float]:
-        """Return the weight of each pair's original speed."""
+        """Return weights for the original speeds."""
 
         def pair_idx(turns: float) -> float:
             waves = self.original_positions / (turns * 2.0 * math.pi)
@@ -149,7 +149,7 @@ class Rotary:
 def rotary_cos_sin(
     rotary: Rotary, x: torch.Tensor, positions: torch.Tensor | None = None, max_length: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the angles at ``positions``, in fp32 or in the dtype of ``x`` if it is wider.
+    """Compute the cosine and sine of the angles at ``positions``, in fp32 or in the dtype of ``x`` if it is wider.
 
     Angles are computed in fp64: in fp32 an angle of 100,000 has an error of up to 0.004.
 
@@ -174,7 +174,7 @@ def rotary_cos_sin(
 def _table(
     rotary: Rotary, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of the positions below ``num_rows``, which all layers of a process share.
+    """Return cosines and sines for positions below ``num_rows``, which all layers of a process share.
 
     Shapes:
         output 2 x [num_rows, d/2]
@@ -198,11 +198,11 @@ def _compute_table(
 def apply_rotary(
     x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
 ) -> torch.Tensor:
-    """Return ``x`` with its pairs rotated; 16-bit values are multiplied in fp32.
+    """Rotate the pairs in ``x``; 16-bit values are multiplied in fp32.
 
     Shapes:
         x, output    [b, a/t, s, d]
-        cosine, sine [s, d/2] or [b, 1, s, d/2]; with fewer columns only the first pairs of a head are rotated
+        cosine, sine [s, d/2] or [b, 1, s, d/2]; with fewer columns only a head's first pairs are rotated
 
     Args:
         is_interleaved: elements 2 i and 2 i + 1 form pair i; otherwise elements i and i + r/2 of the r rotated ones.
@@ -236,14 +236,14 @@ class _ApplyRotary(torch.autograd.Function):
 
 
 def _pairs(x: torch.Tensor, size: int, is_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the first and the second elements of the pairs in the first ``size`` columns of ``x``."""
+    """View the first and the second elements of the pairs in the first ``size`` columns of ``x``."""
     if is_interleaved:
         return x[..., 0:size:2], x[..., 1:size:2]
     return x[..., : size // 2], x[..., size // 2 : size]
 
 
 def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """Return the rotated ``x``, with each product written where it is needed: faster than a concatenation."""
+    """Rotate ``x``, and write each product where it is needed: faster than a concatenation."""
     size = 2 * cosine.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (first, second), (first_out, second_out) = (_pairs(y, size, is_interleaved) for y in (x, out))
@@ -263,7 +263,7 @@ def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interl
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
-    """Return the slope of each head: ``2 ** (-bias_max k / n)`` for k = 1 ... n, with n heads.
+    """Return slopes by head: ``2 ** (-bias_max k / n)`` for k = 1 ... n, with n heads.
 
     If ``num_heads`` is not a power of two, n is the next power of two. The heads get the slopes in the order k = 2, 4,
     ..., n, 1, 3, ... The first n/2 heads therefore have the slopes of a model with n/2 heads.
@@ -278,7 +278,7 @@ def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
 def alibi_bias(
     slopes: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the bias of the scores: minus slope times distance, and ``mask_value`` for keys after the query.
+    """Compute the score bias: minus slope times distance, and ``mask_value`` for keys after the query.
 
     The bias is computed in fp32 (fp64 for fp64), then rounded to ``dtype``. In bf16 it is exact up to a distance of 256
     if slopes are powers of two. Otherwise a bias -B, which multiplies a probability by ``e ** -B``, has an error of up
@@ -296,13 +296,13 @@ def alibi_bias(
 
 
 def mask_other_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return ``bias`` with ``mask_value`` where query and key belong to different documents.
+    """Mask ``bias`` with ``mask_value`` where query and key belong to different documents.
 
     Distances are differences of positions, so that within a document they do not depend on the start of the document.
 
     Shapes:
         bias   [1, a, s, s]
-        segment_ids [b, s] integers, the document of each position
+        segment_ids [b, s] integers, document index per position
         output [b, a, s, s]
     """
     return bias.masked_fill(~document_mask(segment_ids), mask_value(bias.dtype))

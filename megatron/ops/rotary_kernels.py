@@ -51,11 +51,11 @@ def rotary_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Write the heads of a token with their first ``NUM_PAIRS`` pairs rotated, and copy its values if ``HAS_VALUE``.
+    """Rotate the first ``NUM_PAIRS`` pairs in a token's heads, and copy the values if ``HAS_VALUE``.
 
-    A program processes one token. Queries are [s, b, g, a/g, d], keys and values [s, b, g, d], cosine and sine
-    [s, b, d/2]; ``query_s`` is the stride of the queries along s, and so on. Columns are contiguous. Rotation is by
-    minus the angles if ``IS_INVERSE``.
+    A program processes one token. Queries are [s, b, g, a/g, d], keys and values [s, b, g, d], cosine and sine [s, b,
+    d/2]; ``query_s`` is the query stride along s, and so on. Columns are contiguous. With ``IS_INVERSE`` the angles are
+    negated.
     """
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch_size, token % batch_size

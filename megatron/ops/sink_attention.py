@@ -30,7 +30,7 @@ def sink_attention(
     mask: torch.Tensor | None = None, dropout: float = 0.0, drop: Drop | None = None, scale: float | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return ``softmax([q k^T * scale, sink]) [v, 0]``.
+    """Compute ``softmax([q k^T * scale, sink]) [v, 0]``.
 
     Shapes:
         query  [b, a/t, s, d]
@@ -58,7 +58,6 @@ def sink_attention(
 
 
 def _has_implementation(query: torch.Tensor, num_keys: int) -> bool:
-    """Return True if ``document_attention`` supports sinks for the device, dtype and head size of ``query``."""
     return select_implementation(query, num_keys, query.shape[-1], is_plain=False) is not None
 
 

@@ -60,7 +60,7 @@ def softcapped_attention(
 
 
 class _HeadSlice(NamedTuple):
-    """Key groups of one sample that are processed together, with their query heads."""
+    """Key groups in one sample that are processed together, with query heads."""
 
     sample: int
     groups: slice
@@ -81,14 +81,14 @@ def _head_slices(query: torch.Tensor, key: torch.Tensor) -> Iterator[_HeadSlice]
 
 
 def _by_group(x: torch.Tensor, head_slice: _HeadSlice, num_groups: int) -> torch.Tensor:
-    """Return the n heads of a slice by group, with a group's queries concatenated: [groups, n/groups s, d]."""
+    """Concatenate the queries in a slice's n heads by group: [groups, n/groups s, d]."""
     return x[head_slice.sample, head_slice.heads].reshape(num_groups, -1, x.shape[-1])
 
 
 def _probabilities(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, head_slice: _HeadSlice, cap: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities of a slice, and the hyperbolic tangents in its scores.
+    """Compute a slice's probabilities, and the hyperbolic tangents in the scores.
 
     Shapes:
         query  [groups, n/groups s, d], key [groups, s_k, d]
@@ -180,7 +180,6 @@ _forward.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
 def _product_flops(query: torch.Size, key: torch.Size) -> int:
-    """Return the FLOPs of the product of all queries with all keys."""
     b, a, s, d = query
     return 2 * b * a * s * key[2] * d
 

@@ -22,7 +22,7 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def distance_of(weights: Sequence[torch.Tensor]) -> int | None:
-    """Return the constant distance, in elements, between the starts of ``weights`` in one storage.
+    """Return the constant distance between the starts of ``weights`` in one storage, in elements.
 
     None if there is none: the weights are in several storages, at irregular or overlapping positions, not contiguous,
     not aligned to ``ALIGNMENT_BYTES``, or of several shapes or dtypes.
@@ -44,7 +44,7 @@ def distance_of(weights: Sequence[torch.Tensor]) -> int | None:
 
 @torch.no_grad()
 def share_storage(weights: Sequence[torch.nn.Parameter]) -> None:
-    """Move the values of ``weights``, of one shape, dtype and device, into one storage; keep the parameter objects."""
+    """Move ``weights`` with one shape, dtype and device into one storage; keep the parameter objects."""
     values = torch.stack(tuple(weights))
     for weight, new_data in zip(weights, values.unbind(), strict=True):
         device.replace_data(weight, new_data)

@@ -17,7 +17,7 @@ INITIAL_SCALE = 0.8
 
 
 def xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> torch.Tensor:
-    """Return xIELU of ``x``, element by element, computed in fp32 for 16-bit inputs.
+    """Compute xIELU elementwise, in fp32 for 16-bit inputs.
 
     With the scales ``p = softplus(alpha_p)`` and ``n = BETA + softplus(alpha_n)``:
 
@@ -41,7 +41,7 @@ def xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> torc
 
 
 def inverse_softplus(y: float) -> float:
-    """Return the ``x`` with softplus(x) = ``y``."""
+    """Return ``x`` such that softplus(x) = ``y``."""
     return math.log(math.expm1(y))
 
 

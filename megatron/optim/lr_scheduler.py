@@ -74,7 +74,7 @@ class LRScheduler:
 
     @property
     def wsd_fraction(self) -> float:
-        """Fraction of the updates after the warm-up in which wsd decays."""
+        """Fraction of post-warm-up updates in which wsd decays."""
         if self.wsd_length is None:
             return self.wsd_decay_fraction
         remaining = self.decay_updates - self.warmup_updates
@@ -108,7 +108,7 @@ class LRScheduler:
         return _DECAYS[self.style](self, progress)
 
     def with_rates(self, lr: float, min_lr: float) -> LRScheduler:
-        """Return the same schedule with the peak ``lr`` and the floor ``min_lr``."""
+        """Copy the schedule with peak ``lr`` and floor ``min_lr``."""
         return replace(self, lr=lr, min_lr=min_lr)
 
 
@@ -162,7 +162,7 @@ def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
 
 
 def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, completed: float) -> float:
-    """Set the rate of each parameter group (``param_rates``) for the coming update; return the rate of --lr.
+    """Set each parameter group's rate (``param_rates``) for the coming update; return the --lr rate.
 
     Args:
         completed: the position of the coming update, ``scheduler.position``.

@@ -1,4 +1,4 @@
-"""Owners of full matrices among the ranks that hold slices of them, and the exchange of slices with owners."""
+"""Assignment of full matrices to owners among the ranks that hold slices, and the exchange of slices with owners."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class MatrixPartition:
 
     Args:
         shape: shape of the full weight.
-        tensor: partition over the tensor ranks; None: each holds the full weight.
-        data: partition of a tensor rank's shard over the replicas; None: each holds the full shard.
+        tensor: partition over tensor ranks; None: each holds the full weight.
+        data: partition of a tensor rank's shard over replicas; None: each holds the full shard.
     """
 
     shape: tuple[int, int]
@@ -51,13 +51,13 @@ class MatrixPartition:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, tensor: Group, num_replicas: int) -> MatrixPartition:
-        """Return the partition of ``parameter``.
+        """Build the partition of ``parameter``.
 
         Args:
             num_replicas: number of replicas over which ZeRO shards the parameter; 1: every replica has the full shard.
 
         Raises:
-            ValueError: the shards of the tensor ranks differ in size.
+            ValueError: shards differ in size between tensor ranks.
         """
         shard = shard_of(parameter)
         tensor_partition = None
@@ -91,9 +91,9 @@ def _shard_shape(shape: tuple[int, int], partition: ParamPartition | None, rank:
 
 
 def assign_owners(costs: Sequence[int], num_owners: int) -> list[int]:
-    """Return the owner, below ``num_owners``, of each item of ``costs``.
+    """Assign an owner below ``num_owners`` to each item of ``costs``.
 
-    Items are assigned in descending order of cost, each to the owner with the smallest total so far.
+    Items are assigned by descending cost, each to the owner with the smallest total so far.
     """
     load = [(0, owner) for owner in range(num_owners)]
     assigned = [0] * len(costs)
@@ -107,11 +107,11 @@ def assign_owners(costs: Sequence[int], num_owners: int) -> list[int]:
 def exchange_batches(
     partitions: Sequence[MatrixPartition], num_owners: int, max_numel: int | None = None
 ) -> Iterator[range]:
-    """Yield ranges of indices of weights to exchange together, limited by the memory of the ``num_owners`` owners.
+    """Yield index ranges of weights to exchange together, limited by the memory of ``num_owners`` owners.
 
     Args:
         partitions: partition of each weight.
-        max_numel: maximum number of elements of full matrices per owner; None: ``OWNER_MAX_NUMEL``.
+        max_numel: maximum number of full-matrix elements per owner; None: ``OWNER_MAX_NUMEL``.
     """
     limit, start, numel = num_owners * (max_numel or OWNER_MAX_NUMEL), 0, 0
     for idx, partition in enumerate(partitions):
@@ -126,11 +126,11 @@ def exchange_batches(
 
 @dataclass(frozen=True)
 class ExchangedTensor:
-    """Description of a tensor that the ranks of one group send to its owner or receive from it.
+    """A tensor that the ranks of one group send to its owner or receive from it.
 
     Args:
         shape: shape of the full tensor.
-        partition: partition over the ranks of the group; None: each holds the full tensor.
+        partition: partition over the group; None: each rank holds the full tensor.
         owner: rank that receives the full tensor.
     """
 
@@ -139,7 +139,7 @@ class ExchangedTensor:
     owner: int
 
     def shard_shape(self, rank: int) -> tuple[int, int]:
-        """Return the shape of the slice on ``rank``."""
+        """Return the slice's shape on ``rank``."""
         return _shard_shape(self.shape, self.partition, rank)
 
     def numel_to_owner(self, rank: int) -> int:
@@ -151,10 +151,10 @@ class ExchangedTensor:
 
 
 def to_owners(weights: Sequence[ExchangedTensor], slices: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Return the full tensors of the ``weights`` that this rank owns, in order. Collective over ``group``.
+    """Gather full tensors for the ``weights`` that this rank owns, in order. Collective over ``group``.
 
     Args:
-        slices: this rank's slice of each of ``weights``, all of one dtype.
+        slices: this rank's slice of each weight, all in one dtype.
     """
     owned = [idx for idx, weight in enumerate(weights) if weight.owner == group.rank]
     if group.size == 1:
@@ -182,11 +182,11 @@ def to_owners(weights: Sequence[ExchangedTensor], slices: Sequence[torch.Tensor]
 def from_owners(
     weights: Sequence[ExchangedTensor], full_tensors: Sequence[torch.Tensor], group: Group, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return this rank's slice of each of ``weights``. Collective over ``group``.
+    """Scatter ``weights`` from their owners; return this rank's slice of each. Collective over ``group``.
 
     Args:
-        full_tensors: full tensors of the weights that this rank owns, in order.
-        like: a tensor with the dtype and device of the result, for ranks that own no weight.
+        full_tensors: full tensors that this rank owns, in order.
+        like: a tensor with the result's dtype and device, for ranks that own no weight.
     """
     if group.size == 1:
         return list(full_tensors)
@@ -218,7 +218,7 @@ def _by_owner(
 def _all_to_all(
     sent: Sequence[torch.Tensor], counts_out: list[int], counts_in: list[int], group: Group, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return the elements that the ranks have sent to this rank, in rank order."""
+    """Exchange elements; return the received ones in rank order."""
     flat = torch.cat([like.new_empty(0), *sent])
     received = like.new_empty(sum(counts_in))
     dist.all_to_all_single(received, flat, counts_in, counts_out, group=group.handle)

@@ -66,7 +66,7 @@ class MuonArgs:
     split_qkv_heads: bool = False
 
     def scale(self, rows: int, columns: int) -> float:
-        """Return the factor of the learning rate for a full matrix of this shape."""
+        """Return the learning-rate factor for a full matrix of this shape."""
         return self.extra_scale_factor * SCALES[self.scale_mode](rows, columns)
 
     def matrices(self, packed: Matrices) -> Matrices:
@@ -76,28 +76,28 @@ class MuonArgs:
 
 @dataclass(frozen=True)
 class MuonWeight:
-    """A weight of which this rank holds a slice: its partition over ranks, and the matrices in it."""
+    """A weight that this rank holds a slice of: its partition over ranks, and its matrices."""
 
     partition: MatrixPartition
     matrices: Matrices
 
     def flops(self, steps: int) -> int:
-        """Return the FLOPs of ``steps`` Newton-Schulz steps on all matrices of the weight."""
+        """Return the FLOPs for ``steps`` Newton-Schulz steps on all matrices in the weight."""
         return sum(newton_schulz_flops(*shape, steps) for shape in self.matrices.shapes(self.partition.shape))
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for the parameter groups with ``"is_muon": True``, ``adam`` for the others.
 
-    The state of a weight in a Muon group is its ``momentum_buffer``, with the dtype and shape of the main param. Other
-    weights have the states of AdamW.
+    A weight in a Muon group has one state, ``momentum_buffer``, with the main param's dtype and shape. Other weights
+    have AdamW's states.
 
     Args:
         groups: parameter groups of main params.
-        adam: builds the optimizer of the other groups.
-        weights: descriptions of the main params in the Muon groups, in order; the same on all ranks of ``tensor`` and
+        adam: builds the optimizer for the other groups.
+        weights: descriptions of the Muon groups' main params, in order; the same on all ranks of ``tensor`` and
             ``data``.
-        tensor, data: groups of the ranks that hold slices or copies of a weight. The work is distributed over them.
+        tensor, data: groups of ranks that hold slices or copies of a weight. The work is distributed over both.
         device: device on which matrices are orthogonalized; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.
@@ -138,7 +138,7 @@ class Muon(torch.optim.Optimizer):
             self._update_batch(batch, list(islice(main_params, len(batch))))
 
     def _update_batch(self, batch: range, main_params: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Update the weights with the indices ``batch``, whose slices are exchanged together."""
+        """Update the weights at indices ``batch``, whose slices are exchanged together."""
         weights = [self._weights[idx] for idx in batch]
         updates = [self._update_momentum(main_param) for main_param, _ in main_params]
         # Skip the exchange if all learning rates are 0, for example if a caller only creates the states.
@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
             self._apply_update(weight, main_param, group, update.to(main_param.device))
 
     def _update_momentum(self, main_param: torch.Tensor) -> torch.Tensor:
-        """Update the momentum of ``main_param`` by its gradient; return the update to orthogonalize, in bf16."""
+        """Update the momentum from the gradient; return the update to orthogonalize, in bf16."""
         gradient, state = main_param.grad, self.state[main_param]
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -160,7 +160,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(torch.bfloat16).to(self._device or main_param.device)
 
     def _assign_owners(self) -> list[tuple[int, int]]:
-        """Return the owner of each weight, which orthogonalizes its matrices: (replica, tensor rank)."""
+        """Assign each weight to an owner (replica, tensor rank), which orthogonalizes the matrices."""
         owner_of_weight: list[tuple[int, int]] = []
         for batch in self._batches:
             costs = [self._weights[idx].flops(self._args.num_ns_steps) for idx in batch]
@@ -172,7 +172,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(
         self, weights: Sequence[MuonWeight], owner_of_weight: Sequence[tuple[int, int]], slices: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Orthogonalize the updates of which this rank has ``slices``; return its slices of the results. Collective."""
+        """Orthogonalize the updates from all ranks' ``slices``; return this rank's result slices. Collective."""
         over_data = [
             ExchangedTensor(w.partition.local_shape, w.partition.data, replica)
             for w, (replica, _) in zip(weights, owner_of_weight, strict=True)
@@ -194,7 +194,7 @@ class Muon(torch.optim.Optimizer):
         return from_owners(over_data, shards, self._data, like)
 
     def _orthogonalize_matrices(self, matrices: Matrices, update: torch.Tensor) -> torch.Tensor:
-        """Return ``update`` [m, n] with each of its matrices orthogonalized."""
+        """Orthogonalize each matrix in ``update`` [m, n]."""
         result = torch.empty_like(update)
         for source, target in zip(matrices.views(update), matrices.views(result), strict=True):
             matrix = source.flatten(0, 1).clone(memory_format=torch.contiguous_format)
@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
     def _apply_update(
         self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor
     ) -> None:
-        """Apply weight decay and ``update`` to ``main_param``; the update of a row has the scale of its matrix."""
+        """Apply weight decay and ``update`` to ``main_param``; each row's update has its matrix's scale."""
         if not main_param.numel():
             return
         main_param.mul_(1 - group["lr"] * group["weight_decay"])
@@ -219,7 +219,7 @@ class Muon(torch.optim.Optimizer):
             main_param.index_copy_(0, rows, updated)
 
     def _scale_of_rows(self, weight: MuonWeight, scales: Sequence[float]) -> torch.Tensor:
-        """Return the scale of the update of each local row, [rows]; ``scales`` has one scale per matrix."""
+        """Return the update scale of each local row, [rows]; ``scales`` has one scale per matrix."""
         row_scales = torch.empty(weight.partition.shape[0], 1, dtype=torch.float64)
         for scale, rows in zip(scales, weight.matrices.views(row_scales), strict=True):
             rows.fill_(scale)

@@ -1,4 +1,4 @@
-"""OffloadConfig: main params, optimizer states and weight shards in the memory of the CPU."""
+"""OffloadConfig: main params, optimizer states and weight shards in CPU memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class OffloadConfig:
     is_pinned: bool = True
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of ``tensor`` on the CPU."""
+        """Copy ``tensor`` to the CPU, contiguous."""
         return self._empty_like(tensor).copy_(tensor)
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors on the CPU, copied if necessary. The host synchronizes once, after all copies start."""
+        """Copy tensors to the CPU if necessary. The host synchronizes once, after all copies start."""
         copies = [t if t.device == HOST else self._empty_like(t).copy_(t, non_blocking=True) for t in tensors]
         for source in {tensor.device for tensor in tensors} - {HOST}:
             device.finish_copies(source)

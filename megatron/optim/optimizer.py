@@ -48,14 +48,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         dtype: training dtype of the parameters.
         clip_grad: largest gradient norm; 0 disables clipping.
         scaler: the loss scale; None: a fixed scale of 1.
-        model, tensor: group of the ranks of one replica, and tensor-parallel group.
+        model, tensor: model-parallel group (one replica), and tensor-parallel group.
         store: an empty store for the parameters; None for a single replica without ZeRO and offload.
         overlap_grad_reduce, has_pipeline: see ``make_reducer``.
         fuses_accumulation: with ZeRO 0 and 1, layers add products in place (``tds.linear_function``).
 
     Attributes:
         store, reducer, policy, inner: the parts in the table of the module.
-        gradient_factor: factor by which the next step multiplies the gradients; the step resets it to 1.
+        gradient_factor: gradient factor for the next step, which resets it to 1.
         last_factor: factor of the last step's gradients before clipping: ``gradient_factor`` divided by the loss scale.
         raw_norm: result of ``norm_of_sums`` for the current gradients, if it has been computed already.
         overflow: True if the last step was skipped because fp16 gradients overflowed.
@@ -134,7 +134,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.scaler.update(self.overflow)
 
     def _set_grads(self, factor: float) -> None:
-        """Set the gradients of the main params to the reduced gradients times ``factor``."""
+        """Set main-param gradients to the reduced gradients times ``factor``."""
         grads = [self.reducer.grad_of_main_param(parameter) for parameter in self.store.main_params]
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
@@ -142,7 +142,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_main_params(self) -> None:
-        """Run the inner optimizer on the gradients of the main params."""
+        """Run the inner optimizer on the main-param gradients."""
         with self.store.contiguous_main_params() if self.store.has_copies else nullcontext():
             self.inner.step()
 
@@ -153,7 +153,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.clear_grads()
 
     def norm_of_sums(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients, which are still multiplied by the loss scale. Collective.
+        """Return the reduced gradients' norm, still multiplied by the loss scale. Collective.
 
         ``gradient_factor`` is not applied either. The host does not wait for the norm, so that a caller can copy it to
         the host together with other values.
@@ -168,7 +168,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return EngineGradients(self)
 
     def begin_last_backward(self) -> None:
-        """Announce the last backward of the step on all replicas; reductions over the replicas may start during it."""
+        """Announce the step's last backward on all replicas, during which reductions may start."""
         self.reducer.begin_last_backward()
 
     def end_micro_batch(self) -> None:
@@ -178,11 +178,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish_gradient_sums(self, factor: float = 1.0) -> None:
-        """Complete the reduction of gradients over the replicas and multiply them by ``factor``. Collective."""
+        """Complete the gradient reduction over replicas and multiply by ``factor``. Collective."""
         self.reducer.finish(factor)
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the accumulated gradient of ``parameter``: this replica's reduced shard from ZeRO 2 on."""
+        """Return the accumulated gradient: this replica's reduced shard from ZeRO 2 on."""
         return self.reducer.grad(parameter) if parameter in self.store.main_params else parameter.grad
 
     def gradient_shard(self, parameter: torch.nn.Parameter) -> Shard:
@@ -190,7 +190,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self.reducer.shard(parameter) if parameter in self.store.main_params else shard_of(parameter)
 
     def gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return (parameter, gradient) pairs in the order of the groups."""
+        """Return (parameter, gradient) pairs in group order."""
         return [(parameter, self.reducer.grad(parameter)) for parameter in self.store.main_params]
 
     # State.
@@ -211,15 +211,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self._global_grad_norm
 
     def main_param_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return the main param of ``parameter``; ``shard_of`` returns its position in the global tensor."""
+        """Return the main param, whose position in the global tensor ``shard_of`` returns."""
         return self.store.main_params[parameter]
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if this rank saves its main param of ``parameter``, or a frozen one, in a checkpoint."""
+        """Return True if this rank saves the main param, or the frozen parameter, in a checkpoint."""
         return self.store.is_first_copy(parameter) and is_counted_in_norm(parameter, self.reducer.tensor_group.rank)
 
     def copy_main_params_to_parameters(self) -> None:
-        """Round the main params into the parameters. With ZeRO collective over the replicas."""
+        """Round the main params into the parameters. Collective over replicas with ZeRO."""
         self.store.copy_to_parameters()
 
     def refresh_fp32_params(self) -> None:
@@ -227,7 +227,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.copy_from_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank for checkpoints in DeepSpeed's format.
+        """Return this rank's state for checkpoints in DeepSpeed's format.
 
         Raises:
             RuntimeError: with ZeRO, whose shards do not fit that format.

@@ -64,7 +64,7 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
 
 
 def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``groups`` split into matrices of layers, with ``"is_muon": True``, and other parameters."""
+    """Split ``groups`` into layer matrices, with ``"is_muon": True``, and other parameters."""
     split_groups = []
     for group in groups:
         for is_muon in (True, False):
@@ -76,7 +76,7 @@ def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def split_by_rate(
     groups: Iterable[dict[str, Any]], rates: Mapping[torch.nn.Parameter, ParamRate]
 ) -> list[dict[str, Any]]:
-    """Return ``groups`` split by the settings in ``rates``, in the order of the parameters."""
+    """Split ``groups`` by the settings in ``rates``, in parameter order."""
     split_groups = []
     for group in groups:
         params_by_rate: dict[ParamRate | None, list[torch.nn.Parameter]] = {}
@@ -125,7 +125,7 @@ def build_optimizer(
         adam: used instead of ``torch.optim.AdamW``, with the same arguments; None: torch's.
         muon: settings of Muon.
         rates: settings of individual parameters that differ from the defaults.
-        bf16_states: states that AdamW stores in bf16, out of ``exp_avg`` and ``exp_avg_sq``.
+        bf16_states: states that AdamW stores in bf16: ``exp_avg``, ``exp_avg_sq`` or both.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor is used with sharded weights.
@@ -219,6 +219,6 @@ def _check_unpadded(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group of Adafactor with the lower bounds for matrices or for vectors."""
+    """Copy a parameter group with Adafactor's lower bounds for matrices or vectors."""
     is_matrix_group = group["params"][0].dim() >= 2
     return {**group, "eps": (MATRIX_EPS if is_matrix_group else VECTOR_EPS, MIN_WEIGHT_RMS)}

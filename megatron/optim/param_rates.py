@@ -62,7 +62,7 @@ class RateTable:
     Args:
         named: pattern -> rate; later patterns take precedence.
         decays: pattern -> weight decay; later patterns take precedence.
-        hidden: rate of the matrices of layers; None: the default.
+        hidden: rate for layer matrices; None: the default.
     """
 
     named: Mapping[str, ParamRate]
@@ -87,7 +87,7 @@ class RateTable:
         return [*([] if self.hidden is None else [self.hidden]), *self.named.values()]
 
     def rate_of(self, name: str, parameter: torch.Tensor) -> ParamRate | None:
-        """Return the settings of the parameter ``name``; None: the defaults."""
+        """Return the settings for the parameter ``name``; None: the defaults."""
         matching = [rate for pattern, rate in self.named.items() if fnmatchcase(name, pattern)]
         is_hidden = parameter.dim() >= 2 and matrices_of(parameter) is not None
         matched = matching[-1] if matching else self.hidden if is_hidden else None
@@ -97,7 +97,7 @@ class RateTable:
         return matched
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Check that each pattern matches one of ``names``, the parameter names of the full model.
+        """Check that each pattern matches one of the full model's parameter ``names``.
 
         Raises:
             ConfigError: a pattern matches none. The message lists similar names.
@@ -113,7 +113,7 @@ class RateTable:
 
 
 def _mup_rate(config: Config) -> ParamRate | None:
-    """Return muP's settings of the matrices of layers; None without muP, and for Muon, whose scale fits any width."""
+    """Return muP's settings for layer matrices; None without muP, and for Muon, whose scale fits any width."""
     settings, m = config.optimizer, config.model.width_multiplier
     if m == 1.0 or settings.optimizer != "adamw":
         return None
@@ -121,13 +121,12 @@ def _mup_rate(config: Config) -> ParamRate | None:
 
 
 def _describe_pattern(pattern: str) -> str:
-    """Return ``pattern`` with the flag that may have set it, as text."""
     flags = {WORD_TABLE: "--lr-embedding", HEAD: "--lr-head"}
     return f"the pattern {pattern!r}" + (f" ({flags[pattern]})" if pattern in flags else "")
 
 
 def _table_rates(settings: OptimizerConfig) -> Iterator[tuple[str, ParamRate]]:
-    """Yield (name, rate) of the word embedding and the head if flags set them."""
+    """Yield (name, rate) for the word embedding and the head if flags set them."""
     for label, name in (("embedding", WORD_TABLE), ("head", HEAD)):
         lr, floor = getattr(settings, f"lr_{label}"), settings.decoupled_min_lr
         if lr is not None:

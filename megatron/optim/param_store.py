@@ -37,12 +37,12 @@ class ParamStore:
             are offloaded.
         offload: state that is stored on the CPU.
         param_init: with ZeRO 3, initializes weights one by one; None if all are initialized.
-        reduce_bucket_size, allgather_bucket_size: elements of a bucket of gradients to reduce and of weights to gather;
-            0: the default of ``tds.gradients.choose_bucket_numel``.
-        prefetches: with ZeRO 3, gather the weights of a layer before its forward.
+        reduce_bucket_size, allgather_bucket_size: elements per gradient-reduction bucket and per weight-gather bucket;
+            0: the default from ``tds.gradients.choose_bucket_numel``.
+        prefetches: with ZeRO 3, gather a layer's weights before its forward.
 
     Attributes:
-        main_params: the main param of each parameter.
+        main_params: main params by parameter.
         weight_shards: with ZeRO 3, this replica's shard of each weight in the training dtype.
         zero_stage, offload, data_group, expert_group: the arguments.
         has_copies: True if any parameter is not its own main param, so that updates must be copied into parameters.
@@ -80,7 +80,7 @@ class ParamStore:
     # Main params.
 
     def register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-        """Convert ``parameter`` to ``dtype`` in place and return its main param."""
+        """Convert ``parameter`` to ``dtype`` in place and return the main param."""
         is_wide = dtype in WIDE_DTYPES
         num_replicas = self.group_of(parameter).size
         has_one_copy = is_reduced_by_optimizer(parameter) and num_replicas == 1  # an expert that no other rank holds
@@ -103,7 +103,7 @@ class ParamStore:
     def _make_main_param(
         self, parameter: torch.nn.Parameter, partition: ParamPartition | None, is_wide: bool
     ) -> torch.nn.Parameter:
-        """Return a main param separate from ``parameter``; ``is_wide``: the training dtype is fp32 or fp64."""
+        """Copy ``parameter`` to a separate main param; ``is_wide``: the training dtype is fp32 or fp64."""
         position, values = shard_of(parameter), parameter.detach()
         if partition is not None:
             self._partitions[parameter] = partition
@@ -120,7 +120,7 @@ class ParamStore:
     def _make_weight_shard(
         self, parameter: torch.nn.Parameter, partition: ParamPartition, is_wide: bool
     ) -> torch.Tensor:
-        """Return this replica's shard of the weight: the main param itself if dtype and device are the same."""
+        """Return this replica's weight shard: the main param itself if dtype and device are the same."""
         if is_wide and self.offload.parameters == self.offload.optimizer:
             return self.main_params[parameter].detach()
         shard = self._device_shard(parameter, partition)
@@ -129,7 +129,7 @@ class ParamStore:
         return shard.clone(memory_format=torch.contiguous_format)
 
     def _device_shard(self, parameter: torch.nn.Parameter, partition: ParamPartition) -> torch.Tensor:
-        """Return this replica's shard of ``parameter`` on the device where it is trained."""
+        """Return this replica's shard on the training device."""
         shard = partition.slice(parameter.detach(), self.group_of(parameter).rank)
         return shard if self._param_init is None else shard.to(self._param_init.device)
 
@@ -148,7 +148,7 @@ class ParamStore:
                 main_param.data = view
 
     def set_grads(self, grads: Sequence[torch.Tensor]) -> None:
-        """Set the gradients of the main params, in their order; with optimizer offload they are copied to the CPU."""
+        """Set main-param gradients in parameter order; with optimizer offload they are copied to the CPU."""
         main_params = self.main_params.values()
         if self.offload.optimizer and any(m.device != g.device for m, g in zip(main_params, grads, strict=True)):
             grads = self.offload.copies(grads)
@@ -156,7 +156,7 @@ class ParamStore:
             main_param.grad = grad
 
     def clear_grads(self) -> None:
-        """Discard the gradients of the parameters and of the main params."""
+        """Discard all gradients of parameters and main params."""
         for parameter, main_param in self.main_params.items():
             parameter.grad = None
             main_param.grad = None
@@ -164,7 +164,7 @@ class ParamStore:
     # Shards.
 
     def group_of(self, parameter: torch.Tensor) -> Group:
-        """Return the group of ranks that hold a replica of ``parameter``."""
+        """Return the group of ranks that replicate ``parameter``."""
         return self.expert_group if is_reduced_by_optimizer(parameter) else self.data_group
 
     @property
@@ -181,11 +181,11 @@ class ParamStore:
         return self.is_sharded(parameter) or self.group_of(parameter).rank == 0
 
     def partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
-        """Return the partition of ``parameter`` over the replicas; None if all have the full main param."""
+        """Return the partition over the replicas; None if all have the full main param."""
         return self._partitions.get(parameter)
 
     def local_shard(self, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return the elements of ``full`` that belong to this replica's main param, contiguous.
+        """Slice this replica's main-param elements from ``full``, contiguous.
 
         Args:
             full: a tensor with the shape of ``parameter``.
@@ -194,7 +194,7 @@ class ParamStore:
         return full if partition is None else partition.slice(full, self.group_of(parameter).rank).contiguous()
 
     def bucket_numel(self, device: torch.device, operation: str = "reduce") -> int | None:
-        """Return the number of elements of a bucket on ``device``; None if ``BUCKET_BYTES`` limits it.
+        """Return the number of elements per bucket on ``device``; None if ``BUCKET_BYTES`` limits it.
 
         ZeRO 2 and 3 reduce copies of gradients, so their reduce buckets exceed ``BUCKET_BYTES`` only on request.
 
@@ -270,7 +270,7 @@ class ParamStore:
         """Round the main params into the parameters. Collective over the replicas if main params are sharded.
 
         Args:
-            deferred: return before the weights of the other replicas have arrived, if layers wait for their weights
+            deferred: return before the other replicas' weights have arrived, if layers wait for weights
                 (``zero.param_gather``, on NCCL).
         """
         if self.units is not None:
@@ -306,7 +306,7 @@ class ParamStore:
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
-        """Set every main param to this replica's shard of its parameter."""
+        """Copy this replica's parameter shards into the main params."""
         self.finish_gathers()
         for parameter, main_param in self.main_params.items():
             if parameter is not main_param:

@@ -29,7 +29,7 @@ class StateOwner(Protocol):
 
 
 def state_of(optimizer: StateOwner) -> dict[str, Any]:
-    """Return the state of ``optimizer``. Its tensors share memory with the optimizer."""
+    """Return the optimizer state, whose tensors share memory with ``optimizer``."""
     main_params = [main_param.detach() for main_param in _main_params(optimizer)]
     return {**optimizer.inner.state_dict(), "masters": main_params, "scaler": optimizer.scaler.state()}
 
@@ -77,5 +77,5 @@ def _state_problem(main_params: Sequence[torch.Tensor], state: Mapping[str, Any]
 
 
 def _copied(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a tensor on ``device`` in ``dtype`` (None: no conversion); other values unchanged."""
+    """Copy a tensor to ``device`` in ``dtype`` (None: no conversion); return other values unchanged."""
     return value.to(device=device, dtype=dtype, copy=True) if isinstance(value, torch.Tensor) else value

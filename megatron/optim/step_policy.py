@@ -49,7 +49,7 @@ class StepPolicy:
         return clip_coefficient(norm, self.clip_grad)
 
     def nonfinite_message(self, norm: float) -> str:
-        """Return the error message for a norm that is not finite when no smaller loss scale can help."""
+        """Return the error message for a non-finite norm that no smaller loss scale can prevent."""
         if self.scaler.is_dynamic:
             return (
                 f"overflow at the smallest loss scale ({self.scaler.scale:g}); the gradients themselves are not "

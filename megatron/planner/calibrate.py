@@ -44,11 +44,11 @@ BUSY_LOAD = 0.5
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Measurements of one rank; ``link`` is None with a single rank.
+    """One rank's measurements; ``link`` is None with a single rank.
 
     Args:
         reserved: bytes that training cannot use.
-        readings: readings of the reference; all measurements are scaled to the speed of the first one. Empty on GPUs.
+        readings: reference readings; all measurements are scaled to the speed of the first one. Empty on GPUs.
     """
 
     rates: Rates
@@ -80,7 +80,7 @@ def calibrate(
         timing_budget: limits of the measurements.
         message_bytes: sizes of the messages in bytes.
         round_s: seconds per round of messages.
-        threads: threads of each rank on a CPU; None divides the cores among the ranks.
+        threads: threads per rank on a CPU; None divides the cores among the ranks.
 
     Raises:
         ValueError: there are fewer devices, or none of this type.
@@ -125,7 +125,7 @@ def calibrate(
 
 
 def dtypes_of(device_type: str) -> tuple[str, ...]:
-    """Return the dtypes in which matmuls are measured, the default dtype of runs first."""
+    """Return the dtypes for matmul measurements, starting with the default dtype of runs."""
     first = device.default_precision(device_type)
     return (
         first,
@@ -134,10 +134,10 @@ def dtypes_of(device_type: str) -> tuple[str, ...]:
 
 
 def combine(measurements: Sequence[MeasuredMachine], link: Link, device_type: str, load: float = 0.0) -> Machine:
-    """Combine the simultaneous measurements of all ranks into a machine, with the rates of the slowest rank.
+    """Combine all ranks' simultaneous measurements into a machine, with the slowest rank's rates.
 
     Args:
-        load: load of the machine before the measurement, for the notes.
+        load: machine load before the measurement, for the notes.
     """
     rates, ranks = [entry.rates for entry in measurements], len(measurements)
     products = {dtype: _lowest_rates([entry.products[dtype] for entry in rates]) for dtype in sorted(rates[0].products)}
@@ -167,7 +167,7 @@ def combine(measurements: Sequence[MeasuredMachine], link: Link, device_type: st
 
 
 def scale_to_median_speed(machine: Machine, readings: Sequence[float]) -> Machine:
-    """Scale ``machine`` from the speed of the first reading of the reference to the speed of the median reading."""
+    """Scale ``machine`` from the first reference reading to the median reading."""
     if not readings:
         return machine
     return replace(machine, reference_s=readings[0]).slowed(statistics.median(readings) / readings[0])
@@ -186,7 +186,7 @@ def _notes(ranks: int, load: float, has_data_sheet: bool) -> Iterator[str]:
 def _measure(
     rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudget, message_bytes: Sequence[int], round_s: float
 ) -> MeasuredMachine:
-    """Return the measurements of this rank, made while all other ranks measure. Collective."""
+    """Measure this rank while all other ranks measure. Collective."""
     if rank.device_type == "cpu":
         device.keep_freed_memory()  # as training does
     reference = Reference(rank, timing_budget.now)
@@ -201,11 +201,11 @@ def _measure(
 
 
 def _rank_memory(rank: Rank) -> tuple[int, int]:
-    """Return (memory of this rank, part of it that training cannot use), in bytes.
+    """Return this rank's memory and the part that training cannot use, in bytes.
 
-    On a CPU, the memory of the node is divided among the ranks. The unusable part is the resident size of this process
-    at its start (Python and its libraries). On other devices, it is the memory used by the driver, the communication
-    library and other programs.
+    On a CPU, the node's memory is divided among the ranks. The unusable part is the resident size of this process at
+    startup (Python and libraries). On other devices, it is the memory used by the driver, the communication library and
+    other programs.
     """
     total = device.total_memory_bytes(rank.device_type)
     if rank.device_type == "cpu":
@@ -221,7 +221,7 @@ _LIBRARY_BYTES = _resident_bytes()
 
 
 def _lowest_rates(tables: Sequence[tuple[tuple[float, float], ...]]) -> tuple[tuple[float, float], ...]:
-    """Return ((side, lowest rate over the ranks), ...) for the sides that all ranks measured."""
+    """Return ((side, lowest rate), ...) for the sides that all ranks measured."""
     return tuple((rows[0][0], min(rate for _, rate in rows)) for rows in zip(*tables, strict=False))
 
 

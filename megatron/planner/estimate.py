@@ -27,17 +27,17 @@ TENSOR, CONTEXT, EXPERT, PIPELINE, DATA = "tensor", "context", "expert", "pipeli
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimated costs of a layout.
+    """A layout's estimated costs.
 
     Args:
         layout: the layout.
-        bounds: bounds of the virtual stages, as indices of the model's units.
-        memory: memory of one rank of each stage.
+        bounds: virtual-stage bounds, as indices of the model's units.
+        memory: memory per rank, by stage.
         seconds_by_activity: activity -> seconds per step; their sum is ``step_s``.
-        bubble: average share of a step in which a stage waits for other stages.
-        traffic: type of communication -> bytes, seconds and hidden seconds of the busiest rank.
-        flops: FLOPs of the whole model per step, without recomputation; causal attention counts as half.
-        peak_flops: peak FLOP/s of all devices.
+        bubble: average share of a step that a stage waits for other stages.
+        traffic: communication type -> bytes, seconds and hidden seconds on the busiest rank.
+        flops: FLOPs per step for the full model, without recomputation; causal attention counts as half.
+        peak_flops: peak FLOP/s over all devices.
         tokens: tokens per step.
     """
 
@@ -65,16 +65,16 @@ class Estimate:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of the device with the highest use."""
+        """Bytes on the fullest device."""
         return max(stage.total for stage in self.memory)
 
     def days(self, tokens: float) -> float:
-        """Return the number of days for training on ``tokens`` tokens."""
+        """Return the days needed to train on ``tokens`` tokens."""
         return tokens / self.tokens_per_s / 86400
 
 
 class Model(NamedTuple):
-    """Costs and time models of a model whose experts are distributed over a given number of ranks."""
+    """Costs and time models for one expert-parallel size."""
 
     costs: Costs
     compute: ComputeModel
@@ -82,7 +82,7 @@ class Model(NamedTuple):
 
 
 class Planner:
-    """Estimates layouts of one model on one machine; results that layouts have in common are cached.
+    """Estimates layouts of one model on one machine; results that layouts share are cached.
 
     Args:
         config: a ``megatron.config.Config``; its model, sequence lengths and family are used.
@@ -100,7 +100,7 @@ class Planner:
         self._expert_traffic: dict[tuple[Any, ...], list[Traffic]] = {}
 
     def estimate(self, layout: Layout) -> Estimate:
-        """Return the estimate of ``layout``.
+        """Estimate ``layout``.
 
         Raises:
             ValueError: there are fewer layers than virtual stages.
@@ -124,7 +124,7 @@ class Planner:
         )
 
     def bounds(self, layout: Layout) -> list[int]:
-        """Return the bounds of the virtual stages, as indices of the model's units."""
+        """Return the virtual-stage bounds, as indices of the model's units."""
         key = layout.pipe, layout.chunks, layout.placement.style
         if key not in self._bounds:
             self._bounds[key] = self.costs.stage_bounds(*key)
@@ -141,7 +141,7 @@ class Planner:
             return False
 
     def model(self, layout: Layout) -> Model:
-        """Return the costs and time models of the model with its experts distributed as in ``layout``."""
+        """Return the costs and time models for the expert distribution in ``layout``."""
         ranks = layout.expert
         if ranks not in self._models:
             costs = self.costs.with_expert_ranks(ranks)
@@ -151,7 +151,7 @@ class Planner:
         return self._models[ranks]
 
     def parameters(self, layout: Layout) -> tuple[int, int]:
-        """Return (all parameters, expert parameters) of a rank if only the tensor and expert axes split the model."""
+        """Return a rank's (all parameters, expert parameters) if only the tensor and expert axes split the model."""
         key = layout.tensor, layout.expert
         if key not in self._parameters:
             costs = self.model(layout).costs
@@ -161,7 +161,7 @@ class Planner:
         return self._parameters[key]
 
     def memory(self, layout: Layout) -> list[Memory]:
-        """Return the memory of one rank of each stage."""
+        """Return the memory per rank, by stage."""
         return self.model(layout).costs.memory_per_stage(
             self.bounds(layout),
             micro_batch_size=layout.micro_batch_size,
@@ -182,7 +182,7 @@ class Planner:
         )
 
     def unit_seconds(self, layout: Layout) -> list[Seconds]:
-        """Return the time of each unit for a micro-batch, without communication."""
+        """Return the time per unit for a micro-batch, without communication."""
         batch_tensor_expert = layout.micro_batch_size, layout.tensor, layout.expert
         key = *batch_tensor_expert, layout.dtype, layout.sequence_parallel, layout.recompute
         if key not in self._unit_seconds:
@@ -190,7 +190,7 @@ class Planner:
         return self._unit_seconds[key]
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:
-        """Return the expert-parallel communication of each unit for a micro-batch."""
+        """Return the expert-parallel communication per unit for a micro-batch."""
         batch_tensor_expert = layout.micro_batch_size, layout.tensor, layout.expert
         key = *batch_tensor_expert, layout.dtype, layout.recompute, layout.world_size
         if key not in self._expert_traffic:
@@ -256,7 +256,7 @@ class Planner:
         return seconds_by_activity, running_s * idle / sum(seconds_by_activity.values()), traffic
 
     def _deferral_costs(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
-        """Return the mean seconds per micro-batch that deferring weight gradients costs in each virtual stage."""
+        """Return the mean cost of deferring weight gradients, in seconds per micro-batch and virtual stage."""
         costs, placement = [], layout.placement
         for chunk_idx, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             stage = placement.stage_of(chunk_idx)
@@ -266,5 +266,5 @@ class Planner:
 
 
 def estimate(config: Any, layout: Layout, machine: Machine) -> Estimate:
-    """Return the estimate of ``layout`` of the model of ``config`` on ``machine``."""
+    """Estimate ``layout`` for the model in ``config`` on ``machine``."""
     return Planner(config, machine).estimate(layout)

@@ -46,7 +46,7 @@ class Shape:
 
 
 def benchmark_config(family: str, dtype: str, shape: Shape) -> Config:
-    """Return the configuration of a model with one layer (T5: one encoder layer and one decoder layer)."""
+    """Configure a model with one layer (T5: one encoder layer and one decoder layer)."""
     family_entry = FAMILIES[family]
     words = (
         f"--num-layers 1 --hidden-size {shape.hidden} --num-attention-heads {shape.hidden // shape.head} --{dtype} "
@@ -59,7 +59,7 @@ def benchmark_config(family: str, dtype: str, shape: Shape) -> Config:
 
 
 def build(config: Config, target_device: torch.device, group: Group = SINGLE) -> torch.nn.Module:
-    """Return the model with random weights, split over the ranks of ``group``."""
+    """Build the model with random weights, split over ``group``."""
     built = build_model(config, ParallelContext(group))
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -67,12 +67,12 @@ def build(config: Config, target_device: torch.device, group: Group = SINGLE) ->
 
 
 def build_adamw(module: torch.nn.Module, dtype: str) -> MixedPrecisionOptimizer:
-    """Return an AdamW optimizer for the model's weights, which are converted to ``dtype``."""
+    """Build an AdamW optimizer for the model's weights, which are converted to ``dtype``."""
     return build_optimizer(module.parameters(), dtype=device.DTYPES[dtype], clip_grad=1.0)
 
 
 def make_micro_batch(config: Config, target_device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the inputs of a forward pass with loss: random tokens without padding."""
+    """Make inputs for a forward pass with loss: random tokens without padding."""
     samples = config.batch.batch_size
 
     def random_tokens(length: int) -> torch.Tensor:
@@ -85,14 +85,14 @@ def make_micro_batch(config: Config, target_device: torch.device) -> dict[str, t
 
 
 def total_loss(output: Any) -> torch.Tensor:
-    """Return the sum of the losses, which a model returns as (sum, count) or as a dictionary of such pairs."""
+    """Sum the losses, which a model returns as (sum, count) or as a dictionary of such pairs."""
     pairs = output.values() if isinstance(output, dict) else [output]
     total: torch.Tensor = sum(pair[0] for pair in pairs)
     return total
 
 
 def layer_lists_of(family: str) -> Mapping[str, str]:
-    """Return type of layer -> the attribute that holds the layers."""
+    """Map layer types to the attributes that hold the layers."""
     return FAMILIES[family].layer_lists
 
 
@@ -119,12 +119,12 @@ TOUCHED_BYTES = 2**29
 
 @dataclass(frozen=True)
 class LayerTimings:
-    """Times of a model with one layer.
+    """Measured times for a model with one layer.
 
     Args:
-        seconds: type of unit -> seconds of (forward, backward); "head" includes embedding, norm and loss.
-        update_s: seconds of an optimizer update.
-        tensor: number of ranks over which the model was split.
+        seconds: unit type -> (forward, backward) seconds; "head" includes embedding, norm and loss.
+        update_s: seconds per optimizer update.
+        tensor: number of ranks that the model was split over.
     """
 
     family: str
@@ -167,12 +167,12 @@ class EventMarks:
 def time_layers(
     rank: Rank, dtypes: Sequence[str], timing_budget: TimingBudget, reference: Reference
 ) -> list[LayerTimings]:
-    """Return the times of every family's model in each shape, scaled to the speed of ``reference``. Collective.
+    """Time every family's model in each shape, scaled to the speed of ``reference``. Collective.
 
     The ranks start each measurement together.
 
     Args:
-        dtypes: the default of runs first; models in the other dtypes are timed once.
+        dtypes: the runs' default dtype first; models in other dtypes are timed once.
     """
     timings = []
     if rank.device_type == "cpu":
@@ -259,12 +259,12 @@ def _spent(marks: EventMarks, unit_type: str) -> tuple[float, float]:
 
 
 def _median(repetitions: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (forward, backward) of the repetition with the median total time."""
+    """Return the (forward, backward) repetition with the median total time."""
     return sorted(repetitions, key=sum)[len(repetitions) // 2]
 
 
 def slowest_timings(timings_by_rank: Sequence[Sequence[LayerTimings]]) -> list[LayerTimings]:
-    """Return the times of the slowest rank for each model."""
+    """Select the slowest rank's times for each model."""
 
     def slowest_of(model_timings: Sequence[LayerTimings]) -> LayerTimings:
         unit_types = model_timings[0].seconds
@@ -277,7 +277,7 @@ def slowest_timings(timings_by_rank: Sequence[Sequence[LayerTimings]]) -> list[L
 
 
 def with_layer_timings(machine: Machine, timings: Sequence[LayerTimings]) -> Machine:
-    """Return ``machine`` with factors fitted to the timed layers, and with the measured bandwidth of updates."""
+    """Copy ``machine`` with factors fitted to the timed layers and the measured update bandwidth."""
     unsplit, split = ([timing for timing in timings if (timing.tensor > 1) == is_cut] for is_cut in (False, True))
     samples = _samples_by_unit_type(machine, unsplit)
     factors_by_dtype: dict[str, dict[str, EfficiencyFactors]] = defaultdict(dict)
@@ -303,7 +303,7 @@ def with_layer_timings(machine: Machine, timings: Sequence[LayerTimings]) -> Mac
 def _samples_by_unit_type(
     machine: Machine, timings: Sequence[LayerTimings]
 ) -> dict[tuple[str, str], list[tuple[Sample, Sample]]]:
-    """Return (dtype, type of unit) -> pairs of samples, for forward and backward."""
+    """Group (forward, backward) samples by (dtype, unit type)."""
     samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
     for timing in timings:
         for unit_type, pair in _samples(machine, timing):
@@ -312,7 +312,7 @@ def _samples_by_unit_type(
 
 
 def _samples(machine: Machine, timing: LayerTimings) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
-    """Yield (type of unit, (forward sample, backward sample))."""
+    """Yield (unit type, (forward sample, backward sample))."""
     config = benchmark_config(timing.family, timing.dtype, timing.shape)
     costs = registry.costs_of(config, is_on_cpu=machine.is_cpu)
     clock, layout = ComputeModel(costs, machine, timing.family), replace(layout_of(config, 1), tensor=timing.tensor)
@@ -343,7 +343,7 @@ def _samples(machine: Machine, timing: LayerTimings) -> Iterable[tuple[str, tupl
 def _sample_pair(
     operations: OperationTimes, seconds: tuple[float, float], traffic: Sequence[Traffic]
 ) -> tuple[Sample, Sample]:
-    """Return the samples of forward and backward; exposed communication is subtracted from the measured times."""
+    """Make (forward, backward) samples; exposed communication is subtracted from the measured times."""
     fixed_times = operations.forward_fixed_s + traffic[0].exposed_s, operations.backward_fixed_s + traffic[1].exposed_s
     forward, backward = (max(measured - fixed_s, 0.0) for measured, fixed_s in zip(seconds, fixed_times, strict=True))
     scale = sum(seconds)
@@ -351,7 +351,7 @@ def _sample_pair(
 
 
 def _update_bandwidth(timings: Sequence[LayerTimings]) -> float:
-    """Return the median bytes/s of the updates of the widest models in the first dtype; 0 if nothing was timed."""
+    """Return the median update rate of the widest models in the first dtype, in bytes/s; 0 if nothing was timed."""
     if not timings:
         return 0.0
     first, widest = timings[0].dtype, max(timing.shape for timing in timings)

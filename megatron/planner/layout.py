@@ -23,18 +23,17 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes, micro-batches, pipeline schedule, and options for sharding, recomputation and offloading.
+    """Axis sizes, micro-batches, pipeline schedule, and options for sharding, recomputation and offloading.
 
     Args:
-        context: ranks over which sequences are split.
+        context: ranks that sequences are split over.
         cuts_heads: context parallelism exchanges heads (all-to-all) instead of gathering keys and values.
-        expert: ranks of the data and context axes over which the experts of a layer are distributed.
+        expert: ranks of the data and context axes that share a layer's experts.
         recompute: "none", "selective" (the attention core), "full" (each layer from its input).
         sequence_parallel: tokens are split over the tensor ranks between the matmuls.
-        num_bf16_states: number of AdamW's two states that are stored in bf16.
+        num_bf16_states: number of AdamW states (of two) stored in bf16.
         overlap_grad_reduce: gradients are all-reduced over the replicas during the last backward.
-        overlaps_tensor: gradients of activations are all-reduced over the tensor ranks while gradients of weights are
-            computed.
+        overlaps_tensor: activation gradients are all-reduced over the tensor ranks while weight gradients are computed.
         is_compiled: each layer is compiled.
     """
 
@@ -67,22 +66,22 @@ class Layout:
 
     @property
     def topology(self) -> Topology:
-        """The grid of ranks, in the order of the global ranks."""
+        """The rank grid, in global rank order."""
         return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
 
     def stride(self, axis: str) -> int:
-        """Return the difference between the global ranks of neighbours along ``axis`` (one of ``topology.AXES``)."""
+        """Return the global rank difference of neighbours along ``axis`` (one of ``topology.AXES``)."""
         neighbour = {"pipe": 0, "data": 0, "context": 0, "tensor": 0, axis: 1}
         return self.topology.rank(Coordinate(**neighbour))
 
     @property
     def placement(self) -> Placement:
-        """Assignment of the virtual stages to the stages."""
+        """Assignment of virtual stages to stages."""
         return Placement(self.pipe, self.chunks, self.lies)
 
     @property
     def lies(self) -> str:
-        """Name of the placement of chunks on stages that the schedule requires."""
+        """Name of the chunk placement that the schedule requires."""
         return placement_for(self.schedule)
 
     @property
@@ -92,7 +91,7 @@ class Layout:
 
     @property
     def expert_replicas(self) -> int:
-        """Number of ranks that have the same experts."""
+        """Number of ranks with the same experts."""
         return self.data * self.context // self.expert
 
     @property
@@ -102,7 +101,7 @@ class Layout:
 
     @property
     def sequence(self) -> int:
-        """Number of tensor ranks over which tokens are split between the matmuls."""
+        """Number of tensor ranks that tokens are split over between the matmuls."""
         return self.tensor if self.sequence_parallel else 1
 
     def __str__(self) -> str:
@@ -121,7 +120,7 @@ class Layout:
 
 
 def layout_of(config: Any, world_size: int) -> Layout:
-    """Return the layout of a ``Config`` on ``world_size`` ranks, with "auto" resolved to the least-bubble schedule."""
+    """Convert a ``Config`` to a layout on ``world_size`` ranks, with "auto" resolved to the least-bubble schedule."""
     parallel, optimizer, batch = config.parallel, config.optimizer, config.batch
     stages, chunks, m = parallel.num_stages, parallel.chunks, batch.num_micro_batches
     names = candidate_schedules(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)
@@ -165,7 +164,7 @@ LAYOUT_FIELDS = {
 
 
 def script_variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
-    """Return name -> value of the run script's variables. The layout must fit into one node or fill all nodes."""
+    """Return the run script's variables (name -> value). The layout must fit into one node or fill all nodes."""
     model, family, world = config.model, config.family_config, layout.world_size
     ranks_per_node = min(devices_per_node, world)
     lengths = {"SEQLEN": config.batch.seq_length}
@@ -215,12 +214,12 @@ def script_flags(config: Any, layout: Layout) -> list[str]:
 
 
 def explicit_schedule(layout: Layout) -> str | None:
-    """Return the schedule, or None if it is the default for the numbers of stages and chunks."""
+    """Return the schedule, or None if it is the default for the stage and chunk counts."""
     return layout.schedule if layout.pipe > 1 and layout.schedule != default_schedule(layout.chunks) else None
 
 
 def explicit_chunks(layout: Layout) -> int | None:
-    """Return the number of chunks, or None if it follows from the schedule."""
+    """Return the chunk count, or None if it follows from the schedule."""
     return layout.chunks if layout.chunks > 1 and layout.schedule not in V_SCHEDULES else None
 
 
@@ -241,7 +240,7 @@ def user_flags(config: Any) -> list[str]:
 
 
 def _format_flag(option: Option, value: Any) -> list[str]:
-    """Return the words that set the field of ``option`` to ``value``."""
+    """Format the words that set ``option`` to ``value``."""
     constant_flags = [flag for flag, flag_value in option.constants.items() if flag_value == value]
     if constant_flags or value is True:
         return [constant_flags[0] if constant_flags else option.flag]
@@ -249,14 +248,14 @@ def _format_flag(option: Option, value: Any) -> list[str]:
 
 
 def command_lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
-    """Return the lines of a shell command: variables, and the run script with its flags."""
+    """Format a shell command as lines: variables, and the run script with its flags."""
     assignments = [f"{name}={value}" for name, value in script_variables(config, layout, devices_per_node).items()]
     run_command = f"bash {FAMILIES[config.family].run_command} {shlex.join(script_flags(config, layout))}"
     return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + run_command]
 
 
 def config_file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]:
-    """Return the settings of ``layout`` as keys of a --config file, and the fields that the file must not set."""
+    """Convert ``layout`` to --config file keys; also return the fields that the file must not set."""
     settings: dict[str, str | int] = {
         "model-parallel-size": layout.tensor,
         "pipe-parallel-size": layout.pipe,
@@ -287,7 +286,7 @@ def problems(config: Any, layout: Layout) -> list[str]:
 
 
 def with_layout(config: Any, layout: Layout) -> Any:
-    """Return ``config`` with the sizes and settings of ``layout``, as the command of ``command_lines`` sets them."""
+    """Copy ``config`` with the sizes and settings of ``layout``, as ``command_lines`` sets them."""
     schedule, is_full = explicit_schedule(layout), layout.recompute == "full"
     parallel = replace(
         config.parallel,

@@ -28,25 +28,25 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class EfficiencyFactor:
-    """Factors for the times of the matmuls, of a pass over the saved activations, and of a pass over the scores."""
+    """Factors for three times: matmuls, a pass over the saved activations, and a pass over the scores."""
 
     products: float
     passes: float
     scores: float = 0.0
 
     def scaled(self, factor: float) -> EfficiencyFactor:
-        """Return the factors of a unit that takes ``factor`` times as long."""
+        """Return factors for a unit that takes ``factor`` times as long."""
         return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
     def predict(self, terms: tuple[float, float, float]) -> float:
-        """Return the time of a unit, given (time of its matmuls, of a pass, of a pass over the scores)."""
+        """Predict a unit's time from three times: (matmuls, activation pass, score pass)."""
         products, activation_pass, score_pass = terms
         return self.products * products + self.passes * activation_pass + self.scores * score_pass
 
 
 @dataclass(frozen=True)
 class EfficiencyFactors:
-    """Factors of the forward and of the backward pass."""
+    """Factors for the forward and backward passes."""
 
     forward: EfficiencyFactor
     backward: EfficiencyFactor
@@ -68,9 +68,9 @@ class Sample:
     """A measurement.
 
     Args:
-        terms: (time of the matmuls, of a pass, of a pass over the scores), in seconds.
-        seconds: measured time of the unit, minus the times to which no factor applies.
-        scale: seconds by which an error is divided in the fit.
+        terms: times of (matmuls, activation pass, score pass), in seconds.
+        seconds: measured unit time, minus the times that no factor applies to.
+        scale: seconds that divide an error in the fit.
     """
 
     terms: tuple[float, float, float]
@@ -97,7 +97,7 @@ def fit_factors(samples: Sequence[Sample]) -> EfficiencyFactor:
 
 
 def slowdown(samples: Sequence[Sample], efficiency: EfficiencyFactor) -> float:
-    """Return the median ratio of the measured times to the times that ``efficiency`` predicts, at least 1."""
+    """Return the median ratio of measured times to ``efficiency`` predictions, at least 1."""
     measured_and_predicted = [(sample.seconds, efficiency.predict(sample.terms)) for sample in samples]
     ratios = [measured / predicted for measured, predicted in measured_and_predicted if predicted > 0]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
@@ -122,7 +122,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def table_from_dict(value: Mapping[str, Any]) -> Table:
-    """Return the table whose ``asdict`` form is ``value``.
+    """Convert the ``asdict`` form ``value`` to a table.
 
     Raises:
         TypeError, KeyError, AttributeError: ``value`` does not have that form.
@@ -139,7 +139,7 @@ def table_from_dict(value: Mapping[str, Any]) -> Table:
 
 
 def named_factors(table: Table) -> Iterator[tuple[str, float]]:
-    """Yield the name and value of every factor."""
+    """Yield (name, value) for every factor."""
     for dtype, by_type in table.items():
         for unit_type, factors in by_type.items():
             for direction, efficiency in asdict(factors).items():
@@ -159,8 +159,8 @@ class Wire:
     """One type of communication over one link. A message takes ``latency_s + bytes sent by a rank / bandwidth``.
 
     Args:
-        latency_s: latency of a message between two ranks; a collective of n ranks has log2(n) times this latency.
-        bandwidth: bytes/s per rank while all ranks of the link send.
+        latency_s: message latency between two ranks; a collective over n ranks has log2(n) times this latency.
+        bandwidth: bytes/s per rank while all ranks on the link send.
     """
 
     latency_s: float
@@ -169,7 +169,7 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The connection between ranks, by type of communication.
+    """The connection between ranks, by communication type.
 
     Args:
         all_reduce: a rank of n sends 2 (n - 1) / n of the bytes.
@@ -185,12 +185,12 @@ class Link:
 
     @classmethod
     def uniform(cls, bandwidth: float, latency_s: float) -> Link:
-        """Return a link on which all types of communication are equally fast."""
+        """Return a link that is equally fast for all communication types."""
         wire = Wire(latency_s=latency_s, bandwidth=bandwidth)
         return cls(all_reduce=wire, gather=wire, send=wire, scatter=wire)
 
     def slowed(self, factor: float) -> Link:
-        """Return the link on which communication takes ``factor`` times as long."""
+        """Return a link that is ``factor`` times as slow."""
         return Link(
             **{
                 name: Wire(latency_s=factor * wire.latency_s, bandwidth=wire.bandwidth / factor)
@@ -201,26 +201,26 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A device, the number of devices per node, and the links within and between nodes.
+    """A device, the device count per node, and the links within and between nodes.
 
     Args:
-        memory_bytes: memory of one device.
-        reserved_bytes: memory of a device that training cannot use: memory of the driver and the communication library,
-            and fragmentation of the allocator.
+        memory_bytes: memory per device.
+        reserved_bytes: device memory that training cannot use: driver, communication library, and allocator
+            fragmentation.
         peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
-        product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul of [n, k] and
-            [k, m] is the cube root of n k m. Rates between two sides are interpolated linearly in log(side).
+        product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul [n, k] x [k, m]
+            is the cube root of n k m. Rates between two sides are interpolated linearly in log(side).
         memory_bandwidth: bytes/s that elementwise kernels read and write in total.
         update_bandwidth: the same for the optimizer's update.
-        overhead_s: overhead of each operation, in addition to its work.
+        overhead_s: overhead per operation, in addition to its work.
         host_bandwidth: bytes/s between one device and the host's memory, in one direction.
         host_update_bandwidth: as ``update_bandwidth``, for an update on the host.
-        intra: link between the devices of a node.
-        inter: link between nodes; its bandwidth is per device, while all devices of the node send.
+        intra: link between devices in a node.
+        inter: link between nodes; its bandwidth is per device, while all devices in the node send.
         tempos: factors of units that were timed; other units use ``LAYER`` and ``HEAD``.
         ranks_per_core: if above 1, ranks take turns on a core; all rates are per rank, while all ranks run.
-        reference_s: seconds of the work in ``megatron.planner.reference``, at the machine speed to which all rates are
-            scaled; 0: not measured.
+        reference_s: duration of the ``megatron.planner.reference`` workload in seconds, at the machine speed that all
+            rates are scaled to; 0: not measured.
     """
 
     name: str
@@ -244,7 +244,7 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that training can use."""
+        """Bytes per device that training can use."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
@@ -254,7 +254,7 @@ class Machine:
         return next((name for name in order if name in self.product_flops), order[0])
 
     def product_rate(self, dtype: str, side: float) -> float:
-        """Return the FLOP/s of matmuls with this side.
+        """Return the matmul FLOP/s for this side.
 
         Raises:
             ConfigError: the machine has no rate for ``dtype``.
@@ -272,17 +272,17 @@ class Machine:
         return table[-1][1]
 
     def idle(self, bubble: float) -> float:
-        """Return the share of a step in which a core is idle.
+        """Return a core's idle share of a step.
 
         If ranks share a core, other ranks use it while one rank waits, so the core is idle for less than ``bubble``.
 
         Args:
-            bubble: share of a step in which a rank would wait if it had its own core.
+            bubble: share of a step that a rank would wait with a core of its own.
         """
         return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
 
     def efficiency(self, dtype: str, unit_type: str, default: EfficiencyFactors = LAYER) -> EfficiencyFactors:
-        """Return the efficiency factors of a type of unit; ``default`` if it was not timed."""
+        """Return efficiency factors for a unit type; ``default`` if it was not timed."""
         return self.tempos.get(dtype, {}).get(unit_type, default)
 
     def slowed(self, factor: float) -> Machine:
@@ -302,7 +302,7 @@ class Machine:
         )
 
     def to_json(self) -> str:
-        """Return the machine as JSON, which ``from_json`` reads."""
+        """Format the machine as JSON for ``from_json``."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
@@ -351,7 +351,7 @@ class Machine:
 
 
 def _invalid_fields(machine: Machine) -> Iterator[str]:
-    """Yield a message for each invalid value of a machine that was read from JSON."""
+    """Yield a message for each invalid value in a machine from JSON."""
     for name in ("memory_bytes", "devices_per_node"):
         value = getattr(machine, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -435,7 +435,7 @@ ACTUAL_OVER_PLANNED = (1.1, 1.14)
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Data sheet of a GPU, links in one direction. ``reachable_share``: large matmuls' share of peak FLOP/s."""
+    """GPU data sheet, with one-directional links. ``reachable_share``: large matmuls' share of peak FLOP/s."""
 
     peak_key: str  # name in PEAK_TFLOPS
     gigabytes: float
@@ -466,7 +466,7 @@ DATA_SHEETS = {
 
 
 def gpu_machine(name: str) -> Machine:
-    """Return a machine whose nodes have eight GPUs of this name.
+    """Return a machine with eight GPUs of this name per node.
 
     Raises:
         ConfigError: the GPU is unknown.
@@ -504,7 +504,7 @@ def gpu_machine(name: str) -> Machine:
 
 
 def machine_of(flags: argparse.Namespace) -> Machine:
-    """Return the machine given by the flags.
+    """Build the machine from the flags.
 
     Raises:
         ConfigError: the device is unknown, the file cannot be read, or no memory is left.

@@ -46,12 +46,11 @@ CHAIN = 200
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """Limits of the measurements: ``windows`` of ``window_s`` seconds per rate, and sizes up to the largest.
+    """Measurement limits: ``windows`` with ``window_s`` seconds per rate, and sizes up to the largest.
 
     Args:
-        num_elements: elements of the tensors of the probes stream and update; the tensors must be larger than the
-            caches.
-        num_repetitions: number of times that each model's layers are timed in the default dtype.
+        num_elements: tensor elements in the stream and update probes; the tensors must be larger than the caches.
+        num_repetitions: repetitions per model in the default dtype.
         max_hidden_size: models with a larger hidden size are not timed.
         use_cpu_time: measure this process's CPU time, which is accurate for a single thread even on a busy machine.
         ranks_per_core: if above 1, ranks take turns on a core, and their CPU time is multiplied by it.
@@ -69,11 +68,11 @@ class TimingBudget:
     use_wall_clock: bool = False
 
     def shared_by(self, ranks: int, threads: int) -> TimingBudget:
-        """Return the limits for ``ranks`` ranks that measure at the same time on the cores of this machine."""
+        """Return limits for ``ranks`` ranks that measure at the same time on this machine's cores."""
         return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return the seconds since an arbitrary origin, without waits for a core unless ``use_wall_clock``."""
+        """Return seconds since an arbitrary origin, without waits for a core unless ``use_wall_clock``."""
         if self.use_wall_clock:
             return time.perf_counter()
         if self.use_cpu_time or self.ranks_per_core > 1:
@@ -83,7 +82,7 @@ class TimingBudget:
 
 @dataclass(frozen=True)
 class Rates:
-    """Measurements of one rank in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
+    """One rank's measurements in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
 
     products: dict[str, tuple[tuple[float, float], ...]]
     stream: float
@@ -93,10 +92,10 @@ class Rates:
 
 
 def measure_rates(rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudget, reference: Reference) -> Rates:
-    """Return this rank's rates, measured together with all other ranks and scaled to ``reference``. Collective.
+    """Measure this rank's rates together with all other ranks, scaled to ``reference``. Collective.
 
     Args:
-        dtypes: dtypes of the matmuls; the first one is also used for the stream.
+        dtypes: matmul dtypes; the first one is also used for the stream.
     """
     products = {}
     for dtype in dtypes:
@@ -115,7 +114,7 @@ def measure_rates(rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudg
 
 
 def measure_host_update_rate(timing_budget: TimingBudget) -> float:
-    """Return the bytes/s of an optimizer update in the host's memory, without the other ranks. Not collective."""
+    """Measure the bytes/s of an optimizer update in host memory, without the other ranks. Not collective."""
     single_rank = Rank(0, 1, "cpu", "", torch.get_num_threads())
     run_once = _update(torch.device("cpu"), timing_budget)
     return (
@@ -207,7 +206,7 @@ def _bytes(dtype: str, timing_budget: TimingBudget) -> int:
 
 
 def _runs_per_s(rank: Rank, run_once: Callable[[], object], timing_budget: TimingBudget, reference: Reference) -> float:
-    """Return the median number of iterations per second over all windows, scaled to ``reference``. Collective.
+    """Return the median iterations per second over all windows, scaled to ``reference``. Collective.
 
     All ranks start each window together.
     """
@@ -252,7 +251,7 @@ Sample = tuple[float, float]
 
 
 def measure_scaled_link(rank: Rank, message_bytes: Sequence[int], round_s: float) -> Link:
-    """Return the link between all ranks, scaled to the median speed of this measurement. Collective."""
+    """Measure the link between all ranks, scaled to this measurement's median speed. Collective."""
     reference = Reference(rank, TimingBudget().now)
     link = measure_link(rank, reference, message_bytes, round_s)
     return link.slowed(reference.median_s / reference.first_s)
@@ -261,7 +260,7 @@ def measure_scaled_link(rank: Rank, message_bytes: Sequence[int], round_s: float
 def measure_link(
     rank: Rank, reference: Reference, message_bytes: Sequence[int] = MESSAGE_BYTES, round_s: float = ROUND_S
 ) -> Link:
-    """Return the link between all ranks, scaled to the speed of ``reference``; the same on every rank.
+    """Measure the link between all ranks, scaled to the speed of ``reference``; the same on every rank.
 
     Collective over at least two ranks.
     """
@@ -283,8 +282,8 @@ def measure_link(
 def fit_wire(samples: Sequence[Sample], latencies: float) -> Wire:
     """Fit ``latencies * latency_s + bytes / bandwidth`` to the samples.
 
-    The sum of squared relative errors is minimized. If the fitted latency or bandwidth is not positive, the latency of
-    the shortest message or the bandwidth of the fastest message is used instead.
+    The sum of squared relative errors is minimized. If the fitted latency or bandwidth is not positive, the shortest
+    message's latency or the fastest message's bandwidth is used instead.
 
     Raises:
         ValueError: the samples have fewer than two sizes.
@@ -323,7 +322,7 @@ def _scatter(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _send(rank: Rank, size: int) -> Callable[[], object]:
-    """Return a function that exchanges messages with a neighbour; with an odd number of ranks, the last one is idle."""
+    """Return a function that exchanges messages with a neighbour; the last of an odd number of ranks is idle."""
     data = torch.zeros(size // 4, device=rank.device)
     peer = rank.idx ^ 1
     if peer >= rank.size:
@@ -338,7 +337,7 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _message_seconds(rank: Rank, run_once: Callable[[], object], round_s: float, reference: Reference) -> float:
-    """Return the seconds of a message: the median over the rounds, on the slowest rank. Collective."""
+    """Return the seconds per message: the median over rounds, on the slowest rank. Collective."""
     work = _filler_work(rank)
 
     def work_and_message() -> None:
@@ -356,11 +355,10 @@ def _message_seconds(rank: Rank, run_once: Callable[[], object], round_s: float,
 
 
 def _filler_work(rank: Rank) -> Callable[[], object]:
-    """Return a function to call before each message: on a CPU, a matmul of about a millisecond.
+    """Return a function to call before each message: on a CPU, a matmul that takes about a millisecond.
 
     In training, ranks compute between messages. If ranks only communicate, they do not sleep and their data stay in the
-    caches, which halves the time of a message. On other devices the function does nothing, since messages are only
-    queued.
+    caches, which halves the message time. On other devices the function does nothing, since messages are only queued.
     """
     if rank.device_type != "cpu":
         return lambda: None
@@ -369,7 +367,7 @@ def _filler_work(rank: Rank) -> Callable[[], object]:
 
 
 def _wall_seconds(rank: Rank, run_once: Callable[[], object], times: int, reference: Reference) -> float:
-    """Return the wall-clock seconds of ``times`` iterations, minus the time lost to other programs. Collective."""
+    """Time ``times`` iterations in wall-clock seconds, minus the time lost to other programs. Collective."""
     rank.barrier()
     waited, start = queue_times(), time.perf_counter()
     for _ in range(times):
@@ -380,13 +378,13 @@ def _wall_seconds(rank: Rank, run_once: Callable[[], object], times: int, refere
 
 
 class Collective(NamedTuple):
-    """A type of communication.
+    """A communication type.
 
     Args:
-        make: (rank, bytes) -> function that sends a message of this size.
-        share: n -> share of the bytes that each of n ranks sends.
-        latencies: n -> latency of a message between n ranks, in multiples of ``Wire.latency_s``.
-        messages_per_call: number of consecutive messages per call.
+        make: (rank, bytes) -> function that sends a message with this size.
+        share: n -> share of the bytes that each rank out of n sends.
+        latencies: n -> message latency between n ranks, in multiples of ``Wire.latency_s``.
+        messages_per_call: consecutive messages per call.
     """
 
     make: Callable[[Rank, int], Callable[[], object]]

@@ -76,14 +76,14 @@ TENSOR_FIELDS, PIPE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningTask:
-    """The planning task given by the command line.
+    """The planning task from the command line.
 
     Args:
-        layout: the layout to evaluate with --fits; None searches for the best ones.
+        layout: the layout to evaluate with --fits; None searches for the best layouts.
         assumed: settings that were not given, as flags.
-        config_file: path given by --config; None without this flag.
+        config_file: --config path; None without this flag.
         file_fields: fields that this file sets to values other than the defaults.
-        is_of_run: this file is the config.json of a run.
+        is_of_run: this file is a run's config.json.
     """
 
     config: Config
@@ -98,10 +98,10 @@ class PlanningTask:
 
 
 def planning_task(flags: argparse.Namespace, training_args: Sequence[str]) -> PlanningTask:
-    """Return the planning task given by the planner's ``flags`` and the training's flags in ``training_args``.
+    """Build the planning task from the planner's ``flags`` and the training flags in ``training_args``.
 
     Raises:
-        ConfigError: lists all problems with the training's flags, or the first problem with the planner's flags.
+        ConfigError: lists all problems with training flags, or the first problem with the planner's flags.
     """
     machine = machine_of(flags)
     world = flags.gpus or machine.devices_per_node
@@ -147,7 +147,7 @@ def planning_task(flags: argparse.Namespace, training_args: Sequence[str]) -> Pl
 
 
 def scan_with_config_file(training_args: Sequence[str], family: str) -> Scan:
-    """Return the settings in ``training_args``, completed by the settings of the --config file."""
+    """Scan ``training_args`` and complete the settings from the --config file."""
     scanned = scan(training_args, (), family)
     config_file.merge_config_file(scanned)
     return scanned
@@ -156,9 +156,9 @@ def scan_with_config_file(training_args: Sequence[str], family: str) -> Scan:
 def _search_spec(
     config: Config, given_values: Mapping[str, Any], world: int, batch: int, num_layouts: int
 ) -> SearchSpec:
-    """Return a search in which the layout flags of the command line are fixed, except for the schedule "auto".
+    """Specify a search with the command line's layout flags fixed, except for the schedule "auto".
 
-    The layout in a --config file is not fixed, since it is the run's current layout.
+    The layout in a --config file is not fixed, since that is the run's current layout.
     """
     base_layout = layout_of(config, config.parallel.replica_size)
     names = {LAYOUT_FIELDS[name] for name in given_values if name in LAYOUT_FIELDS and given_values[name] != AUTO}
@@ -169,7 +169,7 @@ def _search_spec(
 
 
 def _default_flags(config: Config, given_values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the flags for settings that the user did not set: defaults of the recipe, the family and the optimizer."""
+    """Yield flags for settings that the user did not set: recipe, family and optimizer defaults."""
     recipe = scan(FAMILIES[config.family].recipe, (), config.family).spelling
     yield from (text for name, text in recipe.items() if name not in given_values)
     for name, flag in FAMILIES[config.family].follows.items():
@@ -188,7 +188,7 @@ def with_placeholder_sizes(
     family: str,
     checkpoint_values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
-    """Return the checked Config of a search, with placeholder sizes for the axes that are searched.
+    """Return a checked Config for a search, with placeholder sizes for the searched axes.
 
     If given flags require several tensor ranks or stages, the smallest size that passes the checks is used.
 
@@ -221,7 +221,7 @@ def _candidate_sizes(
 
 
 def family_of_load(training_args: Sequence[str]) -> str | None:
-    """Return the family of the run or model given by --config, otherwise of the model given by --load, or None."""
+    """Return the family of the --config run or model, otherwise of the --load model, or None."""
     choice = choose_model(training_args, {}, DECODER_FAMILY)
     if choice.source != PROGRAM:
         return choice.family
@@ -241,7 +241,7 @@ def family_of_load(training_args: Sequence[str]) -> str | None:
 
 
 def from_checkpoint(family: str, training_args: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Return field -> value of the settings to take from --load, and the path of the file with these settings.
+    """Read settings (field -> value) from --load; also return the path of the file with these settings.
 
     Only settings that the user did not set are returned. Without --load, the result is ({}, None).
 
@@ -270,13 +270,13 @@ def with_defaults(
     machine: Machine,
     checkpoint_values: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[str], list[str]]:
-    """Return the training's flags completed by the family's defaults, and the assumed flags.
+    """Complete the training flags with the family's defaults; return them and the assumed flags.
 
     Args:
         checkpoint_values: field -> value from a checkpoint; overrides the family's recipe.
 
     Raises:
-        ConfigError: the number of layers or the width is missing.
+        ConfigError: the layer count or the width is missing.
     """
     scanned, family_defaults = scan_with_config_file(training_args, family), FAMILIES[family]
     given_values = {**scanned.values, **checkpoint_values}
@@ -316,7 +316,7 @@ def with_defaults(
 def checked_config(
     words: Sequence[str], world_size: int, family: str, checkpoint_values: Mapping[str, Any] = MappingProxyType({})
 ) -> Config:
-    """Return the checked Config of the flags ``words`` and the values ``checkpoint_values`` from a checkpoint.
+    """Build a checked Config from the flags ``words`` and a checkpoint's ``checkpoint_values``.
 
     Raises:
         ConfigError: lists all problems, including flags that have no effect on a plan.
@@ -355,7 +355,7 @@ def checked_config(
 def _batch_size(
     config: Config, world: int, given_values: Mapping[str, Any], cli_values: Mapping[str, Any], assumed: list[str]
 ) -> int:
-    """Return the samples per step: from --gas or a file, otherwise the number of devices times a power of two.
+    """Return the samples per step: from --gas or a file, otherwise the device count times a power of two.
 
     The power of two is chosen such that a step has about ``TOKENS_PER_STEP`` tokens.
 
@@ -383,7 +383,7 @@ def _batch_size(
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the planner's own flags."""
+    """Build the parser for the planner's flags."""
     parser = OneLineParser(
         prog="plan.py",
         description=description,

@@ -34,12 +34,12 @@ NUM_REPETITIONS = 2
 
 
 class Reference:
-    """Measures the speed of all ranks together. Readings are the time of the slowest rank. All methods are collective.
+    """Measures the speed of all ranks together. Readings are the slowest rank's time. All methods are collective.
 
     Args:
-        now: the clock of the benchmarks that are to be scaled.
-        num_measurements: number of measurements per reading; the reading is their median. One measurement takes a few
-            ms, which is too short to average over the activity of other guests of the host.
+        now: the clock that times the benchmarks.
+        num_measurements: measurements per reading, which is their median. One measurement takes a few ms, which is too
+            short to average over the activity of other guests on the host.
     """
 
     def __init__(self, rank: Rank, now: Callable[[], float], num_measurements: int = 1) -> None:
@@ -53,7 +53,7 @@ class Reference:
 
     @property
     def first_s(self) -> float:
-        """The first reading, in seconds; ``scale`` converts times to the speed of this reading."""
+        """The first reading, in seconds; ``scale`` converts times to this reading's speed."""
         return self.readings[0]
 
     @property
@@ -77,20 +77,20 @@ class Reference:
         return self.first_s / self.read_mean()
 
     def other_cores(self) -> float:
-        """Return the average number of cores used by other programs since this object was created."""
+        """Return the average core count used by other programs since this object was created."""
         wall, busy, cpu = self._start
         others_s = busy_s() - busy - self._rank.sum_over_ranks(time.process_time() - cpu)
         return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
 
     def lost_s(self, before: dict[int, float], seconds: float) -> float:
-        """Return the seconds that a measurement with communication lost because other programs used the cores.
+        """Return the seconds that a measurement with communication lost to other programs.
 
-        The loss is the longest time that a thread spent in the run queue, but at most the core time of other programs,
-        because threads of the same rank also wait for each other. If ranks share cores, the loss is the core time of
-        other programs divided by the number of cores.
+        The loss is the longest time that a thread spent in the run queue, but at most other programs' core time,
+        because threads of the same rank also wait for each other. If ranks share cores, the loss is other programs'
+        core time divided by the core count.
 
         Args:
-            before: result of ``queue_times`` at the start of the measurement.
+            before: ``queue_times`` at the start of the measurement.
             seconds: duration of the measurement, which ends now.
         """
         if self._rank.device_type != "cpu":
@@ -111,9 +111,9 @@ class Reference:
 
 
 def core_time_s() -> float:
-    """Return the wall-clock seconds since an arbitrary origin, minus the time of this thread in the run queue.
+    """Return the wall-clock seconds since an arbitrary origin, minus this thread's time in the run queue.
 
-    On a shared core, differences of this clock are the times that the thread's work would take on a core of its own.
+    On a shared core, differences of this clock are the times that the thread's work would take on a dedicated core.
     """
     waited = queue_time_s()
     while True:
@@ -124,10 +124,10 @@ def core_time_s() -> float:
 
 
 def queue_time_s(thread: int | None = None) -> float:
-    """Return the seconds that a thread of this process has spent in Linux's run queue; 0 if unknown.
+    """Return a thread's seconds so far in Linux's run queue; 0 if unknown.
 
     Args:
-        thread: native id of the thread; None: this thread.
+        thread: native id; None: this thread.
     """
     thread = thread or threading.get_native_id()
     try:
@@ -144,7 +144,7 @@ def queue_time_s(thread: int | None = None) -> float:
 
 
 def queue_times() -> dict[int, float]:
-    """Return native thread id -> seconds in the run queue so far, for all threads of this process."""
+    """Map the native id of each thread in this process to the seconds in the run queue so far."""
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -153,12 +153,12 @@ def queue_times() -> dict[int, float]:
 
 
 def longest_queue_time(before: dict[int, float]) -> float:
-    """Return the longest time that a thread has spent in the run queue since ``queue_times`` returned ``before``."""
+    """Return a thread's longest time in the run queue since ``queue_times`` returned ``before``."""
     return max((now - before.get(thread, 0.0) for thread, now in queue_times().items()), default=0.0)
 
 
 def busy_s() -> float:
-    """Return the seconds that all cores have been busy so far, in system ticks of 10 ms; 0 if unknown."""
+    """Return all cores' busy seconds so far, in system ticks of 10 ms; 0 if unknown."""
     try:
         user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     except OSError:

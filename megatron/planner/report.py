@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 20
 
 
 def ranking(ranked: RankedLayouts, task: PlanningTask) -> Iterator[str]:
-    """Yield the table of the ranked layouts."""
+    """Format the ranked layouts as a table."""
     has_experts = bool(task.config.model.num_experts)
     rows = [_columns(has_experts)]
     for position, estimate in enumerate(ranked.best, 1):
@@ -59,7 +59,7 @@ def _columns(has_experts: bool) -> tuple[str, ...]:
 
 
 def details(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
-    """Yield the report of one layout: time by activity, communication by type, memory by stage."""
+    """Report one layout: time by activity, communication by type, memory by stage."""
     layout, machine = estimate.layout, task.machine
     yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples per step"
     yield ""
@@ -93,7 +93,7 @@ def details(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
 
 
 def memory_report(task: PlanningTask, excess: Overflow | None, remedies: Sequence[LayoutChange]) -> Iterator[str]:
-    """Yield the report on memory: whether the layout fits, otherwise its largest part and changes that make it fit."""
+    """Report memory: whether the layout fits, otherwise its largest part and changes that make it fit."""
     usable = task.machine.usable_bytes
     if excess is None:
         yield f"fits into {_decimal_bytes(usable)}"
@@ -113,7 +113,7 @@ def memory_report(task: PlanningTask, excess: Overflow | None, remedies: Sequenc
 
 
 def merge_flags(changes: Iterable[str]) -> str:
-    """Join the flags of ``changes`` in one line; of repeated flags, only the last value is kept."""
+    """Join the flags from ``changes`` in one line; only the last value of a repeated flag is kept."""
     values: dict[str, str] = {}
     for word in " ".join(changes).split():
         if word.startswith("--"):
@@ -128,7 +128,7 @@ COPY_NAME = "COPY.json"
 
 
 def start_command(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
-    """Yield a shell command that starts the layout, or the settings to write to the --config file."""
+    """Format a shell command that starts the layout, or the settings to write to the --config file."""
     if task.config_file is not None:
         settings, unset = config_file_settings(estimate.layout)
         path = COPY_NAME if task.is_of_run else task.config_file
@@ -149,7 +149,7 @@ def start_command(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
 
 
 def summary(task: PlanningTask, planner: Planner) -> Iterator[str]:
-    """Yield a description of the model, machine and batch, and the assumed settings."""
+    """Describe the model, machine and batch, and the assumed settings."""
     machine, costs = task.machine, planner.costs
     active = ""
     if task.config.model.num_experts:
@@ -190,7 +190,7 @@ def _few_steps(task: PlanningTask, num_parameters: int) -> Iterator[str]:
 
 
 def as_data(estimate: Estimate, task: PlanningTask) -> dict[str, Any]:
-    """Return an estimate as plain data for --json."""
+    """Convert an estimate to plain data for --json."""
     earlier_names = {"overlap_grad_reduce": "overlaps_sums"}  # key that readers of earlier versions expect
     layout = {earlier_names.get(name, name): value for name, value in asdict(estimate.layout).items()}
     return {
@@ -237,12 +237,12 @@ def _exposed(estimate: Estimate) -> float:
 
 
 def _decimal_bytes(value: float) -> str:
-    """Format a number of bytes in MB, GB or TB."""
+    """Format bytes in MB, GB or TB."""
     return human_bytes(value, units=("MB", "GB", "TB")) if value else "0"
 
 
 def _format_parameters(num_parameters: float) -> str:
-    """Format a number of parameters in billions, or in millions below 0.1 billion."""
+    """Format a parameter count in billions, or in millions below 0.1 billion."""
     return f"{num_parameters / 1e9:,.2f} B" if num_parameters >= 1e8 else f"{num_parameters / 1e6:,.1f} M"
 
 

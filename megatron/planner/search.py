@@ -44,11 +44,11 @@ NUM_SMALLEST_CANDIDATES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """Parameters of a search.
+    """Search parameters.
 
     Args:
         num_layouts: number of layouts to return.
-        fixed: field of ``Layout`` -> its only permitted value.
+        fixed: ``Layout`` field -> its only permitted value.
         base_layout: layout with the fields that are not searched: dtype, optimizer, offload.
     """
 
@@ -61,7 +61,7 @@ class SearchSpec:
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """The best layouts, best first, and the size of the search."""
+    """The best layouts, best first, and the search size."""
 
     best: list[Estimate]
     num_candidates: int
@@ -70,7 +70,7 @@ class RankedLayouts:
 
 
 def search(planner: Planner, spec: SearchSpec) -> RankedLayouts:
-    """Return the best layouts that fit into memory: at most one per grid and ``spec.num_layouts`` in total."""
+    """Find the best layouts that fit into memory: at most one per grid and ``spec.num_layouts`` in total."""
     layouts = list(candidates(planner, spec))
     bounds = sorted(((lower_bound(planner, layout), idx) for idx, layout in enumerate(layouts)), key=lambda pair: pair)
     fastest: dict[Grid, Estimate] = {}
@@ -99,14 +99,14 @@ def search(planner: Planner, spec: SearchSpec) -> RankedLayouts:
 
 
 def _choose(config: Config, fitting: Iterable[Estimate], fastest: Estimate) -> Estimate:
-    """Return the preferred layout of a grid that is as fast as ``fastest`` and passes the training program's checks."""
+    """Choose a grid's preferred layout that is as fast as ``fastest`` and passes the training program's checks."""
     limit = NEAR_TIE * _ranked_s(fastest)
     ties = sorted((candidate for candidate in fitting if _ranked_s(candidate) <= limit), key=_preference)
     return next(candidate for candidate in ties if candidate is fastest or not problems(config, candidate.layout))
 
 
 def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> Iterator[Estimate]:
-    """Yield the layouts of all grids, best first."""
+    """Yield all grids' layouts, best first."""
     remaining = dict(chosen)
     while remaining:
         limit = NEAR_TIE * min(_ranked_s(fastest[grid]) for grid in remaining)
@@ -115,7 +115,7 @@ def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> 
 
 
 def _ranked_s(estimate: Estimate) -> float:
-    """Return the step time in seconds by which layouts are compared.
+    """Return the step time for comparing layouts, in seconds.
 
     ``SPLIT_MARGIN`` is added for schedules that split backward passes, because estimates only include its cost on CPUs.
     """
@@ -123,7 +123,7 @@ def _ranked_s(estimate: Estimate) -> float:
 
 
 def _preference(estimate: Estimate) -> tuple[int, int, float]:
-    """Return the sort key of equally fast layouts: ZeRO stage, bytes of the fullest device, step time."""
+    """Return the sort key of equally fast layouts: ZeRO stage, bytes on the fullest device, step time."""
     return estimate.layout.zero_stage, estimate.max_bytes, estimate.step_s
 
 
@@ -146,7 +146,7 @@ def candidates(planner: Planner, spec: SearchSpec) -> Iterator[Layout]:
 
 
 def lower_bound(planner: Planner, layout: Layout) -> float:
-    """Return a lower bound of the step time of ``layout``, in seconds."""
+    """Return a lower bound on the step time, in seconds."""
     waits = sum(sent.seconds for sent in planner.expert_traffic(layout)) if layout.expert > 1 else 0.0
     busy = layout.num_micro_batches * (sum(unit.total for unit in planner.unit_seconds(layout)) + waits) / layout.pipe
     idle = bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks)
@@ -154,10 +154,10 @@ def lower_bound(planner: Planner, layout: Layout) -> float:
 
 
 def min_bytes(planner: Planner, layout: Layout) -> float:
-    """Return a lower bound of the bytes of the fullest stage of ``layout``.
+    """Return a lower bound on the bytes of the fullest stage.
 
-    The bound is the average over the stages of the memory for weights, gradients and optimizer states. It includes
-    saved activations for "1f1b" without full recomputation.
+    The bound is the average memory per stage for weights, gradients and optimizer states. It includes saved activations
+    for "1f1b" without full recomputation.
     """
     state, zero = State.for_optimizer(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
     params, experts = (count / layout.pipe for count in planner.parameters(layout))
@@ -182,7 +182,7 @@ def divisors(value: int) -> list[int]:
 
 
 def _tensor_sizes(planner: Planner, spec: SearchSpec) -> list[int]:
-    """Return the sizes of the tensor axis that divide all heads and widths and fit into a node."""
+    """Return the tensor axis sizes that divide all heads and widths and fit into a node."""
     split_sizes = _tensor_split_sizes(planner)
     tensor_sizes = [
         t for t in divisors(spec.world_size // spec.base_layout.context) if all(size % t == 0 for size in split_sizes)
@@ -196,7 +196,7 @@ def _tensor_sizes(planner: Planner, spec: SearchSpec) -> list[int]:
 
 
 def _tensor_split_sizes(planner: Planner) -> list[int]:
-    """Return the numbers of heads and the widths that the tensor axis must divide; 0 for features that are not used."""
+    """Return the head counts and widths that the tensor axis must divide; 0 for unused features."""
     model = planner.config.model
     groups = [model.num_query_groups, model.window_num_query_groups]
     dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, *groups]
@@ -208,7 +208,7 @@ def _micro_batches(samples: int) -> list[int]:
 
 
 def _variants(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """Yield the layouts of a grid and micro-batch size, by schedule, recomputation, ZeRO and sequence parallelism."""
+    """Yield layouts for a grid and micro-batch size, by schedule, recomputation, ZeRO and sequence parallelism."""
     stages = [fixed["zero_stage"]] if "zero_stage" in fixed else _worthwhile_zero_stages(planner, base_layout)
     stages = [stage for stage in stages if stage in _zero_stages(planner, base_layout)]
     experts = _allowed(expert_sizes(planner, base_layout), fixed, "expert")
@@ -235,13 +235,13 @@ def _variants(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -
 
 
 def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
-    """Return the possible expert-parallel sizes of ``layout``."""
+    """Return the possible expert-parallel sizes."""
     num_experts = planner.config.model.num_experts
     return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
 
 
 def max_zero_stage(layout: Layout) -> int:
-    """Return the highest ZeRO stage that is supported with expert parallelism."""
+    """Return the highest ZeRO stage supported with expert parallelism."""
     return 0 if layout.optimizer == "muon" else 1
 
 
@@ -254,7 +254,7 @@ def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
 
 
 def _worthwhile_zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
-    """Return the ZeRO stages worth trying: 2 and 3 only if weights and states need a large part of the memory."""
+    """Return the ZeRO stages worth trying: 2 and 3 only if weights and states need much memory."""
     state = State.for_optimizer(base_layout.dtype, base_layout.optimizer, base_layout.num_bf16_states)
     states = planner.parameters(base_layout)[0] * (state.width + state.gradient + state.optimizer)
     last = 1 if states < SMALL_STATES * planner.machine.usable_bytes else 3
@@ -300,7 +300,7 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
-    """Return the layout with the smallest peak memory among the ``NUM_SMALLEST_CANDIDATES`` of lowest ``min_bytes``."""
+    """Find the smallest peak memory among the ``NUM_SMALLEST_CANDIDATES`` layouts with the lowest ``min_bytes``."""
     rising = sorted(layouts, key=lambda layout: min_bytes(planner, layout))
     candidate_layouts = islice(
         (layout for layout in rising if not problems(planner.config, layout)), NUM_SMALLEST_CANDIDATES
@@ -324,7 +324,7 @@ FULL_SHARDING_STAGE = 3
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """One or several changes, and the estimate of the resulting layout."""
+    """One or several changes, and the resulting layout's estimate."""
 
     changes: tuple[str, ...]
     estimate: Estimate
@@ -335,8 +335,8 @@ class Overflow:
     """The fullest stage of a layout that does not fit.
 
     Args:
-        largest_part: the largest of its ``DEVICE_PARTS``.
-        excess_bytes: number of bytes above the limit.
+        largest_part: the largest part in ``DEVICE_PARTS``.
+        excess_bytes: bytes above the limit.
     """
 
     stage: int
@@ -347,7 +347,7 @@ class Overflow:
 
 
 def overflow(estimate: Estimate, usable: int) -> Overflow | None:
-    """Return the overflow of an estimate over ``usable`` bytes, or None if it fits."""
+    """Return the overflow beyond ``usable`` bytes, or None if the estimate fits."""
     stage = max(range(len(estimate.memory)), key=lambda n: estimate.memory[n].total)
     memory = estimate.memory[stage]
     if memory.total <= usable:
@@ -357,7 +357,7 @@ def overflow(estimate: Estimate, usable: int) -> Overflow | None:
 
 
 def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
-    """Return the changes that make ``layout`` fit, shortest step first.
+    """Find changes that make ``layout`` fit, shortest step first.
 
     Pairs of changes are only tried if no single change is sufficient.
     """
@@ -407,7 +407,7 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 
 def _doubled_axes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield the layouts with one axis doubled, half the replicas, and twice the micro-batches per replica."""
+    """Yield layouts with one axis doubled, half the replicas, and twice the micro-batches per replica."""
     if layout.data % AXIS_FACTOR:
         return
     fewer = replace(layout, data=layout.data // AXIS_FACTOR, num_micro_batches=layout.num_micro_batches * AXIS_FACTOR)
@@ -429,14 +429,14 @@ def _doubled_axes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layou
 
 
 def _with_zero_stage(layout: Layout, stage: int) -> Layout:
-    """Return ``layout`` with ZeRO stage ``stage``, and without weights on the host if the stage is below 3."""
+    """Copy ``layout`` with ZeRO stage ``stage``, and below stage 3 without weights on the host."""
     return replace(
         layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == FULL_SHARDING_STAGE
     )
 
 
 def _lowering_flags(layout: Layout, changed: Layout) -> str:
-    """Return the flags, as text, that lower the ZeRO stage or the number of expert ranks as in ``changed``."""
+    """Format the flags that lower the ZeRO stage or the expert ranks as in ``changed``."""
     flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
     flags += f" --expert-model-parallel-size {changed.expert}" if changed.expert < layout.expert else ""
     return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
@@ -457,5 +457,5 @@ def _fitting_changes(planner: Planner, attempts: list[tuple[tuple[str, ...], Lay
 
 
 def overflow_of(memory: list[Memory], usable: int) -> int:
-    """Return the number of bytes by which the fullest stage exceeds ``usable``; negative if it fits."""
+    """Return the fullest stage's bytes above ``usable``; negative if it fits."""
     return max(stage.total for stage in memory) - usable

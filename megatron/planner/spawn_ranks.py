@@ -31,11 +31,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Rank:
-    """One process: its number, the number of processes, and its device.
+    """One process: its rank, the process count, and the device.
 
     Args:
         device_type, backend: device type, and backend of torch.distributed; "" for no process group.
-        threads: number of torch's threads, on a CPU.
+        threads: torch threads, on a CPU.
     """
 
     idx: int
@@ -85,7 +85,7 @@ def run_ranks(
     deadline_s: float = 120.0,
     report: Report = lambda text: None,
 ) -> list[Any]:
-    """Return the results of ``function(rank, *args)`` in ``size`` processes, in rank order.
+    """Run ``function(rank, *args)`` in ``size`` processes and return the results in rank order.
 
     On a CPU the processes are forked from this one, which must not have used torch's threads. For other devices they
     are spawned, since a device that has been used does not survive a fork.
@@ -121,7 +121,7 @@ def run_ranks(
 
 
 def _collect_results(pipes: list[Connection], deadline_s: float, report: Report) -> list[Any]:
-    """Return one result per rank. A failure is raised without waiting for other ranks, since they may be blocked."""
+    """Receive one result per rank. A failure is raised without waiting for other ranks, since they may be blocked."""
     results: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
     while len(results) < len(pipes):

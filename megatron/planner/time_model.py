@@ -37,7 +37,7 @@ class Seconds:
     Args:
         backward: includes ``recompute``.
         recompute: recomputation.
-        weight_grads: part of ``backward``: matmuls for the gradients of weights.
+        weight_grads: part of ``backward``: matmuls for weight gradients.
         column_weight_grads: part of ``weight_grads`` in column-parallel layers, which can overlap with their
             all-reduce.
     """
@@ -55,7 +55,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class OperationTimes:
-    """Times of the operations of a unit in seconds, before efficiency factors.
+    """Times of a unit's operations in seconds, before efficiency factors.
 
     Args:
         products: matmuls with weights in forward.
@@ -63,9 +63,9 @@ class OperationTimes:
         core, core_backward: attention core in forward and in backward.
         activation_pass: one pass over the saved activations.
         score_pass: one pass over the attention scores.
-        launch_overhead: overhead of the operations of a forward pass.
-        grad_accumulation: accumulation of the gradients of weights.
-        unscaled_forward, unscaled_backward: time of passes in forward and backward to which no factor applies.
+        launch_overhead: operation overhead in a forward pass.
+        grad_accumulation: accumulation of weight gradients.
+        unscaled_forward, unscaled_backward: time of passes in forward and backward that no factor applies to.
         core_pass: one pass over the activations that attention saves between its matmuls.
         is_recomputed: full recomputation runs the unit again.
     """
@@ -93,7 +93,7 @@ class OperationTimes:
 
     @property
     def forward_terms(self) -> tuple[float, float, float]:
-        """(Time of the matmuls, of a pass, of a pass over the scores), to which the efficiency factors apply."""
+        """Times of (matmuls, activation pass, score pass), which the efficiency factors apply to."""
         return self.products + self.core, self.activation_pass, self.score_pass
 
     @property
@@ -102,7 +102,7 @@ class OperationTimes:
 
     @property
     def forward_fixed_s(self) -> float:
-        """Time to which no factor applies."""
+        """Time that no factor applies to."""
         return self.launch_overhead + self.unscaled_forward
 
     @property
@@ -111,14 +111,14 @@ class OperationTimes:
 
 
 class ComputeModel:
-    """Computes the times of a model's units on ``machine``; the layout is an argument of each method."""
+    """Computes the times of a model's units on ``machine``; every method takes the layout as an argument."""
 
     def __init__(self, costs: Costs, machine: Machine, family: str) -> None:
         self._costs, self._machine, self._family = costs, machine, family
         self._unit_types = [f"{family} {_unit_type(name)}" for name in costs.unit_names]
 
     def units(self, layout: Layout) -> list[Seconds]:
-        """Return the time of each unit for a micro-batch."""
+        """Return the time per unit for a micro-batch."""
         cache: dict[int, Seconds] = {}  # equal layers share one object
         seconds = []
         for idx, operations in enumerate(self.operation_times(layout)):
@@ -128,7 +128,7 @@ class ComputeModel:
         return seconds
 
     def operation_times(self, layout: Layout) -> list[OperationTimes]:
-        """Return the times of the operations of each unit; equal layers share one object."""
+        """Return operation times by unit; equal layers share one object."""
         b, t, width = layout.micro_batch_size, layout.tensor, BYTES[layout.dtype]
         works = self._costs.unit_work(b, t, width)
         saved = self._costs.unit_saved_bytes(b, t, width, layout.sequence)
@@ -145,7 +145,7 @@ class ComputeModel:
         return times_by_unit
 
     def factors(self, unit_idx: int, layout: Layout) -> EfficiencyFactors:
-        """Return the efficiency factors of unit ``unit_idx`` (an index) in ``layout``."""
+        """Return the efficiency factors for unit ``unit_idx`` (an index) in ``layout``."""
         unit_type, default = self._unit_types[unit_idx], HEAD if unit_idx == len(self._unit_types) - 1 else LAYER
         unsplit = self._machine.efficiency(layout.dtype, unit_type, default)
         return (
@@ -194,13 +194,13 @@ class ComputeModel:
 
 
 def _unit_type(unit: str) -> str:
-    """Return the type of a unit: its name without a layer's number; that of a like unit for multi-token prediction."""
+    """Return the unit type: the name without layer number and without the prefix of multi-token prediction."""
     unit = unit.removeprefix("MTP ")
     return unit.rsplit(" ", 1)[0] if unit.split()[-1].isdigit() else unit
 
 
 def _scores(work: Work) -> float:
-    """Return the number of attention scores of a unit: the outputs of the first matmul of each pair in the core."""
+    """Count a unit's attention scores: the outputs of the first matmul in each pair in the core."""
     return sum(product.rows * product.columns * product.count for product in work.core[::2])
 
 
@@ -234,7 +234,7 @@ def _scores(work: Work) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of one rank: bytes sent, duration, and the part of the duration that overlaps with other work."""
+    """One rank's communication: bytes sent, duration, and the duration that overlaps with other work."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -252,7 +252,7 @@ class Traffic:
         return Traffic(count * self.bytes, count * self.seconds, count * self.hidden_s)
 
     def hidden_by(self, seconds: float) -> Traffic:
-        """Return the same traffic with up to ``seconds`` of it hidden by other work."""
+        """Hide up to ``seconds`` behind other work."""
         return Traffic(self.bytes, self.seconds, min(self.seconds, max(seconds, 0.0)))
 
 
@@ -273,7 +273,7 @@ class Group:
         return cls(size, machine.inter, max(machine.devices_per_node / stride, 1.0), machine.intra)
 
     def all_reduce(self, num_bytes: float) -> Traffic:
-        """Return the traffic of an all-reduce of ``num_bytes``."""
+        """Return the traffic of an all-reduce over ``num_bytes``."""
         return self._ring("all_reduce", 2 * num_bytes)
 
     def all_gather(self, num_bytes: float) -> Traffic:
@@ -308,17 +308,16 @@ class Group:
 
 
 class CommunicationModel:
-    """Computes the communication of layouts of one model on ``machine``."""
+    """Computes the communication of one model's layouts on ``machine``."""
 
     def __init__(self, costs: Costs, machine: Machine) -> None:
         self.costs, self.machine = costs, machine
 
     def _axis_group(self, axis: str, layout: Layout) -> Group:
-        """Return the group of ranks along one axis of the grid."""
         return Group.on_machine(self.machine, getattr(layout, axis), layout.stride(axis), layout.world_size)
 
     def tensor_traffic(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
-        """Return the tensor-parallel communication of each unit for a micro-batch."""
+        """Return the tensor-parallel communication per unit for a micro-batch."""
         return [forward + backward for forward, backward in self.tensor_traffic_by_pass(layout, units)]
 
     def context_traffic(self, layout: Layout) -> Traffic:
@@ -333,7 +332,7 @@ class CommunicationModel:
         return gathers + sum((group.reduce_scatter(size) for size in message_bytes), Traffic())
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:
-        """Return the expert-parallel communication of each unit for a micro-batch. It never overlaps.
+        """Return the expert-parallel communication per unit for a micro-batch. It never overlaps.
 
         The experts are assumed to be evenly loaded. The few bytes of row counts are left out.
         """
@@ -346,7 +345,7 @@ class CommunicationModel:
         ]
 
     def tensor_traffic_by_pass(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
-        """Return the tensor-parallel communication of each unit as (forward, backward)."""
+        """Return the tensor-parallel communication per unit as (forward, backward)."""
         group = self._axis_group("tensor", layout)
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         num_forwards = 2 if layout.recompute == "full" else 1
@@ -365,13 +364,13 @@ class CommunicationModel:
         return traffic
 
     def pipeline_traffic(self, layout: Layout, bounds: Sequence[int], chunk_s: float) -> tuple[Traffic, float]:
-        """Return the traffic of the busiest stage boundary in a step, and the seconds that stages wait for messages.
+        """Return the busiest stage boundary's traffic in a step, and the seconds that stages wait for messages.
 
         The first micro-batch waits at each boundary, in both directions, and with placement V in both chunks. Other
-        micro-batches only wait if their message takes longer than half the time of a virtual stage.
+        micro-batches only wait if their message takes longer than half a virtual stage's time.
 
         Args:
-            chunk_s: seconds of the fastest virtual stage for a micro-batch.
+            chunk_s: fastest virtual stage's seconds per micro-batch.
         """
         if layout.pipe == 1:
             return Traffic(), 0.0
@@ -391,10 +390,10 @@ class CommunicationModel:
         return all_messages.hidden_by(all_messages.seconds - waits), waits
 
     def data_traffic(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
-        """Return the data-parallel traffic of a step, and the seconds of the update.
+        """Return the data-parallel traffic per step, and the update's seconds.
 
         Args:
-            backward_s: seconds of a backward pass, with which gradient communication can overlap.
+            backward_s: seconds per backward pass, which gradient communication can overlap with.
         """
         machine, state = self.machine, State.for_optimizer(layout.dtype, layout.optimizer, layout.num_bf16_states)
         placement_args = layout.pipe, layout.placement.style
@@ -434,11 +433,11 @@ class CommunicationModel:
         return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
 
     def _muon_update(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
-        """Return the traffic of Muon's update, and the seconds of its Newton-Schulz steps.
+        """Return the traffic and the Newton-Schulz seconds of Muon's update.
 
-        The matrices are divided among ``layout.tensor * data.size`` owners, where ``data`` is the group of ranks with
-        the same experts. The steps run in bf16. Query, key and value count as one matrix, and so do gate and up.
-        Matrices are sent to their owner and back with 2 bytes per element.
+        The matrices are divided among ``layout.tensor * data.size`` owners, where ``data`` is the group with the same
+        experts. The steps run in bf16. Query, key and value count as one matrix, and so do gate and up. Matrices are
+        sent to their owner and back with 2 bytes per element.
         """
         machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype
@@ -455,7 +454,7 @@ class CommunicationModel:
         return to_owner + data.all_gather(gathered_bytes) + tensor.all_gather(num_bytes).repeated(2), seconds
 
     def _update(self, layout: Layout, num_dense: int, num_expert: int, state: State, matrices: int = 0) -> float:
-        """Return the seconds of an update: read and write all states, and read the gradients again for their norm."""
+        """Return the seconds per update: read and write all states, and read the gradients again for the norm."""
         machine, share = self.machine, layout.zero.share(1)
         num_parameters = num_dense / share + num_expert * layout.expert / max(share, layout.expert)
         moved_bytes = (
@@ -469,7 +468,7 @@ class CommunicationModel:
         return moved_bytes / machine.host_update_bandwidth + copies
 
     def _backward_traffic(self, group: Group, work: Work, unit: Seconds, layout: Layout, is_sharded: bool) -> Traffic:
-        """Return the tensor-parallel communication of a unit's backward pass.
+        """Return the tensor-parallel communication in a unit's backward pass.
 
         All-reduces overlap with the weight-gradient matmuls of column-parallel layers. The repeated all-gather of the
         input overlaps with the input-gradient matmuls of these layers. If the schedule defers weight gradients, or if

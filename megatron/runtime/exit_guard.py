@@ -106,7 +106,7 @@ def report_failure(error: BaseException, rank_name: str) -> None:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return True if ``error`` is a failure. SystemExit is a failure only during a run."""
+    """SystemExit is a failure only during a run."""
     return not isinstance(error, SystemExit) or current_status().is_running
 
 
@@ -195,7 +195,7 @@ def _print_error(error: BaseException, reported_error: BaseException, rank_name:
 
 
 def _early_exit_text(error: BaseException) -> str | None:
-    """Return the message for a SystemExit during the run; None for other errors."""
+    """Return the message for SystemExit during the run; None for other errors."""
     if not isinstance(error, SystemExit):
         return None
     return (
@@ -210,9 +210,9 @@ def is_raised_on_all_ranks(error: BaseException) -> bool:
 
 
 def as_peer_error(error: BaseException) -> BaseException:
-    """Return a PeerError for an error that a process group raises if another rank is gone; other errors are unchanged.
+    """Convert an error that a process group raises if another rank is gone to PeerError; return other errors unchanged.
 
-    For an error of NCCL about this rank, the result of ``local_nccl_error`` is returned.
+    For an NCCL error about this rank, ``local_nccl_error`` determines the result.
     """
     dist = sys.modules.get("torch.distributed")  # not imported yet: no group can have failed
     dist_errors = (dist.DistError,) if dist is not None else ()
@@ -230,7 +230,7 @@ def as_peer_error(error: BaseException) -> BaseException:
 
 
 def local_nccl_error(error: BaseException, *, is_during_setup: bool = False) -> BaseException | None:
-    """Return the error to raise for an NCCL error of this rank, or None if it concerns another rank.
+    """Return the error to raise for an NCCL error on this rank, or None if another rank caused it.
 
     If a setting of this rank or its machine prevents NCCL from working, the result is a ConfigError, which prevents a
     restart. If a device failed during a run, the result is ``error`` itself.
@@ -254,7 +254,7 @@ def local_nccl_error(error: BaseException, *, is_during_setup: bool = False) -> 
 
 
 def out_of_memory_text(error: BaseException) -> str | None:
-    """Return the message for a failed allocation, with its size and the rank's operation; None for other errors.
+    """Describe a failed allocation with the size and the rank's operation; None for other errors.
 
     Torch raises OutOfMemoryError on GPUs and RuntimeError on CPUs; Python and numpy raise MemoryError.
     """

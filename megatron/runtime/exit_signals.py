@@ -37,7 +37,7 @@ class StopRequests:
     counted as a second signal. If the launcher sends SIGTERM because a peer has died, the process exits without saving.
 
     Attributes:
-        is_node_waiting: function that returns True if a node waits for the next save, after which the job restarts.
+        is_node_waiting: returns True if a node waits for the next save, after which the job restarts.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StopRequests:
         self.deadline = start_time + 60.0 * exit_minutes if exit_minutes else None
 
     def request(self, reason: str) -> None:
-        """Request a stop after this step for the given reason."""
+        """Request a stop after this step."""
         self.requested_reason = reason
 
     def install_handlers(self) -> None:
@@ -114,7 +114,7 @@ def is_repeated_key_press(signum: int, last_signum: int, elapsed_s: float) -> bo
 
 
 def resume_advice(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
-    """Return the sentence on how to resume the run in ``folder``: the flags to change on the current command line.
+    """Explain how to resume the run in ``folder``: the flags to change on the current command line.
 
     Args:
         argv: the script's command line; None: this process's.
@@ -144,12 +144,11 @@ def resume_advice(folder: Path, argv: Sequence[str] | None = None, env: Mapping[
 
 
 def _is_same_folder(flag_value: str | None, folder: Path) -> bool:
-    """Return True if the value of a flag names ``folder``."""
     return flag_value is not None and Path(flag_value).resolve() == folder.resolve()
 
 
 def _parse_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a command line, each with the word that follows it or its value after "="."""
+    """Map each flag on a command line to the next word or the value after "="."""
     flags = {}
     for argument, next_argument in zip_longest(argv, argv[1:], fillvalue=""):
         if argument.startswith("--"):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 def peer_failure() -> str | None:
-    """Return the launcher's message about a dead peer, or None if there is none."""
+    """Return the launcher's message about a dead peer, or None."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     return (_read_text(failure_file).strip() or None) if failure_file else None
 
@@ -35,7 +35,7 @@ def forwarded_signal() -> str | None:
 
 
 def write_forwarded_signal(failure_file: str, signal_name: str) -> None:
-    """Write the name of the signal that the launcher forwards as SIGTERM."""
+    """Record the signal that the launcher forwards as SIGTERM."""
     with suppress(OSError):  # if the disk is full, the ranks report SIGTERM
         Path(f"{failure_file}.asked").write_text(signal_name)
 
@@ -89,7 +89,7 @@ def claim_traceback() -> bool:
 
 
 def _read_text(path: str) -> str:
-    """Return the text of a file, or "" if it cannot be read."""
+    """Read a file, or return "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -151,7 +151,7 @@ def raise_on_this_rank(problems: list[str]) -> None:
 
 
 def process_name(env: Mapping[str, str]) -> str:
-    """Return the name of this process for messages, even if its variables are invalid."""
+    """Name this process for messages, even if its variables are invalid."""
     rank = env.get("RANK", "0")
     return f"rank {rank}" if _is_number("RANK", rank) else f"process {os.getpid()}"
 
@@ -167,7 +167,7 @@ def _is_number(name: str, text: str) -> bool:
 
 
 def _leading_number(text: str) -> str:
-    """Return the number at the start of ``text`` ("4" of SLURM's "4(x2)"), or ""."""
+    """Parse the number at the start of ``text`` ("4" in SLURM's "4(x2)"), or return ""."""
     match = re.match(r"[0-9]+(?=$|\(|,)", text)
     return match.group() if match else ""
 

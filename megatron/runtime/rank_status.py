@@ -109,7 +109,6 @@ def parse_status(status_bytes: bytes) -> RankStatus:
 
 
 def _write_line(line: int, text: str) -> None:
-    """Write ``text`` to a line of the status."""
     start, end = _BOUNDS[line : line + 2]
     length = end - start
     _buffer[start:end] = text.encode()[: length - 1].ljust(length, b"\0")

@@ -37,10 +37,10 @@ _SEARCH_TIMEOUT_S = 10.0
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
-    """Return the store for torch's process groups once all ranks have joined. Collective.
+    """Wait for all ranks and return the store for torch's process groups. Collective.
 
     Args:
-        signal_name: function that returns the name of the signal that has requested a stop, or None.
+        signal_name: returns the name of the signal that has requested a stop, or None.
 
     Raises:
         ConfigError: another process has this RANK, has another WORLD_SIZE, or uses the port.
@@ -115,7 +115,6 @@ def raise_open_files_limit(size: int) -> None:
 
 
 def _is_server(rank: int) -> bool:
-    """Return True if this process hosts the store."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -170,7 +169,7 @@ def _claim_rank(store: Store, rank: int, size: int, address: str) -> None:
 
 
 def _process_name() -> str:
-    """Return text that identifies this process: the value of the keys that it claims."""
+    """Identify this process in the keys that it claims."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -245,7 +244,6 @@ def _format_missing(missing: list[int]) -> str:
 
 
 def _stop_request(signal_name: str | None) -> StopRequest:
-    """Return the error for a stop request before all ranks have joined."""
     error = StopRequest(
         f"received {signal_name} while waiting for other ranks: no step was taken. Run the same command again"
     )

@@ -19,21 +19,21 @@ _MAX_WORD_CHARACTERS = 100
 
 
 def from_lower_case_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or its folder; it converts text to lower case and removes accents."""
+    """Load a ``vocab.txt``, or the one in a folder; text is converted to lower case without accents."""
     return from_bert_files(path, is_lower_case=True)
 
 
 def from_cased_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or its folder; it preserves case and accents."""
+    """Load a ``vocab.txt``, or the one in a folder; case and accents are preserved."""
     return from_bert_files(path, is_lower_case=False)
 
 
 def from_bert_files(path: Path, is_lower_case: bool | None = None) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or its folder. Each Chinese character is a word.
+    """Load a ``vocab.txt``, or the one in a folder. Each Chinese character is a word.
 
     Args:
         is_lower_case: convert text to lower case and remove accents. None: the value of ``"do_lower_case"`` in
-            ``tokenizer_config.json`` next to the vocabulary; without such a value, True if no token of the vocabulary
+            ``tokenizer_config.json`` next to the vocabulary; without such a value, True if no token in the vocabulary
             has an upper-case letter.
     """
     vocab = path / "vocab.txt" if path.is_dir() else path

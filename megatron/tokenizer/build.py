@@ -59,8 +59,8 @@ def build(
     """Build the tokenizer that the flags describe; see the table at the top of this file.
 
     Args:
-        vocab_size: number of ids of a NullTokenizer.
-        eod_token: name of the end-of-document token, or ``BY_NAME``; None: by the rule of ``Tokenizer.eod_name``.
+        vocab_size: id count for a NullTokenizer.
+        eod_token: end-of-document token by name, or ``BY_NAME``; None: as determined by ``Tokenizer.eod_name``.
 
     Raises:
         DataError: the type is unknown, a file is missing or has another type, or a library is not installed.
@@ -141,7 +141,7 @@ _PROBES = (
 
 
 def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: bool = False) -> Tokenizer:
-    """Return a gigatoken version of ``tokenizer``, if its ids are equal on ``sample`` and on difficult texts.
+    """Replace ``tokenizer`` by a gigatoken version if the ids are equal on ``sample`` and on difficult texts.
 
     Otherwise, log a warning with the reason (such as the first difference) and return ``tokenizer``.
 
@@ -173,7 +173,7 @@ class _DiffersError(Exception):
 
 
 def _unsupported_reason(tokenizer: Tokenizer) -> str:
-    """Return the reason why gigatoken cannot encode for ``tokenizer``; "" if it can."""
+    """Explain why gigatoken cannot encode for ``tokenizer``; "" if it can."""
     if importlib.util.find_spec("gigatoken") is None:
         return "gigatoken must be installed to encode with it: pip install -e '.[gigatoken]'"
     description = getattr(tokenizer, "description", None)
@@ -184,7 +184,7 @@ def _unsupported_reason(tokenizer: Tokenizer) -> str:
 
 
 def _verified_gigatoken(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
-    """Return the gigatoken version of ``tokenizer``; raise _DiffersError if its ids differ on ``texts``."""
+    """Build a gigatoken version and check it; raise _DiffersError if the ids differ on ``texts``."""
     gigatoken_module = importlib.import_module("megatron.tokenizer.gigatoken")
     try:
         fast = gigatoken_module.gigatoken_version_of(tokenizer)
@@ -197,7 +197,7 @@ def _verified_gigatoken(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer
 
 
 def _spellings(tokenizer: Tokenizer) -> list[str]:
-    """Return texts that contain the spelling of each control token, within and between words."""
+    """Spell each control token in a text, within and between words."""
     return [f"a{name}a{name} {name}\n" for name in (*tokenizer.control_tokens, *tokenizer.plain_names)]
 
 
@@ -229,10 +229,10 @@ def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong:
 
 
 def read_vocabulary(path: Path, required_token: str) -> dict[str, int]:
-    """Return token -> id; the id is the line number from 0, or the number in the JSON file.
+    """Read token -> id; the id is the line number from 0, or the number in the JSON file.
 
-    As in the programs for which these files were written, only ``\\n`` and ``\\r\\n`` end a line, whitespace around a
-    token is removed, and the last of several equal lines counts.
+    As in the original programs for these files, only ``\\n`` and ``\\r\\n`` end a line, whitespace around a token is
+    removed, and the last of several equal lines counts.
 
     Raises:
         DataError: the file cannot be read, is not a vocabulary, or does not have the token ``required_token``.

@@ -1,4 +1,4 @@
-"""Chat templates: render and encode a conversation, and determine the tokens of the assistant."""
+"""Chat templates: render and encode a conversation, and locate the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ _HAS_LOSS = "_megatron_has_loss"
 def _block_has_loss(context: jinja2.runtime.Context, has_loss: Mapping[int, bool]) -> bool:
     """Return True if the message that a ``{% generation %}`` block renders has a loss.
 
-    The message is the value of a variable in the scope of the block: the variable of the loop over the messages, or a
-    parameter of a macro.
+    The message is a variable in the block's scope: the loop variable over the messages, or a macro parameter.
     """
     values = {has_loss[id(value)] for value in context.get_all().values() if id(value) in has_loss}
     if len(values) != 1:
@@ -108,7 +107,7 @@ _UNUSABLE = re.compile(f"[{_BEGIN}{_END}\ud800-\udfff]")
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """Return ``text`` without marks, and the spans of the marked parts."""
+    """Remove the marks from ``text``; also return the marked spans."""
     segments, spans, length, starts = list[str](), list[Span](), 0, list[int]()
     for match in re.finditer(f"[^{_BEGIN}{_END}]+|{_BEGIN}|{_END}", text):
         segment = match.group()
@@ -150,7 +149,7 @@ def _compiled(text: str, source: str) -> jinja2.Template:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a conversation; ``has_loss`` is True for tokens of the assistant that have a loss."""
+    """A conversation's token ids; ``has_loss`` is True for assistant tokens with a loss."""
 
     ids: list[int]
     has_loss: list[bool]
@@ -160,13 +159,13 @@ class ChatTemplate:
     """A chat template with its tokenizer.
 
     Args:
-        text: text of the default template.
-        source: file of the template, for messages.
+        text: text for the default template.
+        source: template file, for messages.
         special: template variable -> control token, such as "eos_token" -> "</s>".
-        named: texts of additional templates by name; "tool_use" renders conversations with tools.
+        named: additional template texts by name; "tool_use" renders conversations with tools.
 
     Raises:
-        DataError: jinja2 cannot parse the text, or the tokenizer cannot return the positions of its tokens in a text.
+        DataError: jinja2 cannot parse the text, or the tokenizer cannot return token positions in a text.
     """
 
     def __init__(
@@ -192,18 +191,18 @@ class ChatTemplate:
 
     @property
     def key(self) -> str:
-        """A digest of everything that affects the rendered text. Fingerprints contain it, so it must never change."""
+        """Digest of everything that affects the rendered text. Fingerprints contain it, so it must never change."""
         content = json.dumps([self.text, self.special], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def tools_key(self) -> str:
-        """A digest of the "tool_use" template, which renders conversations with tools; empty if there is none."""
+        """Digest of the "tool_use" template, which renders conversations with tools; empty without that template."""
         text = self.named.get(TOOL_USE)
         return "" if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def mentions(self, name: str) -> bool:
-        """Return True if the text of a template mentions ``name``, a variable or a key of a message."""
+        """Return True if a template mentions ``name``, a variable or a message key."""
         names = _REASONING if name in _REASONING else (name,)
         return any(re.search(rf"\b{re.escape(name)}\b", self._texts) for name in names)
 
@@ -211,10 +210,10 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, knows_date: bool = False,
         tools: Any = None, **more: Any,
     ) -> str:  # fmt: skip
-        """Return the text of a conversation.
+        """Render a conversation as text.
 
         Args:
-            add_generation_prompt: append the beginning of the assistant's next turn.
+            add_generation_prompt: append the start of the assistant's next turn.
             knows_date: define ``strftime_now``; without it, a conversation has the same text on every day.
             more: additional template variables, such as ``enable_thinking``.
 
@@ -224,16 +223,16 @@ class ChatTemplate:
         return self._rendered(messages, add_generation_prompt, knows_date, {"tools": tools, **more})[0]
 
     def encode(self, messages: Sequence[Message], *, without_loss: Collection[int] = (), **more: Any) -> Encoded:
-        """Return the tokens of a complete conversation, and mark the tokens of the assistant.
+        """Encode a complete conversation, and mark the assistant's tokens.
 
-        If the template has ``{% generation %}`` blocks, the tokens of the assistant are those that overlap the blocks.
-        Otherwise, each turn of the assistant is located by two renderings. The first contains the messages before the
-        turn, followed by the generation prompt. The second contains the messages up to and including the turn. The text
-        that the second rendering appends to the first belongs to the assistant, except white space after the last
-        control token of the turn.
+        If the template has ``{% generation %}`` blocks, tokens that overlap the blocks belong to the assistant.
+        Otherwise, each assistant turn is located by two renderings. The first contains the messages before the turn,
+        followed by the generation prompt. The second contains the messages up to and including the turn. The text that
+        the second rendering appends to the first belongs to the assistant, except white space after the turn's last
+        control token.
 
         Args:
-            without_loss: indices of messages whose tokens have no loss.
+            without_loss: indices of messages without a loss.
             more: additional template variables, such as ``tools``.
 
         Raises:
@@ -247,7 +246,7 @@ class ChatTemplate:
         return Encoded(ids, _overlap(offsets, spans))
 
     def prompt_ids(self, messages: Sequence[Message], **more: Any) -> list[int]:
-        """Return the tokens of a conversation including the generation prompt.
+        """Encode a conversation, followed by the generation prompt.
 
         Raises:
             TemplateError: the template rejects the conversation.
@@ -257,7 +256,7 @@ class ChatTemplate:
 
     @cached_property
     def stop_id(self) -> int | None:
-        """The token that ends a turn of the assistant: the first control token after its text, or None."""
+        """The token that ends an assistant turn: the first control token after the text, or None."""
         text, end = self._sample_turn()
         control = set(self.tokenizer.control_tokens.values())
         ids, offsets = self.tokenizer.encode_rendered(text)
@@ -268,7 +267,7 @@ class ChatTemplate:
 
     @property
     def end_of_turn_problem(self) -> str | None:
-        """The reason why no control token ends the assistant's turns, with a fix; None if there is such a token.
+        """The reason why no control token ends the assistant's turns, with a fix; None if a token does.
 
         A model that is fine-tuned without such a token does not stop after its answer, in any program.
         """
@@ -298,7 +297,7 @@ class ChatTemplate:
         )
 
     def _sample_turn(self) -> tuple[str, int]:
-        """Return the rendered text of a sample question and answer, and the index after the answer."""
+        """Render a sample question and answer; return the text and the index after the answer."""
         messages = [{"role": "user", "content": _SAMPLE_QUESTION}, {"role": ASSISTANT, "content": _SAMPLE_ANSWER}]
         text = self.render(messages)
         return text, text.rfind(_SAMPLE_ANSWER) + len(_SAMPLE_ANSWER)
@@ -335,7 +334,7 @@ class ChatTemplate:
         return _without_marks(text)
 
     def _name_for(self, more: Mapping[str, Any]) -> str:
-        """Return the name of the template that renders a conversation with the variables ``more``."""
+        """Choose the template that renders a conversation with the variables ``more``."""
         return TOOL_USE if more.get("tools") is not None and TOOL_USE in self.named else DEFAULT
 
     def _template(self, name: str) -> jinja2.Template:
@@ -364,21 +363,21 @@ class ChatTemplate:
         return spans
 
     def _without_trailing_space(self, turn: str) -> str:
-        """Return a turn without the white space after its last control token."""
+        """Remove white space after a turn's last control token."""
         stripped = turn.rstrip()
         ends_with_control = any(stripped.endswith(name) for name in self.tokenizer.control_tokens)
         return stripped if ends_with_control else turn
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return ``message`` without None values, with its reasoning under each key that templates read."""
+    """Copy ``message`` without None values, with the reasoning under each key that templates read."""
     cleaned = {name: value for name, value in message.items() if value is not None}
     reasoning = next((cleaned[name] for name in _REASONING if name in cleaned), None)
     return cleaned if reasoning is None else {"thinking": reasoning, **cleaned, "reasoning_content": reasoning}
 
 
 def _overlap(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return a list with True for each token that overlaps a span; both arguments must be in ascending order."""
+    """Mark each token that overlaps a span; both arguments must be in ascending order."""
     result, span_idx = [], 0
     for start, end in offsets:
         while span_idx < len(spans) and start >= spans[span_idx][1]:
@@ -396,7 +395,7 @@ def _difference(short: str, long: str) -> str:
 
 
 def find_template(tokenizer: Tokenizer, template_file: str | Path | None = None) -> ChatTemplate:
-    """Return the chat template of ``tokenizer`` or of ``template_file``; see the table at the top of this file.
+    """Load the chat template from ``template_file``, or for ``tokenizer``; see the table at the top of this file.
 
     Raises:
         DataError: there is no template, or it cannot be read.
@@ -418,7 +417,7 @@ def find_template(tokenizer: Tokenizer, template_file: str | Path | None = None)
 
 
 def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return (file to name in messages, template name -> text) for a tokenizer's folder."""
+    """Read a tokenizer's folder; return (file to name in messages, template name -> text)."""
     files = {DEFAULT: folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     files.update((path.stem, path) for path in sorted((folder / NAMED).glob("*.jinja")))
     if files:
@@ -432,7 +431,7 @@ def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return template variable -> control token, from the tokenizer's folder if possible, otherwise from the tokenizer.
+    """Map template variables to control tokens, from the tokenizer's folder if possible, otherwise from the tokenizer.
 
     As in transformers, special_tokens_map.json overrides tokenizer_config.json. It is ignored if tokenizer_config.json
     has an "added_tokens_decoder" and is therefore complete.

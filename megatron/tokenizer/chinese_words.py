@@ -44,10 +44,10 @@ _EMITTED = {state: _table(emit_P[state]) for state in _STATES}
 
 
 def mark_chinese_words(runs: Sequence[str], mark: str) -> dict[str, str]:
-    """Return run -> run with ``mark`` between its words.
+    """Map each run to a copy with ``mark`` between words.
 
     Args:
-        runs: nonempty runs of characters in U+4E00 ... U+9FD5, sorted by descending length.
+        runs: nonempty runs in U+4E00 ... U+9FD5, sorted by descending length.
     """
     lengths = np.array([len(run) for run in runs], np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -62,7 +62,7 @@ def mark_chinese_words(runs: Sequence[str], mark: str) -> dict[str, str]:
 
 
 def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return 1 for each character that ends a word, else 0."""
+    """Mark characters that end a word by 1, others by 0."""
     took_second = {state: np.zeros(len(codes), bool) for state in _STATES}
     longest = int(lengths[0]) if len(lengths) else 0
     first = codes[starts]
@@ -79,7 +79,7 @@ def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np
 def _step(
     state: str, score: dict[str, np.ndarray], codes: np.ndarray, positions: np.ndarray, took_second: np.ndarray
 ) -> np.ndarray:
-    """Return the scores of ``state`` at the characters ``codes``; set ``took_second`` where predecessor 2 wins."""
+    """Score ``state`` at the characters ``codes``; set ``took_second`` where predecessor 2 wins."""
     emitted = _EMITTED[state][codes]
     first, second = (
         score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted
@@ -136,7 +136,7 @@ def restore_spaces(text: str) -> str:
 
 
 def mark_words(texts: Sequence[str]) -> list[str]:
-    """Return each text with ``MARK`` between its words; the words are equal to the result of ``jieba.cut(text)``."""
+    """Insert ``MARK`` between words; the words are equal to ``jieba.cut(text)``."""
     if not texts:
         return []
     parts = _RUN.split(_TEXT_END.join(_route(text) for text in texts))  # alternating: text outside runs, run, ...
@@ -146,7 +146,7 @@ def mark_words(texts: Sequence[str]) -> list[str]:
 
 
 def _route(text: str) -> str:
-    """Return jieba's route through the dictionary, with a mark before and after each word or unknown character."""
+    """Find jieba's route through the dictionary, with a mark before and after each word or unknown character."""
     if _OTHER_HAN.search(text) is None:
         return f"{MARK}{MARK.join(_dictionary.cut(text, False))}{MARK}"
     words = (
@@ -170,8 +170,8 @@ def _learn(runs: Iterable[str]) -> None:
 def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
     """Segment runs of unknown characters: Chinese by probability; letters, digits and signs by jieba's pattern.
 
-    The result contains only ``runs``, not their Chinese parts: ``_learn`` must not find a part that is itself a word of
-    the dictionary.
+    The result contains only ``runs``, not their Chinese parts: ``_learn`` must not find a part that is itself a
+    dictionary word.
     """
     mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
     chinese = {segment for segments in mixed.values() for segment in segments[1::2]}.union(

@@ -20,10 +20,10 @@ _MAYBE_BLANK = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
 class ContinuationEncoder:
-    """An encoder of chunks that continue an earlier chunk of the same text.
+    """Encodes chunks that continue an earlier chunk of the same text.
 
     Args:
-        model: content of the ``.model`` file.
+        model: ``.model`` file content.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -47,7 +47,7 @@ class ContinuationEncoder:
         return move_blanks_forward(chunks, self._blanks) if self._drops_blanks else chunks
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each of ``texts``."""
+        """Yield tokens by text."""
         for text in texts:
             library = self._after_blank if self._begins_with_blank(text) else self._within_word
             yield library.encode(text)

@@ -15,7 +15,7 @@ _FIRST_WORD = re.compile(r"\S*")
 
 
 def without_prefix(description: str) -> str:
-    """Return the JSON text of the tokenizer with the addition and the removal of spaces disabled."""
+    """Disable the addition and removal of spaces in the tokenizer's JSON text."""
     fields = json.loads(description)
     for name in ("normalizer", "pre_tokenizer"):
         fields[name] = _without_space_handling(fields.get(name))
@@ -39,7 +39,7 @@ def strips_end(description: str) -> bool:
 
 
 def move_blanks_forward(chunks: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
-    """Yield the chunks of a text, moving blanks at the end of a chunk to the beginning of the next chunk.
+    """Yield the chunks of a text, moving blanks at the end of a chunk to the start of the next chunk.
 
     Blanks at the end of the text are dropped.
 

@@ -42,17 +42,17 @@ _MAX_SENTINELS = 512
 
 
 def all_names() -> Iterator[str]:
-    """Yield all known names of control tokens."""
+    """Yield all known control-token names."""
     yield from (*EOD_NAMES, *PAD_NAMES, *UNK_NAMES, *OTHER_NAMES)
     yield from (name for spelling in FIM_NAMES for name in spelling)
     yield from (name.format(idx) for name in SENTINEL_NAMES for idx in range(_MAX_SENTINELS))
 
 
 class Spellings:
-    """The spellings of a set of control tokens.
+    """Spellings of several control tokens.
 
     Args:
-        names: names of at least two characters; shorter names cannot be split.
+        names: names with at least two characters; shorter names cannot be split.
     """
 
     def __init__(self, names: Collection[str]) -> None:

@@ -25,7 +25,7 @@ MODEL_FILE, IDS_FILE = "chinese_vocab.model", "vocab.json"
 
 
 class CPM1Tokenizer(SentencePieceTokenizer):
-    """CPM-1's pieces with the ids of the model or of a vocab.json; pieces that are not in vocab.json have id 0."""
+    """CPM-1's pieces with ids from the model or a vocab.json; pieces that are not in vocab.json have id 0."""
 
     def __init__(self, model: Path, ids_file: Path | None = None) -> None:
         self._ids_file = ids_file
@@ -83,9 +83,9 @@ class CPM1Tokenizer(SentencePieceTokenizer):
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:
-    """Return the tokenizer of a ``.model`` file, or of a folder with chinese_vocab.model.
+    """Load a ``.model`` file, or a folder with chinese_vocab.model.
 
-    The path of a vocab.json denotes its folder.
+    A vocab.json path denotes its folder.
     """
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.suffix != ".json":
@@ -128,7 +128,7 @@ class _WordCache(dict[str, tuple[int, ...]]):
         return ids
 
     def _longest_matches(self, word: str) -> list[int]:
-        """Return the ids of ``word`` by repeated longest match."""
+        """Encode ``word`` by repeated longest match."""
         ids, start = [], 0
         while start < len(word):
             stop = min(len(word), start + self._longest)
@@ -181,7 +181,7 @@ class CPM2Tokenizer(Tokenizer):
 
 
 def from_cpm2_files(path: Path) -> CPM2Tokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or JSON file, or of a folder with vocab.txt."""
+    """Load a ``vocab.txt`` or JSON file, or a folder with vocab.txt."""
     vocab = path / "vocab.txt" if path.is_dir() else path
     if not vocab.exists():
         raise DataError(f"--tokenizer-type CPM2 needs vocab.txt, a folder with it, or a JSON file, got {path}")

@@ -34,7 +34,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Fertility:
-    """Counts over the documents of one language or file."""
+    """Counts over one language or file."""
 
     name: str
     num_documents: int = 0
@@ -66,7 +66,7 @@ class Fertility:
 
 
 def language_of(text: str) -> str:
-    """Return the language of a document by the rules at the top of this file."""
+    """Classify a document's language by the rules at the top of this file."""
     characters = _BLANKS.sub("", text)
     counts = {name: len(letters.findall(characters)) for name, letters in _LETTERS.items()}
     if len(_SIGNS.findall(characters)) > _MAX_SIGN_SHARE * len(characters) or sum(
@@ -79,7 +79,7 @@ def language_of(text: str) -> str:
 
 
 def measure(tokenizer: Tokenizer, groups: Mapping[str, Sequence[str]]) -> list[Fertility]:
-    """Return the fertility of each nonempty group, then of all documents together if there are several groups."""
+    """Measure each nonempty group, then all documents together if there are several groups."""
     rows = [_measure_group(tokenizer, name, texts) for name, texts in groups.items() if texts]
     return [*rows, _sum(rows)] if len(rows) != 1 else rows
 

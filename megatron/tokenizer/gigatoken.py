@@ -23,10 +23,10 @@ _MAX_BYTES = 32 << 20
 
 
 class GigatokenTokenizer(LibraryTokenizer):
-    """A BPE of the ``tokenizers`` library that encodes texts with gigatoken; everything else is done by the library.
+    """A BPE from the ``tokenizers`` library that encodes texts with gigatoken; the library does everything else.
 
     Args:
-        identity: identity of the replaced tokenizer.
+        identity: the replaced tokenizer's identity.
         names: control tokens whose spellings the replaced tokenizer escapes. gigatoken also recognizes other spellings.
             The few texts with any of these spellings are therefore encoded by the library. They are split only at
             ``names``, because a split at other spellings would prevent merges.
@@ -74,7 +74,7 @@ class GigatokenTokenizer(LibraryTokenizer):
 
 
 def gigatoken_version_of(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
-    """Return a tokenizer that is equal to ``tokenizer`` but encodes with gigatoken."""
+    """Build an equal tokenizer that encodes with gigatoken."""
     fast = GigatokenTokenizer(
         tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity, tokenizer.spelled_names
     )
@@ -84,7 +84,7 @@ def gigatoken_version_of(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
 
 
 class _BoundedEncoder:
-    """gigatoken's tokenizer of a JSON text, recreated periodically because its cache of words is unbounded."""
+    """gigatoken's tokenizer for a JSON text, recreated periodically because its word cache is unbounded."""
 
     def __init__(self, description: str) -> None:
         self._description = description

@@ -12,10 +12,10 @@ from megatron.tokenizer.control_tokens import UNK_NAMES
 
 
 class HiddenSpellings:
-    """Detection of control tokens in encoded texts that do not spell them.
+    """Detects control tokens in encoded texts that do not spell them.
 
     Args:
-        description: JSON text of the ``tokenizers`` library.
+        description: JSON text for the ``tokenizers`` library.
         control: name -> id of control tokens.
     """
 
@@ -32,7 +32,7 @@ class HiddenSpellings:
         self._ids = np.array(sorted(ids) if fields.get("normalizer") is not None else [], np.int32)
 
     def texts_with(self, tokens: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Return the indices of the texts whose tokens include a control token."""
+        """Return indices of texts whose tokens include a control token."""
         if not len(self._ids):
             return []
         positions = np.flatnonzero(np.isin(tokens, self._ids))

@@ -1,4 +1,4 @@
-"""LibraryTokenizer: tokenizers of the ``tokenizers`` library."""
+"""LibraryTokenizer: tokenizers from the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LibraryTokenizer(Tokenizer):
     """A ``tokenizers.Tokenizer`` without padding, truncation or added control tokens.
 
     Args:
-        description: JSON of the library.
+        description: JSON for the library.
         paths: files that the JSON was read from.
     """
 
@@ -68,7 +68,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """The ids that the post-processor of tokenizer.json inserts before a text, as in transformers 5.
+        """The ids that tokenizer.json's post-processor inserts before a text, as in transformers 5.
 
         GPT-2's two files have no post-processor, so ``add_bos_token`` in tokenizer_config.json decides.
         """
@@ -129,7 +129,7 @@ class LibraryTokenizer(Tokenizer):
         """Encode a text in which spellings of control tokens become control tokens; return the ids and their spans.
 
         This is only used for the output of a chat template, in which these spellings are intended. A span is the
-        (start, stop) of the characters that an id represents.
+        (start, stop) range of the characters that an id represents.
         """
         if self._rendered is None:
             self._rendered = _with_model_of(self._library, self._outline)
@@ -163,7 +163,7 @@ class LibraryTokenizer(Tokenizer):
         return self._without_hidden(library, texts, ids_of(library, texts))
 
     def _without_hidden(self, library: tokenizers.Tokenizer, texts: list[str], arrays: Arrays) -> Arrays:
-        """Re-encode the texts whose tokens in ``arrays`` include control tokens produced by the normalizer."""
+        """Re-encode texts whose tokens in ``arrays`` include control tokens produced by the normalizer."""
         indices = self._hidden.texts_with(*arrays)
         if not indices:
             return arrays
@@ -198,7 +198,7 @@ def load(description: str) -> tokenizers.Tokenizer:
 
 
 def outline(description: str) -> str:
-    """Return the JSON text of a tokenizer without the vocabulary and the merges of its model.
+    """Remove vocabulary and merges from a tokenizer's JSON text.
 
     Parsing a large vocabulary (33 MB) takes one second each time.
     """
@@ -212,7 +212,7 @@ def outline(description: str) -> str:
 
 
 def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizers.Tokenizer:
-    """Return a tokenizer that has the settings of the outline ``description`` and shares the model of ``library``."""
+    """Build a tokenizer with the settings in the outline ``description`` that shares the model of ``library``."""
     fields = json.loads(description)
     stub = {"type": "BPE", "vocab": {}, "merges": []}
     result = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))
@@ -222,12 +222,12 @@ def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizer
 
 
 def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
-    """Return the tokens of ``texts``."""
+    """Encode ``texts``."""
     return as_arrays([encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)])
 
 
 def from_json_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``tokenizers`` JSON file, or of the tokenizer.json in a folder."""
+    """Load a ``tokenizers`` JSON file, or the tokenizer.json in a folder."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         description = path.read_text(encoding="utf-8")
@@ -239,7 +239,7 @@ def from_json_files(path: Path) -> LibraryTokenizer:
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
-    """Return the byte-level BPE of GPT-2's vocab.json and merges.txt."""
+    """Load a byte-level BPE from GPT-2's vocab.json and merges.txt."""
     try:
         library = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # the library raises plain Exception

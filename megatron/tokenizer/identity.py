@@ -25,12 +25,12 @@ _WITHOUT_EFFECT = ("trim_offsets", "dropout", "fuse_unk")
 
 
 def join(ids: str, files: str) -> str:
-    """Return the identity with the parts ``ids`` and ``files``."""
+    """Join the parts ``ids`` and ``files`` to an identity."""
     return f"{ids}.{files}"
 
 
 def parts(identity: str) -> tuple[str, ...]:
-    """Return the digests in an identity, (IDS, FILES) or (FILES,)."""
+    """Split an identity into digests, (IDS, FILES) or (FILES,)."""
     return tuple(identity.split("."))
 
 
@@ -43,7 +43,7 @@ def is_same(first: str, second: str) -> bool:
 
 
 def digest(values: Iterable[Any]) -> str:
-    """Return the SHA-256 of JSON values in hexadecimal."""
+    """Hash JSON values: SHA-256 in hexadecimal."""
     result = hashlib.sha256()
     for value in values:
         text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
@@ -52,11 +52,11 @@ def digest(values: Iterable[Any]) -> str:
 
 
 def library_identity_values(description: str, normalizer: Any, pre_tokenizer: Any) -> list[Any]:
-    """Return the values that determine the ids of a tokenizer of the ``tokenizers`` library.
+    """Return the values that determine the ids for a tokenizer from the ``tokenizers`` library.
 
     Args:
-        description: JSON of the tokenizer.
-        normalizer: the normalizer as serialized by the installed library; None if there is none.
+        description: the tokenizer's JSON.
+        normalizer: the normalizer as serialized by the installed library; None if absent.
         pre_tokenizer: the pre-tokenizer, likewise.
     """
     with without_collection():
@@ -86,7 +86,7 @@ def _identity_values(fields: Mapping[str, Any], normalizer: Any, pre_tokenizer: 
 
 
 def _model(model: Mapping[str, Any]) -> list[Any]:
-    """Return [settings, pieces, merges] of a model, without settings that do not affect the ids."""
+    """Extract [settings, pieces, merges] from a model, without settings that do not affect the ids."""
     vocab = model.get("vocab") or []
     vocab_items = sorted(vocab.items(), key=lambda item: (item[1], item[0])) if isinstance(vocab, Mapping) else vocab
     merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in model.get("merges") or ()]
@@ -103,7 +103,7 @@ def _has_all_bytes(vocab: Mapping[str, int]) -> bool:
 
 
 def _steps(component: Any) -> list[Any]:
-    """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
+    """List the steps in a normalizer or pre-tokenizer, with nested sequences flattened."""
     if component is None:
         return []
     if component.get("type") == "Sequence":
@@ -113,7 +113,7 @@ def _steps(component: Any) -> list[Any]:
 
 
 def _without_defaults(node: Any) -> Any:
-    """Return ``node`` without keys that have no effect, and without values that are defaults (None, False, "")."""
+    """Remove keys that have no effect and default values (None, False, "")."""
     if isinstance(node, Mapping):
         effective = {key: _without_defaults(value) for key, value in node.items() if key not in _WITHOUT_EFFECT}
         return {
@@ -123,7 +123,7 @@ def _without_defaults(node: Any) -> Any:
 
 
 def _added(tokens: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return [id, name, *matching rules] of each added token. Special tokens are never matched in normalized text."""
+    """List added tokens as [id, name, *matching rules]. Special tokens are never matched in normalized text."""
     entries = []
     for token in tokens:
         rules = [bool(token.get(rule)) for rule in ("special", "lstrip", "rstrip", "single_word")]

@@ -41,7 +41,7 @@ def are_independent(description: str) -> bool:
 
 
 class KnownWords:
-    """An encoder of texts that caches the tokens of words.
+    """Encodes texts with a token cache for words.
 
     Args:
         encode: encoding by the library, for new words and for texts with few spaces.
@@ -53,7 +53,7 @@ class KnownWords:
         self._num_characters = 0
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens per text (int64)."""
+        """Encode ``texts`` to concatenated tokens (int32), and the token count per text (int64)."""
         split_texts = [_WORD.findall(text) if _has_words(text) else [text] for text in texts]
         self._learn(set(chain.from_iterable(split_texts)).difference(self._tokens))
         encoded = [b"".join(map(self._tokens.__getitem__, words)) for words in split_texts]
@@ -62,7 +62,7 @@ class KnownWords:
         return np.frombuffer(bytearray().join(encoded), np.int32), lengths
 
     def _learn(self, new_words: set[str]) -> None:
-        """Encode the words ``new_words`` and add their tokens to the cache."""
+        """Encode ``new_words`` and add their tokens to the cache."""
         words = list(new_words)
         tokens, lengths = self._encode(words)
         stops = np.cumsum(lengths) * 4

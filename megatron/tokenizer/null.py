@@ -1,4 +1,4 @@
-"""NullTokenizer: ids without text, for runs on random tokens and on token files of other programs."""
+"""NullTokenizer: ids without text, for runs on random tokens and on token files from other programs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NullTokenizer(Tokenizer):
 
 
 def null_tokenizer(vocab_size: int | None, files: Sequence[str | Path | None]) -> NullTokenizer:
-    """Return the tokenizer with ``vocab_size`` ids.
+    """Build a tokenizer with ``vocab_size`` ids.
 
     Raises:
         DataError: ``vocab_size`` is None, or a file is given.

@@ -22,7 +22,7 @@ class SiblingFiles:
         named: role (such as ``"eos_token"``) -> token.
         special: names that the files declare as special tokens.
         has_chat_template: True if the folder has a chat template.
-        add_bos_token: the value in tokenizer_config.json; None if it is absent.
+        add_bos_token: value in tokenizer_config.json; None if it is absent.
     """
 
     named: Mapping[str, str]
@@ -58,7 +58,7 @@ def _content(token: Any) -> str | None:
 
 
 def _listed(settings: Mapping[str, Any]) -> set[str]:
-    """Return the special tokens that a file lists without a role."""
+    """Find special tokens that a file lists without a role."""
     names: set[str] = set()
     for key in ("additional_special_tokens", "extra_special_tokens"):
         tokens = settings.get(key) or ()
@@ -72,7 +72,7 @@ def _listed(settings: Mapping[str, Any]) -> set[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``; empty if the file does not exist.
+    """Read the JSON object in ``path``; empty if the file does not exist.
 
     Raises:
         DataError: the file cannot be read or is not a JSON object.

@@ -47,7 +47,7 @@ class T5SentencePieceTokenizer(SentencePieceTokenizer):
 
 
 def from_t5_files(path: Path) -> T5SentencePieceTokenizer:
-    """Return the tokenizer of a ``.model`` file, or of a folder with ``spiece.model``."""
+    """Load a ``.model`` file, or a folder with ``spiece.model``."""
     model = path / "spiece.model" if path.is_dir() else path
     if not model.exists():
         hint = " Its tokenizer.json is read with --tokenizer-type TokenizersJSON." * (path / "tokenizer.json").exists()

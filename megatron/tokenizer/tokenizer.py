@@ -43,7 +43,7 @@ class Tokenizer(ABC):
         settings: other settings that determine the ids; empty if the files are sufficient.
 
     Attributes:
-        num_rows: rows of the model's embedding if they are fewer than the ids; None: every id has a row.
+        num_rows: rows in the model's embedding if fewer than the ids; None: every id has a row.
     """
 
     def __init__(self, paths: Sequence[Path], settings: str = "") -> None:
@@ -54,7 +54,7 @@ class Tokenizer(ABC):
         self._spellings = Spellings(self._names_to_escape(self.control_tokens))
 
     def __setstate__(self, eod_token: str) -> None:
-        """Restore the end-of-document token of a pickled tokenizer, as its sibling files may be on another machine."""
+        """Restore a pickled tokenizer's end-of-document token, as its sibling files may be on another machine."""
         self.use_eod(eod_token)
 
     def use_eod(self, name: str) -> None:
@@ -96,23 +96,23 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token by its name; None if the vocabulary does not have it."""
+        """Look up a token's id by name; None if the vocabulary does not have it."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; control tokens appear by name or are omitted, depending on the library."""
+        """Decode ``ids`` to text; control tokens appear by name or are omitted, depending on the library."""
 
     @abstractmethod
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        """Return the tokens of ``texts``, which do not spell any control token that the library would recognize."""
+        """Encode ``texts``, which do not spell any control token that the library would recognize."""
 
     @property
     def spelling(self) -> str:
-        """The convention by which ``piece`` marks word starts, a key in ``word_starts._RULES``; "" if there is none."""
+        """The convention by which ``piece`` marks word starts, a key in ``word_starts._RULES``; "" if none."""
         return ""
 
     def piece(self, token: int) -> str | None:
-        """Return the spelling of a token in the vocabulary; None if the vocabulary does not have this id."""
+        """Return a token's spelling in the vocabulary; None if the vocabulary does not have this id."""
         return None
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
@@ -120,15 +120,15 @@ class Tokenizer(ABC):
         return self._encode_arrays(texts)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text`` without added control tokens."""
+        """Encode ``text`` without added control tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each of ``texts``."""
+        """Encode ``texts``; one list of token ids per text."""
         return as_lists(self.encode_arrays(texts))
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens per text (int64)."""
+        """Encode ``texts`` to concatenated tokens (int32), and the token count per text (int64)."""
         texts = list(texts)
         spelled = [idx for idx, text in enumerate(texts) if self._spellings.is_in(text)] if self._spellings else []
         if not spelled:
@@ -147,7 +147,7 @@ class Tokenizer(ABC):
         return np.insert(tokens, np.repeat(insert_at, added), added_tokens), lengths
 
     def encode_chunks(self, chunks: Iterable[str]) -> np.ndarray:
-        """Return the tokens (int32) of one text, given as consecutive chunks.
+        """Encode one text, given as consecutive chunks, to int32 tokens.
 
         If the tokenizer adds a space before a text, only the first chunk gets it. Spelled control tokens are escaped in
         each chunk. A spelling that crosses a chunk boundary needs no escape, because the library encodes the chunks
@@ -169,7 +169,7 @@ class Tokenizer(ABC):
         return np.concatenate([tokens, self._encode_continued(others)[0]])
 
     def _names_to_escape(self, control: Mapping[str, int]) -> list[str]:
-        """Return the names in ``control`` that the library would encode as control tokens if a text spells them."""
+        """Find names in ``control`` that the library would encode as control tokens if a text spells them."""
         names = [name for name in control if len(name) > 1]
         if not names:
             return []
@@ -186,7 +186,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
-        """Name -> id of all control tokens, such as end of document, padding, unknown, spans and masks."""
+        """Name -> id for all control tokens, such as end of document, padding, unknown, spans and masks."""
         eod = [self.eod_name] if self.eod_name is not None else []
         names = [name for name in (*all_names(), *self._declared_control_names()) if name not in self.plain_names]
         return self._ids_by_name([*names, *eod])
@@ -211,7 +211,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def eod_name(self) -> str | None:
-        """The name of the end-of-document token; None if there is none.
+        """The end-of-document token, by name; None if absent.
 
         It is the first of the following that is in the vocabulary:
 
@@ -238,7 +238,7 @@ class Tokenizer(ABC):
 
     @property
     def former_eod_name(self) -> str | None:
-        """The end-of-document token that versions up to 8c23b9e6 used, by name; None if there is none."""
+        """The end-of-document token that versions up to 8c23b9e6 used, by name; None if absent."""
         return next((name for name in FORMER_EOD_NAMES if self.token_to_id(name) is not None), None)
 
     @property
@@ -253,7 +253,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def eod_id(self) -> int:
-        """The id of the end-of-document token.
+        """End-of-document token id.
 
         Raises:
             DataError: the vocabulary has none.
@@ -269,24 +269,24 @@ class Tokenizer(ABC):
         return token
 
     def name_of(self, token: int) -> str | None:
-        """Return the name of a token; None if the vocabulary has no name for it."""
+        """Return a token's name; None if the vocabulary has no name for it."""
         return next((name for name, id_ in self.control_tokens.items() if id_ == token), self.piece(token))
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """The ids that transformers inserts before a prompt, such as the id of ``<s>``; empty if there are none."""
+        """The ids that transformers inserts before a prompt, such as ``<s>``; may be empty."""
         name = self.siblings.named.get("bos_token")
         token = None if name is None or not self.siblings.add_bos_token else self.token_to_id(name)
         return () if token is None else (token,)
 
     @cached_property
     def pad_id(self) -> int | None:
-        """The id of the padding token; None if there is none."""
+        """Padding token id; None if absent."""
         return self._first_of(PAD_NAMES)
 
     @cached_property
     def unk_id(self) -> int | None:
-        """The id of the unknown token; None if there is none."""
+        """Unknown token id; None if absent."""
         return self._first_of(UNK_NAMES)
 
     def _first_of(self, names: Sequence[str]) -> int | None:
@@ -295,7 +295,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def sentinel_ids(self) -> tuple[int, ...]:
-        """The ids that represent masked spans, in the order of the spans; empty if there are none."""
+        """The ids that represent masked spans, in span order; may be empty."""
         for name in SENTINEL_NAMES:
             ids: list[int] = []
             while (token := self.token_to_id(name.format(len(ids)))) is not None:
@@ -306,24 +306,24 @@ class Tokenizer(ABC):
 
     @property
     def spelled_names(self) -> tuple[str, ...]:
-        """The names of the control tokens whose spellings in a text are escaped."""
+        """Control tokens whose spellings in a text are escaped, by name."""
         return self._spellings.names
 
     @cached_property
     def identity(self) -> str:
-        """The identity of the tokenizer in token files and checkpoints; see ``megatron/tokenizer/identity.py``."""
+        """The tokenizer's identity in token files and checkpoints; see ``megatron/tokenizer/identity.py``."""
         return tokenizer_identity.join(tokenizer_identity.digest(self._identity_values()), self._files_digest())
 
     @abstractmethod
     def _identity_values(self) -> Iterable[Any]:
-        """Return the JSON values that determine the ids of a text, and no others."""
+        """Return the JSON values that determine a text's ids, and no others."""
 
     def _former_control_names(self) -> list[str]:
         """Return the names that versions up to 8c23b9e6 looked up as control tokens, in the vocabulary or not."""
         return [*(name for name in all_names() if name not in NEW_NAMES), *self._declared_control_names()]
 
     def _files_digest(self) -> str:
-        """Return the identity of versions up to 8c23b9e6, the SHA-256 of the files and the escaped names."""
+        """Return the identity as in versions up to 8c23b9e6: SHA-256 over the files and the escaped names."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(hashlib.sha256(path.read_bytes()).digest())

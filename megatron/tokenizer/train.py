@@ -69,7 +69,7 @@ _MAX_REPEATED = 1000
 
 
 def special_names(special_tokens: Sequence[str] = (), num_sentinels: int = 0) -> list[str]:
-    """Return the names of all control tokens: end of document, ``special_tokens``, and T5's ``<extra_id_0>``, ...
+    """List all control tokens by name: end of document, ``special_tokens``, and T5's ``<extra_id_0>``, ...
 
     Raises:
         DataError: a name is empty, contains white space, or occurs twice.
@@ -85,17 +85,17 @@ def special_names(special_tokens: Sequence[str] = (), num_sentinels: int = 0) ->
 
 
 class WordCounts:
-    """The number of occurrences of each word, in bounded memory.
+    """Occurrence counts by word, in bounded memory.
 
     While all words fit, the counts are exact. Otherwise, each occurrence of a new word is added with the probability
     ``rate``, which is lowered as needed, and further occurrences are counted. A word with the count c then represents
     ``c + 1 / rate - 1`` occurrences; the expected sum over any set of words is exact.
 
     Args:
-        pattern: regular expression of a word. A match may contain several words of the library, but not vice versa.
-        most_bytes: bound of the estimated memory that a trainer needs for the words.
-        least_bytes, bytes_for_a_byte: the bound is further limited to ``bytes_for_a_byte`` per byte of the text so far,
-            but at least ``least_bytes``.
+        pattern: regular expression for a word. A match may contain several of the library's words, but not vice versa.
+        most_bytes: bound on the estimated memory that a trainer needs for the words.
+        least_bytes, bytes_for_a_byte: the bound is further limited to ``bytes_for_a_byte`` per byte read so far, but at
+            least ``least_bytes``.
 
     Source: Gibbons and Matias 1998, "New sampling-based summary statistics", section 3 (counting samples).
     """
@@ -117,11 +117,11 @@ class WordCounts:
 
     @property
     def bound(self) -> float:
-        """The bound of ``held_bytes`` after the text so far."""
+        """The current bound on ``held_bytes``."""
         return min(self._most_bytes, max(self._least_bytes, self._bytes_for_a_byte * self._seen_bytes))
 
     def add(self, text: str) -> None:
-        """Count the words of ``text``."""
+        """Count the words in ``text``."""
         counts, draw = self._counts, self._random.random
         self._seen_bytes += len(text.encode())
         bound = self.bound
@@ -138,7 +138,7 @@ class WordCounts:
                     counts = self._counts
 
     def _thin(self) -> None:
-        """Lower the rate, and remove the occurrences that would not have been added at the new rate."""
+        """Lower the rate, and remove occurrences that would not have been added at the new rate."""
         self.rate *= _KEEP_PROBABILITY
         counts = np.fromiter(self._counts.values(), np.int64, len(self._counts))
         is_removed = self._draws.random(len(counts)) >= _KEEP_PROBABILITY
@@ -148,7 +148,7 @@ class WordCounts:
         self.held_bytes = sum(map(_estimated_bytes, self._counts))
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Yield each word with the number of occurrences that it represents."""
+        """Yield each word with the occurrence count that it represents."""
         unseen = round(1 / self.rate) - 1
         yield from ((word, count + unseen) for word, count in self._counts.items())
 
@@ -164,14 +164,14 @@ def train_bpe(
     memory_bytes: int | None = None,
     max_token_length: int | None = None,
 ) -> bytes:
-    """Train a byte-level BPE and return its ``tokenizers`` JSON file. Any text can be encoded and decoded losslessly.
+    """Train a byte-level BPE and return the ``tokenizers`` JSON file. Any text can be encoded and decoded losslessly.
 
     The control tokens have the first ids, followed by the bytes.
 
     Args:
         memory_bytes: approximate memory for the words; if it is insufficient, the words are sampled. Default: half the
             free memory, limited to the largest of 2.7 times the text, 10 kB per vocabulary token, and 80 MB.
-        max_token_length: maximum length of a token in bytes, at least 2; control tokens are exempt. None: no limit. A
+        max_token_length: maximum token length in bytes, at least 2; control tokens are exempt. None: no limit. A
             Chinese character has 3 bytes, and the space before a word 1.
 
     Raises:
@@ -206,7 +206,7 @@ def train_wordpiece(
     memory_bytes: int | None = None,
     max_token_length: int | None = None,
 ) -> bytes:
-    """Train BERT's WordPiece, cased, and return its ``tokenizers`` JSON file.
+    """Train BERT's WordPiece, cased, and return the ``tokenizers`` JSON file.
 
     BERT's five control tokens have the first ids, followed by ``special``. White space is not encoded, so decoding does
     not restore the text. The vocabulary contains the most frequent characters: as many as cover all but 1 in 4,000
@@ -270,7 +270,7 @@ def train_unigram(
 
     Args:
         memory_bytes: available memory; a warning is logged if the text needs more, as the library stores all of it.
-        max_token_length: maximum length of a token in characters; None: SentencePiece's default, 16.
+        max_token_length: maximum token length in characters; None: SentencePiece's default, 16.
 
     Raises:
         DataError: there is too little text, or ``vocab_size`` is too small.
@@ -320,7 +320,7 @@ def _estimated_bytes(word: str) -> int:
 def _count_words(
     texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, memory_bytes: int | None
 ) -> WordCounts:
-    """Count the words of ``texts``; log a message if they had to be sampled."""
+    """Count the words in ``texts``; log a message if they had to be sampled."""
     if memory_bytes is None:
         least_bytes = max(_MIN_MEMORY_BYTES, _BYTES_FOR_A_TOKEN * vocab_size)
         counts = WordCounts(pattern, free_memory_bytes() / 2, least_bytes, _MEMORY_FOR_A_BYTE)
@@ -352,7 +352,7 @@ def _repeated_then_cleared(counts: WordCounts) -> Iterator[list[str]]:
 
 
 def _alphabet(counts: WordCounts, room: int) -> tuple[list[str], set[str], int]:
-    """Return (characters that fit into a WordPiece vocabulary, characters within words, initial number of characters).
+    """Return (characters that fit into a WordPiece vocabulary, characters within words, initial character count).
 
     The characters are sorted by descending frequency. A character that occurs within words (never a Chinese one) needs
     two tokens.
@@ -381,7 +381,7 @@ def _alphabet(counts: WordCounts, room: int) -> tuple[list[str], set[str], int]:
 
 
 def free_memory_bytes() -> int:
-    """Return the available memory of the node, or of the control group (container) if that is less."""
+    """Return the available memory on the node, or in the control group (container) if that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for limit, used, files in _CONTROL_GROUPS:
@@ -396,7 +396,7 @@ def free_memory_bytes() -> int:
 
 
 def _warn_if_too_large(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
-    """Yield ``texts``, and warn once when unigram will need more memory for them than is available."""
+    """Yield ``texts``, and warn once when unigram will need more memory than is available."""
     bound = free_memory_bytes() if memory_bytes is None else memory_bytes
     num_bytes = 0
     for text in texts:
@@ -430,7 +430,7 @@ def _record_errors(texts: Iterable[str], errors: list[BaseException]) -> Iterato
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of ``texts``, split into parts short enough for the trainer, which skips longer lines."""
+    """Yield lines, split into parts short enough for the trainer, which skips longer lines."""
     step = _MAX_SENTENCE_BYTES // 4
     for text in texts:
         for line in text.splitlines():

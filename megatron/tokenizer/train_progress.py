@@ -19,7 +19,7 @@ class TrainingProgress:
     A background thread writes the lines, because the libraries train in a single call, which releases the GIL.
 
     Args:
-        description: description of the training, such as "a vocabulary of 8192 tokens (bpe)".
+        description: name of the training, such as "a vocabulary of 8192 tokens (bpe)".
     """
 
     def __init__(self, description: str) -> None:

@@ -32,19 +32,17 @@ _CHINESE_BYTES = range(0xE3, 0xEA)
 
 
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
-    """Return bool[vocabulary], True for tokens that begin a word; see the table at the top of this file."""
+    """Mark tokens that begin a word, bool[vocabulary]; see the table at the top of this file."""
     begins = _RULES[tokenizer.spelling]
     pieces = (tokenizer.piece(token) for token in range(tokenizer.vocab_size))
     return np.array([piece is None or begins(piece) for piece in pieces], bool)
 
 
 def _text_begins_word(text: str) -> bool:
-    """Return True if a piece with this text begins a word."""
     return text.startswith(_MARK) or bool(_CHINESE.match(text)) or not _CONTINUES_WORD.match(text)
 
 
 def _bytes_begin_word(piece: str) -> bool:
-    """Return True if a piece of a byte-level BPE begins a word."""
     raw = bytes(_BYTES.get(character, 0x20) for character in piece)
     text = raw.decode("utf-8", "ignore")
     if text and raw.startswith(text[0].encode()):
@@ -53,7 +51,7 @@ def _bytes_begin_word(piece: str) -> bool:
 
 
 def _byte_characters() -> dict[int, str]:
-    """Return byte -> character in a byte-level BPE: itself if it is printable, otherwise U+0100, U+0101, ...
+    """Map bytes to characters in a byte-level BPE: printable ones to themselves, others to U+0100, U+0101, ...
 
     Source: Radford et al. 2019, code of GPT-2.
     """

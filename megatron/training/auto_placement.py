@@ -41,12 +41,12 @@ MEMORY_MARGIN = 0.10
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule for a placement of the layers.
+    """A schedule for a layer placement.
 
     Args:
-        chunks: number of chunks per stage.
-        step_time: simulated time of a step, in units of one layer's forward.
-        peak_bytes: estimated memory of the largest stage, in bytes.
+        chunks: chunks per stage.
+        step_time: simulated step time, in units of one layer's forward.
+        peak_bytes: estimated memory on the largest stage, in bytes.
     """
 
     chunks: int
@@ -61,11 +61,11 @@ class Candidate:
 
 
 def usable_bytes(device_type: str, num_local_ranks: int) -> int:
-    """Return the memory that a rank may use, in bytes: the memory of its device, or on a CPU its share of the host's.
+    """Return the memory that a rank may use, in bytes: its device's memory, or on a CPU its share of host memory.
 
     Args:
-        device_type: device type: "cpu", "cuda" or a plug-in's; the device must be available.
-        num_local_ranks: number of ranks on this host.
+        device_type: "cpu", "cuda" or a plug-in's type; the device must be available.
+        num_local_ranks: ranks on this host.
     """
     if device_type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_local_ranks
@@ -89,7 +89,7 @@ def min_usable_bytes(world: World) -> int:
 
 
 def should_choose_placement(config: Config) -> bool:
-    """Return True if the schedule is "auto" and no flag sets the placement of layers."""
+    """Return True if the schedule is "auto" and no flag sets the layer placement."""
     parallel = config.parallel
     is_set_by_flag = any(
         name in config.explicit_fields for name in PLACEMENT_FIELDS
@@ -102,10 +102,10 @@ def should_choose_placement(config: Config) -> bool:
 
 
 def with_placement(config: Config, topology: Topology, dtype: str, limit_bytes: int | None) -> Config:
-    """Return ``config`` with the chosen placement, the schedules that fit, and a note with the reason.
+    """Choose a placement; return ``config`` with it, the schedules that fit, and a note with the reason.
 
     Args:
-        limit_bytes: memory limit of a rank in bytes, the same on every rank; None: no limit.
+        limit_bytes: memory limit per rank in bytes, the same on every rank; None: no limit.
     """
     if not should_choose_placement(config):
         return config
@@ -151,13 +151,13 @@ def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Cand
 
 
 def _allowed_schedules(config: Config, chunks: int, placement: str) -> tuple[str, ...]:
-    """Return the schedules for a placement, restricted to --pipeline-auto-schedules if given."""
+    """Restrict the schedules for a placement to --pipeline-auto-schedules if given."""
     requested = config.parallel.auto_schedules
     return tuple(name for name in candidate_schedules(AUTO, chunks, placement) if not requested or name in requested)
 
 
 def _step_time(config: Config, num_stages: int, schedule: str, chunk_costs: list[float]) -> float:
-    """Return the simulated time of a step, in units of one layer's forward.
+    """Simulate the step time, in units of one layer's forward.
 
     The backward passes for inputs and for weights are assumed to take as long as the forward pass. On a CPU, the split
     backward pass takes longer than an unsplit one.
@@ -176,7 +176,6 @@ def _step_time(config: Config, num_stages: int, schedule: str, chunk_costs: list
 
 
 def _with_schedule(config: Config, schedule: str, chunks: int, placement: str) -> Config:
-    """Return ``config`` with this schedule, number of chunks per stage, and placement."""
     settings: dict[str, Any] = {
         "pipeline_schedule": schedule,
         "pipeline_chunks": chunks,
@@ -186,7 +185,6 @@ def _with_schedule(config: Config, schedule: str, chunks: int, placement: str) -
 
 
 def _with_fitting_schedules(config: Config, best: Candidate, fitting: list[Candidate]) -> Config:
-    """Return ``config`` with the placement of ``best`` and the schedules of ``fitting``."""
     names = tuple(candidate.schedule for candidate in fitting)
     is_all = names == candidate_schedules(AUTO, best.chunks, best.placement)
     placed = _with_schedule(config, AUTO, best.chunks, best.placement)
@@ -200,7 +198,7 @@ def _with_note(config: Config, placement_text: str, all_candidates: list[Candida
     Args:
         placement_text: text on the chosen placement.
         all_candidates: all candidates.
-        limit_bytes: memory limit of a rank in bytes; None: no limit.
+        limit_bytes: memory limit per rank in bytes; None: no limit.
     """
     fastest = min(candidate.step_time for candidate in all_candidates)
     ranked = ", ".join(

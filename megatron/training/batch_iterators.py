@@ -16,7 +16,7 @@ from megatron.runtime import rank_status
 
 
 class TimedBatches:
-    """Iterates over ``source`` and measures the wait. As a context manager, closes its workers when training has ended.
+    """Iterates over ``source`` and measures the wait. As a context manager, closes workers when training has ended.
 
     After an error the workers are not closed; they exit together with this process, so that nothing delays its exit.
 
@@ -42,7 +42,7 @@ class TimedBatches:
             self._waited_s += time.perf_counter() - start
 
     def drain_waited_s(self) -> float:
-        """Return the seconds spent waiting since the last call."""
+        """Return the waiting time since the last call, in seconds."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 

@@ -1,4 +1,4 @@
-"""States of the callbacks in the metadata of a checkpoint."""
+"""Callback states in checkpoint metadata."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GUARD_KEY = "guard"
 
 
 def callback_metadata(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata entries for the states of the callbacks, given by name."""
+    """Convert callback states (by name) to checkpoint metadata entries."""
     others = {name: state for name, state in states.items() if name != GUARD_KEY}
     return {
         **({GUARD_KEY: states[GUARD_KEY]} if GUARD_KEY in states else {}),
@@ -19,6 +19,6 @@ def callback_metadata(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def callback_states_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the callbacks in a checkpoint's metadata, by name."""
+    """Extract callback states by name from checkpoint metadata."""
     states = dict(metadata.get("callbacks", {}))
     return states | {GUARD_KEY: metadata[GUARD_KEY]} if GUARD_KEY in metadata else states

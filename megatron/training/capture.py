@@ -1,4 +1,4 @@
-"""Capture the tensors and metadata of a run at one step."""
+"""Capture a run's tensors and metadata at one step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def capture(
     order: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> CapturedState:
-    """Return the tensors and metadata for a checkpoint of this step. Tensors are not copied.
+    """Return tensors and metadata for a checkpoint at this step. Tensors are not copied.
 
     Args:
-        fingerprint: identity of the training data.
+        fingerprint: training data identity.
         order: position within each corpus, for data sets that report it.
-        extra: further JSON-serializable metadata.
+        extra: additional JSON-serializable metadata.
 
     Raises:
         RuntimeError: called within a step, while there are gradients, which a checkpoint does not store.
@@ -63,7 +63,7 @@ def capture_metadata(
     order: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the metadata of ``capture``, without tensors.
+    """Return the metadata as in ``capture``, without tensors.
 
     Raises:
         RuntimeError: called within a step, while there are gradients, which a checkpoint does not store.

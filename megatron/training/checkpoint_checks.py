@@ -20,7 +20,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
     """Check that a checkpoint has the run's model and, depending on ``options``, its data and optimizer.
 
     Args:
-        fingerprint: identity of the run's training data; None if it is unknown or ``resume_order`` compares it.
+        fingerprint: the run's training data identity; None if it is unknown or ``resume_order`` compares it.
 
     Raises:
         CheckpointError: model, data or optimizer differ, or the checkpoint has no optimizer state.
@@ -44,7 +44,7 @@ def has_moments(checkpoint: Checkpoint) -> bool:
 
 
 def check_moments(checkpoint: Checkpoint) -> None:
-    """Check that a native checkpoint contains the optimizer state of its updates.
+    """Check that a native checkpoint contains optimizer state.
 
     Raises:
         CheckpointError: it was saved with --no-save-optim.
@@ -83,12 +83,12 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config)
 def check_tokenizer(
     metadata: Mapping[str, Any], identity: str | None, *, allow_change: bool, config: Config | None = None
 ) -> None:
-    """Check that the run has the tokenizer of the checkpoint, if both are known.
+    """Check that the run has the checkpoint's tokenizer, if both are known.
 
     Args:
-        metadata: metadata of the checkpoint.
-        identity: identity of the run's tokenizer.
-        config: configuration of the run, used to name the settings that differ.
+        metadata: checkpoint metadata.
+        identity: the run's tokenizer identity.
+        config: run configuration, used to name the settings that differ.
 
     Raises:
         CheckpointError: the tokenizers differ; the same on every rank.

@@ -1,4 +1,4 @@
-"""CheckpointLineage: the checkpoints of a run folder that belong to the current history of the run."""
+"""CheckpointLineage: the checkpoints in a run folder that belong to the run's current history."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _METADATA_KEY = "branch"  # key in the metadata of a checkpoint
 
 @dataclass
 class CheckpointLineage:
-    """The checkpoints that belong to the current history of a run, by sequence number in its folder; on rank 0.
+    """Checkpoints that belong to the current history of a run, by sequence number in its folder; on rank 0.
 
     Attributes:
         earlier: checkpoints up to this number belong to an earlier run, which the current one does not continue.
-        left: first and last number of each range that the run abandoned when it resumed from an older checkpoint.
+        left: ranges (first and last number) that the run abandoned when it resumed from an older checkpoint.
     """
 
     earlier: int = 0
@@ -23,7 +23,7 @@ class CheckpointLineage:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> CheckpointLineage:
-        """Return the lineage stored in a checkpoint's metadata."""
+        """Read the lineage from checkpoint metadata."""
         return cls(**metadata.get(_METADATA_KEY, {}))
 
     def continue_from(self, sequence: int, last: int) -> None:
@@ -32,9 +32,9 @@ class CheckpointLineage:
             self.left.append([sequence + 1, last])
 
     def contains(self, sequence: int) -> bool:
-        """Return True if the checkpoint belongs to the current history of the run."""
+        """Return True if the checkpoint belongs to the run's current history."""
         return sequence > self.earlier and not any(first <= sequence <= last for first, last in self.left)
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return the metadata entry; empty if all checkpoints of the folder belong to the run."""
+        """Return the metadata entry; empty if all checkpoints in the folder belong to the run."""
         return {_METADATA_KEY: asdict(self)} if self.earlier or self.left else {}

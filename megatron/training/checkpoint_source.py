@@ -22,10 +22,10 @@ DOWNLOADS = "loaded"
 
 
 def newest_run(name: str, family: str = "") -> Path:
-    """Return the run folder ``runs/<name>-*`` with the newest checkpoint.
+    """Find the run folder ``runs/<name>-*`` with the newest checkpoint.
 
     Args:
-        family: family of the model, for the error message.
+        family: model family, for the error message.
 
     Raises:
         CheckpointError: no such run has a checkpoint.
@@ -42,7 +42,7 @@ def newest_run(name: str, family: str = "") -> Path:
 
 
 def _family_of(run: Path) -> str | None:
-    """Return the model family from the config.json of a run folder, or None if there is none."""
+    """Read the model family from a run folder's config.json, or None if there is none."""
     try:
         return str(json.loads((run / "config.json").read_text(encoding="utf-8"))["family"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -50,18 +50,17 @@ def _family_of(run: Path) -> str | None:
 
 
 def _run_with_newest_checkpoint(runs: Iterable[Path]) -> Path | None:
-    """Return the run folder with the newest checkpoint, or None if no run has one."""
     save_times = {run: newest for run in runs if (newest := _newest_save_time(run))}
     return max(save_times, key=lambda run: save_times[run], default=None)
 
 
 def checkpoint_folder(folder: Path, flags: CheckpointConfig) -> Path:
-    """Return the folder of a run's checkpoints; DeepSpeed checkpoints are stored in the run folder itself."""
+    """Return a run's checkpoint folder; DeepSpeed checkpoints are stored in the run folder itself."""
     return folder if flags.is_deepspeed else folder / CHECKPOINTS
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run folder, in both formats, including incomplete ones."""
+    """List checkpoints in a run folder, in both formats, including incomplete ones."""
     return [path for paths in _checkpoints_by_format(folder).values() for path in paths]
 
 
@@ -71,10 +70,10 @@ def is_deepspeed_folder(source: Path) -> bool:
 
 
 def choose_format(folder: Path, flags: CheckpointConfig) -> str:
-    """Return the format in which a run saves into ``folder``: from the flags, or else from its existing checkpoints.
+    """Choose the format for saves into ``folder``: from the flags, or else from its existing checkpoints.
 
     Raises:
-        ConfigError: the folder contains checkpoints of the other format, so that the newest one would be ambiguous.
+        ConfigError: the folder contains checkpoints in the other format, so that the newest one would be ambiguous.
     """
     existing_formats = [name for name, paths in _checkpoints_by_format(folder).items() if paths]
     checkpoint_format = flags.checkpoint_format or (existing_formats[0] if existing_formats else NATIVE)
@@ -88,7 +87,6 @@ def choose_format(folder: Path, flags: CheckpointConfig) -> str:
 
 
 def _checkpoints_by_format(folder: Path) -> dict[str, list[Path]]:
-    """Return the checkpoints in a run folder by format."""
     native = [*(folder / CHECKPOINTS).glob("step-*")]
     return {NATIVE: native, deepspeed_folders.FORMAT: deepspeed_folders.tags_in(folder)}
 
@@ -97,7 +95,7 @@ def require_checkpoint(source: Path) -> None:
     """Check that ``source`` contains a checkpoint, which may be incomplete.
 
     Args:
-        source: a run folder, a folder of checkpoints, a checkpoint, a Hugging Face folder, or a folder of Megatron-LM.
+        source: a run folder, a checkpoint folder, a checkpoint, a Hugging Face folder, or a Megatron-LM folder.
 
     Raises:
         CheckpointError: the folder does not exist or contains no checkpoint.
@@ -121,12 +119,12 @@ def require_checkpoint(source: Path) -> None:
 
 
 def is_run_folder(source: Path) -> bool:
-    """Return True if ``source`` is a run folder, not its folder of checkpoints or a single checkpoint."""
+    """Return True if ``source`` is a run folder, not its checkpoint folder or a single checkpoint."""
     if (source / CHECKPOINTS).is_dir():
         return True
     return is_deepspeed_folder(source) and deepspeed_folders.tags_in(source) != [source]
 
 
 def _newest_save_time(run: Path) -> float | None:
-    """Return the modification time of the newest checkpoint of a run folder, or None if it has none."""
+    """Return the newest checkpoint's modification time, or None if the run folder has none."""
     return max((path.stat().st_mtime for path in saved_checkpoints(run)), default=None)

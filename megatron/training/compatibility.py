@@ -146,7 +146,7 @@ DERIVED_FROM = {"train_iters": ("train_samples", "train_tokens"), "lr_decay_iter
 
 
 def changed_settings(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
-    """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; unsaved settings are ignored."""
+    """Yield "lr: saved 0.1, now 0.2" for each setting in ``rules`` that differs; unsaved settings are ignored."""
     saved, current = former.convert_settings(saved), now.to_dict()
     for rule in rules:
         for name in rule.fields:
@@ -171,10 +171,10 @@ DATA_SETTINGS = {
 
 
 def changed_data_settings(saved: Mapping[str, Any], now: Config) -> dict[str, list[str]]:
-    """Return the changed data settings of a checkpoint as "--split was 900,50,50, now 949,50,1", by fingerprint part.
+    """Describe changed data settings as "--split was 900,50,50, now 949,50,1", by fingerprint part.
 
     Args:
-        saved: the settings in the checkpoint, of any version; settings that are missing there are ignored.
+        saved: the settings in the checkpoint, from any version; missing settings are ignored.
     """
     old, new = _flatten(former.convert_settings(saved)), _flatten(now.to_dict())
     flags = {option.name: option.flag for option in family_options(now.family)}
@@ -189,7 +189,6 @@ def changed_data_settings(saved: Mapping[str, Any], now: Config) -> dict[str, li
 
 
 def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return field -> value of all sections."""
     sections = {name: values for name, values in settings.items() if name not in ("deepspeed", "extra")}
     return {
         name: value for values in sections.values() if isinstance(values, Mapping) for name, value in values.items()
@@ -225,7 +224,7 @@ def warn_of_changes(metadata: Mapping[str, Any], now: Config, device_type: str) 
 
 
 def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice: str = "") -> None:
-    """Warn about changed settings that affect the outputs of a model with the weights of ``source``.
+    """Warn about changed settings that affect a model's outputs with the weights from ``source``.
 
     Called on rank 0 if a start loads only weights; ``saved`` are the settings of the run that saved them.
     """
@@ -237,13 +236,13 @@ def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice:
 
 
 def machine_properties(device_type: str) -> dict[str, Any]:
-    """Return the properties of the machine and torch that affect the last bits of a loss."""
+    """Return machine and torch properties that affect the last bits of a loss."""
     properties: dict[str, Any] = {"torch": torch.__version__, "cpu": _cpu_model(), "threads": torch.get_num_threads()}
     return properties | ({"gpu": device.name(device_type)} if device_type != "cpu" else {})
 
 
 def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
-    """Return "saved tp2 pp2 dp1, now tp1 pp4 dp1", or None if the layouts are the same."""
+    """Format "saved tp2 pp2 dp1, now tp1 pp4 dp1", or return None if the layouts are the same."""
     context = saved.get("context", 1)  # older checkpoints do not have it
     old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"], context=context)
     return None if old == now else f"saved {_format_layout(old)}, now {_format_layout(now)}"
@@ -255,7 +254,7 @@ def _format_layout(topology: Topology) -> str:
 
 
 def _cpu_model() -> str:
-    """Return the CPU model of this machine and the instruction set that torch uses on it."""
+    """Return this machine's CPU model and the instruction set that torch uses."""
     name = platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

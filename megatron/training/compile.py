@@ -48,7 +48,7 @@ def compile_layers(
 
     Args:
         is_full_model: the module is the full model; a pipeline stage may have no transformer layer.
-        num_lengths: number of sequence lengths in the run; each needs its own graph.
+        num_lengths: sequence lengths in the run; each needs a separate graph.
 
     Raises:
         ConfigError: there is no layer to compile, or no compiler.
@@ -106,15 +106,14 @@ def check_compiler(device: torch.device) -> None:
 
 
 def avoid_miscompiled_transposes() -> None:
-    """Add ``NO_SLP`` to the flags of all C++ kernels that torch.compile builds later in this process.
+    """Add ``NO_SLP`` to the compiler flags for all C++ kernels that torch.compile builds later in this process.
 
     torch 2.13 compiles with -O3. With that, g++ 12.2 miscompiles AVX-512 kernels that transpose two 16-bit matrices,
-    such as the gradient of a gated feed-forward layer's ``up`` weight: entries of the result are uninitialised. -O2 or
-    ``NO_SLP`` avoids it. The flag applies to all kernels, because others with transposes may be affected.
+    such as the gradient of a gated feed-forward layer's ``up`` weight: some entries of the result are uninitialised.
+    -O2 or ``NO_SLP`` avoids it. The flag applies to all kernels, because others with transposes may be affected.
 
-    torch has no setting for additional flags. The value of the setting used here is part of the compiler's command
-    line, as ``-ffp-contract={value}``, and of the keys of torch's caches, so that no kernel built without ``NO_SLP`` is
-    loaded.
+    torch has no setting for additional flags. The setting used here becomes part of the compiler's command line, as
+    ``-ffp-contract={value}``, and of torch's cache keys, so that no kernel built without ``NO_SLP`` is loaded.
     """
     from torch._inductor import config as inductor
 

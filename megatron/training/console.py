@@ -19,7 +19,7 @@ class TrainingConsole:
 
     Args:
         mode: auto, bar or plain.
-        total_steps: number of steps at the end of the bar.
+        total_steps: steps at the end of the bar.
     """
 
     def __init__(self, mode: str, total_steps: int) -> None:
@@ -39,7 +39,7 @@ class TrainingConsole:
         self._task: Any = None
 
     def table(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
-        """Print a table of two columns with a title."""
+        """Print a two-column table with a title."""
         table = Table(title=title, show_header=False, title_justify="left")
         table.add_column(no_wrap=True, style="bold")
         table.add_column(overflow="fold")

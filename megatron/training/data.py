@@ -1,4 +1,4 @@
-"""RunData: the data sets of a run, and this rank's iterators over them."""
+"""RunData: a run's data sets, and this rank's iterators over them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 
 @dataclass
 class RunData:
-    """The data sets of a run.
+    """A run's data sets.
 
     Args:
         datasets: split -> data set on ranks that read data; empty on other ranks. Other fields are set on all ranks.
-        fingerprint: identity of the training data, if known.
-        order: the corpus of each training sample, if the data set reports it.
-        corpora: split -> weight of each corpus by name, for splits with several corpora.
+        fingerprint: training data identity, if known.
+        order: corpus by training sample, if the data set reports it.
+        corpora: split -> weights by corpus name, for splits with several corpora.
         has_training: True if the run has training data; a run without steps needs none.
     """
 
@@ -44,15 +44,15 @@ class RunData:
         self, split: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
         length: int | None = None,
     ) -> TimedBatches | None:  # fmt: skip
-        """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read data.
+        """Iterate over this replica's micro-batches from ``samples_consumed`` on; None on a rank without data.
 
         If the device is not a CPU, the micro-batches are copied to it asynchronously.
 
         Args:
-            split: the split: train, valid or test.
-            corpus: read only the samples of this corpus.
+            split: train, valid or test.
+            corpus: read only samples from this corpus.
             length: split each sample into sequences of this many tokens; None: follow --seq-length-schedule for
-                training, and read samples of other splits at full length.
+                training, and read samples in other splits at full length.
         """
         dataset = self.datasets.get(split)
         if dataset is None:
@@ -104,11 +104,11 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 
 
 def num_samples_of_splits(config: Config, world: World) -> list[int]:
-    """Return the numbers of samples for training, validation and the test.
+    """Return the sample counts for training, validation and the test.
 
-    The number of training samples is --train-samples, as in Megatron, so that it does not change if a run is resumed
-    with another batch size. Without that flag, it is the number of samples of a new run. All validations read the same
-    samples, but with --data-order megatron each validation reads other samples.
+    The training count is --train-samples, as in Megatron, so that it does not change if a run is resumed with another
+    batch size. Without that flag, it is a new run's sample count. All validations read the same samples, but with
+    --data-order megatron each validation reads other samples.
     """
     batch, replicas = config.batch, world.grid.data.size
     training = batch.batch_sizes(replicas).consumed_after(batch.train_iters)
@@ -125,15 +125,15 @@ def num_samples_of_splits(config: Config, world: World) -> list[int]:
 
 
 def num_validations_of_run(config: Config) -> int:
-    """Return the number of validations for which Megatron reads samples: one more than the intervals of the run."""
+    """Return the validation count that Megatron reads samples for: one more than the run's intervals."""
     return config.batch.train_iters // config.batch.eval_interval + 1
 
 
 def first_validation_sample(config: Config, step: int, samples_per_step: int) -> int:
-    """Return the first sample of the validation after ``step`` steps.
+    """Return the first sample for the validation after ``step`` steps.
 
-    With --data-order megatron, a validation continues after the samples of the previous one. After more validations
-    than planned, for example because a resumed run has smaller batches, it restarts at the first sample.
+    With --data-order megatron, a validation continues after the previous one's samples. After more validations than
+    planned, for example because a resumed run has smaller batches, it restarts at the first sample.
     """
     if not config.data.has_megatron_order:
         return 0
@@ -168,7 +168,7 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
 
 
 def _mock_data(config: Config, num_samples: Sequence[int]) -> tuple[Any, ...]:
-    """Return random data sets for --data-path mock with a seed per split; None for a split without samples."""
+    """Make random data sets for --data-path mock with a seed per split; None for a split without samples."""
     from megatron.training.global_vars import get_tokenizer
     from megatron.training.mock_data import random_data
 

@@ -16,7 +16,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class RankData:
-    """Description of a rank's data sets, which is compared with the descriptions of other ranks.
+    """A rank's data sets, described for comparison with other ranks.
 
     Args:
         problem: error message if the data could not be opened.
@@ -33,7 +33,7 @@ class RankData:
 
     @classmethod
     def from_datasets(cls, datasets: Mapping[str, Samples], reads_data: bool, failure: Exception | None) -> RankData:
-        """Return the description of the data sets of this rank, or of the failure to open them."""
+        """Describe this rank's data sets, or the failure to open them."""
         if failure or not reads_data:
             return cls(str(failure) if failure else None, False)
         ordered = as_ordered(datasets.get("train"))
@@ -53,16 +53,16 @@ def _fingerprint(dataset: object) -> str | None:
 
 
 def _weights(dataset: object) -> dict[str, float]:
-    """Return the weight of each corpus that an evaluation reads separately, by name; empty if there is none.
+    """Return weights by name for corpora that an evaluation reads separately; may be empty.
 
-    As in Megatron, an evaluation in Megatron's order reads the samples of the blend.
+    As in Megatron, an evaluation in Megatron's order reads samples from the blend.
     """
     ordered = as_ordered(dataset)
     return {} if ordered is None or isinstance(ordered.order, MegatronOrder) else ordered.order.weights(0)
 
 
 def identity_text(dataset: object) -> str:
-    """Return a text that is equal on all ranks whose data sets return the same samples in the same order."""
+    """Identify ``dataset`` by a text that is equal on ranks with the same samples in the same order."""
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"
     if ordered is None:
@@ -72,7 +72,7 @@ def identity_text(dataset: object) -> str:
 
 
 def find_disagreement(ranks_data: Sequence[RankData]) -> str | None:
-    """Return a message that names the ranks with different data, or None if all readers agree."""
+    """Name the ranks with different data in a message, or return None if all readers agree."""
     for split in SPLITS:
         ranks_by_identity: dict[str, list[int]] = {}
         for rank, rank_data in enumerate(ranks_data):
@@ -91,7 +91,7 @@ def find_disagreement(ranks_data: Sequence[RankData]) -> str | None:
 
 
 def _format_ranges(ranks: Sequence[int]) -> str:
-    """Return "0-3, 6" for the ascending numbers 0, 1, 2, 3, 6."""
+    """Format the ascending numbers 0, 1, 2, 3, 6 as "0-3, 6"."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][-1] == rank - 1:

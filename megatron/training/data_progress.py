@@ -1,4 +1,4 @@
-"""Progress through each corpus: log line, metrics and rows of the start table."""
+"""Progress through each corpus: log line, metrics and start-table rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_LISTED, _NUM_LISTED_OF_MORE = 6, 4
 
 
 def format_by_corpus(values_by_corpus: Mapping[str, float], format_spec: str) -> str:
-    """Return "a 0.12, b 0.30", or only the number for a single corpus.
+    """Format as "a 0.12, b 0.30", or only the number for a single corpus.
 
     If there are too many corpora for a line, only the largest numbers are listed, followed by "and 9 more".
     """
@@ -27,7 +27,7 @@ def format_by_corpus(values_by_corpus: Mapping[str, float], format_spec: str) ->
 
 
 def epochs_text(data: RunData, samples_consumed: int) -> str:
-    """Return the number of epochs of each corpus for the log line; "" if unknown."""
+    """Format the epochs by corpus for the log line; "" if unknown."""
     if data.order is None:
         return ""
     epochs = data.order.epochs(samples_consumed)
@@ -35,7 +35,7 @@ def epochs_text(data: RunData, samples_consumed: int) -> str:
 
 
 def epoch_metrics(data: RunData, samples_consumed: int) -> dict[str, Any]:
-    """Return the number of epochs as a metric: ``epoch`` for a single corpus, or ``epochs`` by corpus name."""
+    """Return the epochs as a metric: ``epoch`` for a single corpus, or ``epochs`` by corpus name."""
     if data.order is None:
         return {}
     epochs = data.order.epochs(samples_consumed)
@@ -43,7 +43,7 @@ def epoch_metrics(data: RunData, samples_consumed: int) -> dict[str, Any]:
 
 
 def token_metrics(data: RunData, samples_consumed: int, tokens_per_sample: int) -> dict[str, Any]:
-    """Return the number of tokens read from each corpus as a metric."""
+    """Return the token count by corpus as a metric."""
     if data.order is None:
         return {}
     cursors = data.order.cursors(samples_consumed)
@@ -51,7 +51,7 @@ def token_metrics(data: RunData, samples_consumed: int, tokens_per_sample: int) 
 
 
 def corpus_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
-    """Yield rows of the start table: samples per epoch, and epochs in ``num_samples`` samples."""
+    """Yield start-table rows: samples per epoch, and epochs in ``num_samples`` samples."""
     train = data.datasets.get("train")
     ordered = as_ordered(train)
     corpora: Mapping[str, object] = {"": train} if ordered is None else ordered.parts

@@ -32,7 +32,7 @@ class SavedData(NamedTuple):
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> SavedData:
-        """Return the saved data from a checkpoint's metadata."""
+        """Read the saved data from checkpoint metadata."""
         return cls(metadata.get("data_fingerprint"), metadata.get("data_order"))
 
 
@@ -40,12 +40,12 @@ def resume_order(
     data: RunData, metadata: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool,
     config: Config | None = None,
 ) -> SampleOrder | None:  # fmt: skip
-    """Return the order of samples that continues the checkpoint's order; None if the data set has no order.
+    """Continue the checkpoint's sample order; None if the data set has no order.
 
     Args:
-        metadata: metadata of the checkpoint.
-        tokens_per_sample: tokens per sample of the run; None: as in the checkpoint.
-        config: configuration of the run, used to name the settings that differ from the checkpoint's.
+        metadata: checkpoint metadata.
+        tokens_per_sample: the run's tokens per sample; None: as in the checkpoint.
+        config: run configuration, used to name the settings that differ from the checkpoint's.
 
     Raises:
         CheckpointError: the checkpoint has other data or stores no position; the same on every rank.
@@ -74,7 +74,7 @@ def resume_order(
 
 
 def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) -> Fraction:
-    """Return the ratio of the checkpoint's tokens per sample to the run's; if they differ, log the next sample."""
+    """Divide the checkpoint's tokens per sample by the run's; if they differ, log the next sample."""
     progress = former.convert_progress(metadata) if metadata["progress"] else {}
     samples, tokens = progress.get("samples_consumed", 0), progress.get("tokens_consumed")
     if not samples or tokens is None or tokens_per_sample is None or tokens == samples * tokens_per_sample:
@@ -92,7 +92,7 @@ def _continues_megatron_order(metadata: Mapping[str, Any], config: Config | None
 
 
 def _check_unknown_data(consumed: int, allow_change: bool) -> None:
-    """Reject a checkpoint without the identity of its data, unless --allow-data-change is given."""
+    """Reject a checkpoint without a data identity, unless --allow-data-change is given."""
     problem = f"the checkpoint does not identify the data of its {consumed} consumed samples"
     if not allow_change:
         raise CheckpointError(
@@ -104,10 +104,10 @@ def _check_unknown_data(consumed: int, allow_change: bool) -> None:
 
 
 def data_to_save(data: RunData, samples_consumed: int, loaded: SavedData) -> SavedData:
-    """Return the identity of the training data and the position after ``samples_consumed`` samples.
+    """Return the training data identity and the position after ``samples_consumed`` samples.
 
     Args:
-        loaded: the entries of the checkpoint that the run resumed from; a run without training data passes them on.
+        loaded: the entries in the resumed checkpoint; a run without training data passes them on.
     """
     if not data.has_training:
         return loaded

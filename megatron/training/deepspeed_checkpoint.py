@@ -1,4 +1,4 @@
-"""Checkpoints in the format of DeepSpeed's engine (``--checkpoint-format deepspeed``).
+"""Checkpoints in the DeepSpeed engine's format (``--checkpoint-format deepspeed``).
 
 The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files. Their optimizer state
 is ``MixedPrecisionOptimizer.state_dict``. The client state has one key, "megatron": the ``state`` of the run as in the
@@ -40,7 +40,7 @@ _PARTITION_FIELDS = ("pipeline_chunks", "partition_method")
 
 
 class RecordingCheckpointEngine:
-    """Replaces an engine's checkpoint engine during a save: syncs every file to disk and records its checksum.
+    """Replaces an engine's checkpoint engine during a save: syncs every file to disk and records the checksum.
 
     If a file cannot be written, the error is raised only after the engine's barriers, which every rank must reach.
     """
@@ -66,10 +66,10 @@ class RecordingCheckpointEngine:
             self._error = error
 
     def file_facts(self) -> dict[str, FileInfo]:
-        """Return sizes and checksums of the files that were written, by file name.
+        """Return sizes and checksums of the written files, by file name.
 
         Raises:
-            Exception: the error of the first file that could not be written.
+            Exception: the error for the first file that could not be written.
         """
         if self._error is not None:
             raise self._error
@@ -90,7 +90,7 @@ def save(
 
     Args:
         metadata: JSON-serializable values, as in the native format.
-        retention: policy that selects the older checkpoints to keep.
+        retention: selects the older checkpoints to keep.
 
     Raises:
         CheckpointError: the save failed on any rank; raised on all ranks. Older checkpoints in ``root`` are unchanged.
@@ -145,7 +145,7 @@ def restore(
 
 
 def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, loads_optimizer: bool) -> None:
-    """Check that the files, which contain the slices of one layout, can be loaded in the layout ``now``.
+    """Check that the files, which contain one layout's slices, can be loaded in the layout ``now``.
 
     Raises:
         CheckpointError: they cannot; the message names both layouts.
@@ -168,7 +168,7 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, loads
 
 
 def _partition_change(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
-    """Return text on the difference to the checkpoint's split of layers into stages, or None if there is none."""
+    """Describe the difference to the checkpoint's split of layers into stages, or return None if there is none."""
     if checkpoint.metadata["layout"]["pipe"] != now.pipe:
         return layout_text(checkpoint.metadata["layout"], now)
     saved, current = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)
@@ -208,11 +208,10 @@ def _recording_files(engine: Any) -> Iterator[RecordingCheckpointEngine]:
 
 
 def _merge_file_facts(facts_of_ranks: list[dict[str, FileInfo]]) -> dict[str, FileInfo]:
-    """Merge the dictionaries of all ranks."""
     return {name: file_facts for rank_facts in facts_of_ranks for name, file_facts in sorted(rank_facts.items())}
 
 
 def _gather_rng_states(world: World) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the generator states of the ranks that store the same weights as this rank, by rank. Collective."""
+    """Gather generator states by rank from the ranks with the same weights as this rank. Collective."""
     states = world.grid.host.gather_objects(device.rng_states(world.device_type))
     return {rank: states[rank] for rank in world.grid.data_context.ranks}

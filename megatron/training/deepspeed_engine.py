@@ -23,7 +23,7 @@ from tds.deepspeed.alias import import_deepspeed
 
 
 def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
-    """Return the reasons to train on DeepSpeed's engine without a pipeline; empty if it is not needed."""
+    """List the reasons to train on the DeepSpeed engine without a pipeline; empty if it is not needed."""
     reasons = engine_features(config.deepspeed)
     if config.run.verbose_deepspeed:
         reasons.append("--verbose-deepspeed")
@@ -40,7 +40,7 @@ def initialize_loaded_deepspeed(device_type: str) -> None:
     A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, regardless of the engine.
 
     Args:
-        device_type: device type of the run.
+        device_type: the run's device type.
 
     Raises:
         ConfigError: DeepSpeed uses another device type.
@@ -55,7 +55,7 @@ def initialize_loaded_deepspeed(device_type: str) -> None:
 
 
 def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:
-    """Return a context in which DeepSpeed reuses the process groups of ``grid`` instead of creating its own."""
+    """Within the context, let DeepSpeed reuse the process groups in ``grid`` instead of creating new ones."""
     from tds.deepspeed.api import sharing_groups  # imports DeepSpeed
 
     return sharing_groups(groups_by_ranks(grid))
@@ -64,14 +64,14 @@ def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:
 def build_pipeline_engine(
     config: Config, world: World, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer
 ) -> Any:
-    """Return the ``tds.PipelineEngine`` of a pipeline module. Collective."""
+    """Build a ``tds.PipelineEngine`` for a pipeline module. Collective."""
     return _initialize(config, world, module, optimizer, mpu=None)
 
 
 def build_deepspeed_engine(
     config: Config, world: World, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer
 ) -> Any:
-    """Return DeepSpeed's engine of a model without a pipeline. Collective."""
+    """Build the DeepSpeed engine for a model without a pipeline. Collective."""
     return _initialize(config, world, module, optimizer, mpu=DeepSpeedMpu(world.grid))
 
 

@@ -1,4 +1,4 @@
-"""Names and commit of checkpoints in DeepSpeed's layout (``--checkpoint-format deepspeed``).
+"""Names and commit of checkpoints in the DeepSpeed layout (``--checkpoint-format deepspeed``).
 
 | name | content |
 |---|---|
@@ -34,7 +34,7 @@ _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 
 def tags_in(source: Path) -> list[Path]:
-    """Return the checkpoints of this layout in ``source`` (see ``folders.order_candidates``), or ``source`` itself."""
+    """Find checkpoints with this layout in ``source`` (see ``folders.order_candidates``), or ``source`` itself."""
     if _TAG.fullmatch(source.resolve().name) and (source / MANIFEST_NAME).exists():
         return [source]
     tags = _tag_folders(source) if source.is_dir() else []
@@ -42,7 +42,7 @@ def tags_in(source: Path) -> list[Path]:
 
 
 def foreign_tags_in(source: Path) -> list[Path]:
-    """Return folders written by DeepSpeed without our manifest; a run cannot resume from them."""
+    """Find folders written by DeepSpeed without our manifest; a run cannot resume from them."""
     return [path for path in _tag_folders(source) if not (path / MANIFEST_NAME).exists()] if source.is_dir() else []
 
 
@@ -64,7 +64,7 @@ def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoi
 
 
 def make_temporary_folder(root: Path, step: int) -> Path:
-    """Create the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
+    """Create a temporary folder for the checkpoint of ``step`` and return the path. Rank 0 only."""
     files.make_folder(root)
     folders.remove_stale(root, _STALE)
     temporary = root / f".tmp-global_step{step}-{os.getpid()}"
@@ -73,7 +73,7 @@ def make_temporary_folder(root: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, step: int, metadata: dict[str, Any], file_facts: dict[str, FileInfo]) -> Path:
-    """Write the manifest, rename ``temporary`` to the checkpoint, and return its path. Rank 0 only."""
+    """Write the manifest, rename ``temporary`` to the checkpoint, and return the new path. Rank 0 only."""
     root = temporary.parent
     manifest = Manifest(folders.last_sequence(_tag_folders(root)) + 1, step, metadata, file_facts, {})
     files.write_bytes(temporary / MANIFEST_NAME, manifest_to_bytes(manifest))
@@ -94,12 +94,11 @@ def clean_up(path: Path, retention: RetentionPolicy) -> None:
 
 
 def _tag_folders(root: Path) -> list[Path]:
-    """Return the folders in ``root`` that are named as checkpoints."""
     return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
 
 
 def _unused_path(root: Path, step: int) -> Path:
-    """Return a path for a checkpoint of ``step`` that does not exist yet."""
+    """Return a checkpoint path for ``step`` that does not exist yet."""
     path, suffix = root / f"global_step{step}", 0
     while path.exists():
         suffix += 1

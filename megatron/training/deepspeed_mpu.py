@@ -1,4 +1,4 @@
-"""The grid of ranks as the ``mpu`` object of DeepSpeed's engine."""
+"""The rank grid as the ``mpu`` object for the DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DeepSpeedMpu:
     """The methods that ``deepspeed.initialize(mpu=...)`` calls. Construction is collective.
 
     Data and context parallelism are one axis for DeepSpeed. DeepSpeed interprets a missing handle as the world group,
-    so a process group is created for groups of one rank.
+    so a process group is created even for a single rank.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -45,7 +45,7 @@ class DeepSpeedMpu:
 
 
 def _process_group(grid: Grid, group: Group) -> Any:
-    """Return the group's process group; for a group of one rank, create one. Collective."""
+    """Return the group's process group; for a single rank, create one. Collective."""
     if group.handle is not None:
         return group.handle
     local_handle = None

@@ -48,7 +48,7 @@ def _configure_workspace() -> None:
 
 
 def determinism_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table on whether a resumed run is bitwise identical to an uninterrupted one."""
+    """Yield the start-table row on whether a resumed run is bitwise identical to an uninterrupted one."""
     is_deterministic = config.run.deterministic
     if device_type == "cuda" and is_deterministic:
         yield "resume", "bitwise identical in the same layout (--deterministic)"

@@ -1,4 +1,4 @@
-"""Selection of the device for torch, DeepSpeed and plug-ins.
+"""Device selection for torch, DeepSpeed and plug-ins.
 
 DeepSpeed selects and logs its accelerator when it is imported, so DS_ACCELERATOR is set before. For a plug-in's device,
 DeepSpeed may use the plug-in's accelerator object, which also provides the properties that the plug-in does not define.
@@ -26,8 +26,7 @@ def configure_device(config: Config) -> str:
     A plug-in's device is prepared and its adaptors are applied. Further calls have no effect.
 
     Raises:
-        ConfigError: the device of --device is not available, a plug-in is incompatible, or --deterministic is not
-            possible.
+        ConfigError: the --device is not available, a plug-in is incompatible, or --deterministic is not possible.
     """
     try:
         device_type = device.choose(config.parallel.device)
@@ -88,7 +87,7 @@ def check_deepspeed_device(device_type: str) -> None:
 
 
 def default_backend(device_type: str) -> str:
-    """Return the torch.distributed backend of a device type; by default, DeepSpeed's accelerator selects it."""
+    """Return a device type's torch.distributed backend; by default, DeepSpeed's accelerator selects it."""
     backend = device.backend(device_type)
     if backend:
         return backend
@@ -98,7 +97,7 @@ def default_backend(device_type: str) -> str:
 
 
 def device_rows(device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that lists the active adaptors of a plug-in."""
+    """Yield the start-table row that lists a plug-in's active adaptors."""
     plugin = accelerators.find(device_type)
     if plugin is None or not plugin.adaptors:
         return

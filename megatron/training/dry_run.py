@@ -1,4 +1,4 @@
-"""--dry-run: compute the plan of a run (layout, memory, pipeline bubble) without starting it. No torch."""
+"""--dry-run: compute a run's plan (layout, memory, pipeline bubble) without starting it. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tds.schedule.simulate import AUTO, bubble, candidate_schedules, in_flight, 
 
 
 def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the rows on the construction of samples; none for GPT-2 with documents simply concatenated."""
+    """Yield rows on sample construction; none for GPT-2 with documents simply concatenated."""
     data = config.data
     if config.family_config.is_encoder_decoder and data.has_dynamic_spans:
         yield "spans", _spans_text(config)
@@ -45,7 +45,7 @@ def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def data_text(config: Config) -> str:
-    """Return the token files of the splits as text."""
+    """Describe the token files by split."""
     data = config.data
     if data.is_mock:
         return "random tokens"
@@ -68,7 +68,7 @@ def data_text(config: Config) -> str:
 
 
 def _spans_text(config: Config) -> str:
-    """Return text on T5's samples: tokens of inputs and targets, and the noise."""
+    """Describe T5's samples: input and target tokens, and the noise."""
     t5 = config.family_config
     noise = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
@@ -87,11 +87,11 @@ BubbleForecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
 def dry_run(config: Config, world_size: int, program: str = "", run_name: str = "") -> None:
-    """Print the start table of a run on ``world_size`` ranks, without starting it. Only rank 0 prints.
+    """Print the start table for a run on ``world_size`` ranks, without starting it. Only rank 0 prints.
 
     Args:
-        program: file name of the program, whose data sets may need a tokenizer.
-        run_name: beginning of the names of the program's run folders.
+        program: program file name; the program's data sets may need a tokenizer.
+        run_name: prefix of the program's run folders.
 
     Raises:
         ConfigError: the run would reject the flags, or with ``--check-paths`` this machine lacks files or devices.
@@ -137,7 +137,7 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
 
 
 def _local_memory_bytes(config: Config, world_size: int) -> int | None:
-    """Return the memory in bytes that a rank could use on this machine; None if the planned devices are not present."""
+    """Return the usable memory per rank on this machine in bytes; None if the planned devices are not present."""
     device_type = "cpu"
     if not is_on_cpu(config):
         from megatron import device  # imports torch, which a dry run on CPUs does not need
@@ -156,14 +156,14 @@ def plan_rows(
     parameter_counts: Sequence[int] | None = None,
     forecast: BubbleForecast | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each row.
+    """Yield (name, text) rows.
 
     Args:
-        bounds: bounds of the virtual stages in pipeline layers; with chunks, a stage has several virtual stages.
-        parameter_counts: number of parameters of the full model, then of one rank of each stage. None before the model
-            is built; it is then assumed to be the model that ``config`` describes.
-        forecast: function that returns the bubble, with the signature of ``tds.schedule.simulate.bubble``. None: use
-            the closed forms of that function.
+        bounds: virtual-stage bounds in pipeline layers; with chunks, a stage has several virtual stages.
+        parameter_counts: parameter count in the full model, then per rank of each stage. None before the model is
+            built; it is then assumed to be the model that ``config`` describes.
+        forecast: returns the bubble, with the signature of ``tds.schedule.simulate.bubble``. None: use that function's
+            closed forms.
     """
     batch, num_replicas = config.batch, topology.data
     world_size = topology.world_size
@@ -215,7 +215,7 @@ def plan_rows(
 
 
 def _muon_text(config: Config, topology: Topology) -> str:
-    """Return a description of the parameters that Muon updates, and of the ranks that own its matrices."""
+    """Describe the parameters that Muon updates, and the ranks that own the matrices."""
     settings, num_owners = config.optimizer, topology.tensor * topology.data_context // topology.expert
     costs = registry.costs_of(config).with_expert_ranks(1)
     matrix_groups = costs.stage_matrices([0, costs.num_units])[0]
@@ -232,7 +232,7 @@ def _muon_text(config: Config, topology: Topology) -> str:
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the row on the sequence lengths and the tokens from which they apply."""
+    """Yield the row on the sequence lengths and the token counts at which they start."""
     batch_sizes, lengths = config.batch.batch_sizes(replicas), config.batch.seq_lengths
     if not lengths.is_changing:
         return
@@ -245,7 +245,7 @@ def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
 
 
 def ignored_text(config: Config) -> str:
-    """Return the list of ignored flags and keys: "3 flags and 1 key have no effect: ..."."""
+    """List ignored flags and keys as text: "3 flags and 1 key have no effect: ..."."""
     flags = [name for name in config.ignored if name.startswith("--")]
     keys = [name for name in config.ignored if not name.startswith("--")]
     counts = [
@@ -258,7 +258,7 @@ def ignored_text(config: Config) -> str:
 def _custom_model_rows(
     config: Config, parameter_counts: Sequence[int], bounds: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a user's model, of which only the parameter count and the bounds are known."""
+    """Yield rows for a user's model, with only known parameter counts and bounds."""
     yield "model", f"{human_count(parameter_counts[0])} parameters"
     num_stages = len(parameter_counts) - 1
     for stage, num_parameters in enumerate(parameter_counts[1:]):
@@ -270,7 +270,7 @@ def _custom_model_rows(
 
 
 def model_text(config: Config) -> str:
-    """Return text with the sizes of the model that ``config`` describes."""
+    """Describe the size of the model in ``config``."""
     model, family_config = config.model, config.family_config
     layers, family_text = f"{model.num_layers} layers", family_config.summary(model)
     if family_config.is_encoder_decoder:
@@ -287,7 +287,7 @@ def model_text(config: Config) -> str:
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield one row for each stage: its layers, memory and activations."""
+    """Yield one row per stage: layers, memory and activations."""
     num_stages = topology.pipe
     memory = stage_memory(config, topology, bounds, dtype)
     num_parameters = registry.costs_of(config).stage_parameters(
@@ -304,7 +304,7 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
 
 
 def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the row on the number of experts and their placement."""
+    """Yield the row on expert count and placement."""
     model, num_ranks = config.model, config.parallel.expert_model_parallel_size
     if not model.num_experts:
         return
@@ -320,7 +320,7 @@ def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the row on the split of sequences over ranks, and the communication of attention."""
+    """Yield the row on the split of sequences over ranks, and attention communication."""
     parallel, length = config.parallel, config.sequence_lengths[0]
     context_size = parallel.context_parallel_size
     if context_size == 1:
@@ -339,7 +339,7 @@ def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the rows on state sharded over replicas (ZeRO) and on state offloaded to the CPU."""
+    """Yield rows on state sharded over replicas (ZeRO) and on state offloaded to the CPU."""
     settings = config.optimizer
     sharded = ["main params and optimizer states", "gradients", "weights (gathered per layer)"][: settings.zero_stage]
     if sharded and replicas > 1:
@@ -366,7 +366,7 @@ def _host_text(num_bytes: int) -> str:
 def _pipeline_rows(
     config: Config, num_stages: int, bounds: Sequence[int], forecast: BubbleForecast | None, is_known_model: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows on the schedule and on the expected pipeline bubble."""
+    """Yield rows on the schedule and the expected pipeline bubble."""
     schedule, chunks, placement, _ = schedule_args(config, bounds, num_stages).values()
     num_micro_batches, method = config.batch.gas, config.parallel.partition_method
     v_text = " in a V" if placement == V else ""
@@ -398,18 +398,18 @@ def _pipeline_rows(
 
 
 def layers_text(bounds: Sequence[int], num_stages: int, stage: int, placement: str) -> str:
-    """Return the layers of a stage as text, chunk by chunk: "0-2 and 6-8"."""
+    """Format the layers on a stage, chunk by chunk: "0-2 and 6-8"."""
     return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, num_stages, stage, placement))
 
 
 def encoder_decoder_layers_text(
     bounds: Sequence[int], num_stages: int, stage: int, placement: str, t5_config: Any
 ) -> str:
-    """Return the encoder and decoder layers on a stage of T5, by chunk: "encoder 0-3 and decoder 0".
+    """Format the encoder and decoder layers on a T5 stage, by chunk: "encoder 0-3 and decoder 0".
 
     Args:
-        bounds: bounds in units: embedding, layers and norm of each side, and the head.
-        t5_config: T5's configuration section with the number of layers of each side.
+        bounds: bounds in units: embedding, layers and norm on each side, and the head.
+        t5_config: T5's configuration section with the layer counts of both sides.
     """
     units, texts = t5_units(t5_config.enc_layers, t5_config.dec_layers), []
     for start, stop in chunks_on(bounds, num_stages, stage, placement):
@@ -421,7 +421,7 @@ def encoder_decoder_layers_text(
 
 
 def stage_layers_text(config: Config, bounds: Sequence[int], num_stages: int, stage: int) -> str:
-    """Return the layers on a stage as text."""
+    """Format the layers on a stage."""
     if config.family_config.is_encoder_decoder:
         return encoder_decoder_layers_text(bounds, num_stages, stage, config.parallel.placement, config.family_config)
     layers = layers_text(bounds, num_stages, stage, config.parallel.placement)
@@ -433,7 +433,7 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _activations_text(config: Config, bounds: Sequence[int], num_stages: int, stage: int) -> str:
-    """Return text on the number of micro-batches whose activations a stage stores at the same time."""
+    """Describe how many micro-batches' activations a stage stores at the same time."""
     schedule, chunks, *placement_args = schedule_args(config, bounds, num_stages).values()
     num_in_flight = in_flight(num_stages, config.batch.gas, schedule, chunks, stage, *placement_args)
     total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"

@@ -1,4 +1,4 @@
-"""The end-of-document token of a run: from the flag, the checkpoint, the token files, or the tokenizer."""
+"""A run's end-of-document token: from the flag, the checkpoint, the token files, or the tokenizer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None) -> None:
-    """Set the end-of-document token of ``tokenizer`` to the first available of these. Collective.
+    """Set the tokenizer's end-of-document token to the first available of these. Collective.
 
     1. --eod-token NAME, or the token that a resumed run was started with;
-    2. the token that ends the documents of the run's token files;
+    2. the token that ends documents in the run's token files;
     3. the tokenizer's own token (``Tokenizer.eod_name``).
 
     Args:
-        world: group of all ranks of the run; None: this process only.
+        world: the run's world group; None: this process only.
 
     Raises:
-        DataError: the documents of a token file end with another token (the message names both), or the sidecar of a
-            token file cannot be read; raised on all ranks.
+        DataError: a token file's documents end with another token (the message names both), or a token file's sidecar
+            cannot be read; raised on all ranks.
     """
     default_name, eod_name = tokenizer.eod_name, config.data.eod_token
     file_tokens = _broadcast_file_tokens(tokenizer, config, world)
@@ -58,10 +58,10 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None)
 
 
 def _broadcast_file_tokens(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
-    """Return ``_read_file_tokens`` of the first rank on every rank. Collective.
+    """Call ``_read_file_tokens`` on the first rank and return the result on every rank. Collective.
 
-    The first rank always reads the data. The hosts of other ranks, for example of the middle stages of a pipeline, may
-    not have the files.
+    The first rank always reads the data. Other ranks' hosts, for example in the middle of a pipeline, may not have the
+    files.
 
     Raises:
         DataError: the first rank cannot read a sidecar; raised on all ranks.
@@ -81,7 +81,7 @@ def _broadcast_file_tokens(tokenizer: Tokenizer, config: Config, world: Group | 
 
 
 def _read_file_tokens(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]:
-    """Yield (prefix, id of the end-of-document token) of each token file that was written with this tokenizer."""
+    """Yield (prefix, end-of-document token id) for token files that were written with this tokenizer."""
     if config.data.is_script_data or config.data.is_mock:
         return
     for prefix in config.data.flag_of_prefix:
@@ -95,7 +95,7 @@ def _read_file_tokens(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[st
 
 
 def _read_sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
-    """Return the metadata file of a token file, or None if there is none."""
+    """Read a token file's metadata file, or return None if there is none."""
     name = prefix + ".meta.json"
     if not object_store.is_remote(prefix):
         return dataset_metadata.read(Path(name))

@@ -1,4 +1,4 @@
-"""Estimates for a run: memory of each stage, and pipeline bubble. No torch."""
+"""Estimates for a run: memory by stage, and pipeline bubble. No torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def is_config_model(config: Config, parameter_counts: Sequence[int]) -> bool:
-    """Return True if ``config`` describes the model of ``parameter_counts[0]`` parameters: its costs are known."""
+    """Return True if ``config`` describes the model with ``parameter_counts[0]`` parameters: its costs are known."""
     return config.model.vocab_size is not None and parameter_counts[0] == registry.costs_of(config).num_parameters
 
 
 def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[Memory]:
-    """Return the estimated memory of one rank of each stage."""
+    """Estimate the memory per rank, by stage."""
     batch = config.batch
     return registry.costs_of(config, is_on_cpu=is_on_cpu(config)).memory_per_stage(
         bounds,
@@ -46,7 +46,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
 
 
 def zero_settings(config: Config, replicas: int) -> Zero:
-    """Return the ZeRO settings of ``config`` for this number of replicas."""
+    """Return the ZeRO settings in ``config`` for this replica count."""
     settings, prefetches = config.optimizer, config.parallel.stage3_prefetch_bucket_size > 0
     return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters, prefetches)
 
@@ -67,7 +67,7 @@ def _may_have_device() -> bool:
 
 
 def schedule_args(config: Config, bounds: Sequence[int], num_stages: int) -> dict[str, Any]:
-    """Return schedule, number of chunks and placement as the model was built; a script may choose its own chunks."""
+    """Return schedule, chunk count and placement as the model was built; a script may choose its own chunks."""
     chunks, placement = (len(bounds) - 1) // num_stages, config.parallel.placement
     parallel = config.parallel
     is_set_by_flag = parallel.pipeline_schedule or parallel.pipeline_schedule_file
@@ -87,10 +87,10 @@ def simulated_bubble(
     *,
     recomputes: bool = False,
 ) -> float:
-    """Return the bubble of a step, assuming that a backward takes twice as long as a forward and messages are free.
+    """Simulate a step's bubble, assuming that a backward takes twice as long as a forward and messages are free.
 
     Args:
-        chunk_costs: forward cost of each virtual stage, in any unit; None: equal costs.
+        chunk_costs: forward cost by virtual stage, in any unit; None: equal costs.
         recomputes: each backward first recomputes the forward.
     """
     forward = [1.0] * (num_stages * num_chunks) if chunk_costs is None else chunk_costs
@@ -104,11 +104,11 @@ def simulated_bubble(
 def make_bubble_estimator(
     config: Config, bounds: Sequence[int], parameter_counts: Sequence[int]
 ) -> Callable[[int], float]:
-    """Return a function that maps the number of micro-batches to the expected bubble of the best candidate schedule.
+    """Return a function from the micro-batch count to the best candidate schedule's expected bubble.
 
     Args:
-        bounds: bounds of the virtual stages, as in ``megatron.training.dry_run.plan_rows``.
-        parameter_counts: numbers of parameters, from ``megatron.training.start_table.count_parameters``.
+        bounds: virtual-stage bounds, as in ``megatron.training.dry_run.plan_rows``.
+        parameter_counts: parameter counts from ``megatron.training.start_table.count_parameters``.
     """
     num_stages = config.parallel.num_stages
     schedule, chunks, placement, _ = schedule_args(config, bounds, num_stages).values()

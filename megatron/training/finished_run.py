@@ -6,7 +6,7 @@ from megatron.training.trainer import Trainer
 
 
 def finished_text(trainer: Trainer) -> str:
-    """Return the log line for a run that has already reached one of its limits."""
+    """Format the log line for a run that has already reached one of its limits."""
     batch, progress = trainer.config.batch, trainer.progress
     if batch.train_samples is not None:
         num_left = batch.train_samples - progress.samples_consumed

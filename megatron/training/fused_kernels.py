@@ -56,7 +56,7 @@ def _import_problem() -> str | None:
 
 
 def set_norm_kernels(config: Config, module: torch.nn.Module) -> int:
-    """Set the norms of ``module`` to apex's kernels, if selected; return the number of changed norms."""
+    """Switch the norms in ``module`` to apex's kernels, if selected; return the number of changed norms."""
     if config.parallel.fused_kernels != "apex":
         return 0
     # Imported here because models import the compiler. That takes a second, which tools without a model do not need.
@@ -86,7 +86,7 @@ def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
 
 
 def uses_apex_adam(config: Config) -> bool:
-    """Return True if the optimizer is apex's: AdamW with fp32 states on the GPU."""
+    """Return True if apex provides the optimizer: AdamW with fp32 states on the GPU."""
     settings = config.optimizer
     is_on_gpu = not settings.offload_optimizer
     return (
@@ -98,9 +98,10 @@ def uses_apex_adam(config: Config) -> bool:
 
 
 def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return apex's FusedAdam over ``groups``; ``settings`` are keyword arguments of ``torch.optim.AdamW``.
+    """Build apex's FusedAdam over ``groups``; ``settings`` are keyword arguments for ``torch.optim.AdamW``.
 
-    apex counts steps per group. Checkpoints store a count per parameter, as in torch, so every parameter has one too.
+    apex counts steps per group. Checkpoints store a count per parameter, as in torch, so every parameter also has a
+    count.
     """
     from apex.optimizers import FusedAdam
 
@@ -121,7 +122,7 @@ def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Opti
 
 
 def fused_kernel_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that names the library of the fused kernels."""
+    """Yield the start-table row that names the fused kernels' library."""
     if config.parallel.fused_kernels == "apex":
         adam_text = "" if uses_apex_adam(config) else "; the optimizer is not apex's, which has only AdamW on the GPU"
         yield "fused kernels", f"apex's norms{' and AdamW' if uses_apex_adam(config) else ''}{adam_text}"

@@ -47,7 +47,7 @@ def get_config() -> Config:
 
 
 def get_data_paths() -> BlendPaths:
-    """Return the corpora of each split, and the settings for reading them."""
+    """Return corpora by split, and the settings for reading them."""
     from megatron.data import BlendPaths  # imports numpy, which --help does not need
 
     settings = get_config().data
@@ -82,7 +82,7 @@ def current_tokenizer() -> Any:
 
 
 def missing_tokenizer(config: Config) -> str:
-    """Return the error message for a script that needs a tokenizer if no flag names one."""
+    """Explain the error if a script needs a tokenizer and no flag names one."""
     if config.data.is_mock:
         size = config.model.vocab_size or "N"
         return (

@@ -1,4 +1,4 @@
-"""Device and process groups of this rank, and the check that all ranks run the same program."""
+"""This rank's device and process groups, and the check that all ranks run the same program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     """Select the device, create the process groups, and check that all ranks run the same program. Collective.
 
     Args:
-        signal_name: function that returns the name of the signal that has requested a stop, or None.
+        signal_name: returns the name of the signal that has requested a stop, or None.
 
     Raises:
         ConfigError: the device or backend cannot be used, ranks differ in code, versions or arguments, or two ranks
@@ -84,9 +84,9 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
 def set_stream_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
     """Set CUDA_DEVICE_MAX_CONNECTIONS unless the user has set it. Must be called before CUDA is initialised.
 
-    A pipeline gets one hardware queue per stream: with CUDA's default of 8, the work of a stage may be queued after a
-    pending receive. Tensor parallelism without a pipeline gets a single queue: kernels start in the order of their
-    calls, so that an all-reduce starts before the matrix product that it overlaps with.
+    A pipeline gets one hardware queue per stream: with CUDA's default of 8, a stage's work may be queued after a
+    pending receive. Tensor parallelism without a pipeline gets a single queue: kernels start in call order, so that an
+    all-reduce starts before the matrix product that it overlaps with.
     """
     if has_pipeline:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", PIPELINE_MAX_CONNECTIONS)
@@ -110,8 +110,8 @@ def set_allocator_options() -> None:
 def set_lazy_connections() -> None:
     """Enable lazy connections in gloo if there are many ranks. Must be called before the first group is created.
 
-    For a full mesh, every rank reads the addresses of every other rank from the store: with 10,000 ranks, 2e8 messages
-    with 8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not changed.
+    For a full mesh, every rank reads every other rank's addresses from the store: with 10,000 ranks, 2e8 messages with
+    8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not changed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > MAX_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -125,7 +125,6 @@ def stop() -> None:
 
 
 def _backend(requested_backend: str | None, device_type: str, *, is_via_host: bool) -> str:
-    """Return the torch.distributed backend."""
     if not is_via_host:
         return requested_backend or default_backend(device_type)
     from tds.p2p import host_copies
@@ -148,7 +147,6 @@ def _shared_device(device_type: str, local_rank: int) -> int:
 
 
 def _bind_device(device_type: str, local_rank: int) -> torch.device:
-    """Select and return the device with index ``local_rank``."""
     try:
         return device.bind(device_type, local_rank)
     except ValueError as error:
@@ -159,7 +157,7 @@ def _bind_device(device_type: str, local_rank: int) -> torch.device:
 def _init_process_group(
     backend: str, device_type: str, timeout: timedelta, signal_name: Callable[[], str | None] = lambda: None
 ) -> None:
-    """Create the world group, after a rendezvous of all ranks. No-op if it exists. Collective.
+    """Create the world group, after a rendezvous. No-op if it exists. Collective.
 
     Raises:
         ConfigError, PeerError, StopRequest: as in ``start``.

@@ -1,4 +1,4 @@
-"""State shared by successive starts of one job of the launcher."""
+"""State shared by successive starts of one launcher job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CHOICES_FOLDER = ".by-launch"  # runs/.by-launch/<job>: folder and source chose
 
 
 def job_id() -> str | None:
-    """Return the launcher's id of this job, which is the same for its restarts; None without our launcher."""
+    """Return the launcher's job id, which is the same for restarts; None without our launcher."""
     return os.environ.get("MEGATRON_RUN_ID") or None
 
 
 def has_checkpoint_of_job(folder: Path) -> bool:
-    """Return True if this job has saved a checkpoint into ``folder``, which may contain checkpoints of earlier jobs."""
+    """Return True if this job has saved a checkpoint into ``folder``, which may contain earlier jobs' checkpoints."""
     return job_id() is not None and any(_job_id_of(path) == job_id() for path in saved_checkpoints(folder))
 
 
@@ -36,7 +36,7 @@ def _job_id_of(checkpoint: Path) -> str | None:
 
 
 def _choice_path() -> Path | None:
-    """Return the file in which a job with restarts stores its choice; None without restarts.
+    """Return the file for the choice of a job with restarts; None without restarts.
 
     A restart must not choose again, because the newest run may have changed by then.
     """
@@ -49,7 +49,7 @@ def _choice_path() -> Path | None:
 
 
 def read_choice() -> tuple[Path, Path | None] | None:
-    """Return the folder and the source chosen by an earlier start of this job, or None."""
+    """Return the folder and source chosen by an earlier start of this job, or None."""
     choice_path = _choice_path()
     if choice_path is None or not choice_path.exists():
         return None
@@ -58,7 +58,7 @@ def read_choice() -> tuple[Path, Path | None] | None:
 
 
 def write_choice(folder: Path, source: Path | None) -> None:
-    """Store the choice of this start for later starts of the job."""
+    """Store this start's choice for later starts of the job."""
     choice_path = _choice_path()
     if choice_path is not None:
         choice_path.parent.mkdir(parents=True, exist_ok=True)

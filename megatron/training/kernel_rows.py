@@ -1,4 +1,4 @@
-"""Rows of the start table on the kernels of weight gradients, dropout, loss, layers and attention."""
+"""Start-table rows on the kernels for weight gradients, dropout, loss, layers and attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.torch_compat import has_triton
 
 
 def fusion_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row on the accumulation of weight gradients; none on other devices than CUDA if it is not fused."""
+    """Yield the row on weight-gradient accumulation; none on other devices than CUDA if it is not fused."""
     if config.fuses_accumulation(device_type):
         turn_off = "--no-gradient-accumulation-fusion turns this off"
         untested = "which has not been run on a GPU yet; " if device_type == "cuda" else ""
@@ -39,7 +39,7 @@ def uses_triton(config: Config, device_type: str) -> bool:
 
 
 def loss_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table on the kernels of the cross-entropy on CUDA."""
+    """Yield the start-table row on the cross-entropy kernels on CUDA."""
     if uses_triton(config, device_type):
         yield (
             "cross-entropy",
@@ -48,7 +48,7 @@ def loss_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
 
 
 def triton_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table on the Triton kernels of layers; dropout has its own row."""
+    """Yield the start-table row on the Triton kernels in layers; dropout has a separate row."""
     operations = list(_operations_in_triton(config)) if uses_triton(config, device_type) else []
     if operations:
         yield (
@@ -59,7 +59,7 @@ def triton_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
 
 
 def _operations_in_triton(config: Config) -> Iterator[str]:
-    """Yield the operations of uncompiled transformer layers that have a Triton kernel."""
+    """Yield the operations in uncompiled transformer layers that have a Triton kernel."""
     model = config.model
     if config.parallel.compile and not model.num_experts:
         return
@@ -79,7 +79,7 @@ def uses_dropout_kernel(config: Config, device_type: str) -> bool:
 
 
 def dropout_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table on the dropout kernel on CUDA."""
+    """Yield the start-table row on the dropout kernel on CUDA."""
     if uses_dropout_kernel(config, device_type):
         yield "dropout", "by a Triton kernel that has not been run on a GPU yet (--fused-kernels torch uses torch's)"
 
@@ -112,7 +112,7 @@ KERNEL_NAMES = {
 
 
 def attention_rows(config: Config, torch_device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that names the attention kernels; none on a CPU."""
+    """Yield the start-table row that names the attention kernels; none on a CPU."""
     if torch_device.type == "cpu":
         return
     model = config.model
@@ -129,7 +129,7 @@ def attention_rows(config: Config, torch_device: torch.device) -> Iterator[tuple
 
 
 def document_rows(config: Config, torch_device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the row on the method that keeps documents or padding apart in attention; none if neither is needed."""
+    """Yield the row on the separation of documents or padding in attention; none if neither is needed."""
     pads_samples = config.family_config.pads_samples
     if not config.data.separates_documents and not pads_samples:
         return
@@ -147,7 +147,7 @@ def document_rows(config: Config, torch_device: torch.device) -> Iterator[tuple[
 
 
 def _document_kernel(config: Config, torch_device: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
-    """Return the text on the kernel that separates documents on ``torch_device``, or the reason to use a mask."""
+    """Describe the kernel that separates documents on ``torch_device``, or the reason to use a mask."""
     from megatron.ops.document_attention import FLEX, TILES, select_implementation  # imports torch's compiler
 
     model = config.model
@@ -167,7 +167,7 @@ def _document_kernel(config: Config, torch_device: torch.device, *, is_causal: b
 
 
 def attention_kernel(config: Config, torch_device: torch.device, *, has_mask: bool) -> str:
-    """Return the name of torch's kernel for the attention of one sample on the device ``torch_device``.
+    """Name torch's attention kernel for one sample on ``torch_device``.
 
     Args:
         has_mask: attention has a mask, for separate documents, padding or position biases; otherwise it is causal.

@@ -9,7 +9,7 @@ from megatron.models.common.parallel_context import get_parallel_context
 
 
 def check_sequence_parallel(module: torch.nn.Module, is_enabled: bool) -> None:
-    """Check that the layers of ``module``, a model or a stage, shard the sequence if and only if the flag is set.
+    """Check that the layers in ``module``, a model or a stage, shard the sequence if and only if the flag is set.
 
     Raises:
         ConfigError: layers and --sequence-parallel disagree.
@@ -28,7 +28,6 @@ def check_sequence_parallel(module: torch.nn.Module, is_enabled: bool) -> None:
 
 
 def _is_sequence_parallel(module: torch.nn.Module) -> bool:
-    """Return True if ``module`` is built for sequence parallelism."""
     ctx = get_parallel_context(module)
     is_context_sequence_parallel = ctx is not None and ctx.sequence_parallel
     return is_context_sequence_parallel or bool(
@@ -37,10 +36,10 @@ def _is_sequence_parallel(module: torch.nn.Module) -> bool:
 
 
 def check_context_parallel(module: torch.nn.Module, size: int) -> None:
-    """Check that the attention of ``module``, a model or a stage, is built for a context group of ``size`` ranks.
+    """Check that attention in ``module``, a model or a stage, is built for a context group with ``size`` ranks.
 
     Raises:
-        ConfigError: it is not, so that tokens of other ranks would be ignored.
+        ConfigError: it is not, so that other ranks' tokens would be ignored.
     """
     contexts = map(get_parallel_context, module.modules())
     built_sizes = {ctx.context.size for ctx in contexts if ctx is not None}

@@ -1,4 +1,4 @@
-"""Conversion of the losses that Megatron's users return: scalars, (sum, count) pairs, dictionaries."""
+"""Conversion of the losses that Megatron users return: scalars, (sum, count) pairs, dictionaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_weighted(loss: Any) -> Any:
 
 
 def with_weighted_pairs(loss_fn: LossFn | None) -> WrappedLoss:
-    """Return ``loss_fn`` (None: the output is the loss) with plain pairs converted to ``Weighted``."""
+    """Wrap ``loss_fn`` (None: the output is the loss) to convert plain pairs to ``Weighted``."""
 
     def weighted_loss(output: Any, labels: Any) -> Any:
         return as_weighted(output if loss_fn is None else loss_fn(output, labels))
@@ -40,13 +40,13 @@ def with_weighted_pairs(loss_fn: LossFn | None) -> WrappedLoss:
 def mean_of_micro_batch(loss: Any, context: Group = SINGLE) -> Any:
     """Replace the training loss by its mean over the micro-batch, for ``--loss-average micro-batch``. Collective.
 
-    The engines average such a scalar over the micro-batches of all replicas and context ranks with equal weights. The
-    counted tokens of a micro-batch are those of all its context ranks, so its mean does not depend on how its sequences
-    are sharded. The mean of a micro-batch without counted tokens is 0. Losses that are only reported are unchanged.
+    The engines average such a scalar with equal weights over micro-batches, replicas and context ranks. A micro-batch's
+    counted tokens include all context ranks, so the mean does not depend on how sequences are sharded. Without counted
+    tokens the mean is 0. Losses that are only reported are unchanged.
 
     Args:
         loss: return value of a loss function, with pairs as ``Weighted``.
-        context: the ranks that share the sequences of the micro-batch.
+        context: ranks that share the micro-batch's sequences.
 
     Source: Megatron-LM, core/pipeline_parallel/schedules.py, ``forward_step_calc_loss``, which divides by the tokens of
     the context rank.
@@ -62,7 +62,7 @@ def mean_of_micro_batch(loss: Any, context: Group = SINGLE) -> Any:
 
 
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
-    """Return the values of a report to average: tensors with one element, except the loss itself."""
+    """Select a report's values to average: tensors with one element, except the loss itself."""
     return {
         name: value
         for name, value in report.items()
@@ -71,7 +71,7 @@ def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
 
 
 def nominal_weight(tokens_per_step: float) -> float:
-    """Return the power of two nearest to the number of tokens of a step.
+    """Return the power of two nearest to the token count of a step.
 
     Gradients are divided by it before accumulation. This keeps fp16 in range and, as a power of two, does not round.
     """
@@ -79,11 +79,11 @@ def nominal_weight(tokens_per_step: float) -> float:
 
 
 def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
-    """Return the divisor of one token's loss in the backward pass, before loss scaling.
+    """Return the divisor for one token's loss in the backward pass, before loss scaling.
 
     Args:
-        tokens_per_step: number of tokens of a step over all replicas.
-        is_mean: the loss of a micro-batch is the mean over its tokens, not a pair (sum, count).
+        tokens_per_step: tokens per step over all replicas.
+        is_mean: a micro-batch's loss is the mean over its tokens, not a pair (sum, count).
     """
     return tokens_per_step / grid.data_context.size if is_mean else nominal_weight(tokens_per_step)
 
@@ -91,7 +91,7 @@ def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
 def with_router_losses(
     result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
 ) -> StepResult:
-    """Finish the step of the routers; return ``result`` with the router losses and the expert load. Collective."""
+    """Finish the routers' step; add router losses and expert load to ``result``. Collective."""
     losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_step_applied=not result.is_skipped)
     result.losses |= losses
     return result

@@ -12,12 +12,12 @@ from megatron.optim.grad_scaler import GradScaler
 
 
 def restore_scaler(scaler: GradScaler, metadata: Mapping[str, Any], config: Config) -> None:
-    """Restore the loss scale of a checkpoint if both scales are dynamic; otherwise keep the scale of a new run.
+    """Restore a checkpoint's loss scale if both scales are dynamic; otherwise keep a new run's scale.
 
     A loss scale that differs from the checkpoint's is logged.
 
     Args:
-        metadata: metadata of the checkpoint.
+        metadata: checkpoint metadata.
     """
     # Missing in averaged and imported checkpoints.
     saved = dict(metadata.get("scaler") or {"scale": 1.0, "is_dynamic": False})

@@ -11,17 +11,17 @@ from megatron.training.vocabulary import family_vocabulary
 
 
 def mock_tokenizer(config: Config) -> MockTokenizer:
-    """Return a tokenizer whose ids, together with the family's special tokens, fill the model's vocabulary."""
+    """Make a tokenizer whose ids, together with the family's special tokens, fill the model's vocabulary."""
     probe = MockTokenizer(1)
     num_special_tokens = family_vocabulary(probe, config).vocab_size - probe.vocab_size
     return MockTokenizer((config.model.vocab_size or 0) - num_special_tokens)
 
 
 def random_data(config: Config, seed: int | None = None, tokenizer: Any = None) -> Any:
-    """Return a data set of random samples for the model of ``config``.
+    """Make a data set with random samples for the model in ``config``.
 
     Args:
-        seed: seed of the samples; None: the run's seed.
+        seed: sample seed; None: the run's seed.
         tokenizer: tokenizer that the token ids belong to; None: a mock tokenizer for the model's vocabulary size.
     """
     tokenizer = tokenizer or mock_tokenizer(config)

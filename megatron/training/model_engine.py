@@ -1,4 +1,4 @@
-"""ModelEngine: the engine of a run without a pipeline and without features of DeepSpeed."""
+"""ModelEngine: the engine for a run without a pipeline and without DeepSpeed features."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class ModelEngine(torch.nn.Module):
-    """A model and its optimizer with the interface of DeepSpeed's engine that training and forward steps call.
+    """A model and its optimizer with the DeepSpeed engine interface that training and forward steps call.
 
     ``MixedPrecisionOptimizer`` reduces and clips the gradients and scales the loss, so ``backward`` and ``step`` only
-    run the backward pass and the update. As with DeepSpeed, attributes of the model are attributes of the engine.
+    run the backward pass and the update. As with DeepSpeed, model attributes are engine attributes.
 
     Args:
         model: the model, on the training device.
-        micro_batch_size: number of samples in a micro-batch of one replica.
-        gas: number of micro-batches per step of a replica.
-        num_replicas: number of data-parallel times context-parallel ranks.
+        micro_batch_size: samples per micro-batch of one replica.
+        gas: micro-batches per step and replica.
+        num_replicas: data-parallel times context-parallel ranks.
     """
 
     def __init__(
@@ -59,11 +59,10 @@ class ModelEngine(torch.nn.Module):
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the model."""
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run the backward pass of ``loss``, divided by the micro-batches per step if ``scale_wrt_gas``.
+        """Run the backward pass from ``loss``, divided by the micro-batches per step if ``scale_wrt_gas``.
 
         Returns:
             The loss whose gradient was computed.
@@ -81,26 +80,26 @@ class ModelEngine(torch.nn.Module):
         self.micro_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients of the model's parameters."""
+        """Free the parameter gradients."""
         self.module.zero_grad(set_to_none)
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches per step of a replica."""
+        """Return the micro-batch count per step and replica."""
         return self._gas
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples in a micro-batch of one replica."""
+        """Return the sample count per micro-batch of one replica."""
         return self._micro_batch_size
 
     def train_batch_size(self) -> int:
-        """Return the number of samples per step over all replicas."""
+        """Return the sample count per step over all replicas."""
         return self._micro_batch_size * self._gas * self._num_replicas
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the number of samples per step by changing the number of micro-batches.
+        """Set the sample count per step by changing the micro-batch count.
 
         Raises:
-            ValueError: ``train_batch_size`` is not a multiple of the samples of one micro-batch on all replicas.
+            ValueError: ``train_batch_size`` is not a multiple of the samples in one micro-batch on all replicas.
         """
         gas, remainder = divmod(train_batch_size, self._micro_batch_size * self._num_replicas)
         if remainder:
@@ -119,19 +118,19 @@ class ModelEngine(torch.nn.Module):
         return self._is_boundary
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
+        """Return learning rates by parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
 @torch.no_grad()
 def broadcast_from_first_replica(module: torch.nn.Module, replicas: Group, *, are_sharded: bool) -> None:
-    """Broadcast the parameters of ``module`` from the first replica, as DeepSpeed's engine does. Collective.
+    """Broadcast parameters from the first replica, as the DeepSpeed engine does. Collective.
 
-    A user's model may draw its initial weights from a generator that differs between ranks. Expert weights are not
+    A user's model may draw initial weights from a generator that differs between ranks. Expert weights are not
     broadcast, because replicas do not share them.
 
     Args:
-        are_sharded: each replica holds only its shards of the trained weights (ZeRO 3), which are not broadcast either.
+        are_sharded: each replica holds only shards of the trained weights (ZeRO 3), which are not broadcast either.
     """
     if replicas.size == 1:
         return

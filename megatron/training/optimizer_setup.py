@@ -1,4 +1,4 @@
-"""Construction of the optimizer, loss scaler and learning-rate schedule of a run."""
+"""Construction of a run's optimizer, loss scaler and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.world import World
 
 
 def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` are keyword arguments of ``torch.optim.AdamW``.
+    """Build DeepSpeedCPUAdam over ``groups``; ``settings`` are keyword arguments for ``torch.optim.AdamW``.
 
     Raises:
         ConfigError: its extension cannot be compiled on this machine.
@@ -46,7 +46,7 @@ def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim
 def make_optimizer(
     config: Config, module: torch.nn.Module, world: World, param_init: ParamInit | None = None
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer over ``module``'s parameters; converts them to the run's precision."""
+    """Build the optimizer over ``module``'s parameters; converts them to the run's precision."""
     settings, precision = config.optimizer, config.precision
     table = RateTable.of(config)
     named_rates = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
@@ -82,7 +82,7 @@ def make_optimizer(
 
 
 def check_rate_patterns(config: Config, module: torch.nn.Module, world: World) -> None:
-    """Check that every pattern of a learning rate or weight decay matches a parameter of some stage. Collective.
+    """Check that every learning-rate or weight-decay pattern matches a parameter on some stage. Collective.
 
     Raises:
         ConfigError: a pattern matches no parameter; the same on every rank.
@@ -98,14 +98,14 @@ def _muon_args(settings: OptimizerConfig) -> MuonArgs:
 
 
 def _adam_constructor(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
-    """Return the constructor of AdamW, or None for torch's."""
+    """Return the AdamW constructor, or None for torch's."""
     if config.optimizer.cpu_adam == "deepspeed":
         return deepspeed_adam
     return fused_kernels.apex_adam if fused_kernels.uses_apex_adam(config) else None
 
 
 def make_scaler(config: Config) -> GradScaler:
-    """Return the loss scaler: dynamic or fixed for fp16, with scale 1 for all other precisions."""
+    """Build the loss scaler: dynamic or fixed for fp16, with scale 1 for all other precisions."""
     precision = config.precision
     if precision.dtype != "fp16":
         return GradScaler()
@@ -121,7 +121,7 @@ def make_scaler(config: Config) -> GradScaler:
 
 
 def make_lr_scheduler(config: Config) -> LRScheduler:
-    """Return the learning-rate schedule, in samples if ``config.optimizer.lr_follows_samples``, else in updates."""
+    """Build the learning-rate schedule, in samples if ``config.optimizer.lr_follows_samples``, else in updates."""
     settings = config.optimizer
     return LRScheduler(
         lr=settings.lr,

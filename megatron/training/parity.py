@@ -1,6 +1,6 @@
-"""Traces of training steps, for comparison between layouts.
+"""Training step traces, for comparison between layouts.
 
-Tests and ``tools/check_layout.py`` compare the traces of a layout with the trace of a single process.
+Tests and ``tools/check_layout.py`` compare a layout's traces with a single process's trace.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MIN_NORM_FRACTION = 1.0e-6  # fraction of the global norm; smaller gradients are
 
 @dataclass
 class Trace:
-    """Values of the steps on one rank.
+    """Step values on one rank.
 
     Args:
-        losses: training loss of each step.
-        other_losses: all other losses of all steps in order, such as the load-balance losses of experts.
-        expert_tokens: tokens of each step by layer and expert, with the dropped tokens in the last column; int64.
-        gradients: gradients of the first step, reduced and before clipping; shards of global tensors by name.
+        losses: training loss by step.
+        other_losses: all other losses in step order, such as load-balance losses of experts.
+        expert_tokens: tokens by step, layer and expert, with the dropped tokens in the last column; int64.
+        gradients: first step's gradients, reduced and before clipping; shards of global tensors by name.
         weights: weights after the last step; shards of global tensors by name.
-        eval_losses: losses of the evaluations.
+        eval_losses: evaluation losses.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Difference:
     """The largest differences over all steps, tensors and ranks.
 
     Args:
-        worst_gradient: name of the gradient with the largest difference.
-        expert_tokens: number of token counts that differ, per expert and of dropped tokens.
+        worst_gradient: gradient with the largest difference, by name.
+        expert_tokens: token counts that differ, for experts and dropped tokens.
     """
 
     first_loss: float
@@ -82,7 +82,7 @@ def trace_steps(
     """Train ``num_steps`` steps on ``dataset`` and return this rank's trace. Collective.
 
     Args:
-        world: device and grid position of this rank.
+        world: this rank's device and grid position.
         eval_every: also evaluate one global batch every N steps, which must not affect training; 0: never.
         tokenizer: tokenizer for scripts; None: a mock tokenizer for random tokens.
     """
@@ -113,12 +113,12 @@ def trace_steps(
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, where it can be compared across processes and devices."""
+    """Copy to host memory, where tensors can be compared across processes and devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
-    """Return the differences between the traces of ``ranks`` and the trace of one process.
+    """Compare the traces of ``ranks`` with the trace of one process.
 
     Every shard of every rank, including copies, is compared with the same part of the reference.
 
@@ -153,7 +153,7 @@ def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
 
 
 def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
-    """Store a copy of the gradients that the first ``optimizer.step()`` receives."""
+    """Copy the gradients that the first ``optimizer.step()`` receives into ``trace``."""
     optimizer = engine.optimizer
     step = optimizer.step
 
@@ -175,7 +175,7 @@ def _differences(
     ranks: Sequence[Mapping[str, tuple[Shard, torch.Tensor]]],
     min_norm: float,
 ) -> list[tuple[float, str]]:
-    """Return (relative Frobenius difference, name) of every shard of every rank."""
+    """Return (relative Frobenius difference, name) for every shard on every rank."""
     differences = []
     for shards in ranks:
         for name, (shard, values) in shards.items():
@@ -186,15 +186,12 @@ def _differences(
 
 
 def _max_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the largest absolute difference."""
     return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
 def _num_unequal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int:
-    """Return the number of elements that differ."""
     return sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
 
 
 def _max_relative_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the largest difference relative to ``a``."""
     return max((abs(x - y) / max(abs(x), 1e-300) for x, y in zip(a, b, strict=True)), default=0.0)

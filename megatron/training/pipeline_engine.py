@@ -1,4 +1,4 @@
-"""PipelineStepEngine: one training step and one evaluation through the pipeline engine of tds."""
+"""PipelineStepEngine: one training step and one evaluation through tds's pipeline engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tds.user_functions import LossFn
 
 
 class PipelineStepEngine:
-    """Training step of a model whose layers are split over several pipeline stages by ``tds``."""
+    """Training step for a model whose layers ``tds`` splits over several pipeline stages."""
 
     def __init__(self, engine: Any, settings: StepSettings) -> None:
         """Configure ``engine``, a ``tds.PipelineEngine``, for training."""
@@ -61,7 +61,7 @@ class PipelineStepEngine:
         engine.on_loss = lambda _: self.on_loss(loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
-        """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
+        """Run this replica's micro-batches in step ``step`` through the stages and update the weights. Collective."""
         self._step, self._step_share = step, share or self.share
         num_micro_batches = self._step_share.num_micro_batches
         mean_num_micro_batches = self._step_share.mean_num_micro_batches
@@ -80,16 +80,16 @@ class PipelineStepEngine:
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
-        """Return the mean loss of one global batch, without dropout; training state is unchanged. Collective."""
+        """Compute the mean loss on one global batch, without dropout; training state is unchanged. Collective."""
         with as_data_error():
             self.engine.eval_batch(data, num_micro_batches=self.share.num_micro_batches)
         return loss_values(self.engine.means)[0]  # already on the host, unlike the result of eval_batch
 
     def use_deepspeed(self) -> None:
-        """No-op: the engine of tds reads and writes DeepSpeed checkpoints itself."""
+        """No-op: tds's engine reads and writes DeepSpeed checkpoints itself."""
 
     def bubble(self) -> float | None:
-        """Return the fraction of time that stages were idle in the training steps since the last call. Collective.
+        """Return the idle fraction of the stages in training steps since the last call. Collective.
 
         Returns None if there was no step.
         """
@@ -97,17 +97,17 @@ class PipelineStepEngine:
         return share
 
     def busy(self) -> tuple[float, int]:
-        """Return (seconds of compute since the last call, without waits for other stages; number of steps)."""
+        """Return (compute seconds since the last call, without waits for other stages; step count)."""
         return busy_seconds(self.engine.step_times("busy"))
 
     def _start_micro_batch(self, micro_batch: int) -> None:
-        """Set the position of the dropout masks; called by the engine before each micro-batch."""
+        """Set the dropout mask position; called by the engine before each micro-batch."""
         self._micro_batch = micro_batch
         num_before = self._step_share.index_in_step(micro_batch) - micro_batch
         self.streams.position = DropoutKey(self._step, micro_batch, num_before)
 
     def _recording_losses(self, loss_fn: LossFn) -> WrappedLoss:
-        """Return a wrapper of ``loss_fn`` that records the loss of each micro-batch of a step."""
+        """Wrap ``loss_fn`` to record the loss of each micro-batch in a step."""
 
         def recorded_loss(output: Any, labels: Any) -> Any:
             loss = loss_fn(output, labels)
@@ -128,12 +128,11 @@ class PipelineStepEngine:
     def _trains_on_means(self) -> bool:
         """True if a micro-batch is trained on its mean loss: with --loss-average, or by the model's ``loss_weighting``.
 
-        Stages without the loss need this property, because they cannot see the form of the loss.
+        Stages without the loss need this property, because they cannot inspect the loss.
         """
         return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
 
     def _loss_weighting_error(self) -> str:
-        """Return the error message for a loss that contradicts ``loss_weighting``."""
         loss_type = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
         return (
             f"the loss function of {type(self.module).__name__} returns {loss_type}, but its attribute loss_weighting "

@@ -45,7 +45,7 @@ def combination_problems(config: Config, tokenizer: Any, program: str = "") -> I
 
     Args:
         tokenizer: the tokenizer; None if no flag names one.
-        program: file name of the program; a user's program may read data without a tokenizer.
+        program: program file name; a user's program may read data without a tokenizer.
     """
     explicit_flags = config.explicit_fields
     if tokenizer is None:
@@ -121,8 +121,8 @@ def machine_problems(
     """Yield messages about files, memory and devices that the run needs and this machine lacks.
 
     Args:
-        memory: estimated memory of one rank of each stage.
-        run_name: beginning of the names of the program's run folders.
+        memory: estimated memory per rank, by stage.
+        run_name: prefix of the program's run folders.
         makes_data: the run script makes the token files before the run.
     """
     if not makes_data:
@@ -151,7 +151,7 @@ def _load_problems(config: Config, run_name: str) -> Iterator[str]:
 
 
 def _num_gpus() -> int:
-    """Return the number of NVIDIA GPUs by their device files; 1 with another vendor's driver."""
+    """Count NVIDIA GPUs by device files; 1 with another vendor's driver."""
     nvidia = len(list(Path("/dev").glob(DRIVER_FILES[0])))
     return nvidia or int(any(next(Path("/dev").glob(name), None) for name in DRIVER_FILES[1:]))
 
@@ -206,7 +206,7 @@ _MEMORY_ADVICE = (
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine or of its container in bytes."""
+    """Return the memory of this machine or its container in bytes."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(physical, int(CGROUP_LIMIT.read_text()))
@@ -215,7 +215,7 @@ def host_bytes() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU in bytes from nvidia-smi, or None."""
+    """Query the smallest GPU's memory in bytes from nvidia-smi, or None."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return None

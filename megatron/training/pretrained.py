@@ -1,4 +1,4 @@
-"""Start from the weights of a Hugging Face folder, in any layout."""
+"""Start from a Hugging Face folder's weights, in any layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def is_pretrained(source: Path) -> bool:
 
 
 def load_pretrained(trainer: Trainer, source: Path) -> None:
-    """Load the weights, of which each rank reads its own shards; counters start at 0. Collective.
+    """Load the weights; each rank reads only local shards. Counters start at 0. Collective.
 
     Raises:
-        CheckpointError: the folder is damaged or of another model, or the flags request more than weights.
+        CheckpointError: the folder is damaged or has another model, or the flags request more than weights.
     """
     flags = trainer.config.checkpoint
     with ExitStack() as stack:
@@ -46,7 +46,7 @@ def load_pretrained(trainer: Trainer, source: Path) -> None:
 
 
 def _compare_tokenizers(config: Config, source: Path) -> None:
-    """Log whether the run's tokenizer has the token ids that the weights of ``source`` were trained with."""
+    """Log whether the run's tokenizer has the token ids that the weights in ``source`` were trained with."""
     try:
         difference = tokenizer_difference(source, config)
     except (ConfigError, DataError) as error:

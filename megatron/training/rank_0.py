@@ -1,4 +1,4 @@
-"""Run a function on rank 0 and share its result or error with all ranks."""
+"""Run a function on rank 0 and share the result or error with all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ResultT = TypeVar("ResultT")
 
 
 def run_on_rank_0(world: World, fn: Callable[[], ResultT]) -> ResultT:
-    """Call ``fn()`` on rank 0 and return its result on every rank. Collective.
+    """Call ``fn()`` on rank 0 and return the result on every rank. Collective.
 
     Raises:
         CheckpointError, ConfigError: raised by ``fn`` on rank 0; raised on all ranks.

@@ -1,6 +1,6 @@
 """Check that all ranks run the same code, versions, arguments and devices.
 
-Without this check, a difference causes an error much later, or none: two versions of a layer would train silently.
+Without this check, a difference causes an error much later, or none: two layer versions would train silently.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
 
 
 def compare_devices(torch_device: torch.device, grid: Grid) -> None:
-    """Check that each rank has its own GPU, and that the GPU models are compatible. Collective.
+    """Check that no two ranks share a GPU, and that the GPU models are compatible. Collective.
 
     NCCL also rejects two ranks on one GPU, but late and only on some ranks. Different GPU models round differently:
     this is an error within a replica, and a warning between replicas.
@@ -105,7 +105,7 @@ def compare_devices(torch_device: torch.device, grid: Grid) -> None:
 
 
 def _compare_gpu_models(gpu_models: Sequence[str], grid: Grid) -> None:
-    """Raise if the ranks of a replica have different GPU models; warn if replicas differ."""
+    """Raise if a replica has different GPU models; warn if replicas differ."""
     if len(set(gpu_models)) == 1:
         return
     ranks_by_model = {
@@ -125,7 +125,7 @@ def _compare_gpu_models(gpu_models: Sequence[str], grid: Grid) -> None:
 
 
 def collect_facts(config: Config) -> dict[str, str]:
-    """Return name -> value of the facts that must be equal on all ranks. Only local rank 0 reads the code."""
+    """Collect facts (name -> value) that must be equal on all ranks. Only local rank 0 reads the code."""
     values = {
         f"arguments: {name}": value for name, value in _flatten(config.to_dict()) if name not in _PER_RANK_ARGUMENTS
     }
@@ -143,7 +143,7 @@ def collect_facts(config: Config) -> dict[str, str]:
 
 
 def differences(facts_by_rank: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a row with the values and their ranks for each fact that differs between the ranks that have it."""
+    """Yield a row with values and ranks for each fact that differs between ranks."""
     for name in sorted({name for facts_of_rank in facts_by_rank for name in facts_of_rank}):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, facts_of_rank in enumerate(facts_by_rank):
@@ -155,10 +155,10 @@ def differences(facts_by_rank: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 
 def code_checksum(root: Path = ROOT, script: str | None = None) -> int:
-    """Return a checksum over the names and contents of the code files and a script.
+    """Compute a checksum over names and contents of all code files and a script.
 
     Args:
-        script: path of the script; None: the running script; "": no script.
+        script: script path; None: the running script; "": no script.
     """
     files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tds").rglob("*.py"))]
     checksum = 0
@@ -169,7 +169,7 @@ def code_checksum(root: Path = ROOT, script: str | None = None) -> int:
 
 
 def git_commit(root: Path) -> str:
-    """Return the commit that is checked out in ``root``, read from git's files, or "unknown"."""
+    """Read the commit checked out in ``root`` from git's files, or return "unknown"."""
     try:
         head = (root / ".git" / "HEAD").read_text().strip()
         if not head.startswith("ref: "):

@@ -12,10 +12,10 @@ class RestoreOptions:
     """The state that a start restores from a checkpoint in addition to the weights.
 
     Args:
-        counters: restore the numbers of steps, updates and samples.
+        counters: restore step, update and sample counts.
         data: restore the position in the training data, which must be the same data.
-        optimizer: restore moments, loss scale and the states of the callbacks.
-        generators: restore the states of torch's random generators.
+        optimizer: restore moments, loss scale and callback states.
+        generators: restore torch's random generator states.
     """
 
     counters: bool = True

@@ -64,11 +64,11 @@ class ResumedCheckpoint:
 
     Args:
         path: the checkpoint or Hugging Face folder.
-        sequence: sequence number of the checkpoint in its folder.
+        sequence: the checkpoint's sequence number in its folder.
         is_complete: True if everything was restored, so that a rollback may return to this checkpoint.
-        data: the identity of the training data and the position in it; empty if the position was not restored.
-        export_metadata: entries for an export to Hugging Face, which the checkpoints of this run also store.
-        lineage: the checkpoints of the folder that belong to this history of the run.
+        data: training data identity and position; empty if the position was not restored.
+        export_metadata: entries for an export to Hugging Face, which this run's checkpoints also store.
+        lineage: checkpoints in the folder that belong to this history of the run.
     """
 
     path: Path
@@ -85,7 +85,7 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> ResumedC
     The flags also select which state is restored. A restart by the launcher always restores everything.
 
     Args:
-        tokenizer: identity of the run's tokenizer, if known.
+        tokenizer: the run's tokenizer identity, if known.
 
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the run. Nothing has been modified in this case.
@@ -147,7 +147,7 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> ResumedC
 
 
 def roll_back_to(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Restore everything except the data position from an earlier checkpoint of this run. Collective."""
+    """Restore everything except the data position from one of this run's earlier checkpoints. Collective."""
     with marked(is_of_this_rank=False):
         check_fits(checkpoint, trainer.config, None, EVERYTHING)
     trainer.progress = restore_trainer(trainer, checkpoint, EVERYTHING)
@@ -155,10 +155,10 @@ def roll_back_to(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
-    """Open and verify the newest checkpoint of ``source``, in any format. Collective.
+    """Open and verify the newest checkpoint in ``source``, in any format. Collective.
 
     Args:
-        source: a run folder, its folder of checkpoints, one checkpoint, or a folder of Megatron-LM.
+        source: a run folder, its checkpoint folder, one checkpoint, or a Megatron-LM folder.
         strict: raise if the newest one is damaged, instead of trying older ones.
 
     Raises:
@@ -228,7 +228,7 @@ def restore(
 
 
 def without_new_mtp(records: list[TensorRecord], saved_names: Iterable[str]) -> list[TensorRecord]:
-    """Return ``records`` without multi-token prediction layers that a checkpoint lacks: they keep initial weights."""
+    """Filter multi-token prediction layers that a checkpoint lacks out of ``records``: they keep initial weights."""
     names = set(saved_names)
     new_names = [
         record.name for record in records if record.name.startswith(f"weights/{PREFIX}") and record.name not in names
@@ -239,7 +239,7 @@ def without_new_mtp(records: list[TensorRecord], saved_names: Iterable[str]) -> 
 
 
 def _load_records(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
-    """Fill the records; ``resized_vocab.fill_resized`` handles the tables of a resized vocabulary. Collective."""
+    """Fill the records; ``resized_vocab.fill_resized`` handles tables with a resized vocabulary. Collective."""
     saved_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()} if resizes_vocab else {}
     resized = [
         record

@@ -1,8 +1,8 @@
-"""The callbacks of a run: tables of (condition, class, arguments), in the order in which their hooks are called.
+"""A run's callbacks: tables of (condition, class, arguments), in hook order.
 
-A run calls the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of the user's script, and
-finally ``reporting_callbacks``, so that values which a user's callback adds to the metrics are written. A class is
-imported only if its condition holds.
+A run calls the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the user script's callbacks, and finally
+``reporting_callbacks``, so that values which a user's callback adds to the metrics are written. A class is imported
+only if its condition holds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.training.world import World
 
 
 class CallbackRow(NamedTuple):
-    """One callback of a run.
+    """One callback.
 
     Args:
         is_wanted: True if the run has this callback.
         path: ``module:Class`` below ``megatron.training.callbacks``.
-        get_args: function that returns the constructor's arguments; called only if ``is_wanted``.
+        get_args: returns the constructor's arguments; called only if ``is_wanted``.
     """
 
     is_wanted: bool
@@ -34,7 +34,7 @@ class CallbackRow(NamedTuple):
 
 
 def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
-    """Import and construct the callbacks of those rows of a table whose condition is true."""
+    """Import and construct the callbacks whose condition is true."""
     callbacks = []
     for row in rows:
         if row.is_wanted:
@@ -45,7 +45,7 @@ def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
 
 
 def debugging_callbacks(config: Config, world: World, engine: StepEngine, streams: DropoutStreams) -> list[CallbackRow]:
-    """Return the callbacks that attach to the engine before its first step."""
+    """List callbacks that attach to the engine before the first step."""
     profile = config.logging.profile
     return [
         CallbackRow(config.debug.is_enabled, "debugger:Debugger", lambda: (engine, config, world, streams)),
@@ -54,10 +54,10 @@ def debugging_callbacks(config: Config, world: World, engine: StepEngine, stream
 
 
 def step_callbacks(config: Config, parameter_counts: Sequence[int], bytes_before: int) -> list[CallbackRow]:
-    """Return the callbacks that check, measure or save training steps.
+    """List callbacks that check, measure or save training steps.
 
     Args:
-        parameter_counts: numbers of parameters, from ``start_table.count_parameters``.
+        parameter_counts: parameter counts from ``start_table.count_parameters``.
         bytes_before: bytes allocated on this rank before the model was built.
     """
     is_training = not config.checkpoint.eval_only
@@ -98,7 +98,7 @@ def step_callbacks(config: Config, parameter_counts: Sequence[int], bytes_before
 
 
 def reporting_callbacks(config: Config, parameter_counts: Sequence[int]) -> list[CallbackRow]:
-    """Return the callbacks that display and record values of a run; ``parameter_counts``: see ``step_callbacks``."""
+    """List callbacks that display and record values; ``parameter_counts``: see ``step_callbacks``."""
     return [
         CallbackRow(True, "heartbeat:Heartbeat"),
         CallbackRow(bool(config.logging.sample_prompts), "text_samples:TextSamples", lambda: (config,)),

@@ -37,8 +37,8 @@ class RunPaths:
         folder: the run folder.
         source: the run folder or checkpoint to resume from; None: start from scratch, or from ``remote``.
         is_restart: True if this job has already saved into the folder; everything is restored, regardless of the flags.
-        checkpoint_format: format of the checkpoints that the run saves.
-        may_start_from_scratch: True if an earlier start of the run may have ended before its first checkpoint.
+        checkpoint_format: checkpoint format for saves.
+        may_start_from_scratch: True if an earlier start may have ended before its first checkpoint.
         remote: checkpoint or run in an object store; it is downloaded into ``downloads`` and becomes the source.
     """
 
@@ -52,10 +52,10 @@ class RunPaths:
 
 
 def choose(config: Config, name: str, world: World) -> RunPaths:
-    """Return the folder and the source of the run, the same on all ranks. Collective.
+    """Choose the run's folder and source, the same on all ranks. Collective.
 
     The folder is --save, otherwise the folder of the run that --load or --resume continues, otherwise a new
-    ``runs/<name>-<time>``. A restart by the launcher continues in the folder of the job's first start.
+    ``runs/<name>-<time>``. A restart by the launcher continues in the folder from the job's first start.
 
     Raises:
         CheckpointError: --load or --resume finds no checkpoint.
@@ -84,7 +84,7 @@ def choose(config: Config, name: str, world: World) -> RunPaths:
 
 
 def with_checkpoint_format(config: Config, paths: RunPaths) -> Config:
-    """Return ``config`` with the format in which the run saves its checkpoints.
+    """Copy ``config`` with the run's checkpoint format.
 
     Raises:
         ConfigError: other flags are not supported with this format; the same on every rank.
@@ -95,10 +95,10 @@ def with_checkpoint_format(config: Config, paths: RunPaths) -> Config:
 
 
 def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
-    """Check that checkpoints can be uploaded, and that the store holds no checkpoints of another run.
+    """Check that checkpoints can be uploaded, and that the store holds no other run's checkpoints.
 
     Raises:
-        ConfigError: the store is not writable, or contains checkpoints of another run, so that their order is unknown.
+        ConfigError: the store is not writable, or contains another run's checkpoints, so that their order is unknown.
     """
     if flags.save_remote is None or flags.eval_only:
         return
@@ -122,7 +122,7 @@ def _is_own_store(flags: CheckpointConfig) -> bool:
 
 
 def _choose_paths(config: Config, name: str) -> RunPaths:
-    """Return the folder and the source of the run; called on rank 0."""
+    """Called on rank 0."""
     flags = config.checkpoint
     earlier_choice = None if flags.save else read_choice()
     folder, source = earlier_choice or _paths_from_flags(config, name)
@@ -138,9 +138,9 @@ def _choose_paths(config: Config, name: str) -> RunPaths:
 
 
 def _paths_from_store(flags: CheckpointConfig, folder: Path, *, is_continuation: bool) -> RunPaths:
-    """Return the paths of a run that resumes from an object store.
+    """Return paths for a run that resumes from an object store.
 
-    If the run uploads to the same store and its folder has a checkpoint that is at least as new, it resumes from there.
+    If the run uploads to the same store and its folder has a checkpoint that is at least as new, it resumes there.
     """
     assert flags.load is not None
     is_own_store, saved_paths = _is_own_store(flags), saved_checkpoints(folder)
@@ -162,7 +162,7 @@ def _paths_from_store(flags: CheckpointConfig, folder: Path, *, is_continuation:
 
 
 def _paths_from_flags(config: Config, name: str) -> tuple[Path, Path | None]:
-    """Return the folder and the source selected by the flags; create a new folder if they name none."""
+    """Return the folder and source selected by the flags; create a new folder if they name none."""
     flags, source = config.checkpoint, _source_from_flags(config, name)
     if flags.save:
         return Path(flags.save), source
@@ -172,7 +172,7 @@ def _paths_from_flags(config: Config, name: str) -> tuple[Path, Path | None]:
 
 
 def _source_from_flags(config: Config, name: str) -> Path | None:
-    """Return the path that --load or --resume names; with --load-if-exists, None if there is no checkpoint."""
+    """Return the --load or --resume path; with --load-if-exists, None if there is no checkpoint."""
     flags = config.checkpoint
     if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
         return None

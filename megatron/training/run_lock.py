@@ -34,7 +34,7 @@ _NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def hold_run_lock(folder: Path, world: World) -> Iterator[None]:
-    """Hold the lock of the run folder ``folder`` within the context, for all ranks. Collective.
+    """Hold the run folder's lock within the context, for all ranks. Collective.
 
     Raises:
         ConfigError: another job is writing to the folder; raised on all ranks.
@@ -59,7 +59,7 @@ class RunLock:
         path = folder / LOCK_NAME
 
         def holder_wait_s(text: bytes) -> float:
-            """Return the seconds to wait for the holder; 0 if it belongs to another job."""
+            """Return the wait for the holder in seconds; 0 if it belongs to another job."""
             holder = _parse_holder(text)
             return (wait_s if _is_same_job(holder) else 0.0) if holder else _UNNAMED_WAIT_S
 
@@ -93,7 +93,7 @@ class RunLock:
 
 
 def _describe_process() -> dict[str, Any]:
-    """Return the description of this process that is written to ``run.lock``."""
+    """Describe this process for ``run.lock``."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),
@@ -128,7 +128,7 @@ def _may_live(holder: dict[str, Any]) -> bool:
 
 
 def _process_start_time(pid: int) -> str | None:
-    """Return the start time of process ``pid`` in clock ticks since boot; None if it has exited or is a zombie."""
+    """Read the start time of process ``pid`` in clock ticks since boot; None if it has exited or is a zombie."""
     try:
         stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

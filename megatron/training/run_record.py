@@ -1,4 +1,4 @@
-"""Description of a run in its folder: config.json, command.txt, versions.json and starts.jsonl."""
+"""A run's description in its folder: config.json, command.txt, versions.json and starts.jsonl."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_run_record(folder: Path, config: Config, world: World, step: int) -> N
     """Write config.json, command.txt, versions.json and starts.jsonl. Called on rank 0, which holds the folder's lock.
 
     Args:
-        step: step of the checkpoint that this start resumes from.
+        step: checkpoint step that this start resumes from.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)
@@ -40,14 +40,14 @@ def write_run_record(folder: Path, config: Config, world: World, step: int) -> N
 
 
 def _remove_stale(folder: Path) -> None:
-    """Delete temporary files of killed starts."""
+    """Delete temporary files from killed starts."""
     for path in folder.glob(".*"):
         if path.is_file() and (".tmp-" in path.name or path.name.startswith(".probe-")):
             files.remove_file(path)
 
 
 def versions(world: World) -> dict[str, Any]:
-    """Return the versions of packages that affect results, the code's commit, and the machine."""
+    """Return package versions that affect results, the code's commit, and the machine."""
     return {
         **package_versions(),
         "commit": git_commit(),
@@ -58,7 +58,7 @@ def versions(world: World) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results."""
+    """Return the versions of Python and packages that affect results."""
     packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _is_installed(name)}
     return {**packages, "python": platform.python_version()}
 

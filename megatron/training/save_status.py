@@ -10,13 +10,13 @@ from megatron.errors import CheckpointError
 
 @dataclass
 class SaveStatus:
-    """The last save of a run, on every rank.
+    """A run's last save, on every rank.
 
     Attributes:
-        last_time: ``time.monotonic()`` of the last save, successful or not, or of the start of the run.
-        stalled_s: seconds for which training has waited for saves since the last call of ``drain_stalled_s``.
-        failure: the error of the last save, or None if it succeeded.
-        failed_step: step of the failed save.
+        last_time: ``time.monotonic()`` at the last save, successful or not, or at the start of the run.
+        stalled_s: seconds that training has waited for saves since the last ``drain_stalled_s``.
+        failure: the last save's error, or None if it succeeded.
+        failed_step: step whose save failed.
     """
 
     last_time: float = field(default_factory=time.monotonic)
@@ -25,7 +25,7 @@ class SaveStatus:
     failed_step: int = -1
 
     def record_stall(self, stall_s: float) -> float:
-        """Count a save that stalled training for ``stall_s``; return its fraction of the time since the last save."""
+        """Count a save that stalled training for ``stall_s``; return the fraction of the time since the last save."""
         self.stalled_s += stall_s
         now = time.monotonic()
         share = stall_s / max(now - self.last_time, stall_s, 1e-9)

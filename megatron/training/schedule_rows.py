@@ -1,4 +1,4 @@
-"""Rows of the start table on the length of a run: phases of the learning rate, tokens and epochs. No torch."""
+"""Start-table rows on the run length: learning-rate phases, tokens and epochs. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 
 
 def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the phases of the learning rate in steps, and the tokens of the run."""
+    """Yield the learning-rate phases in steps, and the run's tokens."""
     steps = config.batch.train_iters
     if config.checkpoint.eval_only or not steps:
         return
@@ -26,7 +26,7 @@ def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
 
 
 def schedule_text(config: Config, replicas: int) -> str:
-    """Return text such as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
+    """Format the schedule, such as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
     settings, steps = config.optimizer, config.batch.train_iters
     batch_sizes, style = config.batch.batch_sizes(replicas), settings.lr_decay_style
     is_in_samples = settings.lr_decay_samples is not None
@@ -62,7 +62,7 @@ def schedule_text(config: Config, replicas: int) -> str:
 
 
 def count_tokens(prefix: str) -> int | None:
-    """Return the number of tokens in a token file from its ``.idx`` header and ``.bin`` size; None if unknown."""
+    """Count the tokens in a token file from the ``.idx`` header and ``.bin`` size; None if unknown."""
     if object_store.is_remote(prefix):
         return None
     try:
@@ -74,7 +74,7 @@ def count_tokens(prefix: str) -> int | None:
 
 
 def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the row on the epochs of each corpus, if they follow from the sizes of the token files."""
+    """Yield the row on epochs by corpus, if they follow from token file sizes."""
     data, steps = config.data, config.batch.train_iters
     has_known_epochs = data.sft is None and data.mixture_schedule is None and not data.flag_of_cpm_set
     if (

@@ -1,4 +1,4 @@
-"""Construction of the engine of a run: model, initial weights, optimizer."""
+"""Construction of a run's engine: model, initial weights, optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tds.schedule import LOOP
 
 
 def make_streams(config: Config, world: World) -> DropoutStreams:
-    """Return this rank's source of dropout masks."""
+    """Make this rank's source of dropout masks."""
     seed, grid = config.run.seed, world.grid
     if config.model.layout_independent_dropout:
         streams: DropoutStreams = PhiloxDropout(config.batch.batch_size, seed, grid.data, grid.tensor, grid.context)
@@ -107,7 +107,7 @@ def build_engine(
 def build_weights(
     config: Config, world: World, streams: DropoutStreams, model_provider: Callable[[], torch.nn.Module]
 ) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
-    """Return the model, with initialised weights on the training device, and its optimizer. Collective."""
+    """Build the model, with initialised weights on the training device, and its optimizer. Collective."""
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks, config.parallel.placement)
     check_sequence_parallel(module, config.parallel.sequence_parallel)
@@ -147,7 +147,7 @@ def build_model(config: Config, world: World, model_provider: Callable[[], torch
 
 
 def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) -> None:
-    """Check that the script built its pipeline with the number and placement of chunks that the flags select.
+    """Check that the script built the pipeline with the chunk count and placement that the flags select.
 
     Raises:
         ConfigError: number or placement differ; the same on every rank.
@@ -173,5 +173,5 @@ def initialize_and_move(config: Config, module: torch.nn.Module, world: World) -
 
 
 def init_rule(config: Config) -> Rule:
-    """Return the model family's rule, which maps the name of a parameter to the scale of its initial values."""
+    """Return the model family's rule, which maps a parameter name to the scale of the initial values."""
     return model_parts(config.family).weight_init(config)

@@ -14,9 +14,9 @@ from megatron.training.world import World
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """Check that the first rank of each node sees a file that rank 0 creates in ``folder``. Collective.
+    """Check that the first rank on each node sees a file that rank 0 creates in ``folder``. Collective.
 
-    On a network file system the ranks wait for the file as long as for the files of a checkpoint.
+    On a network file system the ranks wait for the file as long as for checkpoint files.
 
     Raises:
         ConfigError: a node does not see the file; raised on all ranks.
@@ -33,7 +33,7 @@ def check_shared(folder: Path, world: World) -> None:
 
 
 def _create_probe(folder: Path) -> Path:
-    """Create an empty file in ``folder`` and return its path."""
+    """Create an empty file in ``folder`` and return the path."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     except OSError as error:

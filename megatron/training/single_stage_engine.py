@@ -42,9 +42,9 @@ from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
 
 
 class SingleStageEngine:
-    """Training step of a model without a pipeline.
+    """Training step for a model without a pipeline.
 
-    A ``ModelEngine`` or DeepSpeed's engine runs ``backward`` and ``step``. ``MixedPrecisionOptimizer`` reduces and
+    A ``ModelEngine`` or the DeepSpeed engine runs ``backward`` and ``step``. ``MixedPrecisionOptimizer`` reduces and
     clips the gradients and scales the loss.
     """
 
@@ -54,10 +54,9 @@ class SingleStageEngine:
         """Set up the engine for training.
 
         Args:
-            engine: a ``ModelEngine``, or DeepSpeed's engine.
-            forward_step: the user's function, which takes (data iterator, engine) and returns (loss, values to report).
-            make_deepspeed_engine: function that returns DeepSpeed's engine for the same model and optimizer.
-                Collective.
+            engine: a ``ModelEngine``, or the DeepSpeed engine.
+            forward_step: user's function: (data iterator, engine) -> (loss, values to report).
+            make_deepspeed_engine: returns a DeepSpeed engine for the same model and optimizer. Collective.
         """
         self.forward_step = forward_step
         self.grid, self.streams = settings.grid, settings.streams
@@ -80,7 +79,7 @@ class SingleStageEngine:
         engine.enable_backward_allreduce = False  # DeepSpeed's engine reads it
 
     def use_deepspeed(self) -> None:
-        """Switch to DeepSpeed's engine, which reads and writes DeepSpeed checkpoints. Collective."""
+        """Switch to the DeepSpeed engine, which reads and writes DeepSpeed checkpoints. Collective."""
         if isinstance(self.engine, ModelEngine):
             counters = {name: getattr(self.engine, name) for name in COUNTERS}
             self._set_engine(self._make_deepspeed_engine())
@@ -88,11 +87,11 @@ class SingleStageEngine:
                 setattr(self.engine, name, value)
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
-        """Run this replica's micro-batches of one training step and update the weights. Collective.
+        """Run this replica's micro-batches in one training step and update the weights. Collective.
 
         Args:
-            data: iterator over the micro-batches of this replica.
-            step: index of the step, from 0.
+            data: iterator over this replica's micro-batches.
+            step: step index, from 0.
             share: this replica's micro-batches; None uses ``self.share``.
         """
         share = share or self.share
@@ -155,7 +154,7 @@ class SingleStageEngine:
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
-        """Return the mean loss of one global batch, without dropout; training state is unchanged. Collective."""
+        """Compute the mean loss on one global batch, without dropout; training state is unchanged. Collective."""
         self.engine.eval()
         nominal = nominal_weight(self.micro_batch_tokens * self.share.mean_num_micro_batches)
         meter = LossMeter(
@@ -177,5 +176,5 @@ class SingleStageEngine:
         """Return None: there is no pipeline bubble."""
 
     def busy(self) -> tuple[float, int]:
-        """Return (seconds of forward and backward since the last call; number of steps)."""
+        """Return (forward and backward seconds since the last call; step count)."""
         return busy_seconds(self._busy_timer.drain())

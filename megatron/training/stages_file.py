@@ -1,4 +1,4 @@
-"""``stages.json`` in the run folder: layers and parameters of each stage.
+"""``stages.json`` in the run folder: layers and parameters by stage.
 
 Rank 0 writes it.
 """
@@ -27,15 +27,14 @@ def stage_entries(
     parameter_counts: Sequence[int],
     bytes_before_model: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """Return the layers, the parameters per rank and the estimated bytes per rank of each stage.
+    """Return layers, parameters per rank and estimated bytes per rank by stage.
 
     The estimate covers only the model and its training; the bytes allocated before are a separate entry.
 
     Args:
-        bounds: bounds of the virtual stages, as in ``megatron.training.dry_run.plan_rows``.
-        parameter_counts: number of parameters of the full model, then of one rank of each stage.
-        bytes_before_model: "stage 0" and so on -> largest number of bytes on a rank of the stage before the model was
-            built.
+        bounds: virtual-stage bounds, as in ``megatron.training.dry_run.plan_rows``.
+        parameter_counts: parameter count in the full model, then per rank of each stage.
+        bytes_before_model: "stage 0" and so on -> maximum bytes on a rank of the stage before the model was built.
     """
     is_known_model, num_stages = is_config_model(config, parameter_counts), topology.pipe
     memory = stage_memory(config, topology, bounds, config.precision.dtype or "") if is_known_model else None
@@ -58,5 +57,5 @@ def stage_entries(
 
 
 def write(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Write the result of ``stage_entries`` to the run folder."""
+    """Write ``stage_entries`` to the run folder."""
     files.replace_bytes(folder / FILE_NAME, json.dumps(entries, indent=2).encode() + b"\n")

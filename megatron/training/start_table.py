@@ -26,7 +26,7 @@ from tds.linear_function import percentage_of
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
-    """Return the number of parameters of the full model, then the mean number per rank of each stage. Collective.
+    """Count parameters in the full model, then the mean per rank of each stage. Collective.
 
     A tied weight counts once in the full model, and on each stage that holds it. Padding does not count.
     """
@@ -43,7 +43,7 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
 
 
 def bounds_of(config: Config, module: torch.nn.Module) -> Sequence[int]:
-    """Return the bounds of the virtual stages of ``module`` in pipeline layers."""
+    """Return the virtual-stage bounds in pipeline layers."""
     bounds: Sequence[int] = getattr(module, "parts", [0, registry.costs_of(config).num_units])
     return bounds
 
@@ -57,7 +57,7 @@ def start_rows(
     data_rows: Iterable[tuple[str, str]],
     peak_flops: float | None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the start table."""
+    """Yield the start-table rows."""
     bounds = bounds_of(config, module)
     yield (
         "device",
@@ -84,7 +84,7 @@ def start_rows(
 
 
 def _saves_row(flags: CheckpointConfig) -> str:
-    """Return text that states when the run saves."""
+    """State when the run saves."""
     steps_text = f"every {flags.save_interval} steps" if flags.save_interval else ""
     minutes_text = f"every {flags.minutes:g} minutes" if flags.minutes else ""
     retention_text = f" (the last {DEFAULT_NUM_CHECKPOINTS} of these are retained)" if flags.is_default_interval else ""
@@ -96,9 +96,9 @@ def _saves_row(flags: CheckpointConfig) -> str:
 
 
 def _loss_row(module: torch.nn.Module, average: str) -> str:
-    """Return text that states how the losses of micro-batches are averaged.
+    """State how micro-batch losses are averaged.
 
-    A model declares its averaging with the attribute ``loss_weighting``: "tokens", or "micro-batches" if its loss
+    A model declares the averaging with the attribute ``loss_weighting``: "tokens", or "micro-batches" if the loss
     function returns means.
     """
     if average == "micro-batch":
@@ -109,7 +109,7 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
 
 
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
-    """Return text on the share of weights with fused gradient accumulation, and on the weights without it."""
+    """Describe the share of weights with fused gradient accumulation, and the weights without it."""
     percent, unfused = percentage_of(fused, dict(module.named_parameters()))
     others_text = f"; autograd accumulates the gradients of {unfused}" if unfused else ""
     return (

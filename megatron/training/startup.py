@@ -55,13 +55,12 @@ def pretrain(
     A failure exits the process with the job's exit code.
 
     Args:
-        train_valid_test_datasets_provider: function that takes the sample counts of the three splits and returns three
-            data sets, or None for a split without data. A data set with a length is repeated; one without must return a
-            sample for any index >= 0. Called only on ranks that read data.
-        model_provider: function that returns the model: a module or, with 2 or more stages, a PipelineModule.
-        forward_step: function that takes (data iterator or None, model) and returns (loss, named losses). Not used with
-            a pipeline.
-        extra_args_provider: function that adds the script's flags to an argparse parser.
+        train_valid_test_datasets_provider: takes the sample counts of the three splits and returns three data sets, or
+            None for a split without data. A data set with a length is repeated; one without must return a sample for
+            any index >= 0. Called only on ranks that read data.
+        model_provider: returns the model: a module or, with 2 or more stages, a PipelineModule.
+        forward_step: takes (data iterator or None, model) and returns (loss, named losses). Not used with a pipeline.
+        extra_args_provider: adds the script's flags to an argparse parser.
         args_defaults: the script's defaults by flag name; flags on the command line override them.
         name: name in the run folder ``runs/<name>-<time>``; None: the script's name without ``pretrain_``. If
             ``--model`` selects another family, that family's name is used.
@@ -168,10 +167,10 @@ def run(
     """Train with an existing configuration and world. Collective.
 
     Args:
-        name: name of a new run folder, ``runs/<name>-<time>``.
+        name: name for a new run folder, ``runs/<name>-<time>``.
         stop: requests to stop early, from signals or limits.
         callbacks: the script's callbacks.
-        layout_check: the check of the layout that has been started before the process groups; None: no check.
+        layout_check: layout check that was started before the process groups; None: no check.
     """
     # Imported here so that --help and --dry-run need neither torch nor DeepSpeed.
     from megatron import device
@@ -235,10 +234,10 @@ def run(
 
 
 def _checkpoint_args(scan: Scan, defaults: Mapping[str, Any], run_name: Callable[[str], str]) -> dict[str, Any]:
-    """Return the model and data settings of the run or checkpoint that --load or --resume names.
+    """Read the model and data settings from the --load or --resume run or checkpoint.
 
     Args:
-        run_name: function that takes a model family and returns the name of its run.
+        run_name: maps a model family to the name of its run.
     """
     from megatron.checkpoint import checkpoint_args, run_data  # takes 10 ms, which --help does not wait for
 

@@ -1,4 +1,4 @@
-"""Tensor records of a run's state: weights, optimizer moments, random states."""
+"""Tensor records for a run's state: weights, optimizer moments, random states."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.training.world import World
 
 
 def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the main params on this rank; with ZeRO, this rank's shards of them."""
+    """Yield this rank's main params; with ZeRO, this rank's shards."""
     for name, parameter in named_parameters(module):
         main_param = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         yield TensorRecord(f"weights/{name}", main_param.detach(), shard_of(main_param), optimizer.owns(parameter))
 
 
 def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the state of the inner optimizer for each weight, except its step count."""
+    """Yield the inner optimizer's state for each weight, except the step count."""
     for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
@@ -40,7 +40,7 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
 
 
 def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorRecord]:
-    """Yield the state of the routers from the last global batch: the tokens of each expert."""
+    """Yield router state from the last global batch: tokens per expert."""
     is_owner = world.grid.data_context.rank == 0 and world.grid.tensor.rank == 0
     for name, router in named_routers(named_modules(module)).items():
         counts = router.tokens_per_expert
@@ -48,7 +48,7 @@ def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorReco
 
 
 def rng_records(world: World) -> Iterator[TensorRecord]:
-    """Yield the states of torch's generators on this rank; every rank saves its own."""
+    """Yield torch's generator states on this rank; every rank saves separate states."""
     for device_type, state in device.rng_states(world.device_type).items():
         yield TensorRecord(_rng_name(device_type, world), state, Shard(tuple(state.shape)), True)
 
@@ -64,7 +64,7 @@ def restore_rng(checkpoint: Checkpoint, world: World) -> None:
 
 
 def optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
-    """Return the number of updates of the inner optimizer, which Adam's bias correction depends on."""
+    """Return the inner optimizer's update count, which Adam's bias correction depends on."""
     for state in optimizer.inner.state.values():
         if "step" in state:
             return int(state["step"])
@@ -72,7 +72,7 @@ def optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
 
 
 def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
-    """Set the number of updates of the inner optimizer."""
+    """Set the inner optimizer's update count."""
     for state in optimizer.inner.state.values():
         if "step" in state:
             is_python_number = not isinstance(state["step"], torch.Tensor)  # in DeepSpeed's CPU Adam it is an int
@@ -94,11 +94,11 @@ def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
 
 
 def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> Shard:
-    """Return the shard of ``value`` in its global tensor.
+    """Return the shard that ``value`` covers in the global tensor.
 
-    ``value`` has the shape of the main param, with size 1 in dimensions over which it is a mean (Adafactor's rows and
-    columns). A mean over the partition dimension is unsharded. It never covers only a shard of that dimension, because
-    ``build_optimizer`` rejects Adafactor on sharded weights.
+    ``value`` has the main param's shape, with size 1 in averaged dimensions (Adafactor's rows and columns). A mean over
+    the partition dimension is unsharded. It never covers only a shard of that dimension, because ``build_optimizer``
+    rejects Adafactor on sharded weights.
     """
     shard, local_shape = shard_of(main_param), tuple(main_param.shape)
     if len(value.shape) != len(local_shape) or any(

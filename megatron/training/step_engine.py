@@ -26,14 +26,14 @@ ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of a training step that both engines need.
+    """Training step settings for both engines.
 
     Args:
         share: this replica's micro-batches in an evaluation, and in a step that specifies no other share.
-        micro_batch_tokens: predicted tokens of one micro-batch, summed over all replicas. The divisor of the
-            gradients (``loss_forms.nominal_weight``) is computed from it.
-        averages_micro_batches: train on the mean of the micro-batch means (--loss-average micro-batch).
-        routers: the routers of this rank's MoE layers; None for a dense model.
+        micro_batch_tokens: predicted tokens in one micro-batch, summed over all replicas. Determines the gradient
+            divisor (``loss_forms.nominal_weight``).
+        averages_micro_batches: train on the mean of micro-batch means (--loss-average micro-batch).
+        routers: routers in this rank's MoE layers; None for a dense model.
     """
 
     grid: Grid
@@ -48,10 +48,10 @@ class StepEngine(Protocol):
     """Interface between an engine and the training loop.
 
     Attributes:
-        engine: a ``ModelEngine``, or the engine of DeepSpeed or tds.
-        on_loss: called on every rank with the mean loss of a step, before the update.
-        on_activity: called with a description of each action of a step before the action starts.
-        micro_losses: losses (or loss sums) of the last step by micro-batch, on the last stage of this replica.
+        engine: a ``ModelEngine``, or a DeepSpeed or tds engine.
+        on_loss: called on every rank with a step's mean loss, before the update.
+        on_activity: called with a description of each action in a step before the action starts.
+        micro_losses: losses (or loss sums) in the last step by micro-batch, on this replica's last stage.
         has_weighted_loss: True if the loss is a pair (sum, count); set on the last stage after the first loss.
     """
 
@@ -64,19 +64,19 @@ class StepEngine(Protocol):
     engine: Any
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
-        """Run this replica's micro-batches of one step and update the weights. Collective."""
+        """Run this replica's micro-batches in one step and update the weights. Collective."""
         ...
 
     def evaluate_batch(self, data: DataIterator) -> float:
-        """Return the mean loss of one global batch, without dropout. Collective."""
+        """Compute the mean loss on one global batch, without dropout. Collective."""
         ...
 
     def bubble(self) -> float | None:
-        """Return the fraction of idle time of the stages since the last call; None without a pipeline. Collective."""
+        """Return the stages' idle fraction since the last call; None without a pipeline. Collective."""
         ...
 
     def busy(self) -> tuple[float, int]:
-        """Return (seconds of compute since the last call, number of steps in this time)."""
+        """Return (compute seconds, steps) since the last call."""
         ...
 
     def use_deepspeed(self) -> None:
@@ -85,7 +85,7 @@ class StepEngine(Protocol):
 
 
 def set_micro_batches(engine: Any, num_requested: int) -> None:
-    """Set the number of micro-batches of the next step on an engine with DeepSpeed's interface."""
+    """Set the micro-batch count for the next step on an engine with the DeepSpeed interface."""
     num_micro_batches = engine.gradient_accumulation_steps()
     if num_requested != num_micro_batches:
         engine.set_train_batch_size(engine.train_batch_size() // num_micro_batches * num_requested)
@@ -107,5 +107,5 @@ def loss_values(means: MeanLosses) -> tuple[float, dict[str, float]]:
 
 
 def busy_seconds(rows: list[Row]) -> tuple[float, int]:
-    """Return (seconds of compute in the recorded steps, without waits for other stages; number of steps)."""
+    """Return (compute seconds in the recorded steps, without waits for other stages; step count)."""
     return 1e-9 * sum(ended - began - waited for began, ended, waited in rows), len(rows)

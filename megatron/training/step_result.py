@@ -1,4 +1,4 @@
-"""StepResult, and the errors of steps with non-finite losses."""
+"""StepResult, and errors for steps with non-finite losses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.optim import MixedPrecisionOptimizer
 
 @dataclass
 class StepResult:
-    """Result of one optimizer step, the same on every rank.
+    """The result of one optimizer step, the same on every rank.
 
     Args:
         is_skipped: the weights were not updated.
         losses: all losses by name.
-        is_rejected: the stability guard rejected the step (as opposed to an overflow of fp16 gradients).
+        is_rejected: the stability guard rejected the step (as opposed to an fp16 gradient overflow).
         problem: description of the anomaly that the guard has found, or None.
         expert_load: tokens per expert; None for a dense model.
     """
@@ -59,10 +59,10 @@ class ModuleError(NumericsError):
 
 
 class FiniteLossCheck:
-    """Raises an error if the loss or gradient norm of a step is not finite.
+    """Raises an error if a step's loss or gradient norm is not finite.
 
-    The check is installed as ``accepts_step`` of the optimizer's policy, where the stability guard may replace it. The
-    error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
+    The check is installed as ``accepts_step`` in the optimizer's policy, where the stability guard may replace it. The
+    error is raised in the update, after all collectives in the step. An earlier error would make other ranks hang.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
@@ -71,7 +71,7 @@ class FiniteLossCheck:
         optimizer.policy.accepts_step = self._accepts_step
 
     def record_loss(self, loss: float) -> None:
-        """Store the mean loss of the step before its update."""
+        """Store the step's mean loss before the update."""
         self._loss = loss
 
     def _accepts_step(self, norm: float) -> bool:
@@ -95,7 +95,7 @@ class FiniteLossCheck:
 def make_step_result(
     loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer
 ) -> StepResult:
-    """Return the result of the step that ``optimizer`` has just taken or skipped with loss scale ``scale``."""
+    """Describe the step that ``optimizer`` has just taken or skipped with loss scale ``scale``."""
     # If a step is rejected for its loss, the gradients have been discarded before their norm was computed.
     has_gradients = math.isfinite(loss) or not optimizer.was_rejected
     return StepResult(

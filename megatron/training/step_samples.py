@@ -1,4 +1,4 @@
-"""Sample ids of a step, for messages about anomalous steps."""
+"""A step's sample ids, for messages about anomalous steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.config.batch import Share, share_of
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The ``num_samples`` samples of one step over all replicas, from ``first`` on.
+    """The ``num_samples`` samples in one step over all replicas, from ``first`` on.
 
     Args:
-        step: number of the step, counted from 1 as in progress lines.
-        micro_batch_size: number of samples in a micro-batch of one replica.
-        replicas: number of data-parallel replicas.
+        step: step number, counted from 1 as in progress lines.
+        micro_batch_size: samples per micro-batch of one replica.
+        replicas: data-parallel replicas.
         is_interleaved: see ``share_of``.
     """
 
@@ -27,30 +27,30 @@ class StepSamples:
 
     @property
     def num_micro_batches(self) -> int:
-        """Largest number of micro-batches of any replica."""
+        """Largest micro-batch count on any replica."""
         return self.share(0).num_micro_batches
 
     def share(self, replica: int) -> Share:
-        """Return the micro-batches of a replica."""
+        """Return a replica's micro-batches."""
         num_micro_batches = self.num_samples // self.micro_batch_size
         return share_of(num_micro_batches, self.replicas, replica, is_interleaved=self.is_interleaved)
 
     @property
     def last(self) -> int:
-        """Last sample of the step."""
+        """Last sample in the step."""
         return self.first + self.num_samples - 1
 
     @property
     def text(self) -> str:
-        """The samples of the step as text."""
+        """The step's samples as text."""
         return range_text(self.first, self.last)
 
     def micro_batch_text(self, replica: int, micro_batch: int) -> str:
-        """Return the samples of micro-batch ``micro_batch`` of a replica as text."""
+        """Format the samples in a replica's micro-batch."""
         first = self.first + self.share(replica).index_in_step(micro_batch) * self.micro_batch_size
         return range_text(first, first + self.micro_batch_size - 1)
 
 
 def range_text(first: int, last: int) -> str:
-    """Return "sample 5" or "samples 5-8"."""
+    """Format as "sample 5" or "samples 5-8"."""
     return f"sample {first}" if first == last else f"samples {first}-{last}"

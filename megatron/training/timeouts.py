@@ -1,14 +1,14 @@
-"""Phases of a run, and the time limit for a rank without progress in each of them.
+"""Run phases, and their time limits for a rank without progress.
 
 | phase | limit |
 |---|---|
 | starting, opening data, loading, the first step, evaluating, saving, ending | --phase-timeout-minutes |
 | later steps | --step-timeout |
 
-All ranks change phases together: each change begins with a barrier, to which the limit of the ending phase applies. So
-no rank is in a step, with its short limit, while another rank is still saving. If a rank hangs in a step, the others
-time out after the limit of the step, not after the longer limit of the next phase. The watchdog ends the job when a
-limit has passed. Process groups time out shortly after it, in case no watchdog is running any more.
+All ranks change phases together: each change begins with a barrier, under the ending phase's limit. So no rank is in a
+step, with its short limit, while another rank is still saving. If a rank hangs in a step, the others time out after the
+step's limit, not after the next phase's longer limit. The watchdog ends the job when a limit has passed. Process groups
+time out shortly after it, in case no watchdog is running any more.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ AXES = (
 
 
 class RunPhases:
-    """The phases of a run on this rank, and the watchdog for their limits. Construction and ``during`` are collective.
+    """A run's phases on this rank, and the watchdog for their limits. Construction and ``during`` are collective.
 
     There are no limits without a world, or for a single rank that a user has started directly, which may be paused in
     a debugger. A single rank started by the launcher is watched.
@@ -92,7 +92,7 @@ class RunPhases:
         self._set_limit(self._phase_timeout_s)
 
     def attach_engine(self, engine: Any) -> None:
-        """Connect the watchdog to ``engine``, a ``StepEngine``, and bound its waits by the limits of the phases."""
+        """Connect the watchdog to ``engine``, a ``StepEngine``, and bound the engine's waits by the phase limits."""
         if self._watchdog is None:
             return
         if self._grid.pipe.size > 1:
@@ -151,14 +151,13 @@ class RunPhases:
                 dist.barrier(group=self._grid.host.handle)
 
     def _describe_operation(self) -> str:
-        """Return a description of this rank's current operation; called by the watchdog's threads."""
+        """Describe this rank's current operation; called by the watchdog's threads."""
         operation = rank_status.current_operation()
         if self.phase in (FIRST_STEP, STEP):
             return f"in {operation or self.phase}"
         return self.phase if operation in (None, self.phase) else f"{self.phase}, {operation}"
 
     def _phase_limit_s(self, name: str) -> float:
-        """Return the limit of a phase in seconds."""
         return self._step_timeout_s if name == STEP else self._phase_timeout_s
 
     def _exit_stuck(self, missing_text: str, local_report: Report, before_exit: Callable[[], None] | None) -> None:
@@ -172,7 +171,7 @@ class RunPhases:
         )
 
     def _set_limit(self, limit_s: float) -> None:
-        """Set the limit of the watchdog, and a slightly longer timeout for operations that start from now on."""
+        """Set the watchdog's limit, and a slightly longer timeout for operations that start from now on."""
         if self._watchdog is None:
             return
         self._watchdog.limit_s = limit_s
@@ -189,10 +188,10 @@ def exit_stuck(
 
     Args:
         missing_text: description of the rank that is missing.
-        local_report: report of this rank's current operation.
-        rank_name: name of this rank.
-        before_exit: function that waits after the error has been reported, before the exit.
-        limit_s: the limit in seconds.
+        local_report: report on this rank's current operation.
+        rank_name: this rank's name.
+        before_exit: called after the error has been reported, before the exit.
+        limit_s: limit in seconds.
     """
     is_this_rank = missing_text.startswith(rank_name)
     if is_this_rank:
@@ -205,7 +204,7 @@ def exit_stuck(
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
-    """Return (axis, process group) for the axes of the grid that have one."""
+    """Return (axis, process group) for grid axes that have one."""
     groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
     return [(axis, handle) for axis, handle in groups if handle is not None]
 
@@ -216,7 +215,7 @@ def _is_interactive() -> bool:
 
 
 def _unique_run_name(grid: Grid) -> str:
-    """Return a name that is unique among the runs that share the store, and the same on every rank. Collective."""
+    """Make a name that is unique among runs that share the store, and the same on every rank. Collective."""
     now = torch.tensor([time.time_ns()], dtype=torch.int64)
     dist.broadcast(now, src=0, group=grid.host.handle)
     return str(int(now))

@@ -1,4 +1,4 @@
-"""TrainProgress: the counters of a run."""
+"""TrainProgress: a run's counters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.checkpoint import former
 
 @dataclass
 class TrainProgress:
-    """The position of the run.
+    """A run's position.
 
     A skipped step counts as a step, and its samples count as consumed. The learning rate does not advance: it follows
-    ``updates``, or ``samples_updated`` if the lengths of its schedule are samples. Samples that a rollback skips count
-    in the same way.
+    ``updates``, or ``samples_updated`` if the schedule lengths are samples. Samples that a rollback skips count in the
+    same way.
 
-    A checkpoint also stores the number of tokens consumed. It counts --seq-length tokens per sample, regardless of the
-    schedule of sequence lengths.
+    A checkpoint also stores the tokens consumed. They count --seq-length tokens per sample, regardless of the
+    sequence-length schedule.
 
     Attributes:
         step: steps taken, skipped ones included.
@@ -35,10 +35,9 @@ class TrainProgress:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], tokens_per_sample: int) -> TrainProgress:
-        """Return the position at which a run resumes from a checkpoint with this metadata.
+        """Return the position for resuming from a checkpoint with this metadata.
 
-        If --seq-length has changed, the run resumes at the first sample that begins at or after the number of tokens
-        consumed.
+        If --seq-length has changed, the run resumes at the first sample that begins at or after the tokens consumed.
         """
         saved = former.convert_progress(metadata)
         progress = cls(**{field.name: saved[field.name] for field in fields(cls)})
@@ -49,7 +48,7 @@ class TrainProgress:
         return progress
 
     def to_metadata(self, tokens_per_sample: int) -> dict[str, int]:
-        """Return the ``progress`` entry of a checkpoint's metadata."""
+        """Return the ``progress`` entry for checkpoint metadata."""
         return {**asdict(self), "tokens_consumed": self.samples_consumed * tokens_per_sample}
 
     @property

@@ -32,7 +32,7 @@ OTHER_RANK_REASON = "another rank was asked to stop"
 
 
 class Callback:
-    """Hooks called around the training steps of a run. Subclasses override the ones they need.
+    """Hooks called around training steps. Subclasses override the ones they need.
 
     | hook | is called |
     |---|---|
@@ -68,7 +68,7 @@ class Callback:
 
     @property
     def name(self) -> str:
-        """Name of the callback's state in checkpoints."""
+        """Key of the callback's state in checkpoints."""
         return type(self).__name__
 
     def on_train_start(self) -> None: ...
@@ -120,17 +120,17 @@ class Trainer:
     """The training loop: runs training steps and calls the callbacks. Runs on every rank; its methods are collective.
 
     Attributes:
-        batch_sizes: schedule of the global batch size in samples, as a function of the samples consumed.
-        seq_lengths: schedule of the sequence length in tokens, as a function of the tokens consumed.
-        progress: counters of steps, updates and samples.
-        run_length: the limits of the run.
-        samples, seq_length: samples and sequence length of the current or last step.
-        learning_rate, last_loss: learning rate and loss of that step; None before the first one.
+        batch_sizes: global batch size schedule in samples, as a function of samples consumed.
+        seq_lengths: sequence length schedule in tokens, as a function of tokens consumed.
+        progress: step, update and sample counters.
+        run_length: run limits.
+        samples, seq_length: samples and sequence length in the current or last step.
+        learning_rate, last_loss: learning rate and loss in that step; None before the first one.
         stop_text: reason why the run ends early, once all ranks have agreed to stop; otherwise "".
         print_line: prints a line to the console on rank 0.
-        resumed_step: step of the checkpoint from which this start continues the run of the folder; None for a new run.
-        steps_taken: number of steps since the start. Steps repeated after a rollback count again.
-        samples_taken: sequence length -> number of samples of these steps.
+        resumed_step: checkpoint step from which this start continues the folder's run; None for a new run.
+        steps_taken: steps since the start. Steps repeated after a rollback count again.
+        samples_taken: sequence length -> samples in these steps.
         pause_s: seconds since the start that were not spent on training (evaluation, saving).
     """
 
@@ -207,12 +207,12 @@ class Trainer:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until the run reaches a limit."""
+        """Steps until the run reaches a limit."""
         return self.run_length.steps_left(self.progress.step, self.progress.samples_consumed)
 
     @property
     def last_step(self) -> int:
-        """Number of the last step of the run, given the samples consumed so far."""
+        """The run's last step number, given the samples consumed so far."""
         return self.progress.step + self.steps_left
 
     def open_batches(self) -> AbstractContextManager[Any]:
@@ -222,7 +222,7 @@ class Trainer:
         return self.batches or nullcontext()
 
     def train_step(self) -> StepResult:
-        """Take one step: forward and backward of all micro-batches, gradient reduction, update; log if due."""
+        """Take one step: forward and backward for all micro-batches, gradient reduction, update; log if due."""
         progress, first_sample = self.progress, self.progress.samples_consumed
         num_samples = self.batch_sizes.at(first_sample)
         self.seq_length = self.seq_lengths.length_of_step(first_sample)
@@ -251,7 +251,7 @@ class Trainer:
 
     @property
     def num_sequences_per_sample(self) -> int:
-        """Number of sequences of ``seq_length`` tokens into which each sample of the step is split."""
+        """Number of sequences of ``seq_length`` tokens per sample in this step."""
         return self.seq_lengths.full // self.seq_length
 
     @property
@@ -267,7 +267,7 @@ class Trainer:
         return is_multiple or step in (1, self.last_step)
 
     def log(self, result: StepResult) -> None:
-        """Collect the metrics of a step and call ``on_log``. docs/monitoring.md has the units and formulas."""
+        """Collect a step's metrics and call ``on_log``. docs/monitoring.md has the units and formulas."""
         consumed, per_sample = self.progress.samples_consumed, self.config.tokens_per_sample
         self.call(
             "on_log",
@@ -289,7 +289,7 @@ class Trainer:
         )
 
     def _rates_by_label(self) -> dict[str, float]:
-        """Return the learning rates other than --lr, by label; the same in every layout."""
+        """Return learning rates other than --lr, by label; the same in every layout."""
         schedule = self.lr_scheduler
         return {rate.label: schedule.with_rates(rate.lr, rate.min_lr).after(self._lr_position) for rate in self.rates}
 
@@ -338,7 +338,7 @@ class Trainer:
         return self._is_save_requested
 
     def _with_location(self, error: NumericsError) -> NumericsError:
-        """Return ``error`` with the step, its samples and the location of the value on this rank."""
+        """Copy ``error`` with the step, its samples and the value's location on this rank."""
         location = next(
             (
                 location_text
@@ -353,7 +353,7 @@ class Trainer:
         return located_error
 
     def _before_update(self, loss: float) -> None:
-        """Call ``on_before_update`` of the callbacks, then the engine's own check of the loss."""
+        """Call all ``on_before_update`` hooks, then the engine's loss check."""
         self.call("on_before_update", loss)
         self._check_loss(loss)
 
@@ -367,16 +367,16 @@ class Trainer:
         return [callback for callback in overriding if callback.every and self.samples.step % callback.every == 0]
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call ``hook`` of every callback that is due."""
+        """Call ``hook`` on every callback that is due."""
         for callback in self.due(hook):
             getattr(callback, hook)(*args)
 
     def find(self, callback_type: type[CallbackT]) -> CallbackT | None:
-        """Return the callback of class ``callback_type``, or None if this rank has none."""
+        """Return the ``callback_type`` callback, or None if this rank has none."""
         return next((callback for callback in self.callbacks if isinstance(callback, callback_type)), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the non-empty checkpoint states of the callbacks, by name."""
+        """Return non-empty callback states, by name."""
         return {callback.name: state for callback in self.callbacks if (state := callback.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -386,7 +386,7 @@ class Trainer:
                 callback.load_state_dict(states[callback.name])
 
     def _call_on_exception(self, error: BaseException) -> None:
-        """Call ``on_exception`` of each callback; an exception in one callback does not affect the others."""
+        """Call ``on_exception`` on each callback; an exception in one callback does not affect the others."""
         for callback in self.due("on_exception"):
             try:
                 callback.on_exception(error)
@@ -395,7 +395,6 @@ class Trainer:
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
-    """Return True if the class of ``callback`` overrides ``hook``."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 

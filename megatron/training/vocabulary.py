@@ -1,4 +1,4 @@
-"""Vocabulary of a run: the tokenizer's ids and those that the model family adds."""
+"""A run's vocabulary: the tokenizer's ids and the model family's additional ids."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def with_tokenizer(config: Config, world: Group | None = None) -> tuple[Any, Config]:
-    """Return the tokenizer, or None if no flag names one, and the configuration with its vocabulary. Collective.
+    """Build the tokenizer (None if no flag names one) and a configuration with its vocabulary. Collective.
 
     Args:
-        world: group of all ranks of the run; None: this process only.
+        world: the run's world group; None: this process only.
     """
     settings, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
     if not (settings.tokenizer_path or settings.vocab_file or is_null):
@@ -40,7 +40,7 @@ def with_tokenizer(config: Config, world: Group | None = None) -> tuple[Any, Con
 
 
 def with_vocabulary(tokenizer: Any, config: Config) -> Config:
-    """Return the configuration with the vocabulary size: the tokenizer's ids and those that its family appends.
+    """Copy the configuration with the vocabulary size: the tokenizer's ids and the family's additional ids.
 
     Raises:
         ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
@@ -65,6 +65,6 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
 
 
 def family_vocabulary(tokenizer: Any, config: Config) -> Any:
-    """Return the ``Vocabulary`` of the family's samples: the tokenizer's ids and those that the family adds."""
+    """Return the ``Vocabulary`` for the family's samples: the tokenizer's ids and the family's additional ids."""
     data = data_parts(config.family)
     return tokenizer if data is None else data.special_tokens(tokenizer, config)

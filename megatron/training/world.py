@@ -33,9 +33,9 @@ class World:
 
     @property
     def reads_data(self) -> bool:
-        """True if this rank reads data: the first tensor rank of the first stage and of the stage with the loss.
+        """True if this rank reads data: the first tensor rank on the first stage and on the stage with the loss.
 
-        The ranks of a context group all read the same samples; each uses its own chunks of them.
+        All ranks in a context group read the same samples; each uses different chunks.
         """
         loss_stage = self.grid.pipe.size - 1 if self.loss_stage is None else self.loss_stage
         return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, loss_stage)
@@ -51,7 +51,7 @@ class World:
         return (self.grid.world if self.device == cpu_device else self.grid.host), cpu_device
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return, for each of ``flags``, True if it is True on any rank. Collective."""
+        """Combine each flag by a logical or over all ranks. Collective."""
         group, device = self.decision_group
         votes = torch.tensor(flags, dtype=torch.float32, device=device)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]
@@ -63,11 +63,11 @@ class World:
 
     @property
     def name(self) -> str:
-        """Name of this rank for messages."""
+        """This rank's name for messages."""
         return self.rank_name(self.rank)
 
     def rank_name(self, rank: int) -> str:
-        """Return the name of a rank for messages, with its coordinates."""
+        """Format a rank's name with its coordinates, for messages."""
         coordinate = self.grid.topology.coordinate(rank)
         context = f", context {coordinate.context}" if self.grid.topology.context > 1 else ""
         return f"rank {rank} (stage {coordinate.pipe}, tensor {coordinate.tensor}, data {coordinate.data}{context})"

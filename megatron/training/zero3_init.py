@@ -67,7 +67,7 @@ def build_module(provider: Callable[[], torch.nn.Module], *, is_deferred: bool) 
 
 
 def make_param_init(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
-    """Return the ``ParamInit`` that initialises the weights of ``module`` one by one; None without ZeRO 3."""
+    """Make a ``ParamInit`` that initialises the weights of ``module`` one by one; None without ZeRO 3."""
     if not is_weight_sharded(config, world):
         return None
     names = {parameter: name for name, parameter in named_parameters(module)}
@@ -83,7 +83,7 @@ def make_param_init(config: Config, module: torch.nn.Module, world: World, rule:
 
 @torch.no_grad()
 def broadcast_from_first(values: torch.Tensor, device: torch.device, group: Group) -> None:
-    """Broadcast ``values``, which are on the host, from the first rank of ``group`` via ``device``. Collective."""
+    """Broadcast host ``values`` from the first rank in ``group`` via ``device``. Collective."""
     if group.size == 1:
         return
     flat = values.contiguous().view(-1)

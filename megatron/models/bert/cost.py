@@ -1,4 +1,4 @@
-"""Costs of a BERT. Its units are GPT-2's, with a transform between the layers and the head.
+"""BERT costs. The units are GPT-2's, with a transform between the layers and the head.
 
 | unit | in addition to GPT-2 of the same sizes |
 |---|---|
@@ -22,7 +22,7 @@ _TOKEN_TYPES = 2
 
 
 class Heads(Protocol):
-    """Attributes of ``BertConfig`` on which the costs depend."""
+    """``BertConfig`` attributes that determine the costs."""
 
     @property
     def binary_head(self) -> bool: ...
@@ -32,7 +32,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class BertCosts(DecoderCosts):
-    """Costs of a BERT with ``model`` for samples of ``seq_length`` tokens."""
+    """BERT costs with ``model`` for samples of ``seq_length`` tokens."""
 
     is_causal: ClassVar[bool] = False
     heads: Heads
@@ -83,13 +83,13 @@ class BertCosts(DecoderCosts):
         return [embedding, *layers, SavedBytes(5 * hidden, 3 * hidden), head]
 
     def _transform_parameters(self) -> int:
-        """Return the number of parameters of the next-sentence head: the pooler and the linear layer of two scores."""
+        """Count the next-sentence head's parameters: the pooler and the linear layer for two scores."""
         h = self.model.hidden_size
         return h * h + h + 2 * h + 2
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
-    """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
+    """Return the costs for the model in ``config``; saved activations depend on ``is_on_cpu``."""
     return BertCosts(
         config.model, config.batch.seq_length, config.family_config,
         uses_document_starts=mask_reason(config, "cpu" if is_on_cpu else "cuda", is_causal=False) is None,

@@ -83,7 +83,7 @@ class BertTokens:
 
 
 def bert_tokens(tokenizer: Vocabulary) -> BertTokens:
-    """Return the special tokens of a tokenizer; missing ones are appended to its vocabulary in the order of NAMES."""
+    """Find a tokenizer's special tokens; missing ones are appended to the vocabulary in the order of NAMES."""
     control_tokens, vocab_size = tokenizer.control_tokens, tokenizer.vocab_size
     ids: dict[str, int] = {}
     next_id = vocab_size
@@ -122,14 +122,14 @@ class Masked(NamedTuple):
 
 
 def num_to_mask(length: int, probability: float) -> int:
-    """Return the number of tokens to mask out of ``length``: the rounded share, at least 1."""
+    """Return the token count to mask out of ``length``: the rounded share, at least 1."""
     return max(1, round(probability * length))
 
 
 def mask_tokens(
     text: np.ndarray, count: int, words: np.ndarray, tokens: BertTokens, is_start: np.ndarray | None = None
 ) -> Masked:
-    """Return ``text`` with ``count`` tokens masked, or all tokens that can be masked if there are fewer.
+    """Mask ``count`` tokens in ``text``, or all tokens that can be masked if there are fewer.
 
     Args:
         words: uint64[3 n], random.
@@ -159,7 +159,7 @@ def _choose_tokens(is_maskable: np.ndarray, count: int, keys: np.ndarray) -> np.
 
 
 def _choose_whole_words(is_maskable: np.ndarray, is_start: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Return the positions of words in random order, skipping words that no longer fit. A control token is a word."""
+    """Choose word positions in random order, skipping words that no longer fit. A control token is a word."""
     is_start = is_start | ~is_maskable
     is_start[0] = True
     is_start[1:] |= ~is_maskable[:-1]
@@ -176,7 +176,7 @@ def _choose_whole_words(is_maskable: np.ndarray, is_start: np.ndarray, count: in
 
 
 def _select_fitting(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the indices of the ``lengths`` that fit into ``capacity`` when they are added in order."""
+    """Select indices of ``lengths`` that fit into ``capacity`` when added in order."""
     chosen_ranges, start = [], 0
     while capacity > 0 and start < len(lengths):
         ends = lengths[start:].cumsum()
@@ -204,7 +204,7 @@ PADDING = -1
 def build_sample(
     masked: Masked, boundary: int, is_random: bool, tokens: BertTokens, length: int, has_pairs: bool
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the table above for a text whose second segment starts at ``boundary``."""
+    """Build the arrays in the table above for a text whose second segment starts at ``boundary``."""
     first, second = 1, len(masked.tokens) + (2 if has_pairs else 1)  # positions of the text and of the last sep
     text, labels = np.full(length, tokens.pad_id, np.int64), np.full(length, NOT_PREDICTED, np.int64)
     segment_ids = np.full(length, PADDING, np.int32)
@@ -247,13 +247,13 @@ class BertDataset:
 
     Args:
         documents: (start, stop) of the documents to use, or their indices in ascending order.
-        seq_length: tokens of a sample, including special tokens.
+        seq_length: tokens per sample, including special tokens.
         has_pairs: samples have two segments; otherwise one.
-        mask_prob: share of the text that is masked.
+        mask_prob: masked share of the text.
         short_seq_prob: share of samples with a text of random length, at least 2 tokens; these samples are padded.
         word_starts: bool[vocabulary], True for tokens that start a word; if given, words are masked as a whole.
         seed: the same on all ranks.
-        cache: stores long document orders in files shared by all processes of this host; None: each process keeps them
+        cache: stores long document orders in files shared by all processes on this host; None: each process keeps them
             in memory.
         draws: as in ``T5Dataset``.
 
@@ -327,7 +327,7 @@ class BertDataset:
         return 0.5 * (1.0 - rejected_share * rejected_share**_MAX_TRIES)
 
     def num_predicted(self, index: int) -> int:
-        """Return the number of tokens to predict in sample ``index``, without reading it."""
+        """Count the tokens to predict in sample ``index``, without reading it."""
         return num_to_mask(self._text_length(self._random_words(index, _LENGTH + 1)), self.mask_prob)
 
     def prefetch(self, index: int) -> None:
@@ -383,7 +383,7 @@ class BertDataset:
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:
-    """Return the number of text tokens in a sample of ``seq_length``."""
+    """Return the text token count per sample with ``seq_length`` tokens."""
     return seq_length - (3 if has_pairs else 2)
 
 
@@ -392,7 +392,7 @@ def _to_unit_interval(word: np.uint64) -> float:
 
 
 def _truncate_slices(slices: Sequence[DocumentSlice], length: int) -> list[DocumentSlice]:
-    """Return the slices of the first ``length`` tokens."""
+    """Keep the first ``length`` tokens."""
     truncated_slices = []
     for doc_slice in slices:
         if length <= 0:
@@ -403,7 +403,7 @@ def _truncate_slices(slices: Sequence[DocumentSlice], length: int) -> list[Docum
 
 
 def _longest_slice(slices: Sequence[DocumentSlice]) -> tuple[int, int]:
-    """Return the start and end of the longest slice in the text, the first one if there are several."""
+    """Find the start and end of the longest slice in the text, the first one if there are several."""
     start, stop, end = 0, 0, 0
     for doc_slice in slices:
         if doc_slice.length > stop - start:
@@ -416,12 +416,12 @@ def _longest_slice(slices: Sequence[DocumentSlice]) -> tuple[int, int]:
 
 
 def special_tokens(tokenizer: Any, config: Config) -> BertTokens:
-    """Return the special tokens of a run."""
+    """Return a run's special tokens."""
     return bert_tokens(tokenizer)
 
 
 def random_dataset(config: Config, texts: Any, tokens: BertTokens, seed: int) -> BertDataset:
-    """Return samples of the random documents ``texts``, whose ids are below ``texts.vocab_size``."""
+    """Build samples from the random documents ``texts``, whose ids are below ``texts.vocab_size``."""
     bert_config, word_starts = config.family_config, np.arange(texts.vocab_size) % 3 != 0
     return BertDataset(
         texts,
@@ -458,12 +458,12 @@ def build_bert_train_valid_test(
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
 ) -> SplitDatasets:
-    """Return the training, validation and test samples; None for a split that is not needed.
+    """Build training, validation and test samples; None for a split that is not needed.
 
     Args:
         seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as in ``BertDataset``.
-        tokens: all token ids of a text must be below its ``text_vocab_size``.
-        tokenizer_identity: identity of the tokenizer, compared with the identity in the corpus's sidecar file, if any.
+        tokens: all token ids in a text must be below its ``text_vocab_size``.
+        tokenizer_identity: tokenizer identity, compared with the one in the corpus's sidecar file, if any.
 
     Raises:
         DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, or, for

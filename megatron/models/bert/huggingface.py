@@ -58,7 +58,7 @@ _FIXED_SETTINGS = {
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return the mapping of each of our weights, by logical name."""
+    """Return weight mappings by our logical names."""
     model = config.model
     return dict(
         _iter_mappings(model.num_layers, model.num_attention_heads, has_second_head=config.family_config.binary_head)
@@ -87,7 +87,7 @@ def _iter_mappings(num_layers: int, num_heads: int, *, has_second_head: bool) ->
 
 
 def rename_tensor(name: str, config: Config) -> str | None:
-    """Return the current name of a tensor; None for tensors of a second head that ``config`` does not have."""
+    """Return a tensor's current name; None for tensors in a second head that ``config`` does not have."""
     for old, new in _CURRENT_NAMES.items():
         name = name.replace(old, new)
     is_second_head = name.startswith(tuple(_SECOND_HEAD.values()))
@@ -95,7 +95,7 @@ def rename_tensor(name: str, config: Config) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each setting of ``config`` that the format cannot express."""
+    """Yield a message for each setting in ``config`` that the format cannot express."""
     model = config.model
     if model.activation not in _HF_ACTIVATIONS:
         yield f"--activation must be one of {', '.join(_HF_ACTIVATIONS)}, got {model.activation}"
@@ -107,7 +107,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return the contents of config.json for ``config``."""
+    """Convert ``config`` to the contents of config.json."""
     model = config.model
     return {
         "architectures": [hf_class(config)],
@@ -128,7 +128,7 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def values(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Convert the contents of a config.json to our settings, by field name (without sections).
+    """Convert a config.json's contents to our settings, by field name (without sections).
 
     Raises:
         CheckpointError: a setting is not supported; the message lists all of them.
@@ -160,12 +160,12 @@ def values(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def hf_class(config: Config) -> str:
-    """Return the name of the Hugging Face class with the heads of ``config``."""
+    """Name the Hugging Face class with the heads in ``config``."""
     return _TWO_HEAD_CLASS if config.family_config.binary_head else _WORD_HEAD_CLASS
 
 
 def model_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of all heads, concatenated per sample: [b, s v + 2] or [b, s v].
+    """Compute the logits for all heads, concatenated per sample: [b, s v + 2] or [b, s v].
 
     All tokens are in the first segment.
     """
@@ -177,7 +177,7 @@ def model_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def hf_logits(out: Any) -> torch.Tensor:
-    """Return the logits of all heads from the output of the Hugging Face model, as ``model_logits`` does."""
+    """Extract the logits for all heads from the Hugging Face model's output, as ``model_logits`` does."""
     import torch  # takes half a second; a dry run that reads only settings does not need it
 
     if hasattr(out, "logits"):

@@ -56,7 +56,7 @@ Outputs = Logits | tuple[Logits, torch.Tensor]
 
 
 def materialize_outputs(outputs: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return ``outputs`` with the logits as a tensor."""
+    """Convert the logits in ``outputs`` to a tensor."""
     if isinstance(outputs, (torch.Tensor, LazyLogits)):
         return materialize_logits(outputs)
     word_logits, scores = outputs
@@ -73,13 +73,13 @@ def bert_loss(
     args: BertModelArgs,
     parallel: ParallelContext,
 ) -> SumAndCount | dict[str, SumAndCount]:
-    """Return (sum, count) over the masked tokens; with two heads a dictionary of both losses and the total, "loss".
+    """Compute (sum, count) over the masked tokens; with two heads a dictionary with both losses and the total, "loss".
 
     Shapes:
         logits    [s, b, v/t] or ``LazyLogits``; with two heads a pair of these and [b, 2]
         labels    [b, s] token ids, used where ``loss_mask`` [b, s] is not 0
         is_random [b], 1 if the second segment does not follow the first
-        step_predictions [2], number of tokens to predict and of samples in the step; None: computed from this batch
+        step_predictions [2], tokens to predict and samples in the step; None: computed from this batch
     """
     if isinstance(logits, (torch.Tensor, LazyLogits)):
         return model_loss(logits, labels, loss_mask, args, parallel)
@@ -109,7 +109,7 @@ def bert_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class BertModelArgs(ModelArgs):
-    """Sizes and switches of a masked language model; ``binary_head`` adds next-sentence prediction."""
+    """Sizes and switches for a masked language model; ``binary_head`` adds next-sentence prediction."""
 
     family: str = "bert"
     binary_head: bool = True
@@ -130,8 +130,8 @@ class SharedWordEmbedding(nn.Module):
 
     Shapes:
         tokens [b, s]
-        token_types [b, s], 0 in the first segment of a sample, 1 in the second
-        output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        token_types [b, s], 0 in a sample's first segment, 1 in the second
+        output [s, b, h], or this rank's sequence shard, depending on ``parallel``
     """
 
     word: VocabParallelEmbedding
@@ -186,16 +186,16 @@ class BertAttention(SelfAttention):
 def padding_mask(
     segments: torch.Tensor, x: torch.Tensor, args: BertModelArgs, parallel: ParallelContext
 ) -> torch.Tensor:  # fmt: skip
-    """Return the attention mask of this rank's queries for segments [b, s] with -1 for padding.
+    """Build the attention mask for this rank's queries from segments [b, s] with -1 for padding.
 
     Other tokens do not attend to padding. With context parallelism, segments are [b, s/c] and the function is
     collective.
 
     Shapes:
         x      hidden states, the input of the layers
-        output int32 [2, b, s], start and stop of the keys of each query, if there is no attention dropout and a kernel
-               for the device; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's
-               (see ``ParallelContext.query_positions``)
+        output int32 [2, b, s], key start and stop by query, if there is no attention dropout and a kernel for the
+               device; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's (see
+               ``ParallelContext.query_positions``)
     """
     queries, keys = parallel.query_and_key_segments(segments)
     kernel = (
@@ -216,7 +216,7 @@ class BertLayer(nn.Module):
         output   [s, b, h]
 
     Args:
-        layer: index of this layer in the full model, from 0; part of the keys of its dropout masks.
+        layer: layer index in the full model, from 0; part of the dropout keys.
 
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.1; Devlin et al. 2019, "BERT".
     """
@@ -264,7 +264,7 @@ class Transform(nn.Module):
     """Linear layer, activation and norm between the last layer and the word head.
 
     Shapes:
-        input, output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        input, output [s, b, h], or this rank's sequence shard, depending on ``parallel``
     """
 
     def __init__(self, args: BertModelArgs, parallel: ParallelContext) -> None:
@@ -278,14 +278,14 @@ class Transform(nn.Module):
 
 
 class NextSentence(nn.Module):
-    """Next-sentence prediction from the first token of a sample.
+    """Next-sentence prediction from a sample's first token.
 
     With sequence parallelism, the first tensor rank has that token and sends it to the others, which all compute the
-    scores. With context parallelism, the first rank of the context group has it; the scores of other ranks are ignored.
+    scores. With context parallelism, the first rank in the context group has it; other ranks' scores are ignored.
 
     Shapes:
-        input  [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
-        output [b, 2], scores of the classes "the second segment follows the first" and "random second segment"
+        input  [s, b, h], or this rank's sequence shard, depending on ``parallel``
+        output [b, 2], scores for the classes "the second segment follows the first" and "random second segment"
     """
 
     has_replicated_output = True  # read by the debugger: the output is the same on every rank
@@ -310,7 +310,7 @@ class WordHead(nn.Module):
     """Head tied to the word table, with a bias per word that is sharded like the table.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``parallel``
+        x      [s, b, h], the same on every rank, or this rank's sequence shard, depending on ``parallel``
         table  [v/t, h], padded rows last
         output [s, b, v/t], or ``LazyLogits``
     """
@@ -326,7 +326,7 @@ class WordHead(nn.Module):
 
 
 def bert_rule(std: float) -> Rule:
-    """Return the rule for initial weights that uses ``std`` for all of them.
+    """Return an initialization rule with ``std`` for all weights.
 
     Post-norm layers do not need a smaller standard deviation for projections into the residual stream.
 
@@ -386,22 +386,22 @@ class BertModel(nn.Module):
 
 
 def model_args(config: Config, *, recomputes: bool = False) -> BertModelArgs:
-    """Return the ``BertModelArgs`` of ``config``.
+    """Build ``BertModelArgs`` from ``config``.
 
     Args:
-        recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+        recomputes: apply the run's activation recomputation settings; otherwise nothing is recomputed.
     """
     switches = recompute_switches(config) if recomputes else {}
     return bert_model_args_from(config.model, config.family_config, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return the rule for the standard deviation of the initial weights."""
+    """Return the rule for the standard deviation of initial weights."""
     return bert_rule(config.model.init_method_std)
 
 
 def example_inputs(config: Config, draw_tokens: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return example inputs of a BERT without labels; ``draw_tokens(length)`` draws tokens [b, length]."""
+    """Make example inputs for BERT without labels; ``draw_tokens(length)`` draws tokens [b, length]."""
     tokens = draw_tokens(config.batch.seq_length)
     zeros = torch.zeros_like(tokens)
     inputs = {"tokens": tokens, "token_types": zeros, "is_random": zeros[:, 0]}
@@ -414,7 +414,7 @@ MODEL = ModelParts(args=model_args, model=BertModel, weight_init=weight_init, ex
 def bert_fields(
     text: Tensor, labels: Tensor, parts: Tensor, is_random: Tensor | None = None, *, has_segments: bool
 ) -> dict[str, Tensor | None]:
-    """Return tokens, token_types, segments, labels, loss_mask and, if given, is_random of a micro-batch.
+    """Return a micro-batch's tokens, token_types, segments, labels, loss_mask and, if given, is_random.
 
     Shapes:
         text, labels, parts [b, s]; is_random [b]

@@ -1,7 +1,7 @@
 """BERT as a list of layers for the pipeline engine.
 
 Stages send the hidden states [s, b, h] and, if samples are padded, segments [b, s]. Masks are never sent. Before the
-head, the output of the transform is sent and, with two heads, the next-sentence scores [b, 2].
+head, the transform's output is sent and, with two heads, the next-sentence scores [b, 2].
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WordHeadPipe(WordHead):
 
 
 def layer_specs(args: BertModelArgs, parallel: ParallelContext) -> list[LayerSpec]:
-    """Return the specs of embedding, ``num_layers`` layers, transform and head."""
+    """List specs for embedding, ``num_layers`` layers, transform and head."""
     word = Shared(
         "word", VocabParallelEmbedding, args.vocab_size, args.hidden_size,
         divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs,
@@ -77,14 +77,14 @@ def layer_specs(args: BertModelArgs, parallel: ParallelContext) -> list[LayerSpe
 
 
 def boundary_before(unit_idx: int, args: BertModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return the tensors sent to a stage that starts with ``unit_idx``, an index into ``layer_specs``."""
+    """List the tensors sent to a stage that starts with ``unit_idx``, an index into ``layer_specs``."""
     if unit_idx == args.num_layers + 2:
         return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if args.binary_head else [])]
     return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
 
 
 def random_batch(args: BertModelArgs, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
-    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+    """Make (inputs, labels) for a micro-batch with random tokens, the same on every rank.
 
     Shapes:
         all tensors [b, s], with (b, s) given by ``shape``, except is_random [b] and step_predictions [2]
@@ -97,7 +97,7 @@ def random_batch(args: BertModelArgs, shape: tuple[int, ...], has_segments: bool
 
 
 class BertModelPipe(ModelPipe):
-    """BERT split over the pipeline stages of ``topology``; its layers are embedding, layers, transform and head."""
+    """BERT split over the pipeline stages in ``topology``, with embedding, layers, transform and head as layers."""
 
     layer_classes = (BertLayerPipe,)
 
@@ -118,7 +118,7 @@ class BertModelPipe(ModelPipe):
         return random_batch(self.model_args, shape, self.has_segments)
 
     def made_output(self, output: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits as a tensor, for evaluations that return outputs."""
+        """Convert the logits to a tensor, for evaluations that return outputs."""
         return materialize_outputs(output)
 
     def _loss(self, logits: Outputs, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
@@ -128,7 +128,7 @@ class BertModelPipe(ModelPipe):
         return Weighted(*losses)
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name of this parameter in the single-stage model."""
+        """Return this parameter's name in the single-stage model."""
         prefix, _, suffix = local_name.partition(".")
         head_idx = self.model_args.num_layers + 2
         if prefix in ("tied_modules", "0"):

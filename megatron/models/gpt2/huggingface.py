@@ -51,7 +51,7 @@ _WORD_EMBEDDING, _HEAD, _HF_HEAD = "embedding.word.weight", "head.weight", "lm_h
 
 
 def weight_mapping(name: str, num_heads: int) -> WeightMapping | None:
-    """Return the mapping of our weight ``name``, or None if GPT-2 has no such weight."""
+    """Return the mapping for our weight ``name``, or None if GPT-2 has no such weight."""
     hf_name = _hf_name(name)
     if hf_name is None:
         return None
@@ -102,7 +102,7 @@ def from_ours(weights: dict[str, torch.Tensor], num_heads: int) -> dict[str, tor
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:
-    """Convert a Hugging Face ``GPT2Config`` (or its dict) to settings of our model, by field name.
+    """Convert a Hugging Face ``GPT2Config`` (or its dict) to our model settings, by field name.
 
     Raises:
         CheckpointError: a setting is not supported; the message lists all of them.
@@ -136,7 +136,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _our_name(hf_name: str) -> str | None:
-    """Return our name for the Hugging Face tensor ``hf_name``, or None if the tensor is unknown."""
+    """Convert a Hugging Face tensor name to ours, or return None if it is unknown."""
     if hf_name == _HF_HEAD:
         return _HEAD
     stem, _, suffix = hf_name.removeprefix("transformer.").rpartition(".")
@@ -149,7 +149,7 @@ def _our_name(hf_name: str) -> str | None:
 
 
 def _hf_name(our_name: str) -> str | None:
-    """Return the Hugging Face name of our weight ``our_name``, or None if the weight is unknown."""
+    """Convert our weight name to Hugging Face's, or return None if it is unknown."""
     if our_name == _HEAD:
         return _HF_HEAD
     stem, _, suffix = our_name.rpartition(".")
@@ -174,7 +174,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Return the contents of config.json for ``config``.
+    """Convert ``config`` to the contents of config.json.
 
     If the model has no biases, zero biases are exported, and ``"hidden_bias": false`` marks them.
     """
@@ -211,7 +211,7 @@ def _values(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return the mapping of each weight of the model. Without biases, the zero biases of Hugging Face are not read."""
+    """Return all weight mappings. Without biases, Hugging Face's zero biases are not read."""
     model = config.model
     names = [_WORD_EMBEDDING, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
     for i in range(model.num_layers):

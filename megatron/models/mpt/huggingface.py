@@ -11,7 +11,7 @@
 | final_norm.weight | transformer.norm_f.weight | |
 | head.weight (only when untied) | lm_head.weight | |
 
-Effect of settings in config.json on the Hugging Face model and on ours:
+Effect of config.json settings on the Hugging Face model and on ours:
 
 | setting | Hugging Face model | our model |
 |---|---|---|
@@ -58,7 +58,7 @@ _ABSENT_ATTENTION_SETTINGS = {"rope": False, "sliding_window_size": -1}  # may b
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return the mapping of each of our weights, by name."""
+    """Return weight mappings by our names."""
     mappings = {
         "embedding.word.weight": WeightMapping((_HF_WORD,)),
         "final_norm.weight": WeightMapping(("transformer.norm_f.weight",)),
@@ -76,7 +76,7 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each setting of ``config`` that the format cannot express."""
+    """Yield a message for each setting in ``config`` that the format cannot express."""
     model = config.model
     fixed = {"position_embedding_type": "alibi", "norm_bias": False, "num_query_groups": model.num_attention_heads}
     yield from unsupported_settings(model, fixed, free=("clip_qkv",))
@@ -94,7 +94,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return the contents of config.json for ``config``."""
+    """Convert ``config`` to the contents of config.json."""
     model = config.model
     return {
         "architectures": ["MptForCausalLM"],
@@ -124,7 +124,7 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def values(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Convert the contents of a config.json to our settings, by field name (without sections).
+    """Convert a config.json's contents to our settings, by field name (without sections).
 
     Raises:
         CheckpointError: a setting is not supported; the message lists all of them.

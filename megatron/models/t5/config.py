@@ -140,7 +140,7 @@ class T5Config(FamilyConfig):
 
     @property
     def max_num_spans(self) -> int:
-        """Maximum number of masked spans per sample, the number of sentinels required."""
+        """Maximum masked spans per sample, which is the number of sentinels required."""
         return spans.max_num_spans(self.raw_length, self.parsed_denoisers)
 
     def summary(self, model: ModelConfig) -> str:
@@ -163,7 +163,7 @@ class T5Config(FamilyConfig):
         return reset_attention_mask or spans.has_modes(self.parsed_denoisers)
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> T5Config:
-        """Return this section with derived sizes filled in; sizes that cannot be computed stay 0.
+        """Copy this section with derived sizes; sizes that cannot be computed stay 0.
 
         The longest target is unknown for CPM's three-file sets; ``enc_seq_length`` is used for them.
         """
@@ -191,7 +191,7 @@ class T5Config(FamilyConfig):
             )
 
     def model_problems(self, config: Config) -> Iterator[str]:
-        """Yield problems of the position embedding: an unsupported type, or unused rows of the bias table."""
+        """Yield problems with the position embedding: an unsupported type, or unused rows in the bias table."""
         positions, buckets = config.model.position_embedding_type, self.relative_attention_num_buckets
         if positions not in (RELATIVE, LEARNED):
             yield (
@@ -367,7 +367,7 @@ FAMILY = ModelFamily(
 
 
 class T5LayerOrder(NamedTuple):
-    """Unit indices in the list that is split into stages: embedding, layers and norm of each side, then the head.
+    """Unit indices in the list that is split into stages: embedding, layers and norm per side, then the head.
 
     The boundary between encoder and decoder is between ``enc_norm`` and ``dec_embedding``.
     """
@@ -382,7 +382,7 @@ class T5LayerOrder(NamedTuple):
 
 
 def t5_units(enc_layers: int, dec_layers: int) -> T5LayerOrder:
-    """Return the unit indices of a T5 with this many layers per side."""
+    """Return the unit indices for this many layers per side."""
     encoder, dec_embedding = range(1, 1 + enc_layers), enc_layers + 2
     decoder = range(dec_embedding + 1, dec_embedding + 1 + dec_layers)
     return T5LayerOrder(0, encoder, encoder.stop, dec_embedding, decoder, decoder.stop, decoder.stop + 1)

@@ -1,4 +1,4 @@
-"""Costs of a T5: parameters, FLOPs, memory and work per unit.
+"""T5 costs: parameters, FLOPs, memory and work per unit.
 
 The units are the encoder's embedding, Le layers and norm, the decoder's embedding, Ld layers and norm, and the head.
 
@@ -33,7 +33,7 @@ from tds.schedule import LOOP
 
 
 class Sides(Protocol):
-    """Attributes of ``T5Config`` on which the costs depend."""
+    """``T5Config`` attributes that determine the costs."""
 
     @property
     def enc_layers(self) -> int: ...
@@ -51,13 +51,13 @@ class Sides(Protocol):
 
 @dataclass(frozen=True)
 class T5Costs(Costs):
-    """Costs of a T5.
+    """T5 costs.
 
     Args:
-        model: dimensions of the layers; ``num_layers`` is not used.
-        sides: numbers of layers and sequence lengths of encoder and decoder.
+        model: layer dimensions; ``num_layers`` is not used.
+        sides: layer counts and sequence lengths for encoder and decoder.
         has_segments: batches have segments, so each sample has a mask.
-        mask_bytes: bytes per element of a hidden dropout mask; 0 without dropout.
+        mask_bytes: bytes per hidden dropout mask element; 0 without dropout.
         is_blocked: attention in 32 bits or more is computed in blocks, as on a CPU without attention dropout.
         has_loss_kernels: Triton kernels compute the cross-entropy, which saves no softmax.
     """
@@ -132,7 +132,7 @@ class T5Costs(Costs):
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """See ``Costs``.
 
-        A decoder layer has three all-reduces, plus one in backward for the gradient of the encoder's output.
+        A decoder layer has three all-reduces, plus one in backward for the encoder output's gradient.
         """
         model, sides, h = self.model, self.sides, self.model.hidden_size
         enc, dec = samples * sides.enc_seq_length, samples * sides.dec_seq_length
@@ -168,7 +168,7 @@ class T5Costs(Costs):
         return [embeddings[0], *encoders, norm, embeddings[1], *decoders, norm, head]
 
     def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
-        """Return the bytes of the tensors sent to the stage that starts with unit ``bound``.
+        """Return the bytes sent to the stage that starts with unit ``bound``.
 
         These are the encoder's hidden states or output and, after the decoder's embedding, the decoder's hidden states.
         """
@@ -187,7 +187,7 @@ class T5Costs(Costs):
         return scores(queries, keys, *head_sizes, num_heads)
 
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """Return the bytes of the encoder's output, which all decoder layers of a chunk share."""
+        """Return the encoder output's bytes, which all decoder layers in a chunk share."""
         output = samples * self.sides.enc_seq_length * self.model.hidden_size * width
         return [Shared(output, tuple(self._units.dec_layers))]
 
@@ -202,7 +202,7 @@ class T5Costs(Costs):
         )  # fmt: skip
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
-        """See ``Costs``; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
+        """See ``Costs``; with ``pipeline_split_rank`` the decoder's embedding is the first unit on that stage."""
         enc_layers, split_rank = self.sides.enc_layers, self.sides.pipeline_split_rank
         if stages == 1:
             return [0, self.num_units]
@@ -224,14 +224,14 @@ class T5Costs(Costs):
         return t5_units(self.sides.enc_layers, self.sides.dec_layers)
 
     def _unit_before(self, layer: int) -> int:
-        """Return the first unit of a chunk that starts with ``layer``, an index over the layers of both sides."""
+        """Return the first unit in a chunk that starts with ``layer``, an index over both sides' layers."""
         units, dec_layer = self._units, layer - self.sides.enc_layers
         if dec_layer < 0:
             return units.enc_layers[layer]
         return units.dec_layers[dec_layer] if dec_layer else units.dec_embedding
 
     def _costs_by_layer(self) -> list[float]:
-        """Return the cost of each layer of both sides, including the other units that are always on the same stage."""
+        """Return costs by layer for both sides, including other units that are always on the same stage."""
         costs, dec_embedding = self.unit_costs, self._units.dec_embedding
         encoder, decoder = costs[:dec_embedding], costs[dec_embedding:-1]
         decoder[-1] += costs[-1]  # the head follows the decoder's norm
@@ -243,7 +243,7 @@ class T5Costs(Costs):
         return layers
 
     def _layer_flops(self) -> tuple[int, int]:
-        """Return the forward FLOPs per sample of an encoder layer and of a decoder layer."""
+        """Return the forward FLOPs per sample for an encoder layer and a decoder layer."""
         enc, dec = self.sides.enc_seq_length, self.sides.dec_seq_length
         width, projections = decoder_cost.attention_width(self.model), decoder_cost.projections_flops(self.model)
         per_token = projections + decoder_cost.feed_forward_flops(self.model)
@@ -265,9 +265,9 @@ class T5Costs(Costs):
     def _decoder_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int, saves_gathered_inputs: bool
     ) -> SavedBytes:
-        """Return the bytes of the activations that a decoder layer saves for backward.
+        """Return the activation bytes that a decoder layer saves for backward.
 
-        The hidden states are the input of three blocks. Cross-attention keys and values have the encoder's length.
+        The hidden states are the input to three blocks. Cross-attention keys and values have the encoder's length.
         """
         h, length, heads = self.model.hidden_size, self.sides.dec_seq_length, decoder_cost.attention_width(self.model)
         unsharded = decoder_cost.between_bytes(
@@ -285,7 +285,7 @@ class T5Costs(Costs):
     def _scores_saved_bytes(
         self, samples: int, queries: int, keys: int, tensor: int, width: int, *, is_cross: bool = False
     ) -> int:
-        """Return the bytes of the query-by-key tensors that one attention saves for backward.
+        """Return the bytes in query-by-key tensors that one attention saves for backward.
 
         | attention | saved |
         |---|---|
@@ -305,7 +305,7 @@ class T5Costs(Costs):
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> T5Costs:
-    """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
+    """Return the costs for the model in ``config``; saved activations depend on ``is_on_cpu``."""
     return T5Costs(
         config.model,
         config.family_config,

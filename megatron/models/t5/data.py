@@ -1,4 +1,4 @@
-"""T5 samples: special tokens, span corruption, and the fields of a batch."""
+"""T5 samples: special tokens, span corruption, and batch fields."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class T5Tokens:
 
     Args:
         eos_id: ends inputs and targets, once per sample.
-        start_id: first input of the decoder in each document.
-        sentinels: the sentinel of the first span of a document, of the second span, and so on.
+        start_id: the decoder's first input in each document.
+        sentinels: the sentinels for a document's first span, second span, and so on.
         modes: mode token by denoiser kind; empty with one denoiser.
         text_vocab_size: upper bound of text ids; 0 if unknown.
     """
@@ -92,7 +92,7 @@ class T5Tokens:
 
     @property
     def names(self) -> dict[int, str]:
-        """Readable names: <1>, <2>, ... for sentinels in the order of spans, <R>, <X>, <S> for modes."""
+        """Readable names: <1>, <2>, ... for sentinels in span order, <R>, <X>, <S> for modes."""
         sentinels = {token: f"<{idx}>" for idx, token in enumerate(self.sentinels, 1)}
         return sentinels | {token: f"<{name}>" for name, token in self.modes.items()}
 
@@ -121,7 +121,7 @@ class T5Tokens:
 
 
 def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[Denoiser]) -> T5Tokens:
-    """Return the special tokens of a tokenizer; missing ones are appended to its vocabulary.
+    """Find a tokenizer's special tokens; missing ones are appended to the vocabulary.
 
     If the tokenizer has no sentinels, ``vocab_extra_ids`` new ids are used, the highest of which is the first sentinel.
     With several denoisers, their mode tokens follow.
@@ -156,12 +156,12 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
 def split_noise(
     document_lengths: Sequence[int], num_noise: int, num_spans: int, words: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the numbers of tokens, noise tokens and spans of each document after merging, each int64[documents].
+    """Count tokens, noise tokens and spans by document after merging, each int64[documents].
 
     Args:
-        document_lengths: tokens of each document of a window, in order.
-        num_noise, num_spans: total numbers of noise tokens and of spans in the window, small enough to keep at least
-            one token before each span.
+        document_lengths: tokens per document in a window, in order.
+        num_noise, num_spans: total noise tokens and spans in the window, small enough to keep at least one token before
+            each span.
         words: uint64[2], random.
     """
     tokens_per_span = -(-num_noise // num_spans) + 1
@@ -193,7 +193,7 @@ def _merge_short_documents(lengths: Sequence[int], min_length: int) -> list[int]
 
 
 def _distribute(total: int, weights: np.ndarray, capacity: np.ndarray, random_word: int) -> np.ndarray:
-    """Return counts that sum to ``total``, proportional to ``weights`` on average and at most ``capacity``."""
+    """Draw counts that sum to ``total``, proportional to ``weights`` on average and at most ``capacity``."""
     weights = np.where(capacity > 0, weights, 0)
     total_weight = int(weights.sum())
     if not total:
@@ -217,9 +217,9 @@ _NUM_DOCUMENT_WORDS = 2
 class Spans(NamedTuple):
     """A text as alternating kept slices and removed spans.
 
-    ``text_lengths`` int64[P] is the number of tokens of each slice, at least 1. ``span_lengths`` int64[P] is the number
-    of tokens removed after each slice; it is 0 only for the single slice of a document without spans. ``documents``
-    int64[P] is the index of each slice's document in the text.
+    ``text_lengths`` int64[P] counts tokens per slice, at least 1. ``span_lengths`` int64[P] counts tokens removed after
+    each slice; it is 0 only for the single slice in a document without spans. ``documents`` int64[P] is the index of
+    each slice's document in the text.
     """
 
     text_lengths: np.ndarray
@@ -228,7 +228,7 @@ class Spans(NamedTuple):
 
 
 class InputsAndTargets(NamedTuple):
-    """Inputs and targets without start, end and padding, and the document of each token; all int64."""
+    """Inputs and targets without start, end and padding, and document indices by token; all int64."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -237,14 +237,14 @@ class InputsAndTargets(NamedTuple):
 
 
 def num_random_words(length: int) -> int:
-    """Return the number of random words required for the spans of a text of ``length`` tokens."""
+    """Return the random word count for the spans in a text of ``length`` tokens."""
     return length + _NUM_DOCUMENT_WORDS
 
 
 def draw_spans(document_lengths: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
-    """Draw the spans of a text whose documents have ``document_lengths`` tokens; spans do not cross document ends.
+    """Draw spans for a text whose documents have ``document_lengths`` tokens; spans do not cross document ends.
 
-    The numbers of spans and of noise tokens do not depend on the documents; see ``num_spans.noise_and_spans``.
+    Span and noise-token counts do not depend on the documents; see ``num_spans.noise_and_spans``.
     """
     length = sum(document_lengths)
     num_noise, num_spans = noise_and_spans(length, denoiser)
@@ -288,7 +288,7 @@ def random_compositions(totals: np.ndarray, num_parts: np.ndarray, words: np.nda
 
 
 def corrupt_spans(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> InputsAndTargets:
-    """Return inputs (each span replaced by a sentinel) and targets (each span after its sentinel).
+    """Build inputs (each span replaced by a sentinel) and targets (each span after its sentinel).
 
     Sentinels restart in each document.
     """
@@ -334,7 +334,7 @@ PADDING = -1
 def build_sample(
     pair: InputsAndTargets, tokens: T5Tokens, enc_seq_length: int, dec_seq_length: int, mode: str | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the arrays in the table above. Targets longer than ``dec_seq_length`` are truncated."""
+    """Build the arrays in the table above. Targets longer than ``dec_seq_length`` are truncated."""
     prefix = [] if mode is None else [tokens.modes[mode]]
     prefix_documents, last_document = [0] * len(prefix), int(pair.input_documents[-1])
     return {
@@ -367,16 +367,16 @@ class T5Dataset:
 
     Args:
         documents: (start, stop) of the documents to use, or their indices in ascending order.
-        dec_seq_length: length to which targets are padded; 0: the longest target of a denoiser.
+        dec_seq_length: padded target length; 0: the longest target over the denoisers.
         denoisers: each sample's denoiser is drawn by weight.
         seed: the same on all ranks.
-        reset_attention_mask: keep the documents of a text apart: no span crosses a document end, and segments identify
+        reset_attention_mask: keep documents in a text apart: no span crosses a document end, and segments identify
             documents. Otherwise a text is one document.
-        cache: stores long document orders in files shared by all processes of this host; None: each process keeps them
+        cache: stores long document orders in files shared by all processes on this host; None: each process keeps them
             in memory.
-        draws: fingerprint of the corpus if it is part of a mixture, otherwise empty. It is part of the random seed, so
-            that sample i has different spans in each corpus. It is not part of this dataset's fingerprint: when the
-            corpus becomes part of a mixture, training continues after the texts that have been read.
+        draws: corpus fingerprint if the corpus belongs to a mixture, otherwise empty. It contributes to the random
+            seed, so that sample i has different spans in each corpus. It does not contribute to this dataset's
+            fingerprint: when the corpus joins a mixture, training continues after the texts that have been read.
 
     Raises:
         DataError: the file has fewer tokens than one text, there are too few sentinels, or ``dec_seq_length`` is below
@@ -478,12 +478,12 @@ class T5Dataset:
 
 
 def special_tokens(tokenizer: Any, config: Config) -> T5Tokens:
-    """Return the special tokens of a run: sentinels, modes, start."""
+    """Return a run's special tokens: sentinels, modes, start."""
     return t5_tokens(tokenizer, config.family_config.vocab_extra_ids, config.family_config.parsed_denoisers)
 
 
 def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T5Dataset:
-    """Return samples of the random documents ``texts``."""
+    """Build samples from the random documents ``texts``."""
     t5_config = config.family_config
     return T5Dataset(
         texts,
@@ -512,15 +512,15 @@ def t5_fields(
     tokens: T5Tokens,
     has_segments: bool,
 ) -> dict[str, Tensor | None]:
-    """Return enc_tokens, dec_tokens, labels, loss_mask, enc_segments and dec_segments of a micro-batch.
+    """Return a micro-batch's enc_tokens, dec_tokens, labels, loss_mask, enc_segments and dec_segments.
 
     Shapes:
         inputs, enc_segments [b, s_e]; targets, dec_segments [b, s_d]
         results [b, s_e] and [b, s_d]; loss_mask is float32, both segments are None without ``has_segments``
 
     The decoder's inputs are the targets shifted right by one, with ``start_id`` at the start of each document. Padding
-    (segment -1) is excluded from the loss. Padding at the end of the targets needs no segments, because no earlier
-    token attends to it.
+    (segment -1) is excluded from the loss. Padding at the targets' end needs no segments, because no earlier token
+    attends to it.
     """
     is_start = dec_segments != dec_segments.roll(1, dims=1)
     is_start[:, 0] = True

@@ -116,7 +116,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     """Convert a Hugging Face ``T5Config`` or ``MT5Config`` (or its dict) to our settings, by field name.
 
     Raises:
-        CheckpointError: the activation of the feed-forward layers is not supported.
+        CheckpointError: the feed-forward activation is not supported.
     """
     settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
     projection = settings.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[settings.get("model_type", "t5")]
@@ -164,13 +164,13 @@ def _drop_copies(hf_weights: dict[str, torch.Tensor], copies: tuple[str, ...]) -
 
 
 def _name_mappings(hf_weights: dict[str, torch.Tensor]) -> list[NameMapping]:
-    """Return a ``NameMapping`` for each weight of the layers that ``hf_weights``, with Hugging Face names, contains."""
+    """Map all layer weights in ``hf_weights``, which has Hugging Face names."""
     is_gated = any(name.endswith(".wi_0") for name in hf_weights)
     return _all_name_mappings(_layers(hf_weights, "block"), is_gated)
 
 
 def _our_name_mappings(weights: dict[str, torch.Tensor]) -> list[NameMapping]:
-    """Return a ``NameMapping`` for each weight of the layers that ``weights``, with our names, contains."""
+    """Map all layer weights in ``weights``, which has our names."""
     is_gated = any(
         tensor.shape[0] == 2 * weights[name.replace("mlp.up", "mlp.down")].shape[1]
         for name, tensor in weights.items()
@@ -180,7 +180,7 @@ def _our_name_mappings(weights: dict[str, torch.Tensor]) -> list[NameMapping]:
 
 
 def _layers(names: Iterable[str], list_name: str) -> set[tuple[str, int]]:
-    """Return (side, index) of the layers in ``names``, which have the form ``side.list_name.index``."""
+    """Find (side, index) for all layers in ``names``, which have the form ``side.list_name.index``."""
     matches = (re.match(rf"(encoder|decoder)\.{list_name}\.(\d+)\.", name) for name in names)
     return {(match[1], int(match[2])) for match in matches if match}
 
@@ -219,12 +219,11 @@ def _layer_name_mappings(side: str, layer_idx: int, is_gated: bool) -> list[Name
 
 
 def _weight_mapping(name: str, hf_names: tuple[str, ...], rows: int, num_heads: int) -> WeightMapping:
-    """Return the mapping of our weight ``name``.
+    """Build the mapping for our weight ``name``.
 
     Args:
-        hf_names: names of the Hugging Face tensors. Gate and value are interleaved row by row, other parts head by
-            head.
-        rows: number of rows of each part.
+        hf_names: Hugging Face tensor names. Gate and value are interleaved row by row, other parts head by head.
+        rows: rows per part.
     """
     return WeightMapping(
         hf_names, num_blocks=rows if name.endswith(".mlp.up") else num_heads if len(hf_names) > 1 else 1
@@ -241,7 +240,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Return the contents of config.json for ``config``.
+    """Convert ``config`` to the contents of config.json.
 
     In Hugging Face, a tied head scales its input by ``h ** -0.5``, an untied head does not. T5 v1.1 and mT5 have untied
     heads.
@@ -274,7 +273,7 @@ def _values(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return the mapping of each weight of the model."""
+    """Return all weight mappings."""
     model, sides = (
         config.model,
         {"encoder": config.family_config.enc_layers, "decoder": config.family_config.dec_layers},
@@ -299,7 +298,7 @@ def _all_from_ours(weights: Tensors, config: Config) -> Tensors:
 
 
 def _decoder_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """Return decoder tokens [b, s / 2] that differ from the encoder's ``tokens`` [b, s]."""
+    """Make decoder tokens [b, s / 2] that differ from the encoder's ``tokens`` [b, s]."""
     return tokens.flip(1)[:, : tokens.shape[1] // 2]
 
 
@@ -319,7 +318,7 @@ def _mt5_problems(config: Config) -> Iterator[str]:
 
 
 def _mt5_fields(config: Config) -> dict[str, Any]:
-    """Return the contents of config.json without ``scale_decoder_outputs``.
+    """Omit ``scale_decoder_outputs`` from config.json.
 
     The Hugging Face class treats every mT5 as tied and never scales its head. In files on the hub,
     ``tie_word_embeddings`` has the true value.

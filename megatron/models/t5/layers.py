@@ -24,7 +24,7 @@ from tds.grad_norm import accurate_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class T5ModelArgs(ModelArgs):
-    """Sizes and switches of an encoder-decoder model; ``num_layers`` is per side, like the flag."""
+    """Sizes and switches for an encoder-decoder model; ``num_layers`` is per side, like the flag."""
 
     family: str = "t5"
     enc_layers: int
@@ -43,7 +43,7 @@ class T5ModelArgs(ModelArgs):
 
 
 class RelativeBias(nn.Module):
-    """Learned bias of the scores, per head and bucket of distances. All layers of a side share it.
+    """Learned score bias, per head and distance bucket. All layers on a side share it.
 
     Shapes:
         weight [buckets, a/t]
@@ -61,9 +61,9 @@ class RelativeBias(nn.Module):
         self.weight = empty_weight((self.num_buckets, local_heads), shard)
 
     def by_distance(self, size: int) -> torch.Tensor:
-        """Return the bias of each distance (key position minus query position), from -(size - 1) to size - 1.
+        """Return the bias by distance (key position minus query position), from -(size - 1) to size - 1.
 
-        The gradient of a row is a sum over many distances; it is accumulated in fp32 for 16-bit weights.
+        A row's gradient is a sum over many distances; it is accumulated in fp32 for 16-bit weights.
 
         Shapes:
             output [a/t, 2 size - 1]
@@ -79,7 +79,7 @@ class RelativeBias(nn.Module):
         return weight[buckets].t().to(self.weight.dtype)
 
     def for_queries(self, num_queries: int, num_keys: int) -> torch.Tensor:
-        """Return the bias of the last ``num_queries`` positions with all ``num_keys`` positions.
+        """Return the bias for the last ``num_queries`` positions with all ``num_keys`` positions.
 
         Shapes:
             output [a/t, s, s_k]
@@ -131,12 +131,12 @@ class CrossAttention(Attention):
     """Multi-head attention to the encoder's output, without a relative bias.
 
     Shapes:
-        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        x      [s_d, b, h], or this rank's sequence shard, depending on ``parallel``
         memory [s_e, b, h]; with sequence parallelism the output of ``gather_memory``
         mask   bool [b, 1, s_d, s_e], True where a query may attend, or None
         output as x
 
-    A ``cache`` stores the keys and values of ``memory`` in the first pass; later passes need no memory.
+    A ``cache`` stores keys and values for ``memory`` in the first pass; later passes need no memory.
     """
 
     def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:
@@ -174,7 +174,7 @@ class CrossAttention(Attention):
 
 
 def make_norm(args: T5ModelArgs, parallel: ParallelContext) -> nn.Module:
-    """Build a norm of hidden states: RMSNorm with relative positions, LayerNorm with learned positions."""
+    """Build a norm for hidden states: RMSNorm with relative positions, LayerNorm with learned positions."""
     norm_class = RMSNorm if args.is_relative else LayerNorm
     return parallel.mark_sequence_parallel(norm_class(args.hidden_size, args.layernorm_epsilon))
 
@@ -183,12 +183,12 @@ def make_norm(args: T5ModelArgs, parallel: ParallelContext) -> nn.Module:
 
 
 class T5Layer(nn.Module):
-    """Base class of encoder and decoder layers: pre-norm blocks ``x + dropout(f(norm(x)))``, feed-forward last.
+    """Base class for encoder and decoder layers: pre-norm blocks ``x + dropout(f(norm(x)))``, feed-forward last.
 
     With relative positions there is also dropout after the activation.
 
     Args:
-        layer: index of this layer in the full model, encoder first; part of the keys of its dropout masks.
+        layer: layer index in the full model, encoder first; part of the dropout keys.
     """
 
     def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int, *, is_causal: bool) -> None:
@@ -218,7 +218,7 @@ class T5Layer(nn.Module):
         return self.add(x, self.mlp(normed), "mlp output")
 
     def add(self, residual: torch.Tensor, branch: torch.Tensor, site: str) -> torch.Tensor:
-        """Return ``residual`` plus ``branch``, the output of a block, after dropout."""
+        """Add ``branch``, a block's output after dropout, to ``residual``."""
         return self.parallel.dropout(
             branch, self.hidden_dropout, training=self.training, layer=self.layer, site=site, residual=residual
         )
@@ -228,8 +228,8 @@ class T5EncoderLayer(T5Layer):
     """Encoder layer: bidirectional self-attention and feed-forward.
 
     Shapes:
-        x        [s_e, b, h], or this rank's shard of the sequence, depending on ``parallel``
-        segments [b, s_e] the document of each position, -1 for padding; if given, attention stays within documents
+        x        [s_e, b, h], or this rank's sequence shard, depending on ``parallel``
+        segments [b, s_e] document by position, -1 for padding; if given, attention stays within documents
         output   as x
     """
 
@@ -247,12 +247,12 @@ class T5DecoderLayer(T5Layer):
     """Decoder layer: causal self-attention, cross-attention and feed-forward.
 
     Shapes:
-        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        x      [s_d, b, h], or this rank's sequence shard, depending on ``parallel``
         memory [s_e, b, h]
-        enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document attends to its own part of ``memory``
+        enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document attends only to its part of ``memory``
         output as x
 
-    With a ``cache``, used as in ``SelfAttention`` and ``CrossAttention``, each row of the decoder is one document.
+    With a ``cache``, used as in ``SelfAttention`` and ``CrossAttention``, each decoder row is one document.
     """
 
     def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:

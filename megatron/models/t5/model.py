@@ -40,7 +40,7 @@ class T5Embedding(nn.Module):
 
     Shapes:
         tokens, segments [b, s]
-        output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        output [s, b, h], or this rank's sequence shard, depending on ``parallel``
 
     ``side``, "encoder" or "decoder", selects the dropout masks.
     """
@@ -87,14 +87,14 @@ def embed(
     segments: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the input hidden states of ``side``; learned positions restart in each segment.
+    """Compute the input hidden states for ``side``; learned positions restart in each segment.
 
     Shapes:
         tokens, segments [b, s]
-        output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        output [s, b, h], or this rank's sequence shard, depending on ``parallel``
 
     Args:
-        table: the full word table, from ``shared_table``, in which rows are looked up instead of calling ``word``.
+        table: full word table from ``shared_table``, for row look-ups instead of calling ``word``.
     """
     x = word(tokens.t()) if table is None else F.embedding(tokens.t(), table, sparse=True)  # [s, b, h]
     if position is not None:
@@ -106,12 +106,12 @@ def embed(
 
 
 def make_final_norm(args: T5ModelArgs, parallel: ParallelContext, side: str) -> nn.Module:
-    """Build the final norm of ``side``; with relative positions it is followed by dropout."""
+    """Build the final norm for ``side``; with relative positions it is followed by dropout."""
     return FinalRMSNorm(args, parallel, side) if args.is_relative else make_norm(args, parallel)
 
 
 class FinalRMSNorm(RMSNorm):
-    """The final norm of a side, followed by dropout.
+    """A side's final norm, followed by dropout.
 
     Shapes:
         input, output [s, b, h]
@@ -129,14 +129,14 @@ class FinalRMSNorm(RMSNorm):
 
 
 def tied_logits(x: torch.Tensor, weight: torch.Tensor, args: T5ModelArgs, parallel: ParallelContext) -> Logits:
-    """Return the logits of a head tied to the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
+    """Compute logits with a head tied to the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
 
     Shapes:
-        x      [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        x      [s, b, h], or this rank's sequence shard, depending on ``parallel``
         weight [v/t, h]
         output [s, b, v/t], or ``LazyLogits``
 
-    Source: Raffel et al.'s code, for weights of variance 1; the papers do not mention it.
+    Source: Raffel et al.'s code, for weights with variance 1; the papers do not mention it.
     """
     if args.is_relative:
         x = x * args.hidden_size**-0.5
@@ -210,8 +210,8 @@ class T5Model(nn.Module):
 
     Shapes:
         enc_tokens [b, s_e], dec_tokens [b, s_d]
-        enc_segments, dec_segments with the same shapes, both or none: the document of each position, -1 for padding.
-            If given, attention stays within documents, and learned positions restart in each document
+        enc_segments, dec_segments with the same shapes, both or none: document by position, -1 for padding. If given,
+            attention stays within documents, and learned positions restart in each document
         output logits [s_d, b, v/t]; with ``labels`` and ``loss_mask`` [b, s_d] the pair (loss sum, token count)
 
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer".
@@ -229,14 +229,14 @@ class T5Model(nn.Module):
         self.head = Head(args, self.parallel) if args.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return the modules of ``t5_units``, in order. For a tied head, the last one is the embedding."""
+        """List the modules for ``t5_units``, in order. For a tied head, the last one is the embedding."""
         encoder, decoder = self.encoder, self.decoder
         enc_units = [self.embedding, *encoder.layers, encoder.final_norm]
         dec_units = [self.embedding, *decoder.layers, decoder.final_norm]
         return [*enc_units, *dec_units, self.embedding if self.head is None else self.head]
 
     def biases_by_unit(self) -> dict[int, nn.Module | None]:
-        """Return the relative bias of each layer, by unit index."""
+        """Map unit indices to relative biases."""
         units = t5_units(self.model_args.enc_layers, self.model_args.dec_layers)
         enc_biases = dict.fromkeys(units.enc_layers, self.encoder.bias)
         return enc_biases | dict.fromkeys(units.dec_layers, self.decoder.bias)
@@ -274,19 +274,19 @@ class T5Model(nn.Module):
 
 
 def gather_memory(memory: torch.Tensor, parallel: ParallelContext) -> torch.Tensor:
-    """Return the encoder's output for the decoder layers; with sequence parallelism, gather it once for all of them.
+    """Prepare the encoder's output for the decoder layers; with sequence parallelism, gather it once for all layers.
 
-    The output's gradient on a rank is a partial sum. It is accumulated over all layers and then reduced over the ranks.
+    The output's gradient on a rank is a partial sum, accumulated over all layers and then reduced over ranks.
 
     Shapes:
-        memory [s_e, b, h], or this rank's shard of the sequence, depending on ``parallel``
+        memory [s_e, b, h], or this rank's sequence shard, depending on ``parallel``
         output [s_e, b, h]
     """
     return gather_from_sequence_region(memory, parallel.group) if parallel.sequence_parallel else memory
 
 
 class T5Side(nn.Module):
-    """The layers of one side, their shared relative bias and the final norm."""
+    """One side's layers, their shared relative bias and the final norm."""
 
     def __init__(self, args: T5ModelArgs, parallel: ParallelContext, side: str, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class T5Side(nn.Module):
         self.final_norm = make_final_norm(args, parallel, side)
 
     def run(self, x: torch.Tensor, *extra_inputs: torch.Tensor | nn.Module | None) -> torch.Tensor:
-        """Apply all layers, each called with ``extra_inputs`` as further inputs, and the final norm."""
+        """Apply all layers, each called with ``extra_inputs`` as additional inputs, and the final norm."""
         x = run_layers(list(self.layers), x, *extra_inputs, recompute=self.recompute)
         return self.final_norm(x)
 
@@ -332,24 +332,24 @@ class T5Decoder(T5Side):
 
 
 def model_args(config: Config, *, recomputes: bool = False) -> T5ModelArgs:
-    """Return the ``T5ModelArgs`` of ``config``.
+    """Build ``T5ModelArgs`` from ``config``.
 
     Args:
-        recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+        recomputes: apply the run's activation recomputation settings; otherwise nothing is recomputed.
     """
     switches = recompute_switches(config) if recomputes else {}
     return t5_model_args_from(config.model, config.family_config, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return the rule for the standard deviation of the initial weights."""
+    """Return the rule for the standard deviation of initial weights."""
     return t5_rule(
         model_args(config), config.model.init_method_std, is_explicit="init_method_std" in config.explicit_fields
     )
 
 
 def example_inputs(config: Config, draw_tokens: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return example inputs of a T5 without labels; ``draw_tokens(length)`` draws tokens [b, length]."""
+    """Make example inputs for T5 without labels; ``draw_tokens(length)`` draws tokens [b, length]."""
     return {
         "enc_tokens": draw_tokens(config.family_config.enc_seq_length),
         "dec_tokens": draw_tokens(config.family_config.dec_seq_length),

@@ -46,7 +46,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class EmbeddingPipe(nn.Module):
-    """The embedding of one side, with tables shared with other layers.
+    """One side's embedding, with tables shared with other layers.
 
     Encoder: (encoder tokens, decoder tokens[, both segments]) -> (hidden states, decoder tokens[, both segments]).
     Decoder: (memory, decoder tokens[, both segments]) -> (hidden states, memory[, both segments]).
@@ -89,12 +89,12 @@ class DecoderLayerPipe(T5DecoderLayer):
     """Decoder layer that passes memory and segments through, except for the last layer.
 
     With sequence parallelism, stages send shards of memory, and layers within a stage pass the gathered memory. The
-    gradient of gathered memory is a partial sum on each rank; the backward of the gather in the stage's first layer
-    reduces it over the ranks.
+    gradient for gathered memory is a partial sum on each rank; the gather's backward in the stage's first layer reduces
+    it over the ranks.
 
     Attributes:
-        is_first_in_chunk: first layer of its chunk; its input is a shard of memory.
-        is_last_in_chunk: last layer of its chunk; its output is a shard of memory.
+        is_first_in_chunk: first layer in its chunk; its input is a shard of memory.
+        is_last_in_chunk: last layer in its chunk; its output is a shard of memory.
     """
 
     def __init__(self, args: T5ModelArgs, parallel: ParallelContext, layer: int) -> None:
@@ -104,7 +104,7 @@ class DecoderLayerPipe(T5DecoderLayer):
         self.output_shares: tuple[int, ...] = ()
 
     def partial_sum_indices(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the indices of inputs and of outputs whose gradient is a partial sum: (1,) for memory, or ()."""
+        """Return indices of inputs and outputs whose gradient is a partial sum: (1,) for memory, or ()."""
         memory_idx = (1,) if self.parallel.sequence_parallel else ()
         return () if self.is_first_in_chunk else memory_idx, () if self.is_last_in_chunk else memory_idx
 
@@ -120,7 +120,7 @@ class DecoderLayerPipe(T5DecoderLayer):
 
 
 class PositionTable(PositionEmbedding):
-    """The learned positions. Every rank holds the full table and looks up the positions of its hidden states."""
+    """The learned positions. Every rank holds the full table and looks up positions for its hidden states."""
 
     def __init__(self, parallel: ParallelContext, *table_shape: int) -> None:
         super().__init__(*table_shape)
@@ -128,7 +128,7 @@ class PositionTable(PositionEmbedding):
 
 
 class NormPipe(nn.Module):
-    """The final norm of a side; further tensors are passed through."""
+    """A side's final norm; additional tensors are passed through."""
 
     def __init__(self, args: T5ModelArgs, parallel: ParallelContext, side: str) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class TiedHeadPipe(nn.Module):
 
 
 def layer_specs(args: T5ModelArgs, parallel: ParallelContext) -> list[LayerSpec]:
-    """Return the specs of embedding, layers and norm of the encoder, the same of the decoder, and the head."""
+    """List specs for embedding, layers and norm in the encoder, the same in the decoder, and the head."""
     word = Shared(
         "word", VocabParallelEmbedding, args.vocab_size, args.hidden_size,
         divisible_by=args.make_vocab_size_divisible_by, **parallel.layer_kwargs,
@@ -182,7 +182,7 @@ def layer_specs(args: T5ModelArgs, parallel: ParallelContext) -> list[LayerSpec]
 
 
 def boundary_before(unit_idx: int, args: T5ModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return the tensors sent to a stage that starts with ``unit_idx``, an index into ``layer_specs``."""
+    """List the tensors sent to a stage that starts with ``unit_idx``, an index into ``layer_specs``."""
     units = t5_units(args.enc_layers, args.dec_layers)
     if unit_idx >= units.dec_norm:
         return [Boundary("hidden states")]
@@ -192,7 +192,7 @@ def boundary_before(unit_idx: int, args: T5ModelArgs, has_segments: bool) -> lis
 
 
 def random_batch(vocab_size: int, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
-    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+    """Make (inputs, labels) for a micro-batch with random tokens, the same on every rank.
 
     Args:
         shape: (b, s_e, s_d).
@@ -205,9 +205,9 @@ def random_batch(vocab_size: int, shape: tuple[int, ...], has_segments: bool) ->
 
 
 class T5ModelPipe(ModelPipe):
-    """T5 split over the pipeline stages of ``topology``; stages may start at any layer.
+    """T5 split over the pipeline stages in ``topology``; stages may start at any layer.
 
-    Its layers are embedding, layers and norm of the encoder, the same of the decoder, and the head.
+    The pipeline's layers are embedding, layers and norm in the encoder, the same in the decoder, and the head.
     """
 
     layer_classes = (EncoderLayerPipe, DecoderLayerPipe)
@@ -230,7 +230,7 @@ class T5ModelPipe(ModelPipe):
         return random_batch(self.model_args.vocab_size, shape, self.has_segments)
 
     def _mark_chunk_ends(self) -> None:
-        """Mark the decoder layers at which memory enters and leaves a chunk of this stage."""
+        """Mark the decoder layers where memory enters and leaves a chunk on this stage."""
         units = t5_units(self.model_args.enc_layers, self.model_args.dec_layers).dec_layers
         for layer in self.modules():
             if isinstance(layer, DecoderLayerPipe):
@@ -244,11 +244,11 @@ class T5ModelPipe(ModelPipe):
         return to_weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
-        """Return the logits as a tensor, for evaluations that return outputs."""
+        """Convert the logits to a tensor, for evaluations that return outputs."""
         return materialize_logits(output)
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name of this parameter, or of this module (with a trailing dot), in the single-stage model."""
+        """Return this parameter's or module's name (with a trailing dot for modules) in the single-stage model."""
         prefix, _, suffix = local_name.partition(".")
         if prefix == "tied_modules":
             key, _, suffix = suffix.partition(".")

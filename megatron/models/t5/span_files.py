@@ -1,4 +1,4 @@
-"""Datasets for CPM's sets of three files, and the builder of T5 datasets."""
+"""Datasets for CPM's three-file sets, and the T5 dataset builder."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _NUM_CHECKED_DOCUMENTS = 1000
 
 
 class SpanFiles:
-    """The three pairs of token files of a set.
+    """The three token file pairs in a set.
 
     Args:
-        vocab_size: V, the vocabulary size of the tokenizer that the set was built with.
+        vocab_size: V, the vocabulary size used to build the set.
         reader, cache: as in ``IndexedDataset``.
 
     Raises:
@@ -68,7 +68,7 @@ class SpanFiles:
         return hashlib.sha256(":".join(fingerprints).encode()).hexdigest()[:16]
 
     def read(self, document: int, first_span: int, num_spans: int) -> np.ndarray:
-        """Return spans ``first_span ... first_span + num_spans - 1`` of a document, each after its marker.
+        """Read spans ``first_span ... first_span + num_spans - 1`` in a document, each after its marker.
 
         Raises:
             DataError: the spans are not at the stored offsets.
@@ -162,11 +162,10 @@ _NUM_CHECKED_SAMPLES = 256
 
 
 class SpanFilesDataset:
-    """T5 samples from a set of three files; sample i is the dictionary that ``data.build_sample`` returns.
+    """T5 samples from a three-file set; sample i is the dictionary that ``data.build_sample`` returns.
 
-    Any i >= 0 is valid; its epoch is i // samples_per_epoch. Inputs are ``enc_seq_length`` - 1 tokens of the contexts
-    and the end token. Targets are padded or truncated to ``dec_seq_length``. Truncations in the first samples are
-    logged.
+    Any i >= 0 is valid; its epoch is i // samples_per_epoch. Inputs are ``enc_seq_length`` - 1 context tokens and the
+    end token. Targets are padded or truncated to ``dec_seq_length``. Truncations in the first samples are logged.
 
     Args:
         documents, seed, reset_attention_mask, cache: as in ``T5Dataset``.
@@ -238,7 +237,7 @@ class SpanFilesDataset:
         return InputsAndTargets(text, targets, documents, span_documents[np.cumsum(is_target_marker) - 1])
 
     def _targets(self, index: int, text: np.ndarray, slices: Sequence[DocumentSlice]) -> np.ndarray:
-        """Return the spans whose markers are in ``text``, each after its marker."""
+        """Collect the spans whose markers are in ``text``, each after its marker."""
         targets, start = [np.zeros(0, np.int64)], 0
         for doc_slice in slices:
             slice_tokens = text[start : start + doc_slice.length]
@@ -260,7 +259,7 @@ class SpanFilesDataset:
             raise SampleError(f"sample {index} cannot be read: {error}") from error
 
     def _log_truncated_targets(self) -> None:
-        """Log the number of truncated targets among the first samples."""
+        """Count and log truncated targets among the first samples."""
         num_checked = min(self.samples_per_epoch, _NUM_CHECKED_SAMPLES)
         lengths = [len(self._inputs_and_targets(index).targets) + 1 for index in range(num_checked)]
         num_truncated = sum(length > self.dec_seq_length for length in lengths)
@@ -286,15 +285,15 @@ def build_t5_train_valid_test(
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
 ) -> SplitDatasets:
-    """Return the training, validation and test samples; None for a split that is not needed.
+    """Build training, validation and test samples; None for a split that is not needed.
 
-    Each corpus is a pair of token files PREFIX.bin and .idx, or, if these do not exist, a set of CPM's three files,
-    whose spans are fixed.
+    Each corpus is a pair of token files PREFIX.bin and .idx, or, if these do not exist, CPM's three-file set, whose
+    spans are fixed.
 
     Args:
         enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as in ``T5Dataset``.
-        tokens: all token ids of a text must be below its ``text_vocab_size``.
-        tokenizer_identity: identity of the tokenizer, compared with the identity in the corpus's sidecar file, if any.
+        tokens: all token ids in a text must be below its ``text_vocab_size``.
+        tokenizer_identity: tokenizer identity, compared with the one in the corpus's sidecar file, if any.
 
     Raises:
         DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, there are

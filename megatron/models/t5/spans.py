@@ -40,7 +40,7 @@ MIN_TEXT_LENGTH = 2
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A denoising task: how spans are cut out of a text. ``weight`` is its relative share of the samples."""
+    """A denoising task: how spans are cut out of a text. ``weight`` is its relative sample share."""
 
     kind: str
     noise_density: float
@@ -52,7 +52,7 @@ def parse_denoisers(text: str, noise_density: float, mean_span_length: float) ->
     """Parse ``--denoisers``, such as "R", "R,X,S" or "R:2,X:1,S:1" with weights.
 
     Raises:
-        ValueError: the text is malformed, or R's density and span length leave no room for its spans.
+        ValueError: the text is malformed, or R's density and span length leave no room for spans.
     """
     weights = _parse_weights(text)
     shapes = {"R": (noise_density, mean_span_length), "X": (0.5, 8.0), "S": (0.25, math.inf)}
@@ -67,7 +67,7 @@ def has_modes(denoisers: Sequence[Denoiser]) -> bool:
 
 
 def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
-    """Return the number of tokens removed from a text of ``length`` tokens, and the number of spans."""
+    """Count the tokens removed from a text of ``length`` tokens, and the spans."""
     if length < MIN_TEXT_LENGTH:
         raise ValueError(f"a text must have at least {MIN_TEXT_LENGTH} tokens for span corruption, got {length}")
     num_noise = min(max(round(denoiser.noise_density * length), 1), length - 1)
@@ -76,13 +76,13 @@ def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
 
 
 def input_length(length: int, denoiser: Denoiser, has_mode: bool = False) -> int:
-    """Return the number of encoder tokens for a text of ``length`` tokens."""
+    """Return the encoder token count for a text of ``length`` tokens."""
     num_noise, num_spans = noise_and_spans(length, denoiser)
     return length - num_noise + num_spans + 1 + has_mode
 
 
 def target_length(length: int, denoiser: Denoiser) -> int:
-    """Return the number of decoder tokens for a text of ``length`` tokens."""
+    """Return the decoder token count for a text of ``length`` tokens."""
     return sum(noise_and_spans(length, denoiser)) + 1
 
 
@@ -118,12 +118,12 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
 
 
 def max_target_length(length: int, denoisers: Sequence[Denoiser]) -> int:
-    """Return the length of the longest target of a text of ``length`` tokens: the minimum of ``--dec-seq-length``."""
+    """Return the longest target's length for a text of ``length`` tokens: the minimum of ``--dec-seq-length``."""
     return max(target_length(length, denoiser) for denoiser in denoisers)
 
 
 def max_num_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
-    """Return the maximum number of spans in a text of ``length`` tokens, the number of sentinels required."""
+    """Return the maximum span count in a text of ``length`` tokens, which is the number of sentinels required."""
     return max(noise_and_spans(length, denoiser)[1] for denoiser in denoisers)
 
 

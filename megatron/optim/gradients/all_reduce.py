@@ -70,11 +70,10 @@ class AllReduceGradReducer(GradReducer):
         return self.grad(parameter) if self._is_scattered(parameter) else super().grad_of_main_param(parameter)
 
     def _is_scattered(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if the gradient of ``parameter`` is reduce-scattered."""
         return self.buffer.is_scattered and not is_reduced_by_optimizer(parameter)
 
     def _partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
-        """Return the partition of a reduce-scattered gradient; None for experts, which another group sums."""
+        """Return a reduce-scattered gradient's partition; None for experts, which another group sums."""
         return None if is_reduced_by_optimizer(parameter) else self._store.partition(parameter)
 
     def _accumulate(self, parameter: torch.Tensor) -> None:

@@ -47,13 +47,13 @@ def uses_reduce_scatter(group: Group) -> bool:
 
 
 class GradBuffer:
-    """Gradients of parameters that are replicated over the same ranks, in the buckets of ``order``.
+    """Gradients in the buckets of ``order``, for parameters replicated over the same ranks.
 
     Args:
         order: the buckets of all parameters. ``order`` may rearrange buckets only while the buffer is empty.
         replicas: group of the replicas.
-        partition_of: function that returns the partition of a parameter in slots, or None for a parameter that is
-            all-reduced. Without this function all buckets have the plain layout.
+        partition_of: function that maps a parameter in slots to its partition, and an all-reduced parameter to None.
+            Without this function all buckets have the plain layout.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GradBuffer:
 
     @torch.no_grad()
     def add(self, parameter: torch.nn.Parameter) -> None:
-        """Add ``parameter.grad``, if there is one, and free it.
+        """Add ``parameter.grad``, if any, and free it.
 
         Raises:
             RuntimeError: the reduction of its bucket has started.
@@ -88,7 +88,7 @@ class GradBuffer:
             self._bucket_of(parameter).add(parameter, gradient)
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add ``rows^T inputs``, the gradient of ``parameter`` in a fused layer, without materializing it.
+        """Add ``rows^T inputs``, a fused layer's gradient for ``parameter``, without materializing it.
 
         Raises:
             RuntimeError: the reduction of its bucket has started.
@@ -96,7 +96,7 @@ class GradBuffer:
         self._bucket_of(parameter).add_product(parameter, rows, inputs)
 
     def main_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the accumulated gradient of ``parameter`` in the buffer, zeros if there is none.
+        """Return the accumulated gradient in the buffer, zeros if there is none.
 
         With slots, the result is this replica's shard, contiguous. It contains the sum over the replicas after the
         bucket's reduce-scatter.
@@ -143,7 +143,7 @@ class _BucketMemory:
     """The memory of one bucket: the slots of sharded gradients, then the unsharded ones.
 
     Args:
-        partitions: partition of each parameter. Parameters have one device and one dtype of the sum.
+        partitions: partition of each parameter. All parameters share a device and an accumulation dtype.
     """
 
     def __init__(self, partitions: dict[torch.nn.Parameter, ParamPartition | None], replicas: Group) -> None:
@@ -169,7 +169,6 @@ class _BucketMemory:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The memory of the bucket."""
         if self._flat is None:
             first = self.parameters[0]
             has_padding = self._numel > sum(parameter.numel() for parameter in self.parameters)
@@ -249,7 +248,7 @@ class _BucketMemory:
                 target.zero_()
 
     def _pairs(self, parameter: torch.nn.Parameter, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views of the same elements in ``full``, which has the parameter's shape, and in the bucket."""
+        """Yield paired views of the same elements in ``full`` (in the parameter's shape) and in the bucket."""
         offset, partition = self._offsets[parameter], self._partitions[parameter]
         if partition is None:
             yield full, self.unsharded[offset : offset + full.numel()].view(full.shape)
@@ -265,7 +264,6 @@ class _BucketMemory:
             )
 
     def _can_take_over(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Return True if the memory of ``gradient`` has the layout of this bucket."""
         partition = self._partitions[parameter]
         is_single = len(self.parameters) == 1 and self._flat is None and self._numel == gradient.numel()
         is_in_order = partition is None or partition.dim == 0

@@ -21,7 +21,7 @@ class GradientOwner(Protocol):
         """The factor by which losses are multiplied."""
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the accumulated gradient, None for a parameter that is in no group."""
+        """Return the accumulated gradient, or None for a parameter outside all groups."""
 
     def zero_grad(self) -> None:
         """Discard all gradients."""
@@ -47,14 +47,13 @@ class EngineGradients:
         return self._optimizer.reducer.use_buckets(order)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter``."""
+        """Return the accumulated gradient, or zeros if no micro-batch has reached ``parameter``."""
         gradient = self._optimizer.gradient_of(parameter)  # type: ignore[arg-type]
         if gradient is None:  # trained, but in no group of the optimizer
             gradient = parameter.grad = torch.zeros_like(parameter)
         return gradient
 
     def loss_scale(self) -> float:
-        """Return the factor by which each loss is multiplied before its backward."""
         return float(self._optimizer.loss_scale)
 
     def before_backward(self) -> None:
@@ -67,9 +66,7 @@ class EngineGradients:
         """Do nothing."""
 
     def after_step(self) -> None:
-        """Discard all gradients."""
         self._optimizer.zero_grad()
 
     def discard(self) -> None:
-        """Discard the gradients of a batch without a step."""
         self._optimizer.zero_grad()

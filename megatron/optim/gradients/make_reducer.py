@@ -22,7 +22,7 @@ def make_reducer(
     """Build the ``GradReducer`` that fits the replicas and the ZeRO stage of ``store``.
 
     Args:
-        model, tensor: group of the ranks of one replica, and tensor-parallel group.
+        model, tensor: model-parallel group (one replica), and tensor-parallel group.
         overlap_grad_reduce: with ZeRO 0 and 1, all-reduce gradients while the last backward runs.
         has_pipeline: the engine of a pipeline starts the all-reduces, with or without overlap.
     """

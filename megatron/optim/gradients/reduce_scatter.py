@@ -32,7 +32,7 @@ from tds.gradients import multiply
 
 
 class ReduceScatterGradReducer(GradReducer):
-    """Accumulates this replica's shards of the gradients of all parameters."""
+    """Accumulates this replica's shards of all gradients."""
 
     reduces_in_backward = True
 
@@ -75,7 +75,7 @@ class ReduceScatterGradReducer(GradReducer):
         multiply(self._shards.values(), factor)
 
     def clear(self) -> None:
-        """Discard all gradients, also those of an interrupted backward."""
+        """Discard all gradients, including an interrupted backward's."""
         super().clear()
         self._wait()
         self._shards.clear()

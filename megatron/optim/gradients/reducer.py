@@ -27,11 +27,11 @@ from tds.gradients import is_reduced_by_optimizer, multiply
 
 
 class GradReducer:
-    """Gradients of all parameters of a ``ParamStore``.
+    """Gradients for all parameters in a ``ParamStore``.
 
     Args:
         store: the parameters and their main params.
-        model, tensor: group of the ranks of one replica, and tensor-parallel group.
+        model, tensor: model-parallel group (one replica), and tensor-parallel group.
 
     Attributes:
         reduces_in_backward: True if ``end_micro_batch`` and backward reduce gradients, so that an engine must not.
@@ -50,7 +50,7 @@ class GradReducer:
     # Accumulation.
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        """Accumulate the gradients of ``parameter``, which already has its training dtype."""
+        """Accumulate gradients for ``parameter``, which already has the training dtype."""
         for group in self._sum_groups:
             group.register(parameter)
 
@@ -63,11 +63,11 @@ class GradReducer:
         return None
 
     def grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return this rank's accumulated gradient, zeros if no micro-batch has reached ``parameter``."""
+        """Return this rank's accumulated gradient, or zeros if no micro-batch has reached ``parameter``."""
         raise NotImplementedError
 
     def add_product(self, parameter: torch.nn.Parameter, rows: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add ``rows^T inputs``, the gradient of ``parameter`` in a fused layer, to the accumulated gradient."""
+        """Add ``rows^T inputs``, a fused layer's gradient for ``parameter``, to the accumulated gradient."""
         raise NotImplementedError
 
     def begin_last_backward(self) -> None:
@@ -108,7 +108,7 @@ class GradReducer:
         return shard_of(parameter)
 
     def grad_of_main_param(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient of the main param of ``parameter``, contiguous."""
+        """Return the main param's gradient, contiguous."""
         return self._store.local_shard(parameter, self.grad(parameter))
 
     # The norm counts each element of the model once.
@@ -119,7 +119,7 @@ class GradReducer:
         return self._store.data_group if self._has_experts else self.shard_group
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients, not divided by the loss scale, on their device. Collective."""
+        """Return the reduced gradients' norm on their device, not divided by the loss scale. Collective."""
         self.sum_over_groups()
         grads = [grad for _, grad in self.counted_grads()]
         device = next((parameter.device for parameter in self._store.main_params), None)
@@ -138,7 +138,7 @@ class GradReducer:
         return [p for p in self._store.main_params if is_counted_in_norm(p, rank) and self._is_counted(p)]
 
     def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if this replica contributes the gradient of ``parameter`` to the norm."""
+        """Return True if this replica contributes the gradient to the norm."""
         if is_reduced_by_optimizer(parameter) or (self._has_experts and self.shard_group.size == 1):
             return self._store.group_of(parameter).rank == 0
         return self.shard_group.size == 1 or self.shard_group.rank == 0 or self._store.is_sharded(parameter)

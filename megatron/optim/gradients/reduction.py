@@ -27,7 +27,7 @@ from tds.grad_norm import accurate_dtype
 
 @dataclass(frozen=True)
 class LocalGrad:
-    """This replica's gradient of a parameter, before the reduction.
+    """This replica's gradient for a parameter, before the reduction.
 
     Args:
         gradient: None if backward has computed none, which counts as zeros.
@@ -44,18 +44,18 @@ class LocalGrad:
         return accurate_dtype(self.parameter.dtype)
 
     def shard_shape(self, replica: int) -> tuple[int, ...]:
-        """Return the shape of one replica's shard."""
+        """Return one replica's shard shape."""
         shape = list(self.parameter.shape)
         if self.partition is not None:
             shape[self.partition.dim] = self.partition.bounds[replica + 1] - self.partition.bounds[replica]
         return tuple(shape)
 
     def slot_numel(self, num_replicas: int) -> int:
-        """Return the number of elements of the largest shard."""
+        """Return the largest shard's element count."""
         return max(torch.Size(self.shard_shape(replica)).numel() for replica in range(num_replicas))
 
     def shard(self, full: torch.Tensor, replica: int) -> torch.Tensor:
-        """Return one replica's shard of ``full``, a view."""
+        """Return one replica's view of ``full``."""
         return full if self.partition is None else self.partition.slice(full, replica)
 
 
@@ -122,7 +122,7 @@ class _Message:
 
 
 def _flattened(grads: Sequence[LocalGrad]) -> torch.Tensor:
-    """Return all gradients one after the other, in the dtype of the sum."""
+    """Concatenate all gradients in the accumulation dtype."""
     numels = [grad.parameter.numel() for grad in grads]
     flat = torch.zeros(sum(numels), dtype=grads[0].dtype, device=grads[0].parameter.device)
     for grad, target in zip(grads, flat.split(numels), strict=True):

@@ -26,8 +26,8 @@ class SumGroup:
     """Parameters whose gradients are summed over ``group``.
 
     Args:
-        group: group of the ranks that have a summand.
-        applies_to: returns True if the gradient of a parameter is such a summand.
+        group: group of ranks that have a summand.
+        applies_to: returns True if a parameter's gradient is such a summand.
     """
 
     def __init__(self, group: Group, applies_to: Callable[[torch.Tensor], bool]) -> None:

@@ -33,20 +33,20 @@ class ShardedWeight:
 
     @property
     def slot_numel(self) -> int:
-        """Number of elements of the largest shard, which is the number that every replica sends."""
+        """Largest shard's element count, which every replica sends."""
         return self.partition.slot_numel(self.parameter)
 
     def copy_pairs(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views of the parameter and of its values in the gathered ``slots`` [d, slot]."""
+        """Yield paired views of the parameter and the gathered values in ``slots`` [d, slot]."""
         return self.partition.pairs(self.parameter, slots)
 
 
 def gather_all(weights: Iterable[ShardedWeight], group: Group, bucket_numel: int | None = None) -> None:
-    """Round the shards of all replicas into the full parameters, bucket by bucket. Collective over ``group``.
+    """Round all replicas' shards into the full parameters, bucket by bucket. Collective over ``group``.
 
     Args:
         weights: weights on one device, in the same order on every replica. Shards may be on the CPU.
-        bucket_numel: number of elements of a bucket; None: limited by ``BUCKET_BYTES``.
+        bucket_numel: elements per bucket; None: limited by ``BUCKET_BYTES``.
     """
     for bucket in buckets_of_weights(weights, bucket_numel):
         Gather.start(bucket, group).finish()
@@ -55,7 +55,7 @@ def gather_all(weights: Iterable[ShardedWeight], group: Group, bucket_numel: int
 def buckets_of_weights(
     weights: Iterable[ShardedWeight], bucket_numel: int | None = None
 ) -> Iterator[list[ShardedWeight]]:
-    """Yield ``weights`` in buckets of one dtype; see ``gather_all``."""
+    """Yield ``weights`` in single-dtype buckets; see ``gather_all``."""
 
     def size(weight: ShardedWeight) -> int:
         return weight.parameter.nbytes if bucket_numel is None else weight.parameter.numel()
@@ -75,10 +75,10 @@ class Gather:
     @classmethod
     @torch.no_grad()
     def start(cls, bucket: Sequence[ShardedWeight], group: Group, note: Sequence[int] = ()) -> Gather:
-        """Start an all-gather of the current values of the shards. Collective over ``group``.
+        """Start an all-gather of the current shard values. Collective over ``group``.
 
         Args:
-            bucket: weights of one dtype and device, in the same order on every replica.
+            bucket: weights with one dtype and device, in the same order on every replica.
             note: small integers to send along, the same number on every replica.
         """
         slot_numels = [weight.slot_numel for weight in bucket]
@@ -105,7 +105,7 @@ class Gather:
 
     @property
     def notes(self) -> torch.Tensor:
-        """The notes of all replicas, [d, num_notes], after ``wait``."""
+        """All replicas' notes, [d, num_notes], after ``wait``."""
         return self.gathered[:, sum(weight.slot_numel for weight in self.bucket) :][:, : self.num_notes]
 
     @torch.no_grad()

@@ -72,13 +72,13 @@ class Note(NamedTuple):
     instead_of: int | None = None
 
     def digits(self) -> list[int]:
-        """Return the note as six integers below ``DIGIT``."""
+        """Encode the note as six integers below ``DIGIT``."""
         codes = [self.pass_type % DIGIT**2, *(0 if unit is None else unit + 2 for unit in self[1:])]  # END becomes 1
         return [digit for code in codes for digit in divmod(code, DIGIT)]
 
     @classmethod
     def from_digits(cls, digits: Sequence[float]) -> Note:
-        """Return the note with these ``digits``."""
+        """Decode ``digits``."""
         pass_type, *codes = (int(high) * DIGIT + int(low) for high, low in zip(digits[::2], digits[1::2], strict=True))
         unit, instead_of = (code - 2 if code else None for code in codes)
         return cls(pass_type, unit, instead_of)
@@ -92,7 +92,7 @@ class GatherOrder:
         units: the units, by index.
         device: device of the tensors that the group communicates.
         prefetches: gather the next unit early.
-        reads_notes: read the notes of each gather; None: only on a CPU, where the host need not wait for a device.
+        reads_notes: read each gather's notes; None: only on a CPU, where the host need not wait for a device.
 
     Attributes:
         pass_type: type of the current pass; None between passes.
@@ -175,7 +175,7 @@ class GatherOrder:
         self._check_announced()
 
     def num_prefetched_bytes(self) -> int:
-        """Return the bytes of prefetched weights."""
+        """Return the size of prefetched weights in bytes."""
         return sum(gather.gathered.nbytes for gather in self._prefetched)
 
     # The order of the current pass.
@@ -187,7 +187,7 @@ class GatherOrder:
         self._order = last_order if self._must_depart else recorded
 
     def _agree(self, unit: int) -> None:
-        """Agree with the other replicas that ``unit`` is next: the order determines it, or all replicas announce it."""
+        """Agree with the other replicas on ``unit`` as the next one: by the order, or by announcements."""
         if self._order is None:
             self._announce(unit)
             self._check_announced()
@@ -249,7 +249,6 @@ class GatherOrder:
         return [Note.from_digits(digits) for digits in self._on_host(gather.notes).tolist()]
 
     def _on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy ``values`` to the host and wait for the copy."""
         copy, event = self._copy_to_host(values)
         if event is not None:
             event.synchronize()
@@ -276,7 +275,7 @@ class GatherOrder:
         self._announced = *self._copy_to_host(gathered), [*self._gathered, unit]
 
     def _check_announced(self, *, other_unit: int | None = None) -> None:
-        """Compare the last announcements of all replicas.
+        """Compare all replicas' last announcements.
 
         Args:
             other_unit: None: all replicas compare now and exchange their orders for the error message. Otherwise only
@@ -307,7 +306,7 @@ class GatherOrder:
             self._raise_order_error(self._describe_units(units, [note.pass_type for note in notes]))
 
     def _first_difference(self, orders: Sequence[Sequence[int]], pass_types: Sequence[int]) -> list[str]:
-        """Return a text for each replica about the first position at which their orders differ."""
+        """Describe the first position at which the orders differ, once per replica."""
         positions = (idx for idx, units in enumerate(zip(*orders, strict=False)) if len(set(units)) > 1)
         position = next(positions, -1)
         return self._describe_units([order[position] for order in orders], pass_types)

@@ -19,7 +19,7 @@ SPLIT_FRACTION = 0.5
 
 
 def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the layers of ``module``, each with the ``weights`` that belong to no other layer.
+    """Find the layers in ``module``, each with the ``weights`` that belong to no other layer.
 
     A weight of nested layers belongs to the innermost layer.
     """
@@ -41,7 +41,7 @@ def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Mod
 def _modules_with_layers(
     module: nn.Module, layer: nn.Module | None, lists: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield each module within ``module`` and the layer that contains it.
+    """Yield each module within ``module`` with the containing layer.
 
     Args:
         lists: types of containers whose elements are layers.
@@ -55,6 +55,6 @@ def _modules_with_layers(
 
 
 def _should_split(layer: nn.Module) -> bool:
-    """Return True if most of ``layer`` is in lists of modules."""
+    """Return True if most weights of ``layer`` are in lists of modules."""
     list_params = {p for inner in layer.modules() if isinstance(inner, LISTS) for p in inner.parameters()}
     return sum(p.numel() for p in list_params) > SPLIT_FRACTION * sum(p.numel() for p in layer.parameters())

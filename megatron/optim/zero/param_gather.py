@@ -33,7 +33,7 @@ DEFER_GATHER: bool | None = None
 
 
 def defers_gather(group: Group) -> bool:
-    """Return True if updated weights of ``group`` are gathered while the next forward runs."""
+    """Return True if ``group`` gathers updated weights during the next forward."""
     return dist.get_backend(group.handle) == "nccl" if DEFER_GATHER is None else DEFER_GATHER
 
 
@@ -63,10 +63,10 @@ class ParamGather:
             inner.register_state_dict_pre_hook(lambda *_: self.wait())
 
     def start(self, weights: Mapping[nn.Parameter, ShardedWeight], bucket_numel: int | None) -> None:
-        """Start the all-gathers of all weights. Collective.
+        """Start all-gathers for all weights. Collective.
 
         Args:
-            bucket_numel: number of elements of a bucket; None: limited by ``BUCKET_BYTES``.
+            bucket_numel: elements per bucket; None: limited by ``BUCKET_BYTES``.
         """
         self.wait()
         parameter_of = {id(weights[parameter]): parameter for parameter in self._order}
@@ -75,7 +75,7 @@ class ParamGather:
             self._pending.update({parameter_of[id(weight)]: gather for weight in bucket})
 
     def wait(self, weights: Iterable[nn.Parameter] | None = None) -> None:
-        """Wait for ``weights`` and the other weights in their buckets; None: for all weights."""
+        """Wait for all buckets with any of ``weights``; None: for all weights."""
         for weight in list(self._pending) if weights is None else weights:
             gather = self._pending.get(weight)
             if gather is None:
@@ -87,7 +87,7 @@ class ParamGather:
 
 
 def _called_layers(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the layers that forward calls, each with the ``weights`` that no other layer has."""
+    """Find the layers that forward calls, each with the ``weights`` that no other layer has."""
     functions = getattr(module, "forward_funcs", None)
     if functions is None:
         return layers_of(module, weights)

@@ -25,19 +25,19 @@ class ParamInit:
 
     Args:
         device: device of the model.
-        fill: sets the values of a weight on the host, the same on all replicas. Collective over them.
+        fill: initializes a weight on the host, equally on all replicas. Collective.
     """
 
     device: torch.device
     fill: Callable[[torch.nn.Parameter], None]
 
     def materialize(self, parameter: torch.nn.Parameter, *, is_sharded: bool) -> None:
-        """Set the values of ``parameter``, on the host if it is sharded and on the device otherwise."""
+        """Initialize ``parameter``, on the host if it is sharded, otherwise on the device."""
         self.fill(parameter)
         if not is_sharded:
             device.replace_data(parameter, parameter.detach().to(self.device))
 
     def release(self, parameter: torch.nn.Parameter) -> None:
-        """Free the values of ``parameter``, whose shard has been copied."""
+        """Free the values after the shard has been copied."""
         nan = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
         device.replace_data(parameter, nan.expand(parameter.shape))

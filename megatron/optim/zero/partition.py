@@ -37,7 +37,7 @@ class ParamPartition:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Runs of replicas with shards of equal length, at most three: (first replica, number of replicas, length)."""
+        """Runs of replicas with equally long shards, at most three: (first replica, replica count, shard length)."""
         runs, first = [], 0
         for length, equal_lengths in groupby(stop - start for start, stop in pairwise(self.bounds)):
             count = len(list(equal_lengths))
@@ -47,30 +47,30 @@ class ParamPartition:
         return tuple(runs)
 
     def slice(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
-        """Return the view of one replica's shard of ``tensor``, which has the shape of the parameter."""
+        """Return one replica's shard as a view of ``tensor``, which has the parameter's shape."""
         return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
 
     def slot_numel(self, tensor: torch.Tensor) -> int:
-        """Return the number of elements of the largest shard of ``tensor``."""
+        """Return the largest shard's element count."""
         return tensor.numel() // tensor.shape[self.dim] * max(length for _, _, length in self.runs)
 
     def pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views of the same elements in ``full`` and in ``slots``, one pair for each run of replicas.
+        """Yield paired views of the same elements in ``full`` and ``slots``, one pair per run of replicas.
 
         Args:
-            slots: [d, slot_numel or more], the shard of each replica at the start of its row.
+            slots: [d, slot_numel or more], each replica's shard at the start of a row.
         """
         for (first, count, _), slices in zip(self.runs, self.slices(full), strict=True):
             yield slices, slots[first : first + count, : slices[0].numel()].view(slices.shape)
 
     def slices(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a view for each run of replicas, with their shards of ``full`` stacked along a new first dimension."""
+        """Yield a view of ``full`` for each run of replicas, with shards stacked along a new first dimension."""
         for first, count, length in self.runs:
             run = full.narrow(self.dim, self.bounds[first], count * length)
             yield run.unflatten(self.dim, (count, length)).movedim(self.dim, 0)  # [count, ..., length, ...]
 
     def shard(self, full: Shard, replica: int) -> Shard:
-        """Return the position of one replica's shard in the global tensor.
+        """Locate one replica's shard in the global tensor.
 
         Args:
             full: position of the tensor rank's parameter in the global tensor.
@@ -83,9 +83,9 @@ class ParamPartition:
 
 
 def partition_of(parameter: torch.Tensor, num_replicas: int) -> ParamPartition | None:
-    """Return the partition of ``parameter`` over ``num_replicas`` replicas.
+    """Partition ``parameter`` over ``num_replicas`` replicas.
 
-    None for scalars and empty parameters, which every replica updates in full.
+    Scalars and empty parameters have no partition (None): every replica updates them in full.
     """
     if parameter.dim() == 0 or parameter.numel() == 0:
         return None
@@ -100,6 +100,6 @@ def partition_of(parameter: torch.Tensor, num_replicas: int) -> ParamPartition |
 
 
 def _even_bounds(num_items: int, num_ranges: int) -> list[int]:
-    """Return the bounds of ``num_ranges`` ranges of ``num_items`` items; the first ranges may have one item more."""
+    """Divide ``num_items`` items into ``num_ranges`` ranges, of which the first may have one item more."""
     size, num_larger = divmod(num_items, num_ranges)
     return [0, *accumulate(size + (idx < num_larger) for idx in range(num_ranges))]

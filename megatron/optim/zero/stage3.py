@@ -56,7 +56,7 @@ class Unit:
 
     Args:
         name: name of the module, for messages.
-        weights: each weight with this replica's shard of it. From now on the unit allocates and frees their memory.
+        weights: weights with this replica's shards. From now on the unit allocates and frees their memory.
         is_kept_for_backward: keep the weights from a forward to its backward.
     """
 
@@ -116,7 +116,7 @@ class Unit:
             memory.untyped_storage().resize_(0)
 
     def count_grad(self) -> None:
-        """Count a gradient that backward has computed for one of the weights; free the weights after the last one."""
+        """Count a weight gradient that backward has computed; free the weights after the last gradient."""
         if not self._num_grads:
             self._num_expected_grads = sum(map(backward_state.will_reach, self._full))
         self._num_grads += 1
@@ -124,11 +124,11 @@ class Unit:
             self.free()
 
     def num_bytes(self) -> int:
-        """Return the bytes of the full weights."""
+        """Return the full weights' size in bytes."""
         return sum(full.nbytes for full in self._full.values())
 
     def storages(self) -> Iterator[int]:
-        """Yield the addresses of the full weights' storages."""
+        """Yield the storage addresses of the full weights."""
         return (memory.untyped_storage().data_ptr() for memory in self._memory)
 
 
@@ -136,7 +136,7 @@ class ParamUnits:
     """The units of a model, with the hooks that gather and free them.
 
     Args:
-        module: the model. Tensors that its outermost forward saves for backward are tracked.
+        module: the model. Tensors that the outermost forward saves for backward are tracked.
         weights: the sharded weights. Other weights are not changed.
         prefetches: gather the next unit early if the order is known and there are several replicas.
     """
@@ -214,7 +214,7 @@ class ParamUnits:
             parameter.register_post_accumulate_grad_hook(lambda _: self._count_grad(unit))
 
     def _hook(self, module: nn.Module) -> None:
-        """Hook the modules of the units, and every module that directly contains a weight of a unit."""
+        """Hook all unit modules, and every module that directly contains a unit's weight."""
         unit_of = {parameter: unit for unit in self.units for parameter in unit.parameters}
         for inner in module.modules():
             direct_units = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
@@ -280,9 +280,9 @@ class ParamUnits:
         self._has_warned = self._has_warned or output is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return the graph's entry for a saved tensor.
+        """Pack a saved tensor for the graph.
 
-        For a weight the entry includes its unit, because the weight may be freed before backward.
+        A weight is packed with its unit, because it may be freed before backward.
         """
         if tensor.layout is not torch.strided:  # sparse tensors have no single storage and are never weights
             return tensor.detach()

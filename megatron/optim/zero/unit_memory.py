@@ -1,4 +1,4 @@
-"""Memory of the full weights of a unit of ZeRO 3: one storage for all of them on a device.
+"""Memory for the full weights of a ZeRO 3 unit: one storage for all on a device.
 
 Weights of one shape at a constant distance, such as those of experts, can then be read as one tensor
 (``megatron.ops.stacked_weights``). On a CPU each weight has its own storage, which is easier to allocate.
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 128
 
 
 def allocate_weights(weights: Iterable[nn.Parameter]) -> tuple[dict[nn.Parameter, torch.Tensor], list[torch.Tensor]]:
-    """Return a full tensor for each weight in their order, and tensors that span the storages of the full tensors."""
+    """Allocate a full tensor per weight, in order; also return tensors that span the full tensors' storages."""
     weights = list(weights)
     shares_storage = weights[0].device.type != "cpu" if SHARES_STORAGE is None else SHARES_STORAGE
     if not shares_storage:

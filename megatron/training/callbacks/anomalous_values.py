@@ -1,4 +1,4 @@
-"""Location of non-finite losses and gradients of a step, by rank.
+"""Location of non-finite losses and gradients in a step, by rank.
 
 Each rank describes the values that it holds itself.
 """

@@ -1,4 +1,4 @@
-"""CheckpointUploader: uploads checkpoints and Hugging Face exports of a run to an object store in the background."""
+"""CheckpointUploader: uploads a run's checkpoints and Hugging Face exports to an object store in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CheckpointUploader(Callback):
     """Uploads committed checkpoints and exports from the run folder to ``target``; the end of the run waits for them.
 
     Each rank uploads the files that it has written. Failed uploads are logged and retried; they never end the run.
-    --keep-last and --keep-every limit the number of checkpoints in the store; only complete ones are counted.
+    --keep-last and --keep-every limit the checkpoints in the store; only complete ones are counted.
     """
 
     def __init__(self, target: str) -> None:
@@ -39,7 +39,7 @@ class CheckpointUploader(Callback):
             self._uploads.add(HF, path)
 
     def on_train_end(self) -> None:
-        """Wait for the uploads of all ranks, and log those that failed. Collective."""
+        """Wait for all ranks' uploads, and log failed ones. Collective."""
         uploads, phases, is_first = self._uploads, self.trainer.phases, self.trainer.world.rank == 0
         if uploads is None:
             return
@@ -57,7 +57,7 @@ class CheckpointUploader(Callback):
             )
 
     def _on_uploaded(self, upload_type: str, name: str) -> None:
-        """Log a completed upload and delete old checkpoints from the store; called in a thread of rank 0."""
+        """Log a completed upload and delete old checkpoints from the store; called in a thread on rank 0."""
         log.info(f"uploaded {self.target}/{upload_type}/{name}")
         retention = make_retention_policy(self.trainer.config.checkpoint)
         num_kept = retention.automatic if retention.last is None else retention.last

@@ -42,19 +42,19 @@ class Checkpointer(Callback):
     | --on-save-error stop | CheckpointError (code 3) | CheckpointError (code 3) |
 
     With --async-save, a save is first staged (copied to host memory) and then written by a thread while training
-    continues. It is committed once all of its files are durable, so that a kill no longer loses it.
+    continues. It is committed once all files are durable, so that a kill no longer loses it.
 
     Args:
-        paths: the run folder and the source that the run resumes from.
-        tokenizer: identity of the run's tokenizer, if known.
+        paths: run folder and source that the run resumes from.
+        tokenizer: the run's tokenizer identity, if known.
 
     Attributes:
         loaded: the checkpoint that the run started from.
         origin: the same checkpoint if everything was restored from it, otherwise None.
-        committed: the newest committed checkpoint of the run.
+        committed: the run's newest committed checkpoint.
         newest_step: step of the newest save, possibly still being written; -1 if there is none or it failed.
         is_held: True while anomalous steps may lead to a rollback; no checkpoint is saved or deleted meanwhile.
-        lineage: the checkpoints of the folder that belong to this history of the run; known on rank 0.
+        lineage: checkpoints in the folder that belong to this history of the run; known on rank 0.
     """
 
     def __init__(self, paths: RunPaths, tokenizer: str | None = None) -> None:
@@ -103,7 +103,7 @@ class Checkpointer(Callback):
 
     @property
     def is_same_run(self) -> bool:
-        """True if the run continues in the folder of the checkpoint that it loaded, after the checkpoint's step."""
+        """True if the run continues in the loaded checkpoint's folder, after the checkpoint's step."""
         flags = self.trainer.config.checkpoint
         is_in_this_folder = self.loaded is not None and self.loaded.parent == checkpoint_folder(
             self.trainer.folder, flags
@@ -111,7 +111,7 @@ class Checkpointer(Callback):
         return is_in_this_folder and (self.paths.is_restart or not (flags.finetune or flags.eval_only))
 
     def _exclude_earlier_run(self) -> None:
-        """Exclude the checkpoints of an earlier run in the folder from rollbacks and deletion."""
+        """Exclude an earlier run's checkpoints in the folder from rollbacks and deletion."""
         folder = self.trainer.folder
         earlier = newest_first(saved_checkpoints(folder))
         self.lineage = CheckpointLineage(last_sequence(earlier))
@@ -192,12 +192,12 @@ class Checkpointer(Callback):
     # One save.
 
     def save_step(self, *, is_automatic: bool = False, raise_failure: bool = False) -> None:
-        """Save a checkpoint of the current step, unless there is one. Collective.
+        """Save a checkpoint for the current step, unless there is one. Collective.
 
         Args:
             is_automatic: the save interval is the default, not set by a flag; only the last few of these checkpoints
                 are retained.
-            raise_failure: also raise the error of an earlier background save.
+            raise_failure: also raise an earlier background save's error.
 
         Raises:
             CheckpointError: the save failed; raised on all ranks. With --async-save, ``wait_for_save`` raises it.
@@ -316,13 +316,13 @@ class Checkpointer(Callback):
     # Rollback.
 
     def roll_back(self, up_to_step: int) -> Path:
-        """Roll back to the newest verified checkpoint of this run at or before ``up_to_step``. Collective.
+        """Roll back to this run's newest verified checkpoint at or before ``up_to_step``. Collective.
 
         Weights, optimizer, loss scale, random states, counters and callbacks are restored, and the metrics of later
         steps are dropped. The caller decides where the data continues.
 
         Returns:
-            The path of the checkpoint.
+            The checkpoint path.
 
         Raises:
             CheckpointError: there is no such checkpoint; raised on all ranks.
@@ -341,7 +341,7 @@ class Checkpointer(Callback):
 
     @marked(is_of_this_rank=False)
     def _open_newest(self, up_to_step: int) -> Checkpoint:
-        """Open the newest verified checkpoint of this run at or before ``up_to_step``; if there is none, ``origin``."""
+        """Open this run's newest verified checkpoint at or before ``up_to_step``; if there is none, ``origin``."""
         root, host = self.trainer.folder / CHECKPOINTS, self.trainer.world.grid.host
 
         def is_candidate(path: Path) -> bool:

@@ -17,9 +17,9 @@ class CompileCost(NamedTuple):
     """Compilation on one rank.
 
     Args:
-        seconds: time in which the process waited for the compiler.
-        num_compiled: number of graphs that were compiled.
-        num_cached: number of graphs that were loaded from the cache.
+        seconds: time that the process waited for the compiler.
+        num_compiled: graphs that were compiled.
+        num_cached: graphs that were loaded from the cache.
     """
 
     seconds: float = 0.0
@@ -28,7 +28,7 @@ class CompileCost(NamedTuple):
 
 
 class CompileMeter(Callback):
-    """Logs the cost of compilation on all ranks since the start or the last log line."""
+    """Logs the compilation cost on all ranks since the start or the last log line."""
 
     def __init__(self) -> None:
         self._last_total = process_compile_cost()
@@ -49,7 +49,7 @@ class CompileMeter(Callback):
             self.trainer.print_line(f"step {self.trainer.progress.step} | {line}")
 
     def drain(self) -> CompileCost:
-        """Return the compilation on this rank since the last call."""
+        """Return this rank's compilation cost since the last call."""
         total, last_total = process_compile_cost(), self._last_total
         self._last_total = total
         seconds, num_compiled, num_cached = (
@@ -63,7 +63,7 @@ class CompileMeter(Callback):
 
 
 def process_compile_cost() -> CompileCost:
-    """Return the total compilation of this process."""
+    """Return this process's total compilation cost."""
     from torch._dynamo import utils
 
     num_graphs = int(utils.counters["stats"]["unique_graphs"])
@@ -72,7 +72,7 @@ def process_compile_cost() -> CompileCost:
 
 
 def cache_folder() -> str:
-    """Return the folder of torch's cache of compiled graphs."""
+    """Return torch's cache folder for compiled graphs."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder: str = cache_dir()
@@ -80,7 +80,7 @@ def cache_folder() -> str:
 
 
 def compile_metrics(rank_costs: list[CompileCost]) -> dict[str, Any]:
-    """Return the metrics of an interval: the longest wait of any rank, and the number of graphs of all ranks."""
+    """Compute an interval's metrics: the longest wait on any rank, and the graph counts over all ranks."""
     return {
         "compile_s": max(rank_cost.seconds for rank_cost in rank_costs),
         "graphs_compiled": sum(rank_cost.num_compiled for rank_cost in rank_costs),
@@ -89,7 +89,7 @@ def compile_metrics(rank_costs: list[CompileCost]) -> dict[str, Any]:
 
 
 def compile_line(metrics: dict[str, Any]) -> str | None:
-    """Return ``compile_metrics`` as a log line, or None if nothing was compiled."""
+    """Format ``compile_metrics`` as a log line, or None if nothing was compiled."""
     num_compiled, num_cached = metrics["graphs_compiled"], metrics["graphs_cached"]
     if not num_compiled + num_cached:
         return None

@@ -25,8 +25,8 @@ class Console(Callback):
 
     Args:
         mode: auto, bar or plain (--progress).
-        total_steps: number of steps at the end of the progress bar.
-        param_counts: number of parameters of the full model, then of one rank of each stage.
+        total_steps: steps at the end of the progress bar.
+        param_counts: parameter count in the full model, then per rank of each stage.
     """
 
     on_all_ranks = False
@@ -84,7 +84,7 @@ class Console(Callback):
             self.screen.close()
 
     def end_rows(self, seconds: float) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the summary at the end."""
+        """Yield rows for the final summary."""
         trainer, find = self.trainer, self.trainer.find
         progress, folder = trainer.progress, trainer.folder
         yield "steps", f"{progress.step} ({progress.num_skipped_steps} skipped), {progress.samples_consumed:,} samples"
@@ -110,7 +110,7 @@ class Console(Callback):
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str = "") -> str:
-    """Return the progress line with the metrics of a log interval; ``epochs`` is the text of ``epochs_text``."""
+    """Format a log interval's metrics as a progress line; ``epochs`` is the text from ``epochs_text``."""
     mfu = f" | MFU {100 * metrics['mfu']:.1f} %" if metrics["mfu"] else ""
     remaining = human_time((total - step) * metrics["step_s"])
     bubble = f" | bubble {100 * metrics['bubble']:.1f} %" if "bubble" in metrics else ""

@@ -1,4 +1,4 @@
-"""Debugger: dumps statistics (--debug-dump) and finds non-finite values (--debug-nan) in the steps of an engine."""
+"""Debugger: dumps statistics (--debug-dump) and finds non-finite values (--debug-nan) in an engine's steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_dump(config: Config, world: World, modules: Sequence[str], parameters: 
     """Create the dump and return this rank's writer, with its file open. Collective.
 
     Args:
-        modules, parameters: names of the modules and parameters on this rank.
+        modules, parameters: modules and parameters on this rank, by name.
 
     Raises:
         ConfigError: a rank cannot write to the folder, the folder contains the dump of another run, or
@@ -74,7 +74,7 @@ def _check_pattern(pattern: re.Pattern[str], world: World, modules: Sequence[str
 
 
 def _manifest(config: Config, world: World) -> dict[str, Any]:
-    """Return the manifest of the dump: the layout, dtype and other properties of the run that a reader needs."""
+    """Build the dump's manifest: the layout, dtype and other properties of the run that a reader needs."""
     grid = world.grid
     coordinates = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
     return {
@@ -100,7 +100,7 @@ def _manifest(config: Config, world: World) -> dict[str, Any]:
 
 
 class Debugger(Callback):
-    """Watches the modules of one engine during the steps; exists on all ranks or on none. Construction is collective.
+    """Watches one engine's modules during the steps; exists on all ranks or on none. Construction is collective.
 
     Raises:
         ConfigError: raised by ``open_dump``.
@@ -183,7 +183,7 @@ class Debugger(Callback):
             self._writer.close()
 
     def _on_tensor(self, info: TensorInfo, x: torch.Tensor) -> None:
-        """Check a tensor of a watched module for non-finite values, and dump it if this step is dumped."""
+        """Check a watched module's tensor for non-finite values, and dump it if this step is dumped."""
         self._finite_check.record(info, x)
         if not self._is_dumping or self._writer is None:
             return
@@ -213,7 +213,7 @@ class Debugger(Callback):
     def _note_loss(self, writer: DumpWriter) -> None:
         """Record whether the loss is weighted; ``read_dump`` needs this to scale the gradients that are written later.
 
-        Only the last stage has this information. Its record applies to the tensors of all stages.
+        Only the last stage has this information. The record applies to tensors on all stages.
         """
         if not self._has_noted_loss and self.engine.has_weighted_loss is not None:
             writer.note("loss", is_weighted=self.engine.has_weighted_loss)
@@ -274,10 +274,10 @@ class Debugger(Callback):
         return None if finding is None or finding.is_from_outside else finding
 
     def _first_of_group(self, finding: Finding | None) -> Finding | None:
-        """Return ``finding`` if this rank has the first non-finite value of its tensor group, else None. Collective.
+        """Return ``finding`` if this rank has the tensor group's first non-finite value, else None. Collective.
 
-        A non-finite value of one rank spreads to the group with the next all-reduce. Tensors have the same indices on
-        all ranks of the group, so the rank with the smallest index was the first.
+        A non-finite value on one rank spreads to the group with the next all-reduce. Tensors have the same indices on
+        all ranks in the group, so the rank with the smallest index was the first.
         """
         local_idx = math.inf if finding is None else float(finding.tensor_idx)
         first_idx = all_reduce(
@@ -290,7 +290,6 @@ class Debugger(Callback):
         return not self.engine.optimizer.scaler.can_decrease
 
     def _note_finding(self, finding: Finding | None) -> None:
-        """Record a non-finite value in the dump."""
         if finding is not None and self._is_dumping and self._writer is not None:
             self._writer.note("not finite", text=finding.text, name=finding.info.name, what=finding.info.tensor_type)
 
@@ -320,7 +319,7 @@ class Debugger(Callback):
 
 
 def _chunk_by_parameter(module: Any, num_chunks: int) -> dict[int, int]:
-    """Return parameter id -> the first chunk that contains it; empty for a model with one chunk."""
+    """Map each parameter id to the first chunk that contains the parameter; empty for a model with one chunk."""
     if num_chunks == 1:
         return {}
     return {id(parameter): chunk for chunk in reversed(range(num_chunks)) for parameter in module.parameters_of(chunk)}

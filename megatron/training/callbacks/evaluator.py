@@ -22,11 +22,11 @@ class Evaluator(Callback):
     Samples are read at the sequence length of the next step, because longer positions are not trained yet.
 
     Args:
-        every: number of steps between evaluations of the validation split; 0: none during training.
+        every: steps between evaluations on the validation split; 0: none during training.
         has_test: evaluate the test split after the last step.
 
     Attributes:
-        losses: the last loss of each split.
+        losses: last loss by split.
     """
 
     def __init__(self, every: int, has_test: bool = True) -> None:
@@ -41,11 +41,11 @@ class Evaluator(Callback):
             self.evaluate("test")
 
     def evaluate(self, split: str) -> float | None:
-        """Evaluate a split; report and return its mean loss. Collective.
+        """Evaluate a split; report and return the mean loss. Collective.
 
         Returns:
             The loss, or None if a signal interrupted the evaluation. The run then stops after this step; during the
-            evaluation of the test split it stops immediately.
+            evaluation on the test split it stops immediately.
         """
         with self.trainer.phases.during(EVALUATING):
             weights = self.trainer.data.corpora.get(split, {})
@@ -60,7 +60,7 @@ class Evaluator(Callback):
             return mean
 
     def _mean_loss(self, split: str, corpus: str | None) -> float | None:
-        """Return the mean loss over --eval-iters global batches of a split or of one of its corpora. Collective."""
+        """Compute the mean loss over --eval-iters global batches from a split or one of its corpora. Collective."""
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
         length = trainer.next_seq_length
@@ -81,7 +81,7 @@ class Evaluator(Callback):
         return loss
 
     def _report(self, split: str, loss: float, corpus_losses: Mapping[str, float]) -> None:
-        """Log the loss of a split and of its corpora, and call ``on_evaluate_end``."""
+        """Log the loss on a split and its corpora, and call ``on_evaluate_end``."""
         values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
         corpus_text = f" | {format_by_corpus(corpus_losses, '.4f')}" if corpus_losses else ""
         self.trainer.print_line(
@@ -93,5 +93,5 @@ class Evaluator(Callback):
 
 
 def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the weighted mean of ``values``; values of weight 0 are ignored, even if they are not finite."""
+    """Compute the weighted mean of ``values``; values with weight 0 are ignored, even if they are not finite."""
     return sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())

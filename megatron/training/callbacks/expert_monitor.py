@@ -1,4 +1,4 @@
-"""ExpertMonitor: logs the load balance of experts and warns if a router collapses."""
+"""ExpertMonitor: logs expert load balance and warns if a router collapses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NAMES = 3
 
 
 class ExpertMonitor(Callback):
-    """Logs the load of the experts over the global batch, by layer, and warns if a router collapses.
+    """Logs the expert load over the global batch, by layer, and warns if a router collapses.
 
     A router has collapsed if the entropy of its experts' shares is closer to ln k (all tokens go to the same k of E
     experts) than to ln E (equal shares), both in this step and in the mean over the last ``--stability-window`` steps.
@@ -26,7 +26,7 @@ class ExpertMonitor(Callback):
     A layer is reported once, and again only after its mean has recovered.
 
     Args:
-        model: settings of the model.
+        model: model settings.
     """
 
     def __init__(self, model: Any, settings: StabilityConfig) -> None:
@@ -45,7 +45,7 @@ class ExpertMonitor(Callback):
             metrics |= load_metrics(self._load, has_capacity=self.model.moe_expert_capacity_factor > 0)
 
     def on_step_end(self, result: StepResult) -> None:
-        """Report the routers that have collapsed in this step."""
+        """Report routers that have collapsed in this step."""
         if result.expert_load is None or result.is_skipped:
             return
         if collapsed := self.update_collapsed(result.expert_load):
@@ -54,7 +54,7 @@ class ExpertMonitor(Callback):
             )
 
     def update_collapsed(self, load: ExpertLoad) -> dict[str, float]:
-        """Record the load of a step; return newly collapsed layer -> mean entropy divided by ln E."""
+        """Record a step's load; return newly collapsed layer -> mean entropy divided by ln E."""
         newly_collapsed = {}
         for layer, entropy in zip(load.layers, load.entropy(), strict=True):
             statistics = self._entropies.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
@@ -69,7 +69,7 @@ class ExpertMonitor(Callback):
         return newly_collapsed
 
     def _warning(self, entropy_by_layer: Mapping[str, float], load: ExpertLoad) -> str:
-        """Return the warning; ``entropy_by_layer`` has the mean entropy of the collapsed layers, divided by ln E."""
+        """Format the warning; ``entropy_by_layer`` has the collapsed layers' mean entropy, divided by ln E."""
         num_experts = self.model.num_experts
         worst = min(entropy_by_layer, key=entropy_by_layer.__getitem__)
         layers = sorted(entropy_by_layer, key=entropy_by_layer.__getitem__)[:MAX_NAMES]
@@ -105,7 +105,7 @@ class ExpertMonitor(Callback):
 
 
 def load_metrics(load: ExpertLoad, *, has_capacity: bool) -> dict[str, Any]:
-    """Return the values of a record by layer; docs/monitoring.md has the formulas.
+    """Compute a record's values by layer; docs/monitoring.md has the formulas.
 
     Args:
         has_capacity: True if experts have a capacity, so that tokens may be dropped.

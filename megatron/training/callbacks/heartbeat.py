@@ -1,4 +1,4 @@
-"""Heartbeat: reports the state of a run to the launcher."""
+"""Heartbeat: reports a run's state to the launcher."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ TEMPORARY_PREFIX = ".tmp-"
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result of an export.
+    """An export's result.
 
     Args:
         path: target folder.
-        seconds: duration of the export.
+        seconds: export duration.
         exported: the export, or None if it failed with ``error``.
     """
 
@@ -42,14 +42,14 @@ class _Outcome:
 class HuggingFaceExporter(Callback):
     """Writes ``hf/step-00000020`` in the run folder every ``interval`` steps and at the last step.
 
-    The exporter requests a checkpoint at such a step. Once it is committed, a thread of rank 0 reads the weights back
+    The exporter requests a checkpoint at such a step. Once it is committed, a thread on rank 0 reads the weights back
     and converts them while training continues; with ``--async-save``, the checkpoint itself is also written in the
     background. During an export, all weights are in the memory of rank 0's host. Only one export runs at a time. An
     error is logged and does not end the run.
 
     Args:
-        interval: number of steps between exports.
-        dtype: precision of the run. Weights of bf16 and fp16 runs are rounded to it; others stay as saved.
+        interval: steps between exports.
+        dtype: run precision. Weights from bf16 and fp16 runs are rounded to it; others stay as saved.
     """
 
     def __init__(self, interval: int, dtype: str | None) -> None:
@@ -87,7 +87,7 @@ class HuggingFaceExporter(Callback):
             self._checkpoint_read.wait()
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, object]) -> None:
-        """Start the export of the checkpoint ``path`` if one is due at its step."""
+        """Start exporting the checkpoint ``path`` if an export is due at its step."""
         trainer = self.trainer
         is_due = step % self.interval == 0 or step == trainer.last_step
         if path is None or trainer.world.rank or not is_due:
@@ -105,7 +105,7 @@ class HuggingFaceExporter(Callback):
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the running export and report its result."""
+        """Wait for the running export and report the result."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -128,7 +128,7 @@ class HuggingFaceExporter(Callback):
         self._checkpoint_read.set()
 
     def _report(self) -> None:
-        """Log the result of a finished export, and call ``on_export_end`` if it succeeded."""
+        """Log a finished export's result, and call ``on_export_end`` if it succeeded."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return

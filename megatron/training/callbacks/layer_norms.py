@@ -1,4 +1,4 @@
-"""LayerNorms: gradient norm of each layer (--log-layer-norms)."""
+"""LayerNorms: gradient norms by layer (--log-layer-norms)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tds.grad_norm import square_of_norm
 
 
 class LayerNorms(Callback):
-    """Logs the gradient norms of groups of parameters, unscaled and before clipping.
+    """Logs gradient norms by parameter group, unscaled and before clipping.
 
-    The group of a parameter is its logical name up to the layer index (``layers.3`` or ``encoder.layers.3``), or
-    otherwise its module (``embedding.word``). As in the total norm, squares are summed over the ranks, and each
-    parameter counts once. So the squares of all groups add up to the square of ``grad_norm``, and the norms are the
-    same in every layout.
+    A parameter's group is its logical name up to the layer index (``layers.3`` or ``encoder.layers.3``), or otherwise
+    its module (``embedding.word``). As in the total norm, squares are summed over the ranks, and each parameter counts
+    once. So the squares of all groups add up to the square of ``grad_norm``, and the norms are the same in every
+    layout.
     """
 
     def on_train_start(self) -> None:
@@ -46,7 +46,7 @@ class LayerNorms(Callback):
 
     @torch.no_grad()
     def _compute_norms(self) -> dict[str, float]:
-        """Return the gradient norm of each group. Collective."""
+        """Compute gradient norms by group. Collective."""
         optimizer, group_idx = self.trainer.engine.optimizer, {name: index for index, name in enumerate(self._groups)}
         device = self.trainer.world.device
         optimizer.reducer.sum_over_groups()
@@ -59,13 +59,13 @@ class LayerNorms(Callback):
 
 
 def group_of(name: str) -> str:
-    """Return the group of a parameter by its logical name: its layer, or otherwise its module."""
+    """Return a parameter's group from its logical name: the layer, or otherwise the module."""
     layer = re.match(r"(?:.*?\.)??\d+(?=\.)", name)
     return layer.group() if layer else name.rpartition(".")[0] or name
 
 
 def _gather_groups(names: Iterable[str], world: World) -> list[str]:
-    """Return the groups of all ranks, layers sorted by index. Collective."""
+    """Gather all ranks' groups, layers sorted by index. Collective."""
     names_of_ranks = world.grid.host.gather_objects(sorted(set(names)))
     return sorted({name for rank_names in names_of_ranks for name in rank_names}, key=_sort_key)
 

@@ -1,4 +1,4 @@
-"""LayoutCheck: reports the result of the layout check, and ends the run on all ranks if it failed."""
+"""LayoutCheck: reports the layout check's result, and ends the run on all ranks if it failed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.training.trainer import Callback
 
 
 class LayoutCheck(Callback):
-    """Reports the check of ``process``, which rank 0 has started, and ends the run if the check failed.
+    """Reports the check in ``process``, which rank 0 has started, and ends the run if the check failed.
 
     With --prove, the first step waits for the result. Otherwise each step asks for it, with an all-reduce of two values
     until it is known, and the end of the run waits for it.
 
     Args:
-        policy: the decision on the check, the same on all ranks.
+        policy: decision on the check, the same on all ranks.
         process: the check; None on other ranks, and if the layout is not checked.
 
     Attributes:

@@ -23,7 +23,7 @@ EVALUATIONS = "evaluations.jsonl"
 
 
 class Metrics(Callback):
-    """Writes every record of a run, with the values that earlier callbacks have added."""
+    """Writes every record in a run, with the values that earlier callbacks have added."""
 
     on_all_ranks = False
 
@@ -71,7 +71,7 @@ class Metrics(Callback):
         return self.writer
 
     def _evaluation_notes(self) -> dict[str, Any]:
-        """Return checkpoint and settings of an evaluation, which writes no config.json."""
+        """Return checkpoint and settings for an evaluation, which writes no config.json."""
         checkpointer = self.trainer.find(Checkpointer)
         loaded = None if checkpointer is None else checkpointer.loaded
         return {"time": time.time(), "checkpoint": str(loaded), "config": self.trainer.config.to_dict()}
@@ -81,7 +81,7 @@ class MetricsWriter:
     """Appends records to ``folder/metrics.jsonl`` and TensorBoard; plots the loss curve at the end.
 
     Args:
-        tensorboard: folder of the event files; None: no events are written.
+        tensorboard: folder for event files; None: no events are written.
         resumed_step: step that the run resumes after. Later records are dropped, because their steps are repeated.
             None keeps all records. A line truncated by a kill is dropped in both cases.
         name: file name, METRICS or EVALUATIONS.
@@ -118,7 +118,7 @@ class MetricsWriter:
     def write(
         self, record_type: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None
     ) -> None:
-        """Record ``values`` of ``step``.
+        """Record ``values`` for ``step``.
 
         Args:
             record_type: train, valid, test, tasks or save.
@@ -180,7 +180,7 @@ class MetricsWriter:
 
 
 def flatten_metrics(record_type: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield ("kind/name", number), or ("kind/name/inner", number) for dictionaries, for each number of a record."""
+    """Yield ("kind/name", number), or ("kind/name/inner", number) for dictionaries, for each number in a record."""
     for name, value in values.items():
         for inner, scalar in value.items() if isinstance(value, dict) else (("", value),):
             if isinstance(scalar, int | float):
@@ -188,7 +188,7 @@ def flatten_metrics(record_type: str, values: Mapping[str, Any]) -> Iterator[tup
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, without a last line truncated by a kill."""
+    """Read a metrics file, without a last line truncated by a kill."""
     records = []
     if path.exists():
         for line in path.read_bytes().splitlines():
@@ -198,7 +198,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:
-    """Plot training and validation loss over steps, with the loss of a uniform prediction, ln(vocabulary size).
+    """Plot training and validation loss over steps, with a uniform prediction's loss, ln(vocabulary size).
 
     Does nothing without records. The vocabulary size is read from config.json next to the metrics, if it exists.
     """

@@ -14,10 +14,10 @@ PICTURE = "schedule.png"
 
 
 class PipelinePicture(Callback):
-    """Draws the last traced step of a pipeline when the run ends.
+    """Draws a pipeline's last traced step when the run ends.
 
     Attributes:
-        text: one-line summary with the path of the picture; set on rank 0.
+        text: one-line summary with the picture's path; set on rank 0.
     """
 
     text: str | None = None
@@ -35,7 +35,7 @@ def draw_schedule(trace: str, folder: Path, timeout_s: float) -> str | None:
     """Draw the last traced step into ``folder``; return a one-line summary, or log a warning and return None.
 
     Args:
-        trace: folder with the traces of all ranks.
+        trace: folder with all ranks' traces.
         timeout_s: timeout in seconds; the other ranks wait until the picture is drawn.
     """
     picture = folder / PICTURE

@@ -26,11 +26,11 @@ Timer = Callable[[Callable[[], torch.Tensor]], float]
 
 
 class PrecisionSpeedWarning(Callback):
-    """Warns on rank 0 if the matrix products in bf16 or fp16 take at least ``MIN_SLOWDOWN`` times as long as in fp32.
+    """Warns on rank 0 if matrix products in bf16 or fp16 take at least ``MIN_SLOWDOWN`` times as long as in fp32.
 
-    A CPU without instructions for a 16-bit type computes its products 4 to 200 times slower than in fp32. The names of
-    CPUs and versions of torch do not show which ones are affected, so the first rank of each node times the products
-    once before the first step. Does nothing on other devices.
+    A CPU without instructions for a 16-bit type computes products 4 to 200 times slower than in fp32. CPU names and
+    torch versions do not show which ones are affected, so the first rank on each node times the products once before
+    the first step. Does nothing on other devices.
     """
 
     def on_train_start(self) -> None:
@@ -45,27 +45,27 @@ class PrecisionSpeedWarning(Callback):
 
 
 class Slowdown(NamedTuple):
-    """Time of products in a 16-bit type over the time in fp32, for the forward and the two backward products."""
+    """Product time in a 16-bit type over the time in fp32, for the forward and the two backward products."""
 
     forward: float
     backward: float
 
 
 def time_product(product: Callable[[], torch.Tensor]) -> float:
-    """Return the seconds that one call of ``product`` takes."""
+    """Time one call of ``product`` in seconds."""
     start = time.perf_counter()
     product()
     return time.perf_counter() - start
 
 
 def product_slowdown(dtype: torch.dtype, timer: Timer = time_product) -> Slowdown:
-    """Return the slowdown of ``dtype`` in the three matrix products of a linear layer.
+    """Measure the slowdown by ``dtype`` in a linear layer's three matrix products.
 
-    The types are timed in turn and the minimum of each product is used, so that other programs on the machine are not
+    The types are timed in turn and the minimum per product is used, so that other programs on the machine are not
     mistaken for a slow type. Takes at most twice ``MAX_S``, even if a product is 200 times slower than in fp32.
 
     Args:
-        timer: function that returns the seconds that a call takes.
+        timer: returns the duration of a call in seconds.
     """
     types = (torch.float32, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def _products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list
 
 
 def slowdown_message(slowdown: Slowdown, config: Config) -> str:
-    """Return the warning: the slowdown, the setting that selected the type, and the setting to change."""
+    """Format the warning: the slowdown, the setting that selected the type, and the setting to change."""
     dtype = config.precision.dtype
     is_set_by_json = config.deepspeed.get(str(dtype), {}).get("enabled") is True
     if is_set_by_json and "dtype" not in config.explicit_fields:

@@ -30,7 +30,7 @@ class Operator(NamedTuple):
 
 
 def operators_of(averages: Iterable[Any]) -> list[Operator]:
-    """Return the operators of a profile's ``key_averages()``."""
+    """Convert a profile's ``key_averages()``."""
     return [
         Operator(
             average.key, average.count, average.self_cpu_time_total, getattr(average, "self_device_time_total", 0.0)
@@ -41,7 +41,7 @@ def operators_of(averages: Iterable[Any]) -> list[Operator]:
 
 
 def sum_over_ranks(operators_by_rank: Iterable[Iterable[Operator]]) -> list[Operator]:
-    """Return the operators summed over ranks by name, slowest first (by device time if any, otherwise by host time)."""
+    """Sum operators over ranks by name, slowest first (by device time if any, otherwise by host time)."""
     operator_sums: dict[str, Operator] = {}
     for name, calls, host_us, device_us in (
         operator for rank_operators in operators_by_rank for operator in rank_operators
@@ -60,7 +60,7 @@ def sum_over_ranks(operators_by_rank: Iterable[Iterable[Operator]]) -> list[Oper
 def format_table(
     shown: list[Operator], num_steps: int, num_ranks: int, all_operators: list[Operator] | None = None
 ) -> str:
-    """Return a text table of operators: self time in milliseconds per step and rank, its share, and calls.
+    """Format operators as a table: self time in milliseconds per step and rank, share, and calls.
 
     Args:
         all_operators: all operators, if ``shown`` is a subset; shares are relative to them.
@@ -98,7 +98,7 @@ _DEVICE_ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU
 
 
 class Profiler(Callback):
-    """Profiles the steps of --profile. Results of the run do not change, but these steps are slower."""
+    """Profiles the --profile steps. The run's results do not change, but these steps are slower."""
 
     def __init__(self, steps: range) -> None:
         self.steps = steps
@@ -162,7 +162,6 @@ class Profiler(Callback):
         self.trainer.print_line(f"profile of {self._num_steps} steps: {folder}")
 
     def _start(self) -> profile:
-        """Start torch's profiler and return it."""
         device_type = self.trainer.world.device_type
         activities = [
             ProfilerActivity.CPU,
@@ -174,14 +173,13 @@ class Profiler(Callback):
         return profiler
 
     def _drop(self) -> None:
-        """Stop the profiler and discard its results."""
+        """Stop the profiler and discard the results."""
         profiler, self._profile = self._profile, None
         if profiler is not None:
             _try(profiler.stop)
 
 
 def _stop(profiler: profile) -> list[Operator]:
-    """Stop the profiler and return its operators."""
     profiler.stop()
     return operators_of(profiler.key_averages())
 
@@ -204,7 +202,7 @@ def _write_operators(folder: Path, operators: list[Operator], num_steps: int, nu
 
 
 def _try(function: Callable[[], Result]) -> Result | None:
-    """Return the result of ``function``; after an error, log a warning and return None."""
+    """Call ``function``; after an error, log a warning and return None."""
     try:
         return function()
     except Exception as error:

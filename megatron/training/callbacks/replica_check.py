@@ -1,4 +1,4 @@
-"""ReplicaCheck: detects copies of a weight that differ, for example after a bit flip or a missed all-reduce.
+"""ReplicaCheck: detects weight copies that differ, for example after a bit flip or a missed all-reduce.
 
 | copies | ranks that hold them |
 |---|---|
@@ -55,7 +55,7 @@ class ReplicaCheck(Callback):
 
 
 class ReplicaGroup(NamedTuple):
-    """Parameters that are replicated on the ranks of a process group: their names, in the same order on all ranks."""
+    """Parameters that a process group replicates: their names, in the same order on all ranks."""
 
     handle: Any
     names: Sequence[str]
@@ -65,8 +65,8 @@ class ReplicaMismatch(NamedTuple):
     """A parameter whose copies differ.
 
     Args:
-        text: description with the parameter and the ranks.
-        is_reporter: True on the first rank of the group, which reports the mismatch.
+        text: text that names the parameter and the ranks.
+        is_reporter: True on the group's first rank, which reports the mismatch.
     """
 
     text: str
@@ -74,7 +74,7 @@ class ReplicaMismatch(NamedTuple):
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 checksum of the bits. A single bit flip always changes it; other differences almost always do.
+    """Compute an int64 checksum over the bits. A single bit flip always changes it; other differences almost always do.
 
     The bits are read as integers and summed in rows of 32 KiB; the rows are summed with distinct odd weights modulo
     2^64.
@@ -96,12 +96,12 @@ StorageOf = Callable[[torch.nn.Parameter], torch.Tensor]
 
 
 def identity(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return ``parameter``, which is its own persistent storage without ZeRO 3."""
+    """Return ``parameter``, which without ZeRO 3 is its own persistent storage."""
     return parameter
 
 
 def find_copies(module: torch.nn.Module, grid: Grid, storage_of: StorageOf = identity) -> list[ReplicaGroup]:
-    """Return the groups of copies that include this rank, in the same order on every rank of a stage."""
+    """Find the groups of copies that include this rank, in the same order on every rank of a stage."""
     named_params = dict(named_parameters(module))
     groups = []
     for group, is_apart in ((grid.data_context, False), (grid.expert_data, True)):
@@ -119,7 +119,7 @@ def find_copies(module: torch.nn.Module, grid: Grid, storage_of: StorageOf = ide
 def check_replicas(
     module: torch.nn.Module, copies: Sequence[ReplicaGroup], storage_of: StorageOf = identity
 ) -> list[ReplicaMismatch]:
-    """Return the mismatches among the copies of this rank's parameters. Collective."""
+    """Find mismatches among copies of this rank's parameters. Collective."""
     if not copies:
         return []
     checksums = {name: checksum(storage_of(parameter)) for name, parameter in named_parameters(module)}
@@ -145,7 +145,7 @@ def mismatch_error(all_mismatches: Sequence[ReplicaMismatch], step: int, last_go
 
 
 def _tied_groups(module: torch.nn.Module, named_params: Mapping[str, torch.Tensor]) -> Iterator[ReplicaGroup]:
-    """Return the groups of stages that hold copies of tied weights."""
+    """Find the stage groups that hold copies of tied weights."""
     names = {id(parameter): name for name, parameter in named_params.items()}
     groups: dict[Any, list[str]] = {}
     for weight, group in getattr(module, "get_tied_weights_and_groups", list)():
@@ -155,7 +155,7 @@ def _tied_groups(module: torch.nn.Module, named_params: Mapping[str, torch.Tenso
 
 
 def _find_mismatches(copies: ReplicaGroup, checksums: Mapping[str, torch.Tensor]) -> Iterator[ReplicaMismatch]:
-    """Yield the mismatches of ``copies``; the same on all ranks of the group."""
+    """Yield mismatches in ``copies``; the same on all ranks of the group."""
     local_checksums = torch.stack([checksums[name] for name in copies.names])
     extremes = torch.stack(
         [local_checksums, ~local_checksums]
@@ -173,7 +173,7 @@ def _find_mismatches(copies: ReplicaGroup, checksums: Mapping[str, torch.Tensor]
 
 
 def _describe_ranks(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Return text that names the ranks that differ from the majority, or all ranks if there is no majority."""
+    """Name the ranks that differ from the majority, or all ranks if there is no majority."""
     majority = max(values, key=values.count)
     if values.count(majority) * 2 <= len(values):
         return f"differs among ranks {_list_ranks(ranks)}"

@@ -13,7 +13,7 @@ class RunDescription(Callback):
     """Writes the description of the run at the start.
 
     Args:
-        param_counts: number of parameters of the full model, then of one rank of each stage.
+        param_counts: parameter count in the full model, then per rank of each stage.
         bytes_before: bytes allocated on this rank before the model was built.
     """
 

@@ -30,13 +30,13 @@ class RunningStatistics:
         return math.fsum(self.values) / len(self.values) if 2 * len(self.values) >= self.window else math.inf
 
     def limit(self) -> float:
-        """Return the largest value that is not anomalous; infinity if less than half of the window is filled."""
+        """Return the largest normal value; infinity if less than half of the window is filled."""
         mean = self.mean()
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
         return mean + self.sigma * max(spread, MIN_SPREAD * abs(mean))
 
     def problem(self, name: str, value: float) -> str | None:
-        """Return a description of the problem with a new ``value``, or None if it is normal."""
+        """Describe the problem with a new ``value``, or return None if it is normal."""
         if not math.isfinite(value):
             return f"the {name} is not finite"
         limit = self.limit()

@@ -1,4 +1,4 @@
-"""SpeedMonitor: tokens/s, FLOP/s, MFU, pipeline bubble, waits for data, and work and memory of each stage."""
+"""SpeedMonitor: tokens/s, FLOP/s, MFU, pipeline bubble, waits for data, and work and memory by stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 class RankMetrics(NamedTuple):
-    """Measurements of all ranks, by rank.
+    """Measurements by rank.
 
     Args:
         waited_s: seconds waited for data since the last report.
@@ -47,13 +47,13 @@ class RankMetrics(NamedTuple):
 
 
 class SpeedMonitor(Callback):
-    """Logs the speed of a run, and the compute time and memory of each stage.
+    """Logs a run's speed, and compute time and memory by stage.
 
     Args:
-        param_counts: number of parameters of the full model, then of one rank of each stage.
+        param_counts: parameter count in the full model, then per rank of each stage.
 
     Attributes:
-        ranks: measurements of all ranks in the last log step; the same on all ranks.
+        ranks: all ranks' measurements in the last log step; the same on all ranks.
     """
 
     ranks: RankMetrics
@@ -96,9 +96,9 @@ class SpeedMonitor(Callback):
         }
 
     def _plausible_mfu(self, mfu: float | None, flops_per_s: float) -> float | None:
-        """Return the MFU, or None if it is still above 1 after remeasuring the peak FLOP/s of the CPUs. Collective.
+        """Return the MFU, or None if it is still above 1 after remeasuring the CPUs' peak FLOP/s. Collective.
 
-        The peak of a CPU is measured at the start, and the measurement is too low if other programs were busy then.
+        A CPU's peak is measured at the start, and the measurement is too low if other programs were busy then.
         """
         trainer = self.trainer
         if self._num_remeasurements_left and trainer.world.any_rank([_is_above_one(mfu)])[0]:
@@ -115,7 +115,7 @@ class SpeedMonitor(Callback):
         return None if _is_above_one(mfu) else mfu
 
     def _gather(self) -> RankMetrics:
-        """Return the measurements of all ranks since the last call. Collective.
+        """Gather all ranks' measurements since the last call. Collective.
 
         Shapes:
             message fp32 [4, ranks]; memory in MiB, which fp32 resolves to 8 KiB at 80 GiB
@@ -136,10 +136,10 @@ class Rates:
     """Speed since the last report: tokens/s, FLOP/s and MFU.
 
     The MFU does not count recomputation. It counts the causal half of attention for GPT-2 (``6 N + 6 L a d s`` FLOPs
-    per token), full attention for T5, and ``6 N`` for a user's model, of which only the number of parameters is known.
+    per token), full attention for T5, and ``6 N`` for a user's model, whose parameter count is all that is known.
 
     Args:
-        param_counts: numbers of parameters, from ``count_parameters``.
+        param_counts: parameter counts from ``count_parameters``.
     """
 
     def __init__(self, config: Config, peak_flops: float | None, param_counts: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class Rates:
         self._later_s, self._later_samples = 0.0, 0
 
     def flops_of_sample(self, length: int) -> float:
-        """Return the FLOPs of a sample that is split into sequences of ``length`` tokens."""
+        """Return the FLOPs per sample, split into sequences of ``length`` tokens."""
         if not self._is_known:
             return self.flops_per_sample
         if length not in self._flops_by_length:
@@ -171,10 +171,10 @@ class Rates:
         """Return the rates since the last call.
 
         Args:
-            num_steps, num_samples: number of steps and samples since then.
-            pause_s: seconds of that time that were not spent on training (evaluation, saving).
-            waited_s: seconds for which training waited for data.
-            flops: FLOPs of these samples; None: they were read at full length.
+            num_steps, num_samples: steps and samples since then.
+            pause_s: seconds since then that were not spent on training (evaluation, saving).
+            waited_s: seconds that training waited for data.
+            flops: FLOPs for these samples; None: they were read at full length.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_drain_at - pause_s, 1e-9)
@@ -205,7 +205,7 @@ def _is_above_one(mfu: float | None) -> bool:
 
 
 def peak_of_all_ranks(world: World) -> float | None:
-    """Return the peak FLOP/s of all devices together: from a table for GPUs, measured on CPUs. Collective."""
+    """Return the total peak FLOP/s over all devices: from a table for GPUs, measured on CPUs. Collective."""
     if world.device_type != "cpu":
         peak = peak_flops(device.name(world.device_type))
         return peak * world.grid.topology.world_size if peak else None
@@ -214,7 +214,7 @@ def peak_of_all_ranks(world: World) -> float | None:
 
 
 def _measure_matmul_flops() -> float:
-    """Return the FLOP/s of fp32 matrix products on this CPU."""
+    """Measure the FLOP/s of fp32 matrix products on this CPU."""
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
     a @ a
     start, num_products = time.perf_counter(), 0
@@ -227,13 +227,13 @@ def _measure_matmul_flops() -> float:
 def by_stage(
     values: Sequence[float], topology: Topology, reduce: Callable[[Sequence[float]], float]
 ) -> dict[str, float]:
-    """Return "stage 0", "stage 1", ... -> ``reduce`` of the values of the stage's ranks."""
+    """Apply ``reduce`` to the ranks' values by stage: "stage 0", "stage 1", ... -> result."""
     ranks = topology.groups("data", "tensor")
     return {f"stage {stage}": reduce([values[rank] for rank in stage_ranks]) for stage, stage_ranks in enumerate(ranks)}
 
 
 def max_bytes_by_stage(num_bytes: float, world: World) -> dict[str, float]:
-    """Return the largest ``num_bytes`` (in bytes) of the ranks of each stage. Collective."""
+    """Return the largest ``num_bytes`` (in bytes) on any rank by stage. Collective."""
     values = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
     values[world.rank] = num_bytes / MIB
     return by_stage([MIB * mib for mib in all_reduce(values, world.grid.world).tolist()], world.grid.topology, max)

@@ -38,14 +38,14 @@ MAX_ROLLBACKS = 3
 
 @dataclass
 class History:
-    """History of a run that determines the guard's next decision.
+    """A run's history, which determines the guard's next decision.
 
     Attributes:
-        streak: number of consecutive anomalous steps up to now.
-        good_step: number of the last good step.
-        events: number of records written to the journal.
-        returns: number of consecutive rollbacks to the checkpoint of step ``returned_to``.
-        returned_to: step of the checkpoint of the last rollback; -1 if there was none.
+        streak: consecutive anomalous steps up to now.
+        good_step: last good step.
+        events: records written to the journal.
+        returns: consecutive rollbacks to the checkpoint of step ``returned_to``.
+        returned_to: checkpoint step of the last rollback; -1 if there was none.
     """
 
     streak: int = 0
@@ -56,15 +56,15 @@ class History:
 
 
 class StabilityGuard(Callback):
-    """Checks the steps of a run, and depending on --stability-guard skips anomalous ones or rolls back.
+    """Checks training steps, and depending on --stability-guard skips anomalous ones or rolls back.
 
     A rollback restores weights, optimizer, loss scale, random states and counters from the newest checkpoint that is
     not later than the last good step. Steps and learning rate continue from the checkpoint; the data continue after the
     last anomalous step.
 
     Attributes:
-        last_checked: loss and gradient norm of the last checked step; infinite if the value of any rank is not finite.
-            The norm is NaN if the loss is not finite.
+        last_checked: loss and gradient norm of the last checked step; infinite if any rank's value is not finite. The
+            norm is NaN if the loss is not finite.
 
     Source:
         Chowdhery et al. 2022, "PaLM", section 5.1 (restart before a spike and skip the batches around it).
@@ -114,19 +114,19 @@ class StabilityGuard(Callback):
         return self._problem is None
 
     def _max_over_ranks(self, value: float) -> float:
-        """Return the maximum of ``value`` over all ranks; infinity if any is not finite. Collective."""
+        """Reduce ``value`` to the maximum over all ranks; infinity if any is not finite. Collective."""
         group, device = self.trainer.world.decision_group
         values = torch.tensor([value if math.isfinite(value) else math.inf], dtype=torch.float64, device=device)
         return all_reduce(values, group, dist.ReduceOp.MAX).item()
 
     def problem(self, loss: float, norm: float) -> str | None:
-        """Return a description of the problem with a step of this loss and gradient norm, or None if it is normal."""
+        """Describe the problem with a step that has this loss and gradient norm, or return None if it is normal."""
         return self.losses.problem("loss", loss) or self.norms.problem("gradient norm", norm)
 
     def on_after_update(self, result: StepResult) -> None:
         """Set ``result.problem``, and update the statistics.
 
-        A rejected step gets the loss and norm agreed on by all ranks, because the values of this rank may be finite.
+        A rejected step gets the loss and norm agreed on by all ranks, because this rank's values may be finite.
         """
         if result.is_overflow:
             return
@@ -199,7 +199,7 @@ class StabilityGuard(Callback):
         )
 
     def _restore_counters(self, step: int, old_history: History) -> None:
-        """Restore the counters that the checkpoint cannot contain: journal records and number of rollbacks."""
+        """Restore the counters that the checkpoint cannot contain: journal records and rollbacks."""
         history = self.history
         history.events = old_history.events
         history.returns = old_history.returns + 1 if old_history.returned_to == step else 1
@@ -213,7 +213,6 @@ class StabilityGuard(Callback):
             self._journal.add({"number": self.history.events, **record})
 
     def _patience_error(self, reason: str, details: str = "") -> NumericsError:
-        """Return the error for too many consecutive anomalous steps."""
         samples, settings = self.trainer.samples, self.settings
         hint = "" if settings.rolls_back else " --stability-guard rollback returns to a checkpoint instead."
         error = NumericsError(
@@ -228,7 +227,7 @@ class StabilityGuard(Callback):
     # Location of a non-finite value that ends the run.
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
-        """Describe the non-finite losses or gradients of this rank. Synchronises with the device."""
+        """Describe this rank's non-finite losses or gradients. Synchronises with the device."""
         find = describe_nonfinite_losses if isinstance(error, LossError) else describe_nonfinite_gradients
         return find(self.trainer.engine, self.trainer.world.grid, self.trainer.samples)
 

@@ -18,10 +18,10 @@ JOURNAL_NAME = "stability.jsonl"
 
 
 class EventLog:
-    """The journal of one run folder.
+    """One run folder's journal.
 
     Args:
-        num_known: number of records up to the checkpoint that the run resumes from; later records are dropped.
+        num_known: record count up to the checkpoint that the run resumes from; later records are dropped.
     """
 
     def __init__(self, folder: Path, num_known: int = 0) -> None:
@@ -45,5 +45,5 @@ class EventLog:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a journal; an empty list if there is no file."""
+    """Read a journal; an empty list if there is no file."""
     return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []

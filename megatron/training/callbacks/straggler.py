@@ -59,14 +59,14 @@ class Straggler(NamedTuple):
 
 
 class StragglerDetector:
-    """Counts the consecutive reports in which the same rank is the slowest."""
+    """Counts consecutive reports with the same slowest rank."""
 
     def __init__(self) -> None:
         self._last_position: tuple[int, int, int] | None = None
         self._num_reports = 0
 
     def update(self, straggler: Straggler | None) -> str | None:
-        """Record the slowest rank; return a warning after ``REPORTS_PER_WARNING`` consecutive reports of a rank."""
+        """Record the slowest rank; return a warning after ``REPORTS_PER_WARNING`` consecutive reports on a rank."""
         position = None if straggler is None else straggler.position
         self._num_reports = self._num_reports + 1 if position == self._last_position else 1
         self._last_position = position
@@ -74,14 +74,14 @@ class StragglerDetector:
 
 
 def find_straggler(compute_s: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
-    """Return the rank that is clearly slower than its peers, or None.
+    """Find the rank that is clearly slower than its peers, or None.
 
-    The peers of a rank are the ranks of its stage with another data-parallel or context-parallel rank. If there are
-    none, the peers are the ranks of the other stages.
+    A rank's peers are the ranks on its stage with another data-parallel or context-parallel rank. If there are none,
+    the peers are the ranks on other stages.
 
     Args:
-        compute_s: seconds of compute per step, by rank.
-        waited_s: seconds per step of this time that were spent waiting for data, by rank.
+        compute_s: compute seconds per step, by rank.
+        waited_s: seconds per step in this time that were spent waiting for data, by rank.
     """
     rank = max(range(len(compute_s)), key=compute_s.__getitem__)
     peers = _peers(rank, topology)
@@ -127,5 +127,4 @@ def _same_tensor_group(rank: int, topology: Topology) -> list[int]:
 
 
 def _replica_ranks(coordinate: Coordinate) -> tuple[int, int]:
-    """Return the data-parallel and context-parallel rank of a coordinate."""
     return coordinate.data, coordinate.context

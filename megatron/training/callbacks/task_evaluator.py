@@ -1,4 +1,4 @@
-"""TaskEvaluator: evaluates tasks of lm_eval on the model in its training layout (--eval-tasks)."""
+"""TaskEvaluator: evaluates lm_eval tasks on the model in its training layout (--eval-tasks)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RECORD_TYPE = "tasks"
 
 
 class TaskEvaluator(Callback):
-    """Evaluates the tasks of a file every ``every`` steps and at the end. Collective.
+    """Evaluates the tasks in a file every ``every`` steps and at the end. Collective.
 
-    Rank 0 reads the tasks; the other ranks run their shards of the model. Training is unaffected: the evaluation uses
-    neither the random generators nor the batches of the training.
+    Rank 0 reads the tasks; the other ranks run their model shards. Training is unaffected: the evaluation uses neither
+    its random generators nor its batches.
 
     Args:
         file: path of the task file for ``read_suite``.
-        every: number of steps between evaluations; 0: only at the end.
+        every: steps between evaluations; 0: only at the end.
     """
 
     def __init__(self, file: str, every: int) -> None:
@@ -92,7 +92,7 @@ class TaskEvaluator(Callback):
     def _evaluate(self) -> bool:
         """Evaluate the tasks and report the results; return False if a signal interrupted it. Collective.
 
-        A failure of the tasks is logged and does not end the run.
+        A task failure is logged and does not end the run.
         """
         trainer, step = self.trainer, self.trainer.progress.step
         config, world = trainer.config, trainer.world
@@ -130,7 +130,7 @@ class TaskEvaluator(Callback):
 
 
 def headline(metrics: dict[str, float]) -> str:
-    """Return the metric of a task for the log line: accuracy or exact match if present, otherwise the first one."""
+    """Format a task's metric for the log line: accuracy or exact match if present, otherwise the first one."""
     names = [name for name in metrics if "_stderr" not in name]
     best = next((name for name in ("acc_norm", "acc", "exact_match") if name in names), names[0] if names else "")
     return f"{best} {metrics[best]:.4f}" if best else "no metric"

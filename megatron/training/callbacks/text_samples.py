@@ -43,7 +43,7 @@ class TextSamples(Callback):
             self.prompts = []
 
     def _make_generator(self) -> TextGenerator:
-        """Return the generator of the continuations, after encoding the prompts as a check."""
+        """Build the generator for the continuations, after encoding the prompts as a check."""
         trainer = self.trainer
         vocabulary = vocabulary_of(trainer.config, None)
         if vocabulary is None:
@@ -77,11 +77,11 @@ class TextSamples(Callback):
 
 
 def _adds_bos(config: Config) -> bool | None:
-    """Return False to encode prompts without a token for the beginning of sequence; None: the tokenizer's default."""
+    """Return False to encode prompts without a beginning-of-sequence token; None: the tokenizer's default."""
     return None if config.logging.prompt_bos else False
 
 
 def num_new_tokens(seq_length: int, prompts: Iterable[Sequence[int]]) -> int | None:
-    """Return the number of tokens to generate per prompt, within the training sequence length; None if none fit."""
+    """Return the new-token count per prompt, within the training sequence length; None if none fit."""
     num_free = seq_length - max(map(len, prompts))
     return min(num_free, MAX_NEW_TOKENS) if num_free > 0 else None

@@ -1,4 +1,4 @@
-"""Wandb: sends the metrics of a run to Weights & Biases (--wandb-project)."""
+"""Wandb: sends a run's metrics to Weights & Biases (--wandb-project)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class Wandb(Callback):
-    """Sends every record of a run to Weights & Biases."""
+    """Sends every record in a run to Weights & Biases."""
 
     def __init__(self) -> None:
         self._run: WandbRun | None = None
@@ -64,11 +64,11 @@ class Wandb(Callback):
             self._run.close(has_failed=True)
 
     def _open(self, config: Config, folder: Path) -> None:
-        """Open the run at Weights & Biases; called on rank 0."""
+        """Called on rank 0."""
         self._run = open_wandb(config, folder)
 
     def _write(self, record_type: str, step: int, values: dict[str, Any]) -> None:
-        """Send the values of a record, if the run is open."""
+        """Send a record's values, if the run is open."""
         if self._run is not None:
             self._run.write(record_type, step, dict(flatten_metrics(record_type, values)))
 
@@ -80,7 +80,7 @@ class WandbRun:
         self._run: Any = run
 
     def write(self, record_type: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the values of one record, named "kind/name"."""
+        """Send one record's values, named "kind/name"."""
         self._try(lambda: self._run.log({**metrics, f"{record_type}/step": step}))
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -107,7 +107,7 @@ class WandbRun:
 
 
 def open_wandb(config: Config, folder: Path) -> WandbRun | None:
-    """Open the run at Weights & Biases, continuing the one of this folder if there is one; None without the flag.
+    """Open the run at Weights & Biases, continuing this folder's run if there is one; None without the flag.
 
     An evaluation becomes a separate run and does not modify the folder's run.
 
@@ -144,13 +144,12 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
 
 
 def _create_folder(folder: Path) -> str:
-    """Create ``folder`` and return its path."""
     folder.mkdir(parents=True, exist_ok=True)  # wandb silently uses another folder if this one is missing
     return str(folder)
 
 
 def _store_id(folder: Path, run_id: str) -> None:
-    """Store the id ``run_id`` of the run at Weights & Biases in the run folder."""
+    """Store the Weights & Biases run id in the run folder."""
     try:
         files.replace_bytes(folder / ID_FILE_NAME, json.dumps({"id": run_id}).encode() + b"\n")
     except OSError as error:
@@ -161,7 +160,6 @@ def _store_id(folder: Path, run_id: str) -> None:
 
 
 def _read_id(folder: Path) -> str | None:
-    """Return the id stored in the run folder, or None."""
     try:
         return str(json.loads((folder / ID_FILE_NAME).read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""The pretraining programs: data sets, batches, models and forward steps of the built-in families. No torch."""
+"""The pretraining programs: data sets, batches, models and forward steps for the built-in families. No torch."""

@@ -1,4 +1,4 @@
-"""Pretraining of BERT: data sets, batches, model and forward step, for ``pretrain_bert.py``."""
+"""BERT pretraining: data sets, batches, model and forward step, for ``pretrain_bert.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the data sets of the three splits; None for a split without samples."""
+    """Build data sets for the three splits; None for a split without samples."""
     from megatron import tokenizer  # imports numpy, which --help does not need
     from megatron.models.bert.data import bert_tokens, build_bert_train_valid_test
 
@@ -39,7 +39,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return tokens, token types, padding and labels of a micro-batch, the same on all ranks of the tensor group."""
+    """Return a micro-batch's tokens, token types, padding and labels, the same on all ranks of the tensor group."""
     from megatron.models.bert.model import bert_fields
 
     names = ["text", "labels", *(("is_random", "step_predictions") if get_args().binary_head else ())]
@@ -50,14 +50,14 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the first stage and the arguments of the losses on the last stage."""
+    """Return the first stage's inputs and the loss arguments for the last stage."""
     fields = get_batch(batch)
     inputs = [fields.pop(name) for name in ("tokens", "token_types", "segments")]
     return tuple(inputs[: 3 if is_padded() else 2]), tuple(fields.values())
 
 
 def forward_step(data_iterator: Any, bert: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the losses of one micro-batch: pairs (sum, count) by name, or a single pair if the model has one head."""
+    """Compute one micro-batch's losses: pairs (sum, count) by name, or a single pair if the model has one head."""
     fields = get_batch(None if data_iterator is None else next(data_iterator))
     return bert(**fields), {}
 
@@ -68,12 +68,12 @@ def is_padded() -> bool:
 
 
 def model_provider() -> torch.nn.Module:
-    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
+    """Build this rank's model shard: a tensor slice and, with a pipeline, a stage."""
     return build_model(get_batch_pipe)
 
 
 def main(*, args_defaults: Mapping[str, Any] | None = None) -> None:
-    """Pretrain BERT with the command line of this process.
+    """Pretrain BERT with this process's command line.
 
     Args:
         args_defaults: as in ``pretrain``.

@@ -1,4 +1,4 @@
-"""Pretraining of all decoders: data sets, batches, model and forward step, for ``pretrain_gpt2.py`` and others.
+"""Decoder pretraining: data sets, batches, model and forward step, for ``pretrain_gpt2.py`` and others.
 
 ``--model`` selects the decoder. ``examples/own_model.py`` has the same functions for a model of your own.
 """
@@ -26,7 +26,7 @@ EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the data sets of the three splits; None for a split without samples."""
+    """Build data sets for the three splits; None for a split without samples."""
     args, tokenizer = get_args(), get_tokenizer()
     needed = tuple(count > 0 for count in train_val_test_num_samples)
     if args.sft is not None:
@@ -55,13 +55,13 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return tokens, labels, loss mask, segment ids and position ids of a micro-batch.
+    """Return a micro-batch's tokens, labels, loss mask, segment ids and position ids.
 
     The tensors are the same on all ranks of a tensor group. With context parallelism, each tensor holds this rank's
-    chunks of the sequences.
+    sequence chunks.
 
     Args:
-        batch: the micro-batch on the rank of the tensor group that reads data; None on the others.
+        batch: micro-batch on the tensor rank that reads data; None on the others.
     """
     args, config = get_args(), get_config()
     text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
@@ -75,26 +75,26 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the first stage and the arguments of the loss on the last stage."""
+    """Return the first stage's inputs and the loss arguments for the last stage."""
     fields = get_batch(batch)
     further_inputs = (fields[name] for name in get_config().model.stage_input_fields if fields[name] is not None)
     return (fields["tokens"], *further_inputs), (fields["labels"], fields["loss_mask"])
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the loss of one micro-batch as the pair (sum, count), and the same by name."""
+    """Compute one micro-batch's loss as the pair (sum, count), and the same by name."""
     fields = get_batch(None if data_iterator is None else next(data_iterator))
     loss = model(**fields)
     return loss, {"lm loss": loss}
 
 
 def model_provider() -> torch.nn.Module:
-    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
+    """Build this rank's model shard: a tensor slice and, with a pipeline, a stage."""
     return build_model(get_batch_pipe)
 
 
 def main(family: str = "gpt2", *, args_defaults: Mapping[str, Any] | None = None, name: str | None = None) -> None:
-    """Pretrain a decoder with the command line of this process.
+    """Pretrain a decoder with this process's command line.
 
     Args:
         family: model family if there is no ``--model``.

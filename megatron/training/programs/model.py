@@ -1,4 +1,4 @@
-"""Construction of the built-in models, for the ``model_provider`` of their programs."""
+"""Construction of the built-in models, for the ``model_provider`` in their programs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def build_model(get_batch_pipe: Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...]]]) -> torch.nn.Module:
-    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage.
+    """Build this rank's model shard: a tensor slice and, with a pipeline, a stage.
 
     Args:
-        get_batch_pipe: with a pipeline, returns the inputs of the first stage and the arguments of the loss.
+        get_batch_pipe: with a pipeline, returns the first stage's inputs and the loss arguments.
     """
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel

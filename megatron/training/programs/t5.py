@@ -1,4 +1,4 @@
-"""Pretraining of T5: data sets, batches, model and forward step, for ``pretrain_t5.py``."""
+"""T5 pretraining: data sets, batches, model and forward step, for ``pretrain_t5.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the data sets of the three splits; None for a split without samples."""
+    """Build data sets for the three splits; None for a split without samples."""
     from megatron.models.t5.span_files import build_t5_train_valid_test
 
     args, settings = get_args(), get_config().family_config
@@ -35,7 +35,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def t5_tokens() -> T5Tokens:
-    """Return the token ids of sentinels, end of sequence, decoder start and padding."""
+    """Return the token ids for sentinels, end of sequence, decoder start and padding."""
     from megatron.models.t5 import data
 
     settings = get_config().family_config
@@ -43,7 +43,7 @@ def t5_tokens() -> T5Tokens:
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return inputs, decoder inputs, labels, loss mask and segments of a micro-batch on all ranks of the group."""
+    """Return a micro-batch's inputs, decoder inputs, labels, loss mask and segments on all ranks of the group."""
     from megatron.models.t5 import data
 
     fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
@@ -52,14 +52,14 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the first stage and the arguments of the loss on the last stage."""
+    """Return the first stage's inputs and the loss arguments for the last stage."""
     fields = get_batch(batch)
     names = ("enc_tokens", "dec_tokens", "enc_segments", "dec_segments")[: 4 if has_documents() else 2]
     return tuple(fields[name] for name in names), (fields["labels"], fields["loss_mask"])
 
 
 def forward_step(data_iterator: Any, t5: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the loss of one micro-batch as the pair (sum, count), and the same by name."""
+    """Compute one micro-batch's loss as the pair (sum, count), and the same by name."""
     fields = get_batch(None if data_iterator is None else next(data_iterator))
     loss = t5(**fields)
     return loss, {"lm loss": loss}
@@ -72,12 +72,12 @@ def has_documents() -> bool:
 
 
 def model_provider() -> torch.nn.Module:
-    """Return this rank's shard of the model: its tensor slice and, with a pipeline, its stage."""
+    """Build this rank's model shard: a tensor slice and, with a pipeline, a stage."""
     return build_model(get_batch_pipe)
 
 
 def main() -> None:
-    """Pretrain T5 with the command line of this process."""
+    """Pretrain T5 with this process's command line."""
     pretrain(
         train_valid_test_datasets_provider, model_provider, forward_step, args_defaults=DEFAULTS, family="t5", name="t5"
     )

@@ -1,1 +1,1 @@
-"""The proof of a run: the layout check at its start, proof.json at its end, and the repetition of both."""
+"""A run's proof: the layout check at the start, proof.json at the end, and the repetition of both."""

@@ -63,10 +63,10 @@ class CheckJob:
     """The run whose layout is checked.
 
     Args:
-        config: configuration of the run.
-        world_size: number of ranks of the run.
-        device_type: device of the run.
-        datasets_provider: the data sets of the run's own script; None: random tokens.
+        config: run configuration.
+        world_size: the run's rank count.
+        device_type: the run's device.
+        datasets_provider: data sets from the run's own script; None: random tokens.
         limit_s: seconds after which the check is stopped.
         niceness: added to the priority of the processes.
     """
@@ -85,7 +85,7 @@ class CheckProcess:
     """A layout check that runs in a child process; forks it on construction.
 
     Attributes:
-        result: the result; None while the check runs.
+        result: None while the check runs.
     """
 
     def __init__(self, job: CheckJob) -> None:
@@ -119,7 +119,7 @@ class CheckProcess:
         return self.result
 
     def wait(self) -> CheckResult:
-        """Return the result; waits until the check has ended or its limit has passed."""
+        """Wait until the check has ended or its limit has passed, and return the result."""
         while self.poll() is None:
             select.select([self._read_end], [], [], 1.0)
         assert self.result is not None
@@ -165,7 +165,7 @@ def _fork(main: Callable[[], None]) -> int:
 
 
 def _coordinate(job: CheckJob, write_end: int) -> None:
-    """Run the check and write its result to ``write_end``; the main function of the coordinator."""
+    """Run the check and write the result to ``write_end``; the coordinator's main function."""
     _leave_run(job.niceness)
     started_at = time.monotonic()
     try:
@@ -177,7 +177,7 @@ def _coordinate(job: CheckJob, write_end: int) -> None:
 
 
 def _leave_run(niceness: int) -> None:
-    """Detach this fork from the run: no output, no files and variables of the launcher, no device."""
+    """Detach this fork from the run: no output, no launcher files and variables, no device."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -239,7 +239,6 @@ def _check(job: CheckJob, deadline: float) -> CheckResult:
 
 
 def _describe(shrunk: Shrunk) -> str:
-    """Return the description of the small model."""
     parallel = shrunk.config.parallel
     sizes = {
         "tensor": parallel.model_parallel_size,
@@ -253,7 +252,7 @@ def _describe(shrunk: Shrunk) -> str:
 
 
 def _use_cpu() -> None:
-    """Make DeepSpeed, if this process has imported it, compute on the CPU."""
+    """If this process has imported DeepSpeed, switch it to the CPU."""
     if "deepspeed" not in sys.modules:
         return
     from deepspeed.accelerator import set_accelerator
@@ -271,7 +270,7 @@ class RankError:
 
 
 def _run_ranks(job: CheckJob, shrunk: Shrunk, deadline: float) -> Mapping[int, Trace | RankError] | None:
-    """Run all ranks and the single process, and return the trace or the error of each.
+    """Run all ranks and the single process, and return each trace or error.
 
     Once a rank has failed, the others have ``_ERROR_GRACE_S`` to end. Returns None if the deadline passed.
     """
@@ -311,7 +310,7 @@ def _run_ranks(job: CheckJob, shrunk: Shrunk, deadline: float) -> Mapping[int, T
 
 
 def _rank_main(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket, write_end: int) -> None:
-    """Train the small model on one rank, and write its trace or its error to ``write_end``."""
+    """Train the small model on one rank, and write the trace or the error to ``write_end``."""
     try:
         outcome: Trace | RankError = _trace(job, shrunk, rank, listener)
     except BaseException as error:
@@ -326,7 +325,7 @@ def _rank_main(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket
 
 
 def _load(data: bytes) -> Trace | RankError:
-    """Return the outcome of a rank from the bytes that it wrote."""
+    """Decode a rank's outcome from the bytes that it wrote."""
     import torch
 
     from megatron.mpu.shard import Shard
@@ -338,7 +337,7 @@ def _load(data: bytes) -> Trace | RankError:
 
 
 def _trace(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket) -> Trace:
-    """Return the trace of one rank of the small layout, or of the single process."""
+    """Trace one rank of the small layout, or the single process."""
     import torch
     import torch.distributed as dist
 
@@ -381,7 +380,7 @@ def _trace(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket) ->
 
 
 def _open_data(job: CheckJob, config: Config) -> tuple[Any, Any, Config]:
-    """Return the training data, the tokenizer (None: a mock), and the configuration with its vocabulary."""
+    """Open the training data; return it, the tokenizer (None: a mock), and the configuration with its vocabulary."""
     from megatron.training import global_vars
     from megatron.training.mock_data import random_data
     from megatron.training.vocabulary import with_tokenizer

@@ -1,4 +1,4 @@
-"""The result of a layout check, its line in the log, and its entry in proof.json. No torch."""
+"""The result of a layout check, with its log line and proof.json entry. No torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class CheckResult:
     Args:
         state: ``OK``, ``FAILED`` or ``NOT_CHECKED``.
         reason: why the check failed, or why nothing was checked; "" if it is ok.
-        worst_gradient: name of the gradient with the largest relative difference, which is ``gradient``.
-        num_ranks: number of processes that were compared with one.
+        worst_gradient: gradient with the largest relative difference, which is ``gradient``.
+        num_ranks: processes that were compared with a single one.
         model: description of the small model.
-        notes: differences from the layout of the run.
+        notes: differences from the run's layout.
         uncovered: parts of the run that a check in fp64 on CPUs cannot cover.
-        seconds: duration of the check.
+        seconds: check duration.
     """
 
     state: str
@@ -39,19 +39,19 @@ class CheckResult:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-serializable values."""
+        """Convert the fields to JSON-serializable values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CheckResult:
-        """Return the result with the fields in ``values``; unknown fields are ignored."""
+        """Build a result from the fields in ``values``; unknown fields are ignored."""
         known = {item.name: values[item.name] for item in fields(cls) if item.name in values}
         for name in ("notes", "uncovered"):
             known[name] = tuple(known.get(name, ()))
         return cls(**known)
 
     def line(self) -> str:
-        """Return the line of the log."""
+        """Format the log line."""
         if self.state == NOT_CHECKED:
             return f"layout check: not checked, {self.reason}"
         details = f"{self.num_ranks} ranks, {self.model}, fp64"
@@ -62,12 +62,12 @@ class CheckResult:
 
 
 def bound_problems(differences: dict[str, float], worst_gradient: str, num_expert_tokens: int) -> list[str]:
-    """Return a text for each difference that exceeds its bound.
+    """Describe each difference that exceeds its bound.
 
     Args:
         differences: name in ``BOUNDS`` -> difference.
-        worst_gradient: name of the gradient with the largest difference.
-        num_expert_tokens: number of token counts of experts that differ.
+        worst_gradient: gradient with the largest difference.
+        num_expert_tokens: expert token counts that differ.
     """
     names = {
         "gradient": f"gradient of {worst_gradient}",

@@ -17,12 +17,12 @@ BUILT_IN_PROGRAMS = "megatron.training.programs"
 
 @dataclass(frozen=True)
 class CheckPolicy:
-    """The decision on the layout check of a run.
+    """The decision on a run's layout check.
 
     Args:
         skip_reason: why the layout is not checked; "" if it is checked.
-        is_reported: the log has a line with ``skip_reason``.
-        waits: the first step waits for the result; otherwise the run is checked beside its steps.
+        is_reported: ``skip_reason`` is logged.
+        waits: the first step waits for the result; otherwise the check runs alongside the steps.
     """
 
     skip_reason: str = ""
@@ -35,11 +35,11 @@ class CheckPolicy:
 
 
 def check_policy(config: Config, device_type: str, world_size: int, model_provider: Callable[[], Any]) -> CheckPolicy:
-    """Return the decision for a run with these settings.
+    """Decide whether a run with these settings is checked.
 
     Args:
-        device_type: device of the run.
-        world_size: number of ranks of the run.
+        device_type: the run's device.
+        world_size: the run's rank count.
     """
     is_requested = config.run.prove is True or config.run.prove_only
     if config.run.prove is False:
@@ -58,5 +58,5 @@ def check_policy(config: Config, device_type: str, world_size: int, model_provid
 
 
 def is_built_in(provider: Callable[..., Any]) -> bool:
-    """Return True if a function of a script is one of the built-in programs."""
+    """Return True if a script's function belongs to a built-in program."""
     return str(getattr(provider, "__module__", "")).startswith(BUILT_IN_PROGRAMS)

@@ -1,4 +1,4 @@
-"""--prove-only: check the layout of a run that is not started."""
+"""--prove-only: check the layout of a run without starting the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prove_only(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> int:
-    """Check the layout on rank 0, and log its line.
+    """Check the layout on rank 0, and log the result.
 
     Returns:
         The exit code: 0 if the layout is correct or has only one process, otherwise 1.
@@ -46,7 +46,7 @@ def check_now(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> CheckResult:
-    """Return the result of the layout check, at the usual priority and with the limit ``LIMIT_S``."""
+    """Run the layout check, at the usual priority and with the limit ``LIMIT_S``."""
     requested = config.parallel.device
     device_type = device.choose() if requested == "auto" else requested
     policy = check_policy(config, device_type, world_size, model_provider)

@@ -1,4 +1,4 @@
-"""proof.json of a run folder: what the run has proven, in a form that ``tools/verify.py`` can repeat.
+"""A run folder's proof.json: facts about the run that ``tools/verify.py`` can repeat.
 
 | key | content |
 |---|---|
@@ -43,13 +43,13 @@ def make_proof(
     versions: Mapping[str, Any],
     run: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the content of proof.json.
+    """Build the content of proof.json.
 
     Args:
-        train_data: data set of the training split; None if there is none.
-        tokenizer: tokenizer of the run; None if it has none.
+        train_data: training data set; None if there is none.
+        tokenizer: the run's tokenizer, if any.
         versions: result of ``run_record.versions``.
-        run: facts of the run; ``samples`` is the number of training samples that it has consumed.
+        run: facts about the run; ``samples`` counts consumed training samples.
     """
     return {
         "format": 1,
@@ -63,7 +63,7 @@ def make_proof(
 
 
 def code_proof(commit: str, script: str) -> dict[str, str]:
-    """Return the commit, a checksum of all code files, and a checksum of the script."""
+    """Return the commit and two checksums: over all code files, and over the script."""
     path = Path(script)
     script_checksum = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "unknown"
     return {
@@ -74,18 +74,18 @@ def code_proof(commit: str, script: str) -> dict[str, str]:
 
 
 def script_name() -> str:
-    """Return the path of the running script, relative to the working directory if it is below it."""
+    """Return the running script's path, relative to the working directory if possible."""
     path = Path(sys.argv[0])
     return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
 def data_proof(dataset: Any, num_samples: int) -> dict[str, Any]:
-    """Return the hashes of the order and of the tokens of a data set.
+    """Hash a data set's order and tokens.
 
-    A data set of the user may have samples that cannot be hashed; then ``problem`` is the reason.
+    A user's data set may have samples that cannot be hashed; then ``problem`` is the reason.
 
     Args:
-        num_samples: number of samples that the run has consumed.
+        num_samples: samples that the run has consumed.
     """
     if dataset is None or not num_samples:
         return {"problem": "no training data"}
@@ -102,7 +102,7 @@ def data_proof(dataset: Any, num_samples: int) -> dict[str, Any]:
 
 
 def sample_indices(num_samples: int) -> list[int]:
-    """Return the indices of the samples to hash: the first ones, and others up to the last one, evenly spaced."""
+    """Choose the samples to hash: the first ones, and others up to the last one, evenly spaced."""
     first = range(min(num_samples, NUM_SAMPLES // 2))
     spaced = (num_samples - 1 - round(idx * (num_samples - 1) / (NUM_SAMPLES // 2)) for idx in range(NUM_SAMPLES // 2))
     return sorted({*first, *spaced})
@@ -129,7 +129,7 @@ def _update(digest: Any, value: Any) -> None:
 
 
 def tokenizer_proof(tokenizer: Any) -> dict[str, Any]:
-    """Return the identity of the tokenizer and a hash of the ids of ``PROBE_TEXT``."""
+    """Return the tokenizer identity and a hash over the ids of ``PROBE_TEXT``."""
     if tokenizer is None:
         return {"problem": "no tokenizer"}
     identity = getattr(tokenizer, "identity", None)

@@ -28,11 +28,11 @@ EQUAL, DIFFERENT, NOT_REPEATED, NONE = "equal", "different", "not repeated", "no
 
 @dataclass(frozen=True)
 class Item:
-    """The comparison of one item of proof.json.
+    """The comparison of one item in proof.json.
 
     Args:
         state: ``EQUAL``, ``DIFFERENT``, ``NOT_REPEATED`` or ``NONE``.
-        text: the values, or the reason.
+        text: values, or reason.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Item:
 
 
 def read_proof(run_dir: Path) -> dict[str, Any]:
-    """Return the content of proof.json.
+    """Read proof.json.
 
     Raises:
         ConfigError: the run has none.
@@ -56,7 +56,7 @@ def read_proof(run_dir: Path) -> dict[str, Any]:
 
 
 def repeat_proof(run_dir: Path, *, has_layout_check: bool = True) -> Iterator[Item]:
-    """Yield the comparison of each item of proof.json with its repetition on this machine.
+    """Repeat each item in proof.json on this machine and yield the comparison.
 
     Args:
         has_layout_check: also repeat the layout check, which starts processes.
@@ -93,7 +93,7 @@ def _compare_values(prefix: str, recorded: Mapping[str, str], current: Mapping[s
 
 
 def _compare(name: str, recorded: Mapping[str, Any], current: Mapping[str, Any], key: str) -> Item:
-    """Compare the hash ``key`` and all other values of an item."""
+    """Compare the hash ``key`` and all other values in an item."""
     if "problem" in recorded:
         return Item(name, NONE, recorded["problem"])
     if "problem" in current:
@@ -106,7 +106,7 @@ def _compare(name: str, recorded: Mapping[str, Any], current: Mapping[str, Any],
 
 
 def _parse_config(run_dir: Path, run: Mapping[str, Any]) -> Config:
-    """Return the settings of the run."""
+    """Parse the run's settings."""
     family = run["family"]
     is_decoder = FAMILIES[family].model_type == "decoder" if family in FAMILIES else False
     argv = ["--config", str(run_dir / "config.json")]
@@ -114,7 +114,7 @@ def _parse_config(run_dir: Path, run: Mapping[str, Any]) -> Config:
 
 
 def _repeat_data(proof: Mapping[str, Any], config: Config, tokenizer: Any, program: Any) -> dict[str, Any]:
-    """Open the training data again and return its hashes."""
+    """Open the training data again and hash it."""
     global_vars.set_current(config, tokenizer, None)
     try:
         if config.data.is_mock:

@@ -57,13 +57,13 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The configurations of the layout check.
+    """Configurations for the layout check.
 
     Args:
-        config: configuration of the ranks of the layout.
-        reference: configuration of the single process, which computes the same global batches without any of the
-            features whose results must not differ: recomputation, fused accumulation, chunks of the loss, ZeRO.
-        world_size: number of ranks of ``config``.
+        config: configuration for the layout's ranks.
+        reference: configuration for the single process, which computes the same global batches without the features
+            that must not change results: recomputation, fused accumulation, chunks of the loss, ZeRO.
+        world_size: rank count in ``config``.
         notes: differences from the run's layout or schedule.
     """
 
@@ -74,12 +74,12 @@ class Shrunk:
 
 
 def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: bool = False) -> Shrunk:
-    """Return the configurations of the layout check for a run.
+    """Shrink a run's configuration for the layout check.
 
     Args:
-        world_size: number of ranks of the run.
-        device_type: device of the run, which determines the defaults of some flags.
-        keeps_data: keep the data and the vocabulary of the run, whose script has its own data sets.
+        world_size: the run's rank count.
+        device_type: the run's device, which determines some flags' defaults.
+        keeps_data: keep the run's data and vocabulary, because its script has its own data sets.
 
     Raises:
         ShrinkError: the small configuration is invalid, or needs more than ``MAX_RANKS`` ranks.
@@ -145,7 +145,7 @@ def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: boo
 
 
 def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: list[str]) -> tuple[ParallelConfig, int]:
-    """Return the small layout and its number of ranks; append the differences to ``notes``."""
+    """Return the small layout and its rank count; append differences to ``notes``."""
     parallel = config.parallel
     sizes = {
         "data": parallel.data_parallel_size(world_size),
@@ -160,7 +160,7 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
         return sizes["data"] * sizes["tensor"] * sizes["context"] * sizes["pipe"]
 
     def lower_data() -> None:
-        """Set the smallest number of replicas that has the expert groups of the run."""
+        """Set the smallest replica count with the run's expert groups."""
         for count in range(min(original_sizes["data"], 2), original_sizes["data"] + 1):
             if count * sizes["context"] % sizes["expert"] == 0:
                 sizes["data"] = count
@@ -210,13 +210,13 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
 
 
 def _seq_length(parallel: ParallelConfig) -> int:
-    """Return the smallest sequence length of at least ``MIN_SEQ_LENGTH`` that the tensor and context ranks split."""
+    """Return the smallest sequence length from ``MIN_SEQ_LENGTH`` on that the tensor and context ranks can split."""
     unit = 2 * parallel.context_parallel_size * parallel.model_parallel_size
     return -(-MIN_SEQ_LENGTH // unit) * unit
 
 
 def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> tuple[ModelConfig, str | None]:
-    """Return the small model, and the layers of its pipeline chunks in the notation of ``pipeline_layout``."""
+    """Return the small model, and its pipeline chunks in ``pipeline_layout`` notation."""
     model, tensor = config.model, parallel.model_parallel_size
     is_decoder = config.family_config.KIND == "decoder"
 
@@ -272,14 +272,14 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
 
 
 def _base_size(base: int, size: int, small_size: int) -> int:
-    """Return the base size of muP or MiniCPM for a model of ``small_size``; 0 stays 0."""
+    """Return the base size for muP or MiniCPM at ``small_size``; 0 stays 0."""
     if not base:
         return 0
     return small_size if base == size else small_size // 2 if base < size else small_size * 2
 
 
 def _shrink_experts(model: ModelConfig, parallel: ParallelConfig, hidden: int) -> dict[str, Any]:
-    """Return the fields of a few experts per layer, routed by the same rules."""
+    """Return fields for a few experts per layer, routed by the same rules."""
     expert_ranks = parallel.expert_model_parallel_size
     topk = min(model.moe_router_topk, 2)
     groups = group_topk = 0
@@ -320,7 +320,7 @@ def _layer_types(model: ModelConfig) -> list[LayerType]:
 def _shrink_layers(
     config: Config, parallel: ParallelConfig, types: Sequence[LayerType]
 ) -> tuple[int, str | None, dict[str, Any]]:
-    """Return the number of layers, the layers of each pipeline chunk, and the fields with patterns of layers.
+    """Return the layer count, the layers by pipeline chunk, and the fields with layer patterns.
 
     Args:
         types: type of each layer of a decoder; empty for another family.
@@ -361,7 +361,7 @@ def _shrink_layers(
 
 
 def _shrink_family(config: Config, parallel: ParallelConfig, seq_length: int) -> Any:
-    """Return the family's section with short sequences and, for an encoder-decoder, few layers on both sides."""
+    """Copy the family's section with short sequences and, for an encoder-decoder, few layers on both sides."""
     section = config.family_config
     if not section.is_encoder_decoder:
         return section
@@ -379,7 +379,7 @@ def _shrink_family(config: Config, parallel: ParallelConfig, seq_length: int) ->
 
 
 def _shrink_data(config: Config) -> DataConfig:
-    """Return the section of random tokens with the run's rules for the ends of documents."""
+    """Configure random tokens with the run's rules for document ends."""
     data = config.data
     is_packed = data.sft is not None or data.packing != DataConfig().packing
     can_reset = config.family_config.KIND == "decoder"
@@ -392,10 +392,10 @@ def _shrink_data(config: Config) -> DataConfig:
 
 
 def _with_micro_batches(config: Config, gas: int, world_size: int) -> Config:
-    """Return ``config`` with the smallest valid number of micro-batches, at least two per stage if the run has them.
+    """Copy ``config`` with the smallest valid micro-batch count, at least two per stage if the run has them.
 
     Args:
-        gas: number of micro-batches per replica of the run.
+        gas: the run's micro-batches per replica.
 
     Raises:
         ShrinkError: the configuration is invalid with every number.
@@ -411,7 +411,7 @@ def _with_micro_batches(config: Config, gas: int, world_size: int) -> Config:
 
 
 def _counts(config: Config, gas: int) -> Iterator[int]:
-    """Yield the numbers of micro-batches to try: two per stage first, the run's own last."""
+    """Yield micro-batch counts to try: two per stage first, the run's own last."""
     if config.parallel.pipeline_schedule_file is None:
         start = min(gas, 2 * config.parallel.num_stages)
         yield from range(start, min(gas, start + 2 * config.parallel.num_stages))

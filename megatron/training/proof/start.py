@@ -1,4 +1,4 @@
-"""Start of the layout check of a run, before its process groups are created."""
+"""Start of a run's layout check, before process groups are created."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from megatron.config import Config
 
 
 def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool = False) -> tuple[str, ...]:
-    """Return short names of the parts of a run that the layout check does not compute.
+    """Name the parts of a run that the layout check does not compute.
 
     Args:
-        device_type: device of the run.
-        needs_deepspeed: True if DeepSpeed's engine trains the run.
+        device_type: the run's device.
+        needs_deepspeed: True if the DeepSpeed engine trains the run.
     """
     return tuple(_parts(config, device_type, needs_deepspeed))
 
@@ -38,5 +38,5 @@ def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[
 
 
 def _default_dtype(device_type: str) -> str:
-    """Return the usual number format of a device type."""
+    """Return a device type's usual number format."""
     return "fp32" if device_type == "cpu" else "bf16"
