@@ -30,7 +30,7 @@ config_json=${config_json:-}                      # ds_config_gpt2.json; DeepSpe
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/gpt2-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--seq-length SEQLEN)
+script_flags=(--seq-length SEQLEN)
 recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 2
   --train-iters 400 --hidden-bias --attention-dropout 0 --hidden-dropout 0
   --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.05 --adam-beta2 0.95

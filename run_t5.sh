@@ -30,7 +30,7 @@ config_json=${config_json:-}                      # ds_config_t5.json; DeepSpeed
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/t5-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--enc-seq-length ENC_SEQLEN --dec-seq-length DEC_SEQLEN --seq-length SEQLEN)  # the last, of GPT-2, is refused
+script_flags=(--enc-seq-length ENC_SEQLEN --dec-seq-length DEC_SEQLEN --seq-length SEQLEN)  # T5 rejects --seq-length
 recipe="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --enc-seq-length 96 --batch-size 4 --gas 2
   --train-iters 400 --attention-dropout 0 --hidden-dropout 0
   --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --warmup 0.05

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks everything: lint, format, types, import layers, tests. `--all` adds the slow tests; other flags go to pytest.
+# Run all checks: lint, format, import layers, types and tests. `--all` adds the slow tests; other flags are passed to
+# pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit
 purpose=test
@@ -17,7 +18,7 @@ part() {
 }
 bin=$(dirname "$("$PYTHON" -c 'import sys; print(sys.executable)')")
 
-# Types are checked beside all else: on a second core at first, then in the time that ranks wait for each other.
+# mypy runs in the background at low priority, because ranks in tests often wait for each other.
 types=$(mktemp)
 nice -n 19 "$PYTHON" -m mypy > "$types" 2>&1 &
 mypy=$!
@@ -29,18 +30,18 @@ part "import layers" "$bin/lint-imports"
 [ ${#failed[@]} -eq 0 ] || echo "== failed before the tests: ${failed[*]}"
 
 start=$SECONDS
-# Three files at a time, for two cores: most tests are ranks that wait for each other, and some wait for a clock.
-# In the order of tests/conftest.py, which begins with the longest.
-"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"  # its closing line stays the last when all is well
+# Three files at a time on two cores, because most ranks wait for each other. tests/conftest.py orders the files, the
+# longest first.
+"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"  # on success, pytest's summary is the last line
 code=$?
 if [ "$code" -eq 2 ]; then
-  kill "$mypy"                                     # by Ctrl-C, which does not reach what runs beside
+  kill "$mypy"                                     # interrupted by Ctrl-C, which the background process does not receive
 else
   wait "$mypy" || { cat "$types"; failed+=(mypy); }
 fi
 trap 'rm -f "$types"' EXIT
 if [ ${#failed[@]} -ne 0 ]; then
-  echo "== failed beside pytest (code $code, $((SECONDS - start)) s): ${failed[*]}" >&2
+  echo "== failed in addition to pytest (code $code, $((SECONDS - start)) s): ${failed[*]}" >&2
   [ "$code" -ne 0 ] || code=1
 fi
 exit "$code"

@@ -3,7 +3,7 @@
 # ds_config_<model>.json from the folder of the run script.
 #
 # A run script sources this file with the name of its model and the user's flags, after setting its variables and:
-#   own          array of pairs (flag, variable) for variables that only some run scripts have
+#   script_flags array of pairs (flag, variable) for variables that only some run scripts have
 #   recipe       default flags, which the user's flags and the JSON override
 #   stories      default flags for the sample data (optional)
 #   by_machine   function that appends flags to recipe depending on GPUS_PER_NODE, pp_size and mp_size (optional)
@@ -45,7 +45,7 @@ add --context-parallel-size cp_size
 add --num-layers NLAYERS
 add --hidden-size NHIDDEN
 add --num-attention-heads NHEADS
-for ((i = 0; i < ${#own[@]}; i += 2)); do add "${own[i]}" "${own[i + 1]}"; done
+for ((i = 0; i < ${#script_flags[@]}; i += 2)); do add "${script_flags[i]}" "${script_flags[i + 1]}"; done
 add --batch-size BATCHSIZE
 add --gas GAS
 add --train-iters TRAIN_ITERS

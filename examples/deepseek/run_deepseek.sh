@@ -41,7 +41,7 @@ config_json=${config_json:-}                      # ds_config_deepseek.json next
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--expert-model-parallel-size EP --kv-lora-rank KVRANK --ff-hidden-size NFF --num-experts NEXPERTS
+script_flags=(--expert-model-parallel-size EP --kv-lora-rank KVRANK --ff-hidden-size NFF --num-experts NEXPERTS
   --moe-router-topk TOPK --moe-ffn-hidden-size NEXPERTFF --seq-length SEQLEN)
 program=pretrain_gpt2.py
 recipe="--model $MODEL --lr-decay-style cosine --adam-beta2 0.95"

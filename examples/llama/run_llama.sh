@@ -34,7 +34,7 @@ config_json=${config_json:-}                      # ds_config_llama.json next to
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
+script_flags=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
 program=pretrain_gpt2.py
 recipe="--model $MODEL --num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 352
   --seq-length 128 --batch-size 8 --gas 2

@@ -42,7 +42,7 @@ config_json=${config_json:-}                      # ds_config_moe.json next to t
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--expert-model-parallel-size EP --num-query-groups NGROUPS --ff-hidden-size NFF --num-experts NEXPERTS
+script_flags=(--expert-model-parallel-size EP --num-query-groups NGROUPS --ff-hidden-size NFF --num-experts NEXPERTS
   --moe-router-topk TOPK --moe-ffn-hidden-size NEXPERTFF --seq-length SEQLEN)
 program=pretrain_gpt2.py                          # a LLaMA whose feed-forward layers are experts
 recipe="--model $MODEL --num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 384

@@ -32,7 +32,7 @@ config_json=${config_json:-}                      # ds_config_mpt.json next to t
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/mpt-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--seq-length SEQLEN)
+script_flags=(--seq-length SEQLEN)
 program=pretrain_gpt2.py
 recipe="--model $MODEL --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 2
   --train-iters 400

@@ -35,7 +35,7 @@ config_json=${config_json:-}                      # ds_config_qwen3.json next to
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
+script_flags=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
 program=pretrain_gpt2.py
 recipe="--model $MODEL --rotary-base 1000000 --lr-decay-style cosine --adam-beta2 0.95"
 tied=--tie-embeddings-and-output-weights

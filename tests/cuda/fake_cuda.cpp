@@ -3,9 +3,9 @@
 // A build of torch for CUDA has its own guard and hooks. Its hooks have a lower priority than those of this file. Its
 // guard replaces ours when torch is imported; fake_cuda_set_guard sets ours again.
 //
-// Streams and events have numbers. What is asked of them goes into the log in order, and between it what Python notes of
-// operators, so that one list tells what may overlap. A storage gets a number when Python first asks for it; the log
-// tells when it is freed. Pinned memory is the host's own, with its ranges known.
+// Streams and events are numbered. The log contains their calls in order, interleaved with the operators that Python
+// records, so it shows which operations may overlap. A storage gets a number when Python first requests it; the log
+// records when it is freed. Pinned memory is ordinary host memory whose address ranges are recorded.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -92,7 +92,7 @@ struct Pinned {
   int64_t number;
 };
 
-std::map<const char*, Pinned> pinned;  // what is page-locked, by its start
+std::map<const char*, Pinned> pinned;  // page-locked ranges by start address
 
 void give_back(void* memory) {
   {
@@ -113,7 +113,7 @@ struct PinnedAllocator final : c10::Allocator {
   void copy_data(void* target, const void* source, size_t count) const override { default_copy_data(target, source, count); }
 };
 
-// Returns the number of the page-locked memory that an address lies in; 0: in none.
+// Returns the number of the page-locked range that contains an address, or 0.
 int64_t number_of_pinned(const void* address) {
   const std::lock_guard<std::mutex> lock(guarded);
   const auto wanted = static_cast<const char*>(address);

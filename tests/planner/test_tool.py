@@ -86,7 +86,7 @@ def run_script_words(lines: list[str], family: str) -> tuple[list[str], int, lis
     assert pasted[start + 1] == FAMILIES[family].run_script
     script = (ROOT / FAMILIES[family].run_script).read_text()
     shared_script = (ROOT / "tools/run.sh").read_text()
-    variable_pairs = script.split("\nown=(")[1].split(")")[0].split()
+    variable_pairs = script.split("\nscript_flags=(")[1].split(")")[0].split()
     flags = dict(zip(variable_pairs[1::2], variable_pairs[::2], strict=True))
     flags |= {line.split()[2]: line.split()[1] for line in shared_script.splitlines() if line.startswith("add --")}
     words = [word for name, value in assigned.items() if name in flags for word in (flags[name], value)]
