@@ -9,6 +9,7 @@
 | GPT-2 | plain-compiled | the same after ``torch.compile`` of the full model and its loss |
 | T5 | hf | ``T5ForConditionalGeneration`` with its default SDPA, no cache, dropout 0, in the plain loop |
 | LLaMA | hf | ``LlamaForCausalLM`` with SDPA, no cache, in the plain loop |
+| Youtu (multi-latent attention) | hf | ``YoutuForCausalLM`` with SDPA, no cache, in the plain loop |
 
 All contenders of a family start from the same weights, train on the same random batches and compute the same function.
 Only the functions that need DeepSpeed or transformers import them, so that the memory of a contender does not include
@@ -37,7 +38,7 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
 from megatron.models.gpt2.huggingface import from_ours
-from megatron.models.llama.huggingface import FORMAT
+from megatron.models.llama.huggingface_formats import FORMATS
 from megatron.models.registry import FAMILIES, build_model
 from megatron.models.t5 import spans
 from megatron.models.t5.huggingface import from_ours as t5_from_ours
@@ -52,6 +53,7 @@ class GPTSizes:
     """Sizes of a GPT-2 whose feed-forward layer is 4 times as wide as the model."""
 
     family: ClassVar[str] = "gpt2"
+    model: ClassVar[str] = "gpt2"
     num_layers: int = 8
     hidden_size: int = 512
     num_attention_heads: int = 8
@@ -76,7 +78,21 @@ class LlamaSizes(GPTSizes):
     """Sizes of a LLaMA with as many key heads as query heads and an untied output head."""
 
     family: ClassVar[str] = "llama"
+    model: ClassVar[str] = "llama"
     ff_hidden_size: int = 1408
+
+
+@dataclass(frozen=True, kw_only=True)
+class YoutuSizes(LlamaSizes):
+    """Sizes of a dense decoder with multi-latent attention; the proportions are those of DeepSeek-V2-Lite."""
+
+    model: ClassVar[str] = "youtu"
+    num_attention_heads: int = 4
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 128
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +104,7 @@ class T5Sizes:
     """
 
     family: ClassVar[str] = "t5"
+    model: ClassVar[str] = "t5"
     num_layers: int = 6
     hidden_size: int = 512
     num_attention_heads: int = 8
@@ -127,9 +144,19 @@ LARGE: dict[str, Sizes] = {
         seq_length=2048,
         ff_hidden_size=11008,
     ),
+    "youtu": YoutuSizes(
+        num_layers=5,
+        hidden_size=4096,
+        num_attention_heads=32,
+        vocab_size=32000,
+        seq_length=2048,
+        ff_hidden_size=12288,
+        kv_lora_rank=512,
+    ),
 }
-"""Sizes with 1.3 billion parameters, for a GPU of 80 GB or more; for LLaMA, 5 of the 32 layers of the 7B model."""
-LARGE_BATCH = {"gpt2": 8, "t5": 32, "llama": 4}
+"""Sizes with 1.3 billion parameters, for a GPU of 80 GB or more; for LLaMA, 5 of the 32 layers of the 7B model,
+and the same layers with multi-latent attention for Youtu."""
+LARGE_BATCH = {"gpt2": 8, "t5": 32, "llama": 4, "youtu": 4}
 
 
 def _generator(step: int) -> torch.Generator:
@@ -144,6 +171,7 @@ STD = 0.02
 FLAGS = {
     "gpt2": f"--activation gelu-tanh --hidden-bias --init-method-std {STD}",
     "llama": f"--init-method-std {STD}",
+    "youtu": f"--multi-latent-attention --latent-norm-epsilon 1e-6 --init-method-std {STD}",
     "t5": "--activation relu --layernorm-epsilon 1e-6",
 }
 
@@ -153,7 +181,7 @@ def make_config(model_sizes: Sizes, extra_flags: str = "") -> Config:
     size_flags = {"--" + name.replace("_", "-"): str(size) for name, size in vars(model_sizes).items() if size}
     argv = [word for pair in size_flags.items() for word in pair]
     argv += (
-        f"{FLAGS[model_sizes.family]} --attention-dropout 0 --hidden-dropout 0 --data-path none {extra_flags}".split()
+        f"{FLAGS[model_sizes.model]} --attention-dropout 0 --hidden-dropout 0 --data-path none {extra_flags}".split()
     )
     return parse(argv, world_size=1, family=model_sizes.family).with_vocab(model_sizes.vocab_size)
 
@@ -415,23 +443,29 @@ def _inputs_and_targets(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["inputs"], batch["targets"]
 
 
-def llama_hf_step(model_sizes: LlamaSizes, batch_size: int, device_type: str, dtype: str) -> Step:
-    """Return the step of Hugging Face's model in the plain loop."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def decoder_hf_step(model_sizes: LlamaSizes, batch_size: int, device_type: str, dtype: str) -> Step:
+    """Return the step of Hugging Face's class for the model type ``model_sizes.model`` in the plain loop."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron.training.setup import init_rule
 
     our_config = make_config(model_sizes)
-    settings = {name: value for name, value in FORMAT.fields(our_config).items() if name != "architectures"}
-    config = LlamaConfig(
+    (hf_format,) = (hf_format for hf_format in FORMATS if model_sizes.model in hf_format.model_types)
+    settings = {
+        name: value
+        for name, value in hf_format.fields(our_config).items()
+        if name not in ("architectures", "model_type")
+    }
+    config = AutoConfig.for_model(
+        model_sizes.model,
         **settings | {"use_cache": False, "attn_implementation": "sdpa", "loss_type": "ForCausalLM"},
         bos_token_id=None,
         eos_token_id=None,
     )
     with device.bind(device_type, 0):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     weights = initial_weights(build_model(our_config, None), init_rule(our_config))
-    model.load_state_dict(FORMAT.from_ours(weights, our_config))
+    model.load_state_dict(hf_format.from_ours(weights, our_config))
     return PlainLoop(
         MeanLoss(model, ("labels", "shift_labels")), _tokens_and_labels, device_type=device_type, dtype=dtype
     ).step
@@ -441,6 +475,7 @@ _OURS: dict[str, Contender] = {"ours": our_step, "ours-compiled": partial(our_st
 CONTENDERS: dict[str, dict[str, Contender]] = {
     "gpt2": {**_OURS, "hf": hf_step, "plain": plain_step, "plain-compiled": partial(plain_step, is_compiled=True)},
     "t5": {**_OURS, "hf": t5_hf_step},
-    "llama": {**_OURS, "hf": llama_hf_step},
+    "llama": {**_OURS, "hf": decoder_hf_step},
+    "youtu": {**_OURS, "hf": decoder_hf_step},
 }
-"""Family -> name of a contender -> function that builds its training step."""
+"""Model -> name of a contender -> function that builds its training step."""

@@ -1,4 +1,4 @@
-"""Time our step of GPT-2, T5 or LLaMA together with Hugging Face's and a plain loop's, in one run.
+"""Time our step of GPT-2, T5, LLaMA or Youtu together with Hugging Face's and a plain loop's, in one run.
 
     python benchmarks/step_time.py --json step_time.json
     python benchmarks/step_time.py --contenders ours plain
@@ -40,7 +40,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import megatron.environment  # noqa: E402, F401  isort: skip  reports missing packages in one line
 import torch
 
-from benchmarks.contenders import CONTENDERS, LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes, make_config
+from benchmarks.contenders import (
+    CONTENDERS,
+    LARGE,
+    LARGE_BATCH,
+    GPTSizes,
+    LlamaSizes,
+    Sizes,
+    T5Sizes,
+    YoutuSizes,
+    make_config,
+)
 from benchmarks.step_profile import profile_step
 from benchmarks.turns import Bar, Team, measurement_info, quartiles, ratio_quartiles, rotated
 from megatron import device
@@ -219,7 +229,7 @@ def _compile_s(name: str) -> float:
 
 
 def _contender(name: str, work: Work) -> Any:
-    step = CONTENDERS[work.sizes.family][name](work.sizes, work.batch_size, work.kind, work.dtype)
+    step = CONTENDERS[work.sizes.model][name](work.sizes, work.batch_size, work.kind, work.dtype)
 
     def turn(first: int, steps: int = work.steps) -> list[Any]:
         return [step(work.sizes.batch(work.batch_size, step_idx)) for step_idx in range(first, first + steps)]
@@ -296,14 +306,22 @@ def bars(family: str, device_type: str, contenders: Contenders, *, is_large: boo
                 yield single_value_bar(f"peak memory of {ours} over {other}'s", share, at_most=1.0)
 
 
-MODELS: dict[str, type[Sizes]] = {model_sizes.family: model_sizes for model_sizes in (GPTSizes, T5Sizes, LlamaSizes)}
+MODELS: dict[str, type[Sizes]] = {
+    model_sizes.model: model_sizes for model_sizes in (GPTSizes, T5Sizes, LlamaSizes, YoutuSizes)
+}
 OURS = ("ours", "ours-compiled")
 NAMES = {
     "gpt2": (*OURS, "hf", "plain", "plain-compiled"),
     "t5": (*OURS, "hf"),
     "llama": (*OURS, "hf"),
+    "youtu": (*OURS, "hf"),
 }
-BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf"), "llama": (*OURS, "hf")}
+BARRED = {
+    "gpt2": (*OURS, "hf", "plain", "plain-compiled"),
+    "t5": (*OURS, "hf"),
+    "llama": (*OURS, "hf"),
+    "youtu": (*OURS, "hf"),
+}
 """Family -> contenders to which the requirements refer; at the large sizes only ours fit in memory together."""
 SMALL, LARGE_NAME = "small", "1.3b"
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -432,7 +450,7 @@ def measurement_conditions(work: Work) -> dict[str, Any]:
         "memory_bytes": device.total_memory_bytes(work.kind),
     }
     model_sizes = vars(work.sizes) | {"batch_size": work.batch_size}
-    return info | {"machine": machine, "model": work.sizes.family, "dtype": work.dtype, "sizes": model_sizes}
+    return info | {"machine": machine, "model": work.sizes.model, "dtype": work.dtype, "sizes": model_sizes}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -499,8 +517,8 @@ def _kernels(name: str, profile: dict[str, Any]) -> Iterator[str]:
 
 
 def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
-    family = work.sizes.family
-    return bars(family, work.kind, contenders, is_large=work.sizes == LARGE[family])
+    model = work.sizes.model
+    return bars(model, work.kind, contenders, is_large=work.sizes == LARGE[model])
 
 
 def _full_attention_flops(costs: cost.Costs, batch_size: int) -> float:

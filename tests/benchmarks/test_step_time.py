@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import contenders, step_time, turns
-from benchmarks.contenders import GPTSizes, LlamaSizes, Sizes, T5Sizes
+from benchmarks.contenders import GPTSizes, LlamaSizes, Sizes, T5Sizes, YoutuSizes
 from benchmarks.step_time import PRODUCT, PRODUCTS, Record, Work, bars
 from tests.helpers.harness import run_ranks
 
@@ -16,13 +16,20 @@ T5_SIZES = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_si
 LLAMA_SIZES = LlamaSizes(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16, ff_hidden_size=40
 )
+YOUTU_SIZES = YoutuSizes(
+    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16, ff_hidden_size=40,
+    kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=6,
+)  # fmt: skip
+ALL_SIZES = pytest.mark.parametrize(
+    "model_sizes", [SIZES, T5_SIZES, LLAMA_SIZES, YOUTU_SIZES], ids=lambda model_sizes: model_sizes.model
+)
 WORK = Work(sizes=SIZES, batch_size=2, steps=2, kind="cpu", dtype="fp32", threads=1)
 
 
 def train_contenders(rank: int, model_sizes: Sizes, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Train each contender on the same batch, over and over."""
-    builders = contenders.CONTENDERS[model_sizes.family]
-    assert set(builders) == set(step_time.NAMES[model_sizes.family])
+    builders = contenders.CONTENDERS[model_sizes.model]
+    assert set(builders) == set(step_time.NAMES[model_sizes.model])
     losses_by_name = {}
     for name in names:
         step = builders[name](model_sizes, WORK.batch_size, WORK.kind, WORK.dtype)
@@ -39,19 +46,19 @@ def check_equal_losses(model_sizes: Sizes, names: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda model_sizes: model_sizes.family)
+@ALL_SIZES
 def test_all_contenders_have_equal_losses(model_sizes: Sizes) -> None:
     check_equal_losses(
-        model_sizes, [name for name in step_time.NAMES[model_sizes.family] if not name.endswith("-compiled")]
+        model_sizes, [name for name in step_time.NAMES[model_sizes.model] if not name.endswith("-compiled")]
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("model_sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda model_sizes: model_sizes.family)
+@ALL_SIZES
 def test_compiled_contenders_have_equal_losses(model_sizes: Sizes) -> None:
     check_equal_losses(
-        model_sizes, ["hf", *(name for name in step_time.NAMES[model_sizes.family] if name.endswith("-compiled"))]
+        model_sizes, ["hf", *(name for name in step_time.NAMES[model_sizes.model] if name.endswith("-compiled"))]
     )
 
 
