@@ -1,8 +1,8 @@
 """DeepSpeed with another pipeline engine: ``import tds as deepspeed``.
 
 All public names and modules of ``deepspeed`` are available under ``tds``; they are looked up in DeepSpeed on access.
-tds defines these names itself: ``initialize`` (the engine of tds for a pipeline model, DeepSpeed's behaviour for any
-other model), ``PipelineEngine``, ``PipelineModule``, ``Weighted`` (a loss averaged over tokens), ``reduce_gradients``
+tds defines these names itself: ``initialize`` (tds's engine for a pipeline model, DeepSpeed's behaviour for any other
+model), ``PipelineEngine``, ``PipelineModule``, ``Weighted`` (a loss averaged over tokens), ``reduce_gradients``
 and ``quiet``.
 
 ``import tds`` imports neither torch nor DeepSpeed. They are imported when the first name that needs them is accessed.

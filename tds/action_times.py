@@ -1,7 +1,7 @@
-"""Recorded times of pipeline actions.
+"""Recorded action times.
 
 In recorded steps, the stage calls ``before`` and ``after`` around each action. Both only take clock marks, which are
-converted to times at the end of the step.
+converted to times when the step ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tds.clocks import Clock
 from tds.schedule import LOOP, Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Placement
 
 Durations = dict[tuple[type[Action], int], list[float]]
-"""(action type, chunk) -> durations in seconds of these actions on one stage."""
+"""(action type, chunk) -> durations in seconds on one stage."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Work:
 
 
 class Recorder:
-    """Records clock marks around the actions of one step.
+    """Records clock marks around one step's actions.
 
     Args:
         communicator: the stage's ``P2PCommunicator``. The recorder reads its ``clock`` and its ``waits``.
@@ -84,7 +84,7 @@ def _resolve(clock: Clock, action: Action, start: Any, end: Any, waits: list[tup
 
 
 def durations_of(work: Iterable[Work]) -> Durations:
-    """Return the durations of one stage's actions, by action type and chunk."""
+    """Group the durations of one stage's actions by action type and chunk."""
     durations: Durations = {}
     for item in work:
         durations.setdefault((type(item.action), item.action.chunk), []).append(item.work_ns * 1e-9)
@@ -92,20 +92,20 @@ def durations_of(work: Iterable[Work]) -> Durations:
 
 
 def medians(durations: Durations) -> dict[tuple[type[Action], int], float]:
-    """Return the median duration in seconds of each action type and chunk."""
+    """Return the median durations in seconds."""
     return {key: statistics.median(seconds) for key, seconds in durations.items()}
 
 
 def costs_of(
     stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int, placement: str = LOOP
 ) -> Costs:
-    """Return the costs of all virtual stages.
+    """Compute the costs of all virtual stages from action times.
 
-    If no backward of a virtual stage is split, its full backward counts as ``backward_input``, and ``backward_weight``
+    If a virtual stage splits no backward, its full backward counts as ``backward_input``, and ``backward_weight``
     is 0.
 
     Args:
-        stages: for each stage, the time in seconds of each action type and chunk.
+        stages: for each stage, seconds by action type and chunk.
     """
     chunk_placement = Placement(len(stages), num_chunks, placement)
     stage_chunks = [

@@ -1,9 +1,9 @@
-"""Measured bubble: the fraction of a step in which stages idle. It needs no trace.
+"""Measured bubble: the idle fraction of a step. It needs no trace.
 
-For each training step, a stage records three times: the start of its first action, the end of its last action, and the
-total wait for messages in between. A step lasts from the start of the first action on stage 0 to the end of the last
-action on any stage. The time between the end of a stage and the end of the slowest stage thus counts as idle, as in the
-closed form ``(p - 1) / (m + p - 1)``.
+For each training step, a stage records three times: its first action's start, its last action's end, and the total wait
+for messages in between. A step lasts from the first action's start on stage 0 to the last action's end on any stage.
+The time from a stage's end to the slowest stage's end thus counts as idle, as in the closed form
+``(p - 1) / (m + p - 1)``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tds.clocks import Clock, offset_to_wall_ns
 
 MAX_STEPS = 1000
 Row = tuple[int, int, int]
-"""(start, end, total wait) of one step on one stage, in nanoseconds of a clock that all stages share."""
+"""(start, end, total wait) for one step on one stage, in nanoseconds on a clock that all stages share."""
 
 
 class BubbleTimer:
-    """Stores the times of one stage's last steps for several independent readers."""
+    """Stores one stage's last step times for several independent readers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,10 +1,10 @@
-"""BucketReducer: all-reduces of gradients over the replicas that start during the last backward of a step.
+"""BucketReducer: gradient all-reduces over the replicas that start during a step's last backward.
 
 In the last backward, gradients become final one by one, from the last layer to the first. They are sent in buckets. A
 bucket starts when its last gradient is final and all previous buckets have started: all replicas must start buckets in
 the same order (``ChunkOrder``, ``AgreedOrder``), even if their gradients become final in different orders. The
-all-reduces of all layers except the first thus overlap with the backward. The results are bitwise equal to the results
-of ``reduce_gradients`` after the backward.
+all-reduces thus overlap with the backward, except for the first layer's. The results are bitwise equal to
+``reduce_gradients`` after the backward.
 
 A gradient to which autograd adds twice in one backward (a weight shared by several layers, under reentrant recompute)
 could be sent incomplete. This raises an error if its bucket has already started.
@@ -41,7 +41,7 @@ class BucketSchedule:
         self._set_buckets([])
 
     def chunk_parameters(self, chunk: int) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters of ``chunk`` whose gradients are final after the chunk's last backward."""
+        """List the parameters of ``chunk`` whose gradients are final after the chunk's last backward."""
         raise NotImplementedError
 
     def all_buckets(self) -> list[Bucket]:
@@ -87,18 +87,18 @@ class BucketSchedule:
 
 
 class ChunkOrder(BucketSchedule):
-    """The order of a pipeline stage: last chunk first, and each chunk from its last layer to its first.
+    """A pipeline stage's order: last chunk first, and each chunk from its last layer to its first.
 
     The all-reduces of chunks that finish early thus overlap with the work of the other chunks. Parameters that do not
     belong to exactly one chunk are late: tied weights, whose copies on several stages are summed first, weights that
     several chunks share, and weights outside of layers.
 
     Args:
-        parameters: all parameters of the stage.
-        chunks: the parameters of each chunk, in the order of its layers.
+        parameters: all the stage's parameters.
+        chunks: each chunk's parameters, in layer order.
         tied: parameters with copies on other stages.
-        bucket_bytes: maximum size of a bucket; None: ``BUCKET_BYTES``.
-        bucket_numel: maximum number of elements of a bucket; None: limit the bytes instead.
+        bucket_bytes: maximum bucket size (default ``BUCKET_BYTES``).
+        bucket_numel: maximum elements per bucket; None: limit the bytes instead.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class ChunkOrder(BucketSchedule):
 class AgreedOrder(BucketSchedule):
     """The order in which the first backward filled the buckets, agreed over the replicas.
 
-    The parameters are bucketed as by ``reduce_gradients`` for gradients of 32 or 64 bits. The order of the buckets is
-    first guessed: last weights first, and buckets with biases or norms of all layers at the end. The replicas then
-    correct it twice during the first backward (``_agreed`` counts the corrections):
+    The parameters are bucketed as by ``reduce_gradients`` for 32-bit or 64-bit gradients. The bucket order is first
+    guessed: last weights first, and buckets with all layers' biases or norms at the end. The replicas then correct it
+    twice during the first backward (``_agreed`` counts the corrections):
 
     1. At the first gradient, buckets with a weight that autograd's graph will not reach on some replica move to the
        end. Such a bucket is never filled and would block all later ones.
@@ -155,7 +155,7 @@ class AgreedOrder(BucketSchedule):
 
     Args:
         group: process group of the replicas.
-        bucket_numel_of: returns the maximum number of elements of a bucket on a device, or None to limit its bytes by
+        bucket_numel_of: returns the maximum elements per bucket on a device, or None to limit its bytes by
             ``BUCKET_BYTES``.
     """
 
@@ -167,8 +167,8 @@ class AgreedOrder(BucketSchedule):
         self._parameters: list[torch.nn.Parameter] = []
         self._group = group
         self._initial_buckets: list[Bucket] = []
-        self._fill_order: list[int] = []  # indices of filled buckets, in the order of the first backward
-        self._agreed = 0  # number of agreements on the order; at most two
+        self._fill_order: list[int] = []  # indices of filled buckets, in first-backward order
+        self._agreed = 0  # how often the order was agreed; at most twice
 
     def register(self, parameter: torch.nn.Parameter) -> None:
         """Include ``parameter`` in a bucket. All parameters must be registered before the first backward."""
@@ -206,15 +206,15 @@ class AgreedOrder(BucketSchedule):
     def _set_initial_buckets(self) -> list[Bucket]:
         position = {parameter: idx for idx, parameter in enumerate(self._parameters)}
         self._initial_buckets = sorted(self._make_buckets(), key=lambda bucket: -position[bucket[0]])
-        self._initial_buckets.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
+        self._initial_buckets.sort(key=lambda bucket: bucket[-1].dim() < 2)  # all layers' biases and norms come last
         self._set_buckets(self._initial_buckets)
         return self._initial_buckets
 
     def _agree(self, sort_keys: list[int]) -> None:
-        """Sort the buckets by the maximum of their sort keys over the replicas. Collective.
+        """Sort the buckets by their maximum sort key over the replicas. Collective.
 
         Args:
-            sort_keys: this replica's sort key for each bucket, in the current order of the buckets.
+            sort_keys: this replica's sort key for each bucket, in the current bucket order.
         """
         self._agreed += 1
         if not sort_keys:
@@ -225,7 +225,7 @@ class AgreedOrder(BucketSchedule):
         self._set_buckets(sorted(self._initial_buckets, key=lambda bucket: agreed_keys[self._bucket_idx_of[bucket[0]]]))
 
     def _make_buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets for gradients of 32 or 64 bits; on a CPU, these are the buckets of ``reduce_gradients``."""
+        """Yield buckets for 32-bit or 64-bit gradients; on a CPU, they equal those in ``reduce_gradients``."""
         parameters = self._parameters
         num_elements = self._bucket_numel_of(parameters[0].device) if parameters else None
         if num_elements is not None:
@@ -236,16 +236,16 @@ class AgreedOrder(BucketSchedule):
 
 
 class BucketReducer:
-    """All-reduces the gradients of a step over the replicas, partly during ``last_backward``; ``finish`` waits for all.
+    """All-reduces a step's gradients over the replicas, partly during ``last_backward``; ``finish`` waits for all.
 
     Args:
-        order: the order of the buckets.
-        gradient_of: returns the accumulated gradient of a parameter, zeros if there is none.
+        order: the bucket order.
+        gradient_of: returns a parameter's accumulated gradient, zeros if there is none.
         group: process group of the replicas.
         dtype: dtype in which gradients are sent and summed; None: the gradients' dtype.
         starts_early: start all-reduces during the last backward. Otherwise all start after it, with equal results.
-        error_hint: advice at the end of the error for a gradient that arrives after its all-reduce has started.
-        scatter: starts the reduce-scatter of a bucket; None: all-reduce the gradients.
+        error_hint: advice in the error for a gradient that arrives after its all-reduce has started.
+        scatter: starts a bucket's reduce-scatter; None: all-reduce the gradients.
     """
 
     def __init__(
@@ -268,16 +268,16 @@ class BucketReducer:
         self._scatter = scatter
         self._hooks: list[Any] = []
         self._ready_parameters: set[torch.Tensor] = set()
-        self._pending: list[Any] = []  # ``GradientBucket`` or the result of ``scatter``
+        self._pending: list[Any] = []  # ``GradientBucket`` or the value that ``scatter`` returns
 
     @property
     def is_scattered(self) -> bool:
-        """True if each replica gets only its shards of the reduced gradients."""
+        """True if each replica gets only its gradient shards."""
         return self._scatter is not None
 
     @contextmanager
     def last_backward(self, chunk: int = 0) -> Iterator[None]:
-        """Start the all-reduce of each bucket as soon as the backward in the block fills it.
+        """Start each bucket's all-reduce as soon as the backward in the block fills it.
 
         The block must contain the step's last backward of ``chunk``, because it makes the chunk's gradients final.
 
@@ -317,7 +317,7 @@ class BucketReducer:
             self._start(self.order.mark_ready(parameter))
 
     def register_chunk_ready(self, chunk: int, excluded: Iterable[torch.Tensor] = ()) -> None:
-        """Register that the gradients of the parameters of ``chunk``, except ``excluded``, are final."""
+        """Register that all gradients in ``chunk``, except ``excluded``, are final."""
         excluded_set = set(excluded)
         for parameter in self.order.chunk_parameters(chunk):
             if parameter not in excluded_set:
@@ -326,7 +326,7 @@ class BucketReducer:
     def start_remaining(self) -> None:
         """Start the remaining buckets, except the late ones. Collective.
 
-        Must be called before other collectives of the group, so that all replicas run them in the same order.
+        Must be called before the group's other collectives, so that all replicas run them in the same order.
         """
         self._start(self.order.pop_remaining())
 
@@ -344,7 +344,7 @@ class BucketReducer:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new batch; wait for all-reduces of an interrupted backward and discard its state."""
+        """Start a new batch; wait for an interrupted backward's all-reduces and discard its state."""
         self.end_last_backward()
         for bucket in self._pending:
             bucket.work.wait()

@@ -16,20 +16,18 @@ from tds.device import device_context, has_events, synchronize_stream, timing_ev
 
 
 class HostClock:
-    """Clock whose marks are nanoseconds of the monotonic clock that all processes of a host share."""
+    """Clock whose marks are nanoseconds on the monotonic clock that a host's processes share."""
 
     mark = staticmethod(time.perf_counter_ns)
 
     def seconds(self, before: int, after: int) -> float:
-        """Return the time between two marks, in seconds."""
         return (after - before) * 1e-9
 
     def nanoseconds(self, mark: int) -> int:
-        """Return the time of ``mark`` in nanoseconds of the host's monotonic clock."""
         return mark
 
     def is_reached(self, mark: int) -> bool:
-        """Return True, because host work is done when a mark is taken."""
+        """Host work is done when a mark is taken."""
         return True
 
     def align(self) -> None:
@@ -54,12 +52,12 @@ class EventClock:
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """Return the time between two marks in seconds, after waiting for the later one."""
+        """Wait for the later mark and return the seconds between both."""
         after.synchronize()
         return before.elapsed_time(after) * 1e-3
 
     def nanoseconds(self, mark: Any) -> int:
-        """Wait for ``mark`` and return the time when it was reached, in nanoseconds of the host's monotonic clock."""
+        """Wait for ``mark`` and return when it was reached, in nanoseconds on the host's monotonic clock."""
         return self._reference_ns + round(self.seconds(self._reference_event, mark) * 1e9)
 
     def is_reached(self, mark: Any) -> bool:
@@ -87,12 +85,12 @@ Clock = HostClock | EventClock
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock for work on ``device``."""
+    """Create a clock for work on ``device``."""
     return EventClock(device) if has_events(device) else HostClock()
 
 
 def offset_to_wall_ns() -> int:
-    """Return the offset from the monotonic clock to the wall clock, which makes times of several hosts comparable."""
+    """Measure the offset from the monotonic to the wall clock, which makes several hosts' times comparable."""
     min_width_ns = None
     offset = 0
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Device calls of tds, and the host allocator setting that ``megatron.device`` shares."""
+"""tds's device calls, and the host allocator setting that ``megatron.device`` shares."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from tds import torch_api
 
-# All device calls of tds go through this file, which uses ``torch.accelerator`` and torch's events for any device type.
+# All of tds's device calls go through this file, which uses ``torch.accelerator`` and torch's events for any device
+# type.
 
 
 class TorchAccelerator:
-    """The methods of DeepSpeed's accelerator that tds calls, implemented by torch for processes without DeepSpeed."""
+    """DeepSpeed's accelerator methods that tds calls, implemented by torch for processes without DeepSpeed."""
 
     def __init__(self, device_type: str) -> None:
         self._type = device_type
@@ -29,7 +30,6 @@ class TorchAccelerator:
         return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
 
     def communication_backend_name(self) -> str:
-        """Return the backend of torch.distributed for the device."""
         return dist.get_default_backend_for_device(self._type)
 
     def is_synchronized_device(self) -> bool:
@@ -37,16 +37,14 @@ class TorchAccelerator:
         return self._type in ("cpu", "mps")
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return the state of the random number generator of the current device."""
         state: torch.Tensor = self._module().get_rng_state()
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set the state of the random number generator of the current device."""
         self._module().set_rng_state(state)
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor`` in pinned memory; for the CPU ``tensor`` itself."""
+        """Copy ``tensor`` to pinned memory; on the CPU, return ``tensor`` itself."""
         return tensor if self._type == "cpu" else tensor.pin_memory()
 
     def _module(self) -> Any:
@@ -73,7 +71,7 @@ def _torch_accelerator(device_type: str) -> TorchAccelerator:
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of this rank."""
+    """Return this rank's device."""
     return torch.device(get_accelerator().device_name(local_rank))
 
 
@@ -90,10 +88,10 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply ``function`` to the value of each parameter of ``module``, and keep the parameter objects.
+    """Apply ``function`` to each parameter value in ``module``, and keep the parameter objects.
 
     Must be called before ``module.to`` on devices other than CPU and CUDA. On these devices, torch would create new
-    parameters without the attributes of the old ones, and a separate one for each module that shares a weight.
+    parameters without the old ones' attributes, and a separate one for each module that shares a weight.
     """
     if get_accelerator().device_name() in ("cpu", "cuda"):
         return
@@ -114,26 +112,26 @@ def has_events(device: torch.device) -> bool:
 
 
 def side_stream(device: torch.device) -> torch.Stream | None:
-    """Return a new stream for work that must not wait for the current stream; None if the device has no queue."""
+    """Create a stream for work that must not wait for the current stream; None if the device has no queue."""
     return torch.Stream(device) if has_events(device) else None
 
 
 def record_current_stream(tensor: torch.Tensor) -> None:
-    """Record the use of ``tensor``, which was allocated on another stream, on the current stream.
+    """Record that the current stream uses ``tensor``, which was allocated on another stream.
 
-    The allocator then reuses the memory of the freed tensor only after the work that was queued on the current stream
+    The allocator then reuses the freed tensor's memory only after the work that was queued on the current stream
     when the tensor was freed.
     """
     tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def timing_event(device: torch.device) -> Any:
-    """Return an event that can be used to measure time."""
+    """Create an event that can measure time."""
     return torch.Event(device, enable_timing=True)
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Wait for the current stream of ``device``."""
+    """Wait for the current stream on ``device``."""
     torch.accelerator.current_stream(device).synchronize()
 
 
@@ -143,14 +141,14 @@ def device_context(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def preserve_rng_states(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that restores torch's random generators of the host and of ``device`` at its end."""
+    """Return a context that restores torch's random generators on the host and on ``device`` at its end."""
     if is_host(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def rng_states() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states of torch's random generators of the host and of the current device."""
+    """Return torch's random states on the host and on the current device."""
     return torch.get_rng_state(), get_accelerator().get_rng_state()
 
 
@@ -168,17 +166,17 @@ def use_rng_states(states: tuple[torch.Tensor, torch.Tensor]) -> Iterator[None]:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Start a copy of ``tensor`` to host memory, after the work queued on its device, and return the copy."""
+    """Start copying ``tensor`` to host memory, after the work queued on its device, and return the copy."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=not is_host(tensor.device))
     return copy.copy_(tensor, non_blocking=True)
 
 
-# Host allocator of stages on a CPU.
+# Host allocator for stages on a CPU.
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Values of ``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` in malloc.h."""
 MAX_RETAINED_BYTES = (2**30, 2**25)
-"""Maximum bytes of a retained tensor: for newer releases of glibc, and for older ones (32 MiB)."""
+"""Maximum bytes per retained tensor: for newer glibc releases, and for older ones (32 MiB)."""
 
 
 def keep_freed() -> bool:
@@ -186,7 +184,7 @@ def keep_freed() -> bool:
 
     By default, glibc returns each freed tensor above 32 MiB to the system, and the next tensor gets zeroed pages. A
     stage that computes logits of [4, 256, 8192] spent a sixth of its time on this. Nothing is changed if another
-    allocator is in use, or if the user has set a variable of glibc (``MALLOC_...``, or ``glibc.malloc`` in
+    allocator is in use, or if the user has set a glibc variable (``MALLOC_...``, or ``glibc.malloc`` in
     ``GLIBC_TUNABLES``).
 
     Source: mallopt(3), ``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD``.
@@ -204,7 +202,7 @@ def keep_freed() -> bool:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of ``tensor`` on ``device``. The copy is asynchronous, from pinned memory."""
+    """Copy ``tensor`` to ``device`` asynchronously, from pinned memory."""
     if is_host(device) or not is_host(tensor.device):
         return tensor.to(device, copy=True)
     pinned = tensor if tensor.is_pinned() else get_accelerator().pin_memory(tensor)
@@ -212,7 +210,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with all its tensors on ``device``, by ``upload``.
+    """Move all tensors in ``value`` to ``device`` by ``upload``.
 
     Lists become tuples, as in DeepSpeed; a namedtuple stays a namedtuple.
     """
@@ -226,5 +224,5 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def tuple_like(value: tuple[Any, ...] | list[Any], elements: list[Any]) -> tuple[Any, ...]:
-    """Return ``elements`` as a tuple, or as a namedtuple if ``value`` is one."""
+    """Convert ``elements`` to a tuple, or to a namedtuple if ``value`` is one."""
     return type(value)(*elements) if isinstance(value, tuple) and hasattr(value, "_fields") else tuple(elements)

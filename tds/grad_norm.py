@@ -19,12 +19,12 @@ LARGE_NUMEL = 2**16
 
 
 def square_of_norm(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of ``x`` as a scalar in fp64.
+    """Sum the squares of ``x``; return an fp64 scalar.
 
-    A large tensor is split into rows of ``ROW_NUMEL`` elements. The norm of each row is computed in fp32 (in fp64 if
-    ``x`` is fp64), and the squares of these norms are summed in fp64. On a CPU, torch would sum the squares of the full
-    tensor in a few fp32 accumulators. The norm of 26 million elements is then too small by a relative error of 1.5e-3.
-    This error depends on the number of elements, so the norm would depend on the layout.
+    A large tensor is split into rows with ``ROW_NUMEL`` elements. Row norms are computed in fp32 (in fp64 if ``x`` is
+    fp64), and their squares are summed in fp64. On a CPU, torch would sum all squares in a few fp32 accumulators. For
+    26 million elements, the norm is then too small by a relative error of 1.5e-3. This error depends on the number of
+    elements, so the norm would depend on the layout.
     """
     dtype = accurate_dtype(x.dtype)
     if x.numel() < LARGE_NUMEL:
@@ -64,7 +64,7 @@ def clip_coefficient(norm: float, clip_grad: float) -> float:
 
 
 def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
-    """Return True if this rank counts ``parameter`` in sums over the ranks of a replica.
+    """Return True if this rank counts ``parameter`` in sums over a replica's ranks.
 
     A parameter that is sharded over the tensor group counts on every rank, a replicated one on the first rank. A tied
     weight counts on the stage that owns it.
@@ -75,7 +75,7 @@ def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
 def global_norm(
     gradients: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return the 2-norm over all ranks of each of ``groups``, in fp64, on ``device``. Collective.
+    """Compute the 2-norm over all ranks in each of ``groups``, in fp64, on ``device``. Collective.
 
     Args:
         gradients: the gradients that this rank counts.

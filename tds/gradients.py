@@ -1,4 +1,4 @@
-"""All-reduces of gradients in buckets (GradientBucket, reduce_gradients), and over the copies of tied weights.
+"""Gradient all-reduces in buckets (GradientBucket, reduce_gradients), and over tied-weight copies.
 
 DeepSpeed's functions are not used because they do not support fp64.
 """
@@ -18,32 +18,32 @@ from tds.device import is_host
 from tds.param_info import Tensor, info_of, set_info
 
 BUCKET_BYTES = 32 * 2**20
-"""Size of a bucket. A larger gradient is sent by itself."""
+"""Bucket size. A larger gradient is sent by itself."""
 MIN_BUCKET_NUMEL, BUCKET_NUMEL_PER_REPLICA = 40_000_000, 1_000_000
-"""Number of elements of a bucket on an accelerator: the minimum, and the number per replica."""
+"""Number of elements per bucket on an accelerator: the minimum, and the number per replica."""
 
 T = TypeVar("T")
 WIDE_DTYPES = (torch.float32, torch.float64)
-"""Dtypes of gradients that a single kernel can multiply without rounding the factor."""
+"""Gradient dtypes that a single kernel can multiply without rounding the factor."""
 
 
 class GradientSource(Protocol):
-    """Access of an engine to an optimizer's gradients.
+    """An engine's access to an optimizer's gradients.
 
-    ``before_backward`` and ``after_backward`` surround each run of autograd: a full backward, or either half of a split
+    ``before_backward`` and ``after_backward`` surround each autograd run: a full backward, or either half of a split
     one. Between them, autograd may add to any parameter's ``grad``, even more than once (recompute, tied layers in one
     stage), and run its hooks. Between ``after_backward`` and the next ``before_backward``, gradients are only accessed
     through ``gradient_of``. Their all-reduces over the replicas start once no further backward adds to them.
 
     A source may have ``use_buckets(order)``, which the engine calls once with its ``BucketSchedule``. The source then
-    stores gradients in those buckets, so that they are all-reduced in place. It returns a function that starts the
-    reduce-scatter of a bucket, or None if the engine is to all-reduce each bucket.
+    stores gradients in those buckets, so that they are all-reduced in place. It returns a function that starts a
+    bucket's reduce-scatter, or None if the engine is to all-reduce each bucket.
 
     Attributes:
         accumulates_in_hooks: the parameters' hooks store gradients before ``after_backward``, so that all-reduces may
             start during a backward.
         norm_is_scaled: the optimizer's norm includes the loss scale.
-        supports_unfreezing: the optimizer also updates weights of its groups that are unfrozen after ``initialize``.
+        supports_unfreezing: the optimizer also updates weights in its groups that are unfrozen after ``initialize``.
         scales_in_step: the optimizer multiplies gradients by its ``gradient_factor`` in its step. The norm is
             computed before that (``norm_of_sums``) and passed to the optimizer as ``raw_norm``, so that loss and norm
             are copied to the host together.
@@ -65,19 +65,19 @@ class GradientSource(Protocol):
         """Return the factor by which each loss is multiplied before its backward."""
 
     def before_backward(self) -> None:
-        """Hook that runs before each run of autograd."""
+        """Hook that runs before each autograd run."""
 
     def after_backward(self) -> None:
-        """Hook that runs after each run of autograd."""
+        """Hook that runs after each autograd run."""
 
     def before_step(self) -> None:
-        """Hook that runs when the gradients of the global batch are complete, before the optimizer's step."""
+        """Hook that runs when the global batch's gradients are complete, before the optimizer's step."""
 
     def after_step(self) -> None:
         """Hook that runs after the optimizer's step."""
 
     def discard(self) -> None:
-        """Discard the gradients of a batch that ended without a step."""
+        """Discard the gradients after a batch that ended without a step."""
 
 
 def make_buckets(
@@ -86,12 +86,12 @@ def make_buckets(
     dtype_of: Callable[[T], torch.dtype] = attrgetter("dtype"),
     limit: int | None = None,
 ) -> Iterator[list[T]]:
-    """Yield ``items`` in buckets of one dtype, each of at most ``limit`` bytes or of one item; empty items are skipped.
+    """Yield ``items`` in buckets with one dtype and at most ``limit`` bytes or one item; empty items are skipped.
 
     Args:
         items: tensors, or objects that represent tensors to be sent.
         num_bytes, dtype_of: return the size and the dtype in which an item is sent.
-        limit: maximum size of a bucket; None: ``BUCKET_BYTES``.
+        limit: maximum bucket size (default ``BUCKET_BYTES``).
     """
     limit = BUCKET_BYTES if limit is None else limit
     by_dtype: dict[torch.dtype, list[T]] = {}
@@ -111,10 +111,10 @@ def make_buckets(
 
 
 def choose_bucket_numel(device: torch.device, num_replicas: int, configured: int = 0) -> int | None:
-    """Return the number of elements of a bucket; None if ``BUCKET_BYTES`` limits it, as on a CPU.
+    """Choose the number of elements per bucket; None if ``BUCKET_BYTES`` limits the size, as on a CPU.
 
     A ring all-reduce splits a bucket among the replicas. On an accelerator, the bucket grows with their number, so that
-    each message is large enough for the network. On a CPU, the size is fixed: in gloo, the order of additions depends
+    each message is large enough for the network. On a CPU, the size is fixed: in gloo, the addition order depends
     on an element's position in the bucket, so with three or more replicas the results would depend on the bucket size.
 
     Args:
@@ -140,7 +140,7 @@ class GradientBucket:
     def start_all_reduce(
         cls, gradients: Sequence[torch.Tensor], group: Any, dtype: torch.dtype | None = None
     ) -> GradientBucket:
-        """Start one all-reduce over ``group`` for gradients of equal dtype. Collective.
+        """Start one all-reduce over ``group`` for gradients with equal dtypes. Collective.
 
         The all-reduce is in place if the gradients are adjacent in memory; otherwise it runs on a copy.
 
@@ -167,7 +167,7 @@ class GradientBucket:
 
 
 def contiguous_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return a view of the memory of all ``tensors`` if they are adjacent, otherwise None."""
+    """View adjacent ``tensors`` as one tensor; return None if they are not adjacent."""
     first = tensors[0]
     end = first.storage_offset()
     for tensor in tensors:
@@ -179,7 +179,7 @@ def contiguous_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def check_not_sparse(gradients: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError if one of ``gradients`` is sparse."""
+    """Raise ValueError if a gradient is sparse."""
     if any(gradient.is_sparse for gradient in gradients):
         raise ValueError("sparse gradients are not supported. Build the embedding with sparse=False")
 
@@ -209,7 +209,7 @@ def reduce_gradients(
     Args:
         gradients: tensors with equal shapes and dtypes in the same order on every rank.
         group: a process group; None: no all-reduce (one replica).
-        bucket_bytes: maximum size of a bucket of gradients of one dtype; None: ``BUCKET_BYTES``.
+        bucket_bytes: maximum size of a bucket, which has one dtype (default ``BUCKET_BYTES``).
     """
     if group is None or dist.get_world_size(group) == 1:
         multiply(gradients, scale)
@@ -224,7 +224,7 @@ def reduce_gradients(
 def reduce_tied_gradients(
     weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtype: torch.dtype | None = None
 ) -> None:
-    """Sum the gradients of each tied weight over the stages with a copy. Collective over each tied group.
+    """Sum each tied weight's gradients over the stages with a copy. Collective over each tied group.
 
     Args:
         weights: (parameter, group) pairs in the same order on every rank, see ``get_tied_weights_and_groups``.
@@ -240,10 +240,10 @@ def reduce_tied_gradients(
 
 
 def set_reduced_by_optimizer(parameter: Tensor) -> Tensor:
-    """Mark ``parameter`` as a weight of an expert, whose gradient is reduced by the optimizer instead of the engine."""
+    """Mark ``parameter`` as an expert weight, whose gradient is reduced by the optimizer instead of the engine."""
     return set_info(parameter, replace(info_of(parameter), is_expert=True))
 
 
 def is_reduced_by_optimizer(parameter: torch.Tensor) -> bool:
-    """Return True if the gradient of ``parameter`` is excluded from the all-reduce over the replicas (experts)."""
+    """Return True if the all-reduce over the replicas excludes the gradient of ``parameter`` (experts)."""
     return info_of(parameter).is_expert

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_attribute(package: str, name: str, modules: Mapping[str, str]) -> Any:
-    """Import an attribute of a package and store it there, so that ``__getattr__`` is called once per attribute.
+    """Import a package attribute and store it there, so that ``__getattr__`` is called once per attribute.
 
     Args:
         package: ``__name__`` of the package whose ``__getattr__`` calls this function.

@@ -6,13 +6,13 @@ Layers call ``linear(x, weight, bias)``. Autograd computes the weight gradient, 
   the output are saved until the ``BackwardWeight`` action.
 * The optimizer has set ``ParamInfo.add_product``: one matrix product adds to the accumulated gradient,
   ``accumulated.addmm_(grad^T, x)``; for the first micro-batch, it overwrites the old value. Autograd would instead
-  allocate a new tensor for the gradient of each micro-batch and add it to the accumulated gradient in a second pass
-  over memory.
+  allocate a new tensor for each micro-batch's gradient and add it to the accumulated gradient in a second pass over
+  memory.
 
 In both cases, the weight stays in autograd's graph and its gradient from the product is None. Its ``AccumulateGrad``
 node and its hooks run once per backward pass, after all its products, so the all-reduce over the replicas
-(``tds.bucket_reducer``) starts at the usual time. The node still accumulates other gradients of the weight, such as the
-gradient of a lookup in a tied embedding table.
+(``tds.bucket_reducer``) starts at the usual time. The node still accumulates the weight's other gradients, such as the
+gradient from a lookup in a tied embedding table.
 
 ``C + A B`` in one product rounds differently from a product and a sum, so losses with and without ``add_product``
 differ by rounding. They do not differ between schedules, because a deferred product is the same product.
@@ -34,10 +34,10 @@ from tds.torch_api import base_of
 
 
 class WeightGradDeferral(Protocol):
-    """The method of ``WeightGradStore`` that ``linear`` calls to make its weight gradient deferrable."""
+    """The ``WeightGradStore`` method that ``linear`` calls to make its weight gradient deferrable."""
 
     def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x W^T + b``. Its backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""
+        """Compute ``x W^T + b``. The backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""
 
 
 _deferral: WeightGradDeferral | None = None  # global, because recompute runs layers in autograd's threads
@@ -62,7 +62,7 @@ def is_deferring_weight_grads() -> bool:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, fuse: bool = True
 ) -> torch.Tensor:
-    """Return ``x W^T + b``. The backward pass defers the weight gradient or accumulates it in place if possible.
+    """Compute ``x W^T + b``. The backward pass defers the weight gradient or accumulates it in place if possible.
 
     Args:
         fuse: accumulate the weight gradient by ``ParamInfo.add_product``, if the optimizer has set it.

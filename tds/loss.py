@@ -1,4 +1,4 @@
-"""Losses of a global batch: Weighted, LossMeter.
+"""Global-batch losses: Weighted, LossMeter.
 
 | returned by the loss function | loss to train on | reported |
 |---|---|---|
@@ -8,12 +8,12 @@
 | a tuple or list of these | the first | "loss", "loss_1", "loss_2", ... |
 
 If a module has no loss function, its last layer computes the loss and returns the same structures; the labels are then
-passed through all layers with the inputs. The results of both variants are bitwise equal.
+passed through all layers with the inputs. Both variants' results are bitwise equal.
 
 The losses of a module's ``get_additional_losses()`` (DeepSpeed's interface for more named losses) are reported too. All
 losses are summed in fp32, or in fp64 if the loss is fp64.
 
-The weight of a micro-batch is only known after all micro-batches have run. Each backward therefore runs on
+A micro-batch's weight is only known after all micro-batches have run. Each backward therefore runs on
 ``loss / nominal``, and the gradients are multiplied once by ``nominal / total`` when they are reduced. For a plain
 tensor, ``nominal`` is the number of micro-batches (the mean over the replicas, if they have unequal numbers). For
 ``Weighted``, it is the engine's ``nominal_weight``, a power of two, so that the division is exact.
@@ -40,11 +40,11 @@ NO_LOSS_FN = (
 class Weighted:
     """A loss averaged by weight, such as a mean over tokens.
 
-    The mean is the sum of ``total`` over all micro-batches and replicas, divided by the sum of ``count``.
+    The mean is ``total``, summed over all micro-batches and replicas, divided by the summed ``count``.
 
     Args:
-        total: the summed loss; a tensor of one element.
-        count: the number of summands, such as tokens; a number, or a tensor of one element.
+        total: the summed loss; a tensor with one element.
+        count: the number of summands, such as tokens; a number, or a tensor with one element.
     """
 
     total: torch.Tensor
@@ -57,7 +57,7 @@ class WrappedLoss:
 
     Args:
         function: called with (output, labels).
-        inner: the loss function that ``function`` calls; None: the output of the model is the loss.
+        inner: the loss function that ``function`` calls; None: the model's output is the loss.
     """
 
     function: LossFn
@@ -74,17 +74,17 @@ def has_loss_function(loss_fn: LossFn | None) -> bool:
 
 @dataclass
 class LossMeter:
-    """Sums the losses of one call on the last stage.
+    """Sums one call's losses on the last stage.
 
     Args:
-        nominal_weight: divisor of ``Weighted`` totals in the backward.
-        mean_num_micro_batches: divisor of other losses: the mean number of micro-batches over the replicas; None:
+        nominal_weight: divisor for ``Weighted`` totals in the backward.
+        mean_num_micro_batches: divisor for other losses: the mean number of micro-batches over the replicas; None:
             ``num_micro_batches``.
         additional: a module's ``get_additional_losses``; returns more losses to report after each micro-batch, or None.
 
     Attributes:
-        loss_sums: the sum of each loss by name; the first one is the loss to train on. Filled by the first micro-batch.
-        num_loss_fn_losses: number of losses that come from the loss function.
+        loss_sums: loss sums by name; the first one is the loss to train on. Filled by the first micro-batch.
+        num_loss_fn_losses: number of losses from the loss function.
     """
 
     num_micro_batches: int
@@ -96,10 +96,10 @@ class LossMeter:
     num_loss_fn_losses: int = field(default=0, init=False)
 
     def add(self, loss: Any, micro_batch: int) -> torch.Tensor:
-        """Add one micro-batch's losses and return the root of its backward, before loss scaling.
+        """Add one micro-batch's losses and return the backward's root, before loss scaling.
 
         Raises:
-            TypeError, ValueError: the structure of the losses is not supported, or has changed since the last call.
+            TypeError, ValueError: the loss structure is not supported, or has changed since the last call.
         """
         losses = named_losses(loss, micro_batch)
         trained_name, num_loss_fn_losses = next(iter(losses)), len(losses)
@@ -126,7 +126,7 @@ class LossMeter:
 
 @dataclass
 class LossSum:
-    """The sums of one loss and of its weights over micro-batches."""
+    """One loss and its weights, summed over micro-batches."""
 
     name: str
     is_weighted: bool
@@ -159,7 +159,7 @@ class LossSum:
 
 
 def _fp64_on(device: torch.device, value: torch.Tensor | float) -> torch.Tensor:
-    """Return ``value`` in fp64 on ``device``. A Python number is filled in on the device, since a copy would block."""
+    """Convert ``value`` to fp64 on ``device``. A Python number is filled in there, since a copy would block."""
     if isinstance(value, torch.Tensor):
         return value.to(device).double()
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -175,7 +175,7 @@ def _with_additional(losses: dict[str, Any], additional: Mapping[str, Any]) -> d
 
 
 def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
-    """Return the losses by name; the first one is the loss to train on.
+    """Name each loss; the first one is the loss to train on.
 
     Raises:
         TypeError: a loss function must not return this structure.
@@ -186,7 +186,6 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
 
 
 def _losses_by_name(loss: Any, micro_batch: int) -> dict[str, Any]:
-    """Return the losses of a dict, a namedtuple, a tuple or a list by name."""
     if isinstance(loss, Mapping):
         losses = dict(loss)
     elif isinstance(loss, tuple) and hasattr(loss, "_fields"):
@@ -221,7 +220,6 @@ def _as_scalar(value: Any, name: str, suffix: str, micro_batch: int) -> torch.Te
 
 
 def _trainable_tensor(value: Any, name: str, micro_batch: int) -> torch.Tensor:
-    """Return the tensor of a loss that the backward starts from."""
     value = value.total if isinstance(value, Weighted) else value
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return _to_wide_dtype(value)

@@ -1,11 +1,11 @@
-"""All-reduce of a global batch's losses over replicas, and broadcast along the pipeline.
+"""All-reduce a global batch's losses over replicas, and broadcast them along the pipeline.
 
 The message has a fixed size, because only the last stage knows the number of losses and their names:
 
 number of losses | of which from the loss function | check | check squared | 3 numbers for each of 32 losses | names
 
-The check is a hash of the names. It is summed with the other numbers. All replicas have the same names if the mean of
-the squares equals the square of the mean, which every rank can verify.
+The check is a hash of the names. It is summed with the other numbers. All replicas have the same names if the mean
+square equals the squared mean, which every rank can verify.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _CHECK_BITS = 20  # sums of squares are exact for up to 8,192 replicas
 
 @dataclass(frozen=True)
 class MeanLosses:
-    """The mean losses of a global batch.
+    """A global batch's mean losses.
 
     Attributes:
         values: all losses by name as Python floats, because reading tensors would wait for the device. The first one
             is the loss to train on.
-        fp64_names: names of the losses in fp64.
-        num_loss_fn_losses: number of losses that come from the loss function.
+        fp64_names: names of fp64 losses.
+        num_loss_fn_losses: number of losses from the loss function.
     """
 
     values: dict[str, float]
@@ -47,23 +47,23 @@ class MeanLosses:
     device: torch.device
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the mean of the loss ``name`` as a tensor on the device."""
+        """Return the mean loss ``name`` as a tensor on the device."""
         dtype = torch.float64 if name in self.fp64_names else torch.float32
         return torch.full((), self.values[name], dtype=dtype, device=self.device)  # a copy would block the host
 
     @property
     def loss(self) -> torch.Tensor:
-        """Mean of the loss to train on."""
+        """Mean loss to train on."""
         return self.tensor(next(iter(self.values)))
 
     @property
     def loss_fn_losses(self) -> dict[str, torch.Tensor]:
-        """Means of the losses that come from the loss function, by name."""
+        """Mean losses from the loss function, by name."""
         return {name: self.tensor(name) for name in list(self.values)[: self.num_loss_fn_losses]}
 
     @property
     def additional(self) -> dict[str, torch.Tensor]:
-        """Means of all losses except the one to train on, by name."""
+        """Mean losses except the one to train on, by name."""
         return {name: self.tensor(name) for name in list(self.values)[1:]}
 
 
@@ -76,7 +76,7 @@ class LossReduction:
     _host_values: list[float] = field(default_factory=list, init=False)
 
     def read(self, *scalars: torch.Tensor) -> list[float]:
-        """Wait once for the losses and for the scalars ``scalars`` of the same device, and return the scalars."""
+        """Wait once for the losses and for ``scalars`` on the same device, and return the scalars."""
         values = torch.cat([self.message, *(scalar.to(self.message.dtype).reshape(1) for scalar in scalars)]).tolist()
         self._host_values = values[:_SIZE]
         return values[_SIZE:]
@@ -89,7 +89,7 @@ class LossReduction:
 
     @property
     def factor_on_device(self) -> torch.Tensor:
-        """``factor`` as an fp64 scalar on the device of the losses, without a wait."""
+        """``factor`` as an fp64 scalar on the losses' device, without a wait."""
         weight = self.message[_HEADER_SIZE + 1]
         return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
 
@@ -100,7 +100,7 @@ class LossReduction:
         return self._host_values
 
     def means(self) -> MeanLosses:
-        """Return the mean losses. A loss with a total weight of 0 is 0.
+        """Compute the mean losses. A loss with a total weight of 0 is 0.
 
         Raises:
             ValueError: the losses have different names on different replicas.
@@ -127,7 +127,7 @@ def all_reduce_loss(
     """All-reduce the losses over the replicas and broadcast them to all stages. Collective.
 
     Args:
-        meter: the losses of this replica on the last stage; None on all other stages.
+        meter: this replica's losses on the last stage; None on all other stages.
 
     Raises:
         ValueError: there are too many losses, or their names are too long.
@@ -149,7 +149,7 @@ def all_reduce_loss(
 def _encode_names(
     names: tuple[str, ...], num_loss_fn_losses: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (head of the message, encoded names) as tensors on ``device``."""
+    """Encode (head of the message, names) as tensors on ``device``."""
     if len(names) > MAX_LOSSES:
         raise ValueError(f"at most {MAX_LOSSES} losses can be reported, got {len(names)}: {', '.join(names)}")
     text = "\n".join(names).encode()

@@ -1,7 +1,7 @@
-"""ParamInfo: metadata of one parameter that its values and its shape do not show.
+"""ParamInfo: parameter metadata that values and shape do not show.
 
 Layers set the metadata at construction; the engine, the optimizer, checkpoints and comparisons read it. It is one
-frozen dataclass, stored as one attribute of the tensor:
+frozen dataclass, stored as one tensor attribute:
 
     set_info(weight, replace(info_of(weight), shard=shard))
     info_of(weight).shard
@@ -10,15 +10,15 @@ The attribute survives assignments of ``parameter.data``, so ``module.to(dtype)`
 ZeRO 3 preserve it. Pickle saves it too. ``copy.deepcopy`` of a ``torch.nn.Parameter`` drops all Python attributes;
 ``copy_infos`` copies the metadata to the copied module. Compiled layers do not read it.
 
-DeepSpeed, Megatron's layers and users' models use other attributes for some of the metadata. Only the second half of
-this file reads and writes them:
+DeepSpeed, Megatron's layers and users' models use other attributes for some of the metadata. Only this file's
+second half reads and writes them:
 
 | attribute | set by | read by |
 |---|---|---|
 | ``model_parallel``, ``tensor_model_parallel`` | ``set_shard``, users' models | tds, DeepSpeed: norms |
 | ``ds_pipe_replicated`` | DeepSpeed's tied layers, ``mark_tied_copy`` | tds, DeepSpeed: norms |
 | ``sequence_parallel`` | ``set_partial``, Megatron's and Transformer Engine's layers | tds |
-| ``ds_optim_param`` | ``excluded_from_broadcast`` | DeepSpeed: broadcast of weights in ``initialize`` |
+| ``ds_optim_param`` | ``excluded_from_broadcast`` | DeepSpeed: weight broadcast in ``initialize`` |
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tds.renamed import Renamed
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 AddProduct = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds ``rows^T inputs``, of rows [n, output_size] and inputs [n, input_size], to the gradient of a weight."""
+"""Adds ``rows^T inputs``, for rows [n, output_size] and inputs [n, input_size], to a weight gradient."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Shard:
         return self.partition_dim is not None
 
     def narrow(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the logical tensor ``full``, without padding."""
+        """Slice this rank's shard, without padding, from the logical tensor ``full``."""
         if self.partition_dim is None:
             return full
         return full.narrow(self.partition_dim, self.start, self.length)
 
     def unpadded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``local`` without its padding rows."""
+        """View ``local`` without its padding rows."""
         if self.partition_dim is None or local.shape[self.partition_dim] == self.length:
             return local
         return local.narrow(self.partition_dim, 0, self.length)
@@ -91,7 +91,7 @@ class Matrices:
 
     Args:
         widths: rows of each matrix in a period; empty: the weight is one matrix.
-        head: number of rows per attention head; 0: the rows are not divided into heads.
+        head: rows per attention head; 0: the rows are not divided into heads.
         is_apart: the matrices of each period are separate.
     """
 
@@ -119,7 +119,7 @@ class Matrices:
         return self if qkv else Matrices()
 
     def views(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view [periods, rows of a period, n] of each matrix in ``weight`` [m, n].
+        """View each matrix in ``weight`` [m, n] as [periods, rows of a period, n].
 
         Raises:
             ValueError: m is not a multiple of the period.
@@ -133,21 +133,21 @@ class Matrices:
         return list(by_period.split(list(self.widths), 1)) if self.widths else [by_period]
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (rows, columns) of each matrix of a weight of this ``shape``."""
+        """List (rows, columns) for each matrix in a weight with this ``shape``."""
         views = self.views(torch.empty(tuple(shape), device="meta"))
         return [(math.prod(view.shape[:2]), view.shape[2]) for view in views]
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Metadata of one parameter.
+    """Parameter metadata.
 
     Args:
-        shard: the shard of the logical tensor on this rank; None: no layer has set it.
-        matrices: the matrices in a weight of a layer; None for embeddings, heads, norms and biases.
-        has_partial_grad: every tensor-parallel rank has the full parameter and computes a summand of its gradient, from
+        shard: this rank's shard of the logical tensor; None: no layer has set it.
+        matrices: the matrices in a layer weight; None for embeddings, heads, norms and biases.
+        has_partial_grad: every tensor-parallel rank has the full parameter and computes a partial gradient, from
             its part of the sequence or from its heads. The optimizer all-reduces the gradient over that group.
-        is_expert: a weight of an expert, which only some ranks of the data-parallel group have. Its gradient is
+        is_expert: an expert weight, which only some ranks of the data-parallel group have. Its gradient is
             excluded from the all-reduce over the replicas; the optimizer reduces it over the ranks with the expert.
         is_uninitialized: the values are not set yet; ``megatron.models.common.parameters`` draws them by name.
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
@@ -185,9 +185,9 @@ def set_shard(parameter: Tensor, shard: Shard) -> Tensor:
 
 
 def copy_infos(source: nn.Module, target: nn.Module) -> None:
-    """Copy the metadata of all parameters of ``source`` to ``target``, a deep copy of it.
+    """Copy all parameter metadata from ``source`` to ``target``, its deep copy.
 
-    ``add_product`` is not copied, because it accumulates the gradient of the original parameter.
+    ``add_product`` is not copied, because it accumulates the original parameter's gradient.
     """
     for original, copied in zip(source.parameters(), target.parameters(), strict=True):
         set_info(copied, replace(info_of(original), add_product=None))
@@ -215,13 +215,13 @@ def mark_tied_copy(parameter: torch.Tensor, is_copy: bool) -> None:
 
 
 def set_partial(parameter: Tensor) -> Tensor:
-    """Mark that each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
+    """Mark that each tensor-parallel rank computes a partial gradient of ``parameter``."""
     parameter.sequence_parallel = True  # type: ignore[attr-defined]
     return set_info(parameter, replace(info_of(parameter), has_partial_grad=True))
 
 
 def is_partial(parameter: torch.Tensor) -> bool:
-    """Return True if each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
+    """Return True if each tensor-parallel rank computes a partial gradient of ``parameter``."""
     return info_of(parameter).has_partial_grad or bool(getattr(parameter, "sequence_parallel", False))
 
 

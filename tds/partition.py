@@ -1,4 +1,4 @@
-"""Partitioning of layers into stages and chunks, by costs or by measured times. Does not import torch."""
+"""Layer partitioning into stages and chunks, by costs or by measured times. Does not import torch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _cheapest_partition(
     """Return (lowest total price, bounds) over all partitions of ``num_items`` items into ``num_parts`` non-empty runs.
 
     Args:
-        price: returns the price of a run from start to stop; infinite: the run is not allowed.
-        join: combines the prices of the runs: ``max`` or ``add``.
+        price: returns a run's price from start to stop; infinite: the run is not allowed.
+        join: combines run prices: ``max`` or ``add``.
         shortest: tie-breaker. "first": prefer the shortest first run, then the shortest second run, and so on; "last":
             prefer the shortest last run, then the shortest run before it.
     """
@@ -59,7 +59,6 @@ def _cheapest_partition(
 
 
 def _range_sums(weights: Sequence[float]) -> Callable[[int, int], float]:
-    """Return a function that maps (start, stop) to the sum of the weights in this range."""
     prefix_sums = [0.0, *itertools.accumulate(weights)]
     return lambda start, stop: prefix_sums[stop] - prefix_sums[start]
 
@@ -69,21 +68,21 @@ def _range_sums(weights: Sequence[float]) -> Callable[[int, int], float]:
 TOLERANCE = 0.01
 """Times within this fraction of the best one count as equal, because measurements are not more accurate."""
 MAX_SIMULATED_ACTIONS = 4_000_000
-"""Maximum number of actions to simulate in the search for a partition into chunks; each takes about a microsecond."""
+"""Maximum actions to simulate in the search for a partition into chunks; each takes about a microsecond."""
 
 
 def partition_by_times(
     times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1, placement: str = LOOP
 ) -> Bounds:
-    """Return the bounds with the shortest step time; among equal step times, the bounds with the most even parameters.
+    """Find the bounds with the shortest step time; among equal step times, those with the most even parameters.
 
     With one chunk, the slowest stage determines the step time. With several chunks, the step time also depends on waits
     between the stages, so partitions are simulated. If there are few partitions, all are simulated; otherwise a local
     search moves bounds, starting from the better of two partitions: with even virtual stages, and with even stages.
 
     Args:
-        times: time of each layer per micro-batch (forward and backward), in any unit.
-        parameters: number of parameters of each layer.
+        times: time per layer and micro-batch (forward and backward), in any unit.
+        parameters: parameter count of each layer.
 
     Raises:
         ValueError: there are fewer layers than virtual stages.
@@ -120,11 +119,11 @@ def _partition_into_runs(times: Sequence[float], parameters: Sequence[int], num_
 
 
 class _SimulatedStep:
-    """Computes step times from the times of the virtual stages, for steps of 4 p micro-batches.
+    """Computes step times from virtual-stage times, for steps with 4 p micro-batches.
 
-    The result is the sum of the step times of all schedules that fit the placement. ``tds.schedule.simulate`` would
-    compute the same step times if a forward and both halves of a backward take equal times and messages take no time.
-    The order of events does not depend on the times, so it is computed only once.
+    The result is the total step time over all schedules that fit the placement. ``tds.schedule.simulate`` would
+    compute the same step times if a forward and both backward halves take equal times and messages take no time.
+    The event order does not depend on the times, so it is computed only once.
     """
 
     def __init__(self, num_stages: int, num_chunks: int, placement: str) -> None:
@@ -168,7 +167,7 @@ _PriceFn = Callable[[Bounds], tuple[float, float]]
 
 
 def _make_price_fn(times: Sequence[float], parameters: Sequence[int], step: _SimulatedStep) -> _PriceFn:
-    """Return a function that maps bounds to (step time, parameters of the largest stage)."""
+    """Return a function that maps bounds to (step time, maximum parameters per stage)."""
     time_of, parameters_of = _range_sums(times), _range_sums(parameters)
 
     def price(bounds: Bounds) -> tuple[float, float]:
@@ -225,13 +224,13 @@ def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
 
 
 def chunks_on(bounds: Sequence[int], num_stages: int, stage: int, placement: str = LOOP) -> list[tuple[int, int]]:
-    """Return (first layer, last layer + 1) of each chunk of ``stage``."""
+    """List (first layer, last layer + 1) for each chunk on ``stage``."""
     virtual_stages = Placement(num_stages, (len(bounds) - 1) // num_stages, placement).virtual_stages_of(stage)
     return [(bounds[virtual_stage], bounds[virtual_stage + 1]) for virtual_stage in virtual_stages]
 
 
 def stage_totals(chunk_costs: Sequence[float], num_stages: int, placement: str = LOOP) -> list[float]:
-    """Return the sum of ``chunk_costs`` on each stage."""
+    """Sum ``chunk_costs`` by stage."""
     chunk_placement = Placement(num_stages, len(chunk_costs) // num_stages, placement)
     return [
         sum(chunk_costs[virtual_stage] for virtual_stage in chunk_placement.virtual_stages_of(stage))
@@ -242,17 +241,16 @@ def stage_totals(chunk_costs: Sequence[float], num_stages: int, placement: str =
 def partition_uniform_chunks(
     num_layers: int, num_stages: int, num_chunks: int, first: float, last: float, placement: str = LOOP
 ) -> list[int]:
-    """Return the number of layers of each virtual stage, for layers of cost 1.
+    """Distribute layers of cost 1 over the virtual stages, and return the number of layers per virtual stage.
 
-    The partition minimises the cost of the most expensive virtual stage, then the cost of the most expensive stage,
-    then makes the virtual stages even. Virtual stages have priority because stages run the same chunk at about the same
-    time and wait for the slowest one. In simulations of all partitions of ten small models, this partition was the
-    fastest for five models. The median slowdown was under 3 %, the largest 15 %, for a head that cost as much as five
-    layers.
+    The partition minimises the maximum virtual-stage cost, then the maximum stage cost, then makes the virtual stages
+    even. Virtual stages have priority because stages run the same chunk at about the same time and wait for the slowest
+    one. In simulations that covered all partitions for ten small models, this partition was the fastest for five
+    models. The median slowdown was under 3 %, the largest 15 %, for a head that cost as much as five layers.
 
     Args:
-        first: additional cost of the first virtual stage, for modules other than layers.
-        last: additional cost of the last virtual stage.
+        first: additional cost on the first virtual stage, for modules other than layers.
+        last: additional cost on the last virtual stage.
 
     Raises:
         ValueError: there are fewer layers than virtual stages.
@@ -289,7 +287,7 @@ def _distribute_layers(extra_costs: Sequence[float], num_layers: int, placement:
 
 
 def partition_balanced(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Return bounds ``[0, ..., len(costs)]`` of contiguous, non-empty parts that minimise the largest cost of a part.
+    """Find bounds ``[0, ..., len(costs)]`` of contiguous, non-empty parts with the lowest maximum cost.
 
     Among equals, the parts are as even as possible (least sum of squares). Then shorter parts come first, because early
     stages have more micro-batches in flight.
@@ -316,11 +314,11 @@ def partition_balanced(costs: Sequence[float], num_parts: int) -> list[int]:
 def partition_balanced_chunks(
     costs: Sequence[float], num_stages: int, num_chunks: int, placement: str = LOOP
 ) -> list[int]:
-    """Return the bounds of the virtual stages for layers with unequal costs.
+    """Find the bounds of the virtual stages for layers with unequal costs.
 
-    The criteria are the same as in ``partition_uniform_chunks``: the cost of the most expensive virtual stage, then the
-    cost of the most expensive stage, then even virtual stages. A local search for the second and third criterion starts
-    from the partition with the most even virtual stages and moves one bound at a time.
+    The criteria are the same as in ``partition_uniform_chunks``: the maximum virtual-stage cost, then the maximum stage
+    cost, then even virtual stages. A local search for the second and third criterion starts from the partition with the
+    most even virtual stages and moves one bound at a time.
 
     Raises:
         ValueError: there are fewer layers than virtual stages.

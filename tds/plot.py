@@ -1,4 +1,4 @@
-"""Pictures of the timelines of schedules, drawn by matplotlib."""
+"""Schedule timelines drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Panel:
 
     Attributes:
         peaks: peak number of forwards in flight on each stage.
-        factor: converts the timeline's unit to the unit of the axis.
+        factor: converts the timeline's unit to the axis unit.
     """
 
     timeline: Timeline
@@ -65,10 +65,10 @@ def draw_planned(
     num_chunks: int,
     out: str | os.PathLike[str],
 ) -> None:
-    """Write the picture of a simulated schedule to the PNG file ``out``.
+    """Draw a simulated schedule in the PNG file ``out``.
 
     Args:
-        name: name of the schedule, for the title.
+        name: the schedule's name, for the title.
         peaks: peak number of forwards in flight on each stage.
     """
     title = f"{_format_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
@@ -78,7 +78,7 @@ def draw_planned(
 
 
 def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
-    """Write the picture of a measured step and of its simulation with the measured costs to the PNG file ``out``."""
+    """Draw a measured step and its simulation with the measured costs in the PNG file ``out``."""
     measured, simulated = step.timeline, simulate_measured(step)
     peaks = validate(
         _actions_by_stage(measured), step.num_micro_batches, num_chunks=step.num_chunks, placement=step.placement
@@ -96,7 +96,7 @@ def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
 
 
 def simulate_measured(step: MeasuredStep) -> Timeline:
-    """Return the simulation of a measured step, with its order of actions and its measured costs."""
+    """Simulate a measured step with its order of actions and its measured costs."""
     return simulate(_actions_by_stage(step.timeline), step.costs, step.num_chunks, step.placement)
 
 
@@ -153,7 +153,7 @@ def _draw_panel(axes: Axes, panel: Panel, end: float, row_in: float) -> None:
 
 
 def _draw_boxes(axes: Axes, panel: Panel, points_per_unit: float) -> None:
-    """Draw the boxes as one collection per colour, because pictures have tens of thousands of boxes."""
+    """Draw one box collection per colour, because pictures have tens of thousands of boxes."""
     boxes: dict[str, list[list[tuple[float, float]]]] = {}
     for stage, spans in enumerate(panel.timeline.spans):
         for span in spans:
@@ -204,7 +204,7 @@ def _legend(panel: Panel) -> list[Patch]:
 
 
 def _median_width(panel: Panel) -> float:
-    """Return the median width of the boxes, in the unit of the axis."""
+    """The width is in axis units."""
     widths = sorted((span.end_s - span.start_s) * panel.factor for spans in panel.timeline.spans for span in spans)
     return widths[len(widths) // 2] if widths else 0.0
 
@@ -215,14 +215,14 @@ def _corners(start: float, end: float, row: int) -> list[tuple[float, float]]:
 
 
 def _colour(action_type: type[Action], chunk: int, num_chunks: int) -> str:
-    """Return the colour of an action type, lighter for later chunks."""
+    """Later chunks have lighter colours."""
     lightness = 0.6 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     mixed = (value + (1 - value) * lightness for value in to_rgb(COLOURS[action_type][0]))
     return "#" + "".join(f"{round(255 * value):02x}" for value in mixed)
 
 
 def _text_colour(colour: str) -> str:
-    """Return black or white, whichever has more contrast on ``colour``."""
+    """Choose black or white, whichever has more contrast on ``colour``."""
     red, green, blue = to_rgb(colour)
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "white"
 
@@ -245,7 +245,7 @@ def disable_drawing(folder: str | os.PathLike[str]) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Draw the last complete step of the traces in ``folder``. Errors are logged, not raised."""
+    """Draw the last complete step in the traces of ``folder``. Errors are logged, not raised."""
     if folder.resolve() in _drawn_elsewhere:
         return
     try:
@@ -261,7 +261,7 @@ def draw(folder: Path) -> None:
 
 
 def _read_steps(folder: Path) -> list[trace.MeasuredStep]:
-    """Return the complete steps; retry while another rank may still be writing its last step."""
+    """Read the complete steps; retry while another rank may still be writing its last step."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:

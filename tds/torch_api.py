@@ -1,4 +1,4 @@
-"""All private names of torch that tds uses.
+"""All of torch's private names that tds uses.
 
 Each has a function here and a line in tests/tds/test_deepspeed_contract.py.
 
@@ -64,7 +64,7 @@ def norms_of_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.
 
 
 def backend(group: Any, device: torch.device) -> Any:
-    """Return the backend of ``group`` for tensors of ``device``."""
+    """Return the backend of ``group`` for tensors on ``device``."""
     return group._get_backend(device)
 
 
@@ -81,7 +81,7 @@ def sends_from_host(group: Any) -> bool:
 
 
 def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
-    """Return NCCL options with high-priority streams and at most ``max_ctas`` CTAs (0: NCCL's default)."""
+    """Create NCCL options with high-priority streams and at most ``max_ctas`` CTAs (0: NCCL's default)."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if max_ctas:
         options.config.max_ctas = max_ctas
@@ -121,7 +121,7 @@ def set_timeout(group: Any, limit: timedelta) -> None:
 
 
 def default_store() -> Any:
-    """Return the store of the default process group.
+    """Return the default process group's store.
 
     Raises:
         RuntimeError, ValueError: the group has no store, or there is no default group.
@@ -130,7 +130,7 @@ def default_store() -> Any:
 
 
 def flight_record() -> dict[str, Any]:
-    """Return the content of torch's flight recorder: the collectives that this process has started."""
+    """Read torch's flight recorder: the collectives that this process has started."""
     recorder: Any = _distributed_c10d
     record: dict[str, Any] = json.loads(recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
     return record

@@ -2,10 +2,10 @@
 
 An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with the
 suffix ``.1`` for chunk 1. Its wait for a message is an event ``wait`` before it. The file is valid JSON after each
-step. It contains the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. Files of earlier
-runs in the folder are renamed to ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
+step. It contains the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. Files from
+earlier runs in the folder are renamed to ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
 
-Times are microseconds since rank 0 built its engine. Ranks of one host share a clock; times of different hosts are as
+Times are microseconds since rank 0 built its engine. Ranks on one host share a clock; times on different hosts are as
 comparable as their wall clocks.
 """
 
@@ -33,7 +33,7 @@ _END = "\n]}\n"
 
 
 def event_name(action: Action) -> str:
-    """Return the event name of an action, such as "F3", or "F3.1" in chunk 1."""
+    """Return an action's event name, such as "F3", or "F3.1" in chunk 1."""
     letter, _ = LETTERS[type(action)]
     return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if action.chunk else "")
 
@@ -41,10 +41,10 @@ def event_name(action: Action) -> str:
 def events(
     work: Iterable[Work], *, step: int, schedule: str, num_micro_batches: int, replica: int, stage: int, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of one step: its metadata, then the waits and the event of each action.
+    """Yield one step's events: its metadata, then each action's waits and event.
 
     Args:
-        origin_ns: the zero of the events' times, on the clock of ``work``.
+        origin_ns: zero point for event times, on the clock of ``work``.
     """
     position = {"pid": replica, "tid": stage}
     for index, item in enumerate(work):
@@ -75,7 +75,7 @@ def _time(start_ns: int, end_ns: int, origin_ns: int) -> dict[str, float]:
 
 
 class TraceFile:
-    """The trace file of one rank. It is only open while a step is written.
+    """One rank's trace file. It is only open while a step is written.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -103,7 +103,7 @@ class TraceFile:
 
 
 def _back_up(path: Path) -> None:
-    """Rename a file of an earlier run to the next free number; ``read_traces`` ignores files with a number."""
+    """Rename an earlier run's file to the next free number; ``read_traces`` ignores files with a number."""
     if not path.exists():
         return
     suffix = 1
@@ -114,7 +114,7 @@ def _back_up(path: Path) -> None:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One measured training step of one replica, over all stages.
+    """A replica's measured training step, over all stages.
 
     ``timeline`` starts with the first action; waits are gaps. ``costs`` are medians over the step's micro-batches; a
     full backward counts as ``backward_input``.
@@ -131,11 +131,11 @@ class MeasuredStep:
 
 
 def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
-    """Return the complete steps of the newest run in ``folder``, by replica and then step.
+    """Read the complete steps of the newest run in ``folder``, by replica and then step.
 
     Raises:
         FileNotFoundError: there is no trace.
-        ValueError: a file is not a trace, the file of a stage is missing, or no step is complete.
+        ValueError: a file is not a trace, a stage's file is missing, or no step is complete.
     """
     paths = sorted(Path(folder).glob("trace-rank*.json"))
     if not paths:
@@ -194,7 +194,7 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
 def _measured(
     step_idx: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int, placement: str
 ) -> MeasuredStep | None:
-    """Return one step from the events of each stage; None if a stage did not complete it."""
+    """Build one step from each stage's events; None if a stage did not complete it."""
     metadata = stages[0][0]["args"]
     actions = [[e for e in row if e["cat"] in _ACTIONS] for row in stages]
     num_backwards = [sum(e["cat"] in ("backward", "backward_weight") for e in row) for row in actions]

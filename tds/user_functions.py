@@ -1,4 +1,4 @@
-"""Types of the functions that a script passes to a pipeline."""
+"""Types for functions that a script passes to a pipeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 BatchFn = Callable[[Any], tuple[Any, Any]]
-"""Maps an item of the data iterator to (inputs of the first layer, labels of the loss function)."""
+"""Maps an item from the data iterator to (first-layer inputs, labels for the loss function)."""
 
 LossFn = Callable[[Any, Any], Any]
-"""Maps (output of the last layer, labels) to the losses, in one of the structures of ``tds.loss.LOSS_STRUCTURES``."""
+"""Maps (last layer's output, labels) to the losses, in a structure from ``tds.loss.LOSS_STRUCTURES``."""

@@ -10,7 +10,6 @@ from megatron.arguments import deepspeed_keys
 from megatron.arguments.flag_values import accepts_option, all_options
 from megatron.arguments.foreign_flags import BY_VALUE, foreign_flags
 from megatron.arguments.sources import SOURCES
-from megatron.config.family import ModelFamily
 from megatron.config.option import Option
 from megatron.models.registry import FAMILIES
 
@@ -49,53 +48,62 @@ Flags of Megatron-LM, Megatron-DeepSpeed, BigScience's Megatron-DeepSpeed and CP
 [flags.md](flags.md) under the same name. The table is `megatron/arguments/foreign_flags.tsv`.
 
 * `alias`: another name of one of our flags.
-* `ignored`: accepted without effect. The start table lists ignored flags in one row; `--strict-flags` rejects them.
-* `by-value`: ignored with the listed values, rejected with any other value.
+* `ignored`: accepted without effect on the results. The start table lists ignored flags in one row; `--strict-flags`
+  rejects them.
+* `by-value`: ignored with the listed values. Any other value is rejected.
 * `dense-only`: ignored in a model without experts, rejected with `--num-experts`.
 * `converted`: sets the listed flags of ours.
-* `rejected`: it would change the results and is not supported. The error names the alternative, if there is one.
+* `rejected`: it would change the results and is not supported. If the row names no alternative, remove the flag.
 
 Any other unknown flag is an error that names the nearest known flag. `--ignore-unknown-flags` drops unknown flags with
 a warning instead.
+
+Trainers in the second column: {programs}.
 """
 
 JSON_HEAD = """
-A key takes effect with and without a pipeline unless its row says otherwise. An ignored key is accepted without effect
-and listed in the start table. A rejected section is accepted if it is disabled, a scheduler if all its params are
-"auto" or if it is a supported one with a linear warm-up. Values of the wrong type are errors with file, line and
-column; so are unknown keys, except for top-level keys that resemble no key of DeepSpeed, which are ignored with a
-warning, and comments (keys that start with `_`, `#` or `//`). "auto" is accepted for every
-number and switch and means the value of the flags (except for pipeline.schedule, where it is a schedule).
+A key takes effect with and without a pipeline unless its row says otherwise. The rules are:
+
+* `flag`: sets the flag.
+* `passed`: passed unchanged to the engine, which is that of tds with a pipeline and DeepSpeed's without one.
+* `ignored`: accepted without effect and listed in the start table.
+* `by-value`: ignored with the listed value. Any other value is rejected.
+* `rejected`: an error, unless the section is disabled. A scheduler is accepted if all its params are "auto", or if it
+  is a supported one with a linear warm-up. If the row names no alternative, remove the key or section.
+
+Values of the wrong type are errors with file, line and column; so are unknown keys, except for top-level keys that
+resemble no key of DeepSpeed, which are ignored with a warning, and comments (keys that start with `_`, `#` or `//`).
+"auto" is accepted for every number and switch and means the value of the flags (except for pipeline.schedule, where it
+is a schedule).
 """
 
 PROGRAMS = {
-    "megatron-lm": "Megatron-LM",
-    "megatron-deepspeed": "Megatron-DeepSpeed",
-    "bigscience": "BigScience",
-    "cpm": "CPM",
-    "gpt-neox": "GPT-NeoX",
-    "former": "earlier versions of this project",
-    "forks": "forks of Megatron-LM",
+    "megatron-lm": ("LM", "Megatron-LM"),
+    "megatron-deepspeed": ("DS", "Megatron-DeepSpeed"),
+    "bigscience": ("BS", "BigScience's Megatron-DeepSpeed"),
+    "cpm": ("CPM", "CPM-Pretrain"),
+    "gpt-neox": ("NeoX", "GPT-NeoX"),
+    "former": ("former", "earlier versions of this project"),
+    "forks": ("forks", "forks of Megatron-LM"),
 }
-"""Program in the table of other trainers' flags -> its name on the page."""
+"""Program in the table of other trainers' flags -> its short and its full name on the page."""
+IMPLIED = {"ignored": "; results do not depend on it", "rejected": "; remove the flag"}
+"""Rule -> end of an effect that the description of the rule already states."""
+ADVICE = re.compile(r"(?:(.*)[;:] )?([^;:]*)")
+"""Splits the text of an error into (reason, advice)."""
 
 KEY_EFFECTS = {
-    "fp16.enabled": "as `--fp16`",
-    "bf16.enabled": "as `--bf16`",
-    "zero_optimization.stage": "0 to 3; as `--zero-stage`",
-    "zero_optimization.reduce_bucket_size": "as `--reduce-bucket-size`; 0: by itself",
-    "zero_optimization.allgather_bucket_size": "as `--allgather-bucket-size`; 0: by itself",
-    "zero_optimization.stage3_prefetch_bucket_size": "as `--stage3-prefetch-bucket-size`",
-    "zero_optimization.prefetch_bucket_size": "its name within DeepSpeed",
+    "fp16.enabled": "`--fp16`",
+    "bf16.enabled": "`--bf16`",
     "zero_optimization.offload_optimizer": "the rows below",
-    "zero_optimization.offload_optimizer.device": "cpu: as `--offload-optimizer`; nvme is rejected",
-    "zero_optimization.offload_optimizer.pin_memory": "false: as `--no-pin-memory`",
+    "zero_optimization.offload_optimizer.device": "cpu: `--offload-optimizer`; nvme is rejected",
+    "zero_optimization.offload_optimizer.pin_memory": "false: `--no-pin-memory`",
     "zero_optimization.offload_param": "the rows below",
-    "zero_optimization.offload_param.device": "cpu: as `--offload-parameters`; nvme is rejected",
-    "zero_optimization.offload_param.pin_memory": "false: as `--no-pin-memory`",
-    "optimizer.type": "AdamW, Adam (which DeepSpeed runs as AdamW), SGD or Muon; as `--optimizer`",
+    "zero_optimization.offload_param.device": "cpu: `--offload-parameters`; nvme is rejected",
+    "zero_optimization.offload_param.pin_memory": "false: `--no-pin-memory`",
+    "optimizer.type": "`--optimizer`: AdamW, Adam (which DeepSpeed runs as AdamW), SGD or Muon",
     "optimizer.params": "the rows below",
-    "optimizer.params.betas": "as `--adam-beta1` and `--adam-beta2`",
+    "optimizer.params.betas": "`--adam-beta1` and `--adam-beta2`",
 }
 
 
@@ -113,27 +121,41 @@ def classify(flag: str) -> tuple[str, str]:
     row = foreign_flags()[flag]
     text = row.note
     if row.rule == BY_VALUE:
-        text = f"`{row.target}`: {text}; other values are rejected: {row.alternative}"
+        text = f"`{row.target}`: {_with_advice(text, row.alternative, row.target)}"
     if row.fields:
-        names = _flags_of_fields()
-        text = f"{' '.join(f'`{names[name]}`' for name in row.fields)}: {text}"
+        names = [_flags_of_fields()[name] for name in row.fields]
+        targets = " ".join(f"`{name}`" for name in names)
+        text = targets if names == [text] else f"{targets}: {text}"
     reasons = {family.title: family.config.REJECTED_FLAGS for family in FAMILIES.values()}
     return row.rule, text + "".join(
         f"; {title}: {rejected[flag]}" for title, rejected in reasons.items() if flag in rejected
     )
 
 
+def _with_advice(reason: str, error: str, values: str) -> str:
+    """Return the reason why ``values`` are ignored and, if ``error`` adds to it, the advice for other values."""
+    match = ADVICE.fullmatch(error)
+    error_reason, advice = match.groups("") if match else ("", error)
+    use_them = f"use {' or '.join(values.split())}"
+    repeats = advice in (use_them, f"{use_them}, or remove the key", "remove the key", "leave the flag out")
+    if error_reason.startswith(reason):
+        return error_reason if repeats else f"{error_reason}; otherwise {advice}"
+    return reason if repeats and "--" not in error_reason else f"{reason}; otherwise {error}"
+
+
 def _family_names(section: str, option: Option) -> str:
-    """Name the families in which ``option`` takes effect; "" for all."""
-    effective = _effective_families(section, option)
-    return ", ".join(family.title for family in effective) if len(effective) < len(FAMILIES) else ""
+    """Name the families in which ``option`` takes effect; "" for all families."""
+    names = [family.title for family in FAMILIES.values() if accepts_option(family.name, section, option)]
+    if len(names) == len(FAMILIES):
+        return ""
+    decoders = _decoder_names()
+    if set(decoders) <= set(names):
+        names = ["decoders", *(name for name in names if name not in decoders)]
+    return ", ".join(names)
 
 
-def _effective_families(section: str, option: Option) -> list[ModelFamily]:
-    """List the families in which ``option`` takes effect, decoders first if all of them are included."""
-    effective = [family for family in FAMILIES.values() if accepts_option(family.name, section, option)]
-    has_all = all(family in effective for family in FAMILIES.values() if family.model_type == "decoder")
-    return sorted(effective, key=lambda family: has_all and family.model_type != "decoder")
+def _decoder_names() -> list[str]:
+    return [family.title for family in FAMILIES.values() if family.model_type == "decoder"]
 
 
 def lines() -> Iterator[str]:
@@ -141,8 +163,8 @@ def lines() -> Iterator[str]:
     yield HEAD.format(sources="\n".join(_source_rows()))
     yield "## What can be set\n"
     yield (
-        "Flags that apply to some models only list these models. `--help` shows the most common flags, `--help-all` "
-        "every one.\n"
+        'A flag without an entry in the column "model" applies to all models; the decoders are '
+        f"{', '.join(_decoder_names())}. `--help` shows the most common flags, `--help-all` every flag.\n"
     )
     yield "| flag | other names | model | value | default | meaning |"
     yield "|---|---|---|---|---|---|"
@@ -152,9 +174,13 @@ def lines() -> Iterator[str]:
         families, default = _family_names(section, option), _cell(option.shown_default)
         yield f"| {names[0]} | {' '.join(names[1:])} | {families} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Keys of DeepSpeed's JSON\n" + JSON_HEAD
-    yield "| key | value | effect |"
-    yield "|---|---|---|"
-    yield from _json_rows()
+    yield "| keys | value | rule | effect |"
+    yield "|---|---|---|---|"
+    keys_by_row: dict[tuple[str, str], list[str]] = {}
+    for name, cells in _json_rows():
+        keys_by_row.setdefault((name.rpartition(".")[0], cells), []).append(f"`{name}`")
+    for (_, cells), names in keys_by_row.items():
+        yield f"| {' '.join(names)} | {cells} |"
 
 
 def _source_rows() -> Iterator[str]:
@@ -170,7 +196,8 @@ def _in_backticks(text: str) -> str:
     return re.sub(r"(--[\w-]*\w|MEGATRON_\w+|pretrain\([^)]*\)|[\w-]+\.(?:py|json))", r"`\1`", text)
 
 
-def _json_rows() -> Iterator[str]:
+def _json_rows() -> Iterator[tuple[str, str]]:
+    """Yield (key, the other cells of its row)."""
     flags = _flags_of_fields()
     keys = {
         f"{name}.{key}": value for name, section in deepspeed_keys.SECTIONS.items() for key, value in section.items()
@@ -180,15 +207,15 @@ def _json_rows() -> Iterator[str]:
         f"{section}.{name}": key for section in sections for name, key in deepspeed_keys.SUBSECTIONS[section].items()
     }
     for name, key in {**deepspeed_keys.FIELD_KEYS, **keys, **params}.items():
-        effect = _json_ignored(key) or (f"as `{flags[key.field]}`" if key.field else KEY_EFFECTS.get(name, ""))
-        yield f"| `{name}` | {_json_value(key)} | {effect} |"
+        effect = f"`{flags[key.field]}`" if key.field else KEY_EFFECTS.get(name, "")
+        yield name, _ignored_cells(key) or f"{_json_value(key)} | `flag` | {effect}"
     for name, key in deepspeed_keys.PASSED_TO_ENGINE.items():
-        yield f"| `{name}` | {_json_value(key)} | passed to DeepSpeed: {key.description} |"
+        yield name, f"{_json_value(key)} | `passed` | {key.description}"
         yield from _inner_rows(name)
     for name, key in deepspeed_keys.IGNORED.items():
-        yield f"| `{name}` | {_json_value(key)} | {_json_ignored(key)} |"
+        yield name, _ignored_cells(key)
     for name, reason in deepspeed_keys.REJECTED.items():
-        yield f"| `{name}` | | rejected: {reason} |"
+        yield name, f"| `rejected` | {reason.removesuffix('; remove the section').removesuffix('; remove the key')}"
 
 
 def _json_value(key: deepspeed_keys.Key) -> str:
@@ -196,32 +223,36 @@ def _json_value(key: deepspeed_keys.Key) -> str:
     return _format_values(", ".join(names))
 
 
-def _json_ignored(key: deepspeed_keys.Key) -> str:
-    """Describe an ignored key; "" for any other key."""
+def _ignored_cells(key: deepspeed_keys.Key) -> str:
+    """Return the cells of an ignored key, "" for any other key."""
     if not key.is_ignored:
         return ""
-    return f"ignored: {key.description}" + (
-        f"; other values are rejected: {key.alternative}" if key.accepted_values else ""
-    )
+    if not key.accepted_values:
+        return f"{_json_value(key)} | `ignored` | {key.description}"
+    values = " ".join(str(value).lower() for value in key.accepted_values)
+    return f"{_json_value(key)} | `by-value` | {_with_advice(key.description, key.alternative, values)}"
 
 
 def _flags_of_fields() -> dict[str, str]:
     return {option.name: option.flag or "/".join(option.constants) for _, option in all_options()}
 
 
-def _inner_rows(section: str) -> Iterator[str]:
+def _inner_rows(section: str) -> Iterator[tuple[str, str]]:
     flags = _flags_of_fields()
     for name, key in deepspeed_keys.SUBSECTIONS.get(section, {}).items():
-        is_unused = section == "pipeline" and name in deepspeed_keys.UNUSED_PIPELINE_KEYS
-        about = f"no effect: {deepspeed_keys.UNUSED_PIPELINE_KEYS[name]}" if is_unused else key.description
-        about = f"as `{flags[key.field]}`" if section == "pipeline" and key.field else about
-        yield f"| `{section}.{name}` | {_format_values(', '.join(key.choices) or key.value_type)} | {about} |"
+        rule, effect = "passed", key.description
+        if section == "pipeline" and name in deepspeed_keys.UNUSED_PIPELINE_KEYS:
+            rule, effect = "ignored", deepspeed_keys.UNUSED_PIPELINE_KEYS[name]
+        elif section == "pipeline" and key.field:
+            rule, effect = "flag", f"`{flags[key.field]}`"
+        values = _format_values(", ".join(key.choices) or key.value_type)
+        yield f"{section}.{name}", f"{values} | `{rule}` | {effect}"
         yield from _inner_rows(f"{section}.{name}")
 
 
 def other_lines() -> Iterator[str]:
     """Generate docs/other_flags.md line by line: one row for all flags with the same programs, rule and effect."""
-    yield OTHER_HEAD
+    yield OTHER_HEAD.format(programs="; ".join(f"{short}: {name}" for short, name in PROGRAMS.values()))
     yield "| flags | of | rule | effect |"
     yield "|---|---|---|---|"
     aliases = [flag for _, option in all_options() for flag in option.aliases]
@@ -229,7 +260,8 @@ def other_lines() -> Iterator[str]:
     for flag in sorted([*aliases, *foreign_flags()]):
         rule, effect = classify(flag)
         row = foreign_flags().get(flag)
-        programs = ", ".join(PROGRAMS[name] for name in row.programs) if row else ""
+        programs = " ".join(PROGRAMS[name][0] for name in row.programs) if row else ""
+        effect = effect.removesuffix(IMPLIED.get(rule, ""))
         flags_by_row.setdefault(f"{programs} | `{rule}` | {_cell(effect)}", []).append(f"`{flag}`")
     for cells, flags in flags_by_row.items():
         yield f"| {' '.join(flags)} | {cells} |"

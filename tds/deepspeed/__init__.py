@@ -1,5 +1,5 @@
-"""Drop-in replacement for DeepSpeed, based on the pipeline engine of tds.
+"""Drop-in replacement for DeepSpeed, based on tds's pipeline engine.
 
-Only this package imports DeepSpeed, and only ``api`` uses its private names. ``alias`` makes all other names of
-DeepSpeed available under ``tds``. The other packages of tds do not import this package.
+Only this package imports DeepSpeed, and only ``api`` uses its private names. ``alias`` makes DeepSpeed's other names
+available under ``tds``. tds's other packages do not import this package.
 """

@@ -1,4 +1,4 @@
-"""``tds.X`` as an alias of ``deepspeed.X``: import finder, module aliases, version check, ``quiet``."""
+"""``tds.X`` as an alias for ``deepspeed.X``: import finder, module aliases, version check, ``quiet``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Version checks of torch and DeepSpeed, and the import of DeepSpeed.
+# Version checks for torch and DeepSpeed, and DeepSpeed's import.
 
 IS_VERBOSE = os.environ.get("TDS_VERBOSE", "0") not in ("", "0")
 MIN_DEEPSPEED, DEEPSPEED_LIMIT = (0, 19, 6), (0, 20)
@@ -28,9 +28,9 @@ MIN_TORCH = (2, 11)
 
 
 def import_deepspeed(name: str = "deepspeed") -> Any:
-    """Import and return a module of DeepSpeed, after checking the versions.
+    """Import and return a DeepSpeed module, after checking the versions.
 
-    Importing by name lets callers defer the import of DeepSpeed.
+    Importing by name lets callers defer DeepSpeed's import.
 
     Raises:
         ImportError: DeepSpeed or torch is missing, or its version is not supported.
@@ -62,7 +62,7 @@ def _set_log_level(level: int) -> None:
 
 
 def check_versions(installed: str | None = None) -> None:
-    """Check that the version of DeepSpeed is supported.
+    """Check that DeepSpeed's version is supported.
 
     Args:
         installed: the version to check; None: the installed one.
@@ -74,7 +74,7 @@ def check_versions(installed: str | None = None) -> None:
 
 
 def check_torch(installed: str | None = None) -> None:
-    """Check that the version of torch is supported.
+    """Check that torch's version is supported.
 
     Args:
         installed: the version to check; None: the installed one.
@@ -126,18 +126,18 @@ def skip_shm_compilation(deepspeed: ModuleType) -> None:
 # ``tds.X`` is the same module object as ``deepspeed.X`` under a second name.
 #
 # ``import tds.ops.adam`` uses the finder below, which returns the module ``deepspeed.ops.adam`` with DeepSpeed's
-# ``__name__``, ``__spec__`` and ``__loader__``. Files of tds take precedence. A few modules of tds replace one of
+# ``__name__``, ``__spec__`` and ``__loader__``. tds's files take precedence. A few modules in tds replace one of
 # DeepSpeed's (``forward_to_deepspeed``): they define some names themselves, and get and set all other names on
-# DeepSpeed's module. DeepSpeed is imported when the first of its names is accessed.
+# DeepSpeed's module. DeepSpeed is imported on the first access to its names.
 
 TDS, DEEPSPEED = "tds", "deepspeed"
 TDS_DIR = Path(__file__).parents[1]
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds modules ``tds.*`` that are not files of tds in DeepSpeed.
+    """Finds modules ``tds.*`` in DeepSpeed, unless tds has a file for them.
 
-    Python's finder would load the files of ``deepspeed.ops`` a second time as ``tds.ops``, so this finder precedes it
+    Python's finder would load the files in ``deepspeed.ops`` a second time as ``tds.ops``, so this finder precedes it
     in ``sys.meta_path``.
     """
 
@@ -178,10 +178,10 @@ def install() -> None:
 
 
 def add_aliases() -> None:
-    """Add every loaded module of DeepSpeed to ``sys.modules`` under its name in tds.
+    """Add every loaded DeepSpeed module to ``sys.modules`` under its name in tds.
 
     Without this, importing a module by its name in tds would make Python set it as an attribute of its parent package,
-    and overwrite another object of that name: ``deepspeed.utils.tensor_fragment`` is both a class and a module.
+    and overwrite another object with that name: ``deepspeed.utils.tensor_fragment`` is both a class and a module.
     """
     for name in [name for name in list(sys.modules) if name.startswith(f"{DEEPSPEED}.")]:
         module, tds_name = sys.modules[name], TDS + name.removeprefix(DEEPSPEED)
@@ -192,7 +192,7 @@ def add_aliases() -> None:
 
 @functools.cache
 def _tds_modules() -> frozenset[str]:
-    """Return the names of the modules of tds that have a file."""
+    """List tds's modules that have a file."""
     files = ((path.parent if path.stem == "__init__" else path.with_suffix("")) for path in TDS_DIR.rglob("*.py"))
     return frozenset(".".join((TDS, *file.relative_to(TDS_DIR).parts)) for file in files)
 
@@ -205,12 +205,12 @@ def _add_all_aliases() -> None:
 
 
 def deepspeed_name(name: str) -> str:
-    """Return the name in DeepSpeed of the module ``name`` of tds."""
+    """Convert a module name of tds to DeepSpeed's."""
     return DEEPSPEED + name.removeprefix(TDS)
 
 
 class _ForwardingModule(ModuleType):
-    """A module of tds that replaces one of DeepSpeed's and forwards all other names to it."""
+    """A tds module that replaces one of DeepSpeed's and forwards all other names to it."""
 
     _own: Mapping[str, str]
     _files: frozenset[str]
@@ -246,7 +246,6 @@ class _ForwardingModule(ModuleType):
         return sorted({*dir(self._deepspeed_module()), *self._own})
 
     def _deepspeed_module(self) -> ModuleType:
-        """Return the module of DeepSpeed that this module replaces."""
         _add_all_aliases()
         return import_deepspeed(deepspeed_name(self.__name__))  # type: ignore[no-any-return]
 

@@ -1,9 +1,9 @@
-"""The names of DeepSpeed that tds uses. No other file imports DeepSpeed or uses its private names.
+"""DeepSpeed's names that tds uses. No other file imports DeepSpeed or uses its private names.
 
 DeepSpeed's version is checked before the imports. Each private name is wrapped by a function or method in this file and
-has a line in tests/tds/test_deepspeed_contract.py, so a new version of DeepSpeed changes only this file. To replace a
-private method of DeepSpeed, override the method of ``BaseEngine`` or ``BaseModule`` that wraps it. The private names of
-torch are in ``tds.torch_api``.
+has a line in tests/tds/test_deepspeed_contract.py, so a new DeepSpeed version changes only this file. To replace a
+private DeepSpeed method, override the method of ``BaseEngine`` or ``BaseModule`` that wraps it. torch's private names
+are in ``tds.torch_api``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BaseEngine(DeepSpeedEngine):
 
     @property
     def pipeline_section(self) -> dict[str, Any]:
-        """The section "pipeline" of the JSON, with DeepSpeed's defaults."""
+        """The JSON section "pipeline", with DeepSpeed's defaults."""
         return self._config.pipeline
 
     @property
@@ -107,7 +107,7 @@ class BaseEngine(DeepSpeedEngine):
         self._take_model_step(None)
 
     def stage_files(self, load_dir: str, tag: str) -> list[str]:
-        """Return the paths of a checkpoint's stage files, which are all files except the layer files."""
+        """List the paths of a checkpoint's stage files, which are all files except the layer files."""
         return self._get_all_ckpt_names(load_dir, tag)
 
     def zero_shapes(self) -> Any:
@@ -149,11 +149,11 @@ class BaseModule(DeepSpeedModule):
         super()._partition_layers(method=method)
 
     def count_layer_parameters(self) -> list[int]:
-        """Return the number of trainable parameters of each layer of the model."""
+        """Count the trainable parameters of each layer of the model."""
         return super()._count_layer_params()
 
     def index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Return the ranks, group and module of each tied module, by its key."""
+        """Index the ranks, group and module of each tied module by its key."""
         return super()._index_tied_modules()
 
     def synchronize_tied_weights(self) -> None:
@@ -188,12 +188,12 @@ class BaseModule(DeepSpeedModule):
 
 
 class ChunkLayers:
-    """The layers of one chunk, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
+    """One chunk's layers, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
 
     All other attributes are read from the module.
 
     Args:
-        start: index in the full model of the chunk's first layer.
+        start: full-model index of the chunk's first layer.
         layer_range: the chunk's range in ``module.forward_funcs``.
     """
 
@@ -233,7 +233,7 @@ def coordinate_of(grid: Any, rank: int) -> Any:
 
 
 def coordinates_of(grid: Any) -> list[Any]:
-    """Return the coordinates of every rank, in the order of the ranks."""
+    """List the coordinates of all ranks in rank order."""
     return [coord for coord, _ in sorted(grid._topo.mapping.items(), key=lambda item: item[1])]
 
 
@@ -295,10 +295,10 @@ def select_recomputed_layers(module: Any) -> None:
 
 
 def set_module_timeouts(module: Any, timeout: timedelta | None = None, extra_groups: Iterable[Any] = ()) -> None:
-    """Set the timeout of all groups that DeepSpeed created for ``module``, and of the groups ``extra_groups``.
+    """Set the timeout for ``extra_groups`` and for all groups that DeepSpeed created for ``module``.
 
     Args:
-        timeout: the timeout; None: the timeout of the default group.
+        timeout: the timeout; None: the default group's.
     """
     timeout = default_timeout() if timeout is None else timeout
     if timeout is None:

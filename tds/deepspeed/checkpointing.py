@@ -68,10 +68,10 @@ class LayerCheckpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint written by tds or by DeepSpeed. Collective.
 
-        All arguments except ``is_trusted`` are arguments of DeepSpeed's ``load_checkpoint``.
+        All arguments except ``is_trusted`` are those of DeepSpeed's ``load_checkpoint``.
 
         Args:
-            is_trusted: allow the files to construct any object, which runs code of their author; see ``safe_load``.
+            is_trusted: allow the files to construct any object, which runs their author's code; see ``safe_load``.
 
         Returns:
             (path, client state), or (None, None) if there is no checkpoint.
@@ -136,7 +136,7 @@ class LayerCheckpoints:
     def _is_bf16_without_zero(self) -> bool:
         """Return True for ``BF16_Optimizer`` without ZeRO.
 
-        DeepSpeed saves the states of this optimizer in ZeRO's format, but expects the format without ZeRO when it loads
+        DeepSpeed saves this optimizer's states in ZeRO's format, but expects the format without ZeRO when it loads
         them.
         """
         return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
@@ -197,7 +197,7 @@ def _raise_first(problems: list[str | None]) -> None:
 
 
 def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str | None:
-    """Return the tag to load, equal on every rank; None if no rank has a "latest" file. Collective.
+    """Agree on the tag to load; None if no rank has a "latest" file. Collective.
 
     Raises:
         CheckpointError: the ranks find different tags, or files are missing or unreadable.
@@ -251,7 +251,7 @@ def _no_op() -> None:
 
 
 def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | None:
-    """Return a description of the missing or surplus files for this rank; None if the file names are in order."""
+    """Describe this rank's missing or surplus files; None if the file names are in order."""
     folder = os.path.join(load_dir, tag)
     if not engine.stage_files(load_dir, tag):
         return f"a checkpoint must have files mp_rank_*_model_states.pt, got none in {folder}. Check load_dir and tag"
@@ -272,7 +272,7 @@ def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | N
 
 
 def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | None:
-    """Load this stage's layers; return a description of the first error, or None."""
+    """Load this stage's layers and describe the first error; None if there is none."""
     for layer in layers_to_load(engine.module, folder):
         try:
             state = engine.checkpoint_engine.load(layer.path, map_location="cpu")
@@ -285,7 +285,7 @@ def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | N
 
 
 def _layout_error(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
-    """Return the error message if the optimizer states of ``checkpoint`` do not fit this rank's parameters, or None."""
+    """Describe the error if the optimizer states of ``checkpoint`` do not fit this rank's parameters, else None."""
     difference = _layout_difference(engine, checkpoint)
     if difference is None:
         return None

@@ -71,7 +71,7 @@ def configure_recompute(engine: Any) -> None:
 
 
 def make_gradient_source(engine: Any) -> GradientSource | None:
-    """Return the gradient source of the optimizer; None for an engine that only evaluates."""
+    """Create the optimizer's gradient source; None for an engine that only evaluates."""
     if engine.optimizer is None:
         return None
     return gradient_source_for(engine.optimizer, engine.zero_optimization_stage())

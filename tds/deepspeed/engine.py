@@ -85,7 +85,6 @@ class DeepSpeedAttributes:
         return self.grid.model_parallel_size > 1
 
     def _reentrant_activation_checkpointing(self) -> bool:
-        """Return True if recompute is reentrant, so that float inputs of the first stage must require gradients."""
         return recomputes_reentrantly(self.module)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -148,7 +147,7 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         return loss
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size, and with it the number of micro-batches.
+        """Change the global batch size and thus the number of micro-batches.
 
         Raises:
             ValueError: the batch size is not divisible by the micro-batch size times the number of replicas.

@@ -1,4 +1,4 @@
-"""``initialize`` with DeepSpeed's signature: the engine of tds for pipeline models, DeepSpeed's for all others."""
+"""``initialize`` with DeepSpeed's signature: tds's engine for pipeline models, DeepSpeed's for all others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def initialize(
 
 
 def _remove_unsupported(config: Any) -> Any:
-    """Return the JSON (a dict or a path) without disabled sections that DeepSpeed may no longer support."""
+    """Remove disabled sections that DeepSpeed may no longer support from the JSON (a dict or a path)."""
     content = config
     if isinstance(config, str) and os.path.isfile(config):
         with open(config) as file:
@@ -66,7 +66,7 @@ def _remove_unsupported(config: Any) -> Any:
 
 @contextmanager
 def _use_tds_engine() -> Iterator[None]:
-    """Return a context in which ``deepspeed.initialize`` builds the engine of tds for a pipeline model.
+    """Make ``deepspeed.initialize`` in the block build tds's engine for a pipeline model.
 
     DeepSpeed still does everything else: configuration, ZeRO contexts, garbage collection.
     """

@@ -1,11 +1,10 @@
-"""Checkpoint files of layers, one per layer of the full model.
+"""Layer checkpoint files, one per layer in the full model.
 
-The files have DeepSpeed's names. DeepSpeed's engine and the engine of tds can load each other's files, with any number
-of stages:
+The files have DeepSpeed's names. DeepSpeed's engine and tds's can load each other's files, with any number of stages:
 
 | file | content |
 |---|---|
-| ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; tensor slice 1 of layer 3 |
+| ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; its tensor slice 1 |
 | ``layer_07-tied-model_states.pt`` | a stage's copy of a tied module, if it has more state than its tied weights |
 | ``shared_bias-model_states.pt``, ``shared_bias-model_01-model_states.pt`` | the shared module with the key "bias" |
 """  # noqa: E501
@@ -32,12 +31,12 @@ from tds.deepspeed.shared_layers import shared_layer_indices
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """A module of this stage that has state, and the file from which it is loaded.
+    """A module on this stage that has state, and the file from which it is loaded.
 
     Attributes:
         module: the module.
         path: the file.
-        num_files: number of files that exist for this module, one per tensor slice.
+        num_files: number of existing files for this module, one per tensor slice.
         is_from_other_layer: the file belongs to another layer and may contain more tensors than this module's tied
             weight.
     """
@@ -67,7 +66,7 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
 
 
 def save_tied_modules(module: Any, folder: str, checkpoint_engine: Any) -> None:
-    """Save the modules that DeepSpeed does not save: shared modules, and copies of tied modules.
+    """Save the modules that DeepSpeed does not save: shared modules and tied-module copies.
 
     DeepSpeed saves a tied module only on stages where the module itself is a layer. On a stage where only its
     ``forward_fn`` is a layer, this function saves the stage's copy, unless all its state is in tied weights. A shared
@@ -90,19 +89,19 @@ def _clone_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_path(module: Any, folder: str, key: str) -> str:
-    """Return the path of a shared module's file, which contains the key instead of a layer index."""
+    """Return a shared module's file path, which contains the key instead of a layer index."""
     directory, name = os.path.split(module.ckpt_layer_path(folder, 0))
     return os.path.join(directory, f"shared_{key}-" + name.split("-", 1)[1])
 
 
 def tied_path(module: Any, folder: str, local_index: int) -> str:
-    """Return the path of the file for this stage's copy of a tied module. DeepSpeed's converters ignore such names."""
+    """Return the file path of this stage's copy of a tied module. DeepSpeed's converters ignore such names."""
     directory, name = os.path.split(module.ckpt_layer_path(folder, local_index))
     return os.path.join(directory, name.replace("-", "-tied-", 1))
 
 
 def _shared_layers_on_stage(module: Any) -> dict[str, list[int]]:
-    """Return, for each shared module of this stage, the indices of all layers of the model that share it."""
+    """Map each shared module of this stage to the indices of all model layers that share it."""
     local_layers = set(layer_indices(module))
     return {
         key: layers for key, layers in shared_layer_indices(layer_specs(module)).items() if local_layers & set(layers)
@@ -110,7 +109,7 @@ def _shared_layers_on_stage(module: Any) -> dict[str, list[int]]:
 
 
 def _function_only_modules(module: Any) -> dict[str, int]:
-    """Return, for each tied module that is not itself a layer on this stage, the local index of its first layer."""
+    """Map each tied module that is not itself a layer on this stage to the local index of its first layer."""
     first_idx: dict[str, int] = {}
     for index, layer_idx in enumerate(layer_indices(module)):
         spec = layer_specs(module)[layer_idx]
@@ -140,7 +139,7 @@ def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
 
 
 def _first_tied_path(module: Any, key: str, default_path: str) -> str:
-    """Return the path of the file of the first layer tied by ``key``; ``default_path`` if no such file exists."""
+    """Find the file of the first layer tied by ``key``; ``default_path`` if no such file exists."""
     folder, name = os.path.split(default_path)
     for layer_idx, _ in _tied_specs(module, key):
         layer_file = f"layer_{layer_idx:02d}-" + name.split("-", 1)[1]

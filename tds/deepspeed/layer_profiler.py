@@ -1,11 +1,11 @@
 """``partition_method="profile"``: time each layer in a short probe and partition the layers by time.
 
 The probe builds one layer at a time on every rank, runs its forward and backward on one micro-batch, and frees it. All
-ranks probe the same layer at the same time, so layers may contain collectives of the tensor group. Random number states
-are restored, so the initial weights do not depend on the probe.
+ranks probe the same layer at the same time, so layers may contain tensor-group collectives. Random number states are
+restored, so the initial weights do not depend on the probe.
 
 Similar layers have equal class, number of parameters and input shapes, and about equal time. All of them are timed, and
-each of them gets the median of their times. Otherwise noise would influence the partition.
+each one gets their median time. Otherwise noise would influence the partition.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def profile_partition(
     batch: Any, loss_fn: Callable[..., Any] | None,
     device: torch.device, recomputes: bool = False,
 ) -> ProfiledPartition:  # fmt: skip
-    """Return the partition that minimises the time of the slowest stage. Collective over all ranks.
+    """Find the partition that minimises the slowest stage's time. Collective over all ranks.
 
     Args:
-        specs: all layers of the model, as passed to ``PipelineModule``.
+        specs: all model layers, as passed to ``PipelineModule``.
         batch: one micro-batch (inputs, labels), with equal shapes on every rank.
         recomputes: layers are recomputed, so the forward time is added to the backward time.
 
@@ -82,7 +82,7 @@ def profile_partition(
 def profile_layers(
     specs: Sequence[Any], batch: Any, loss_fn: Callable[..., Any] | None, device: torch.device
 ) -> list[LayerCost]:
-    """Return the cost of each layer on this rank; the last one includes the loss."""
+    """Measure the cost of each layer on this rank; the last one includes the loss."""
     inputs, labels = to_device(batch[0], device), to_device(batch[1], device)
     clock = clock_for(device)
     costs = []
@@ -117,7 +117,7 @@ def build_layer(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None
 def _profile_one(
     name: str, module: torch.nn.Module | None, run: Callable[[Any], Any], inputs: Any, clock: Clock, *, is_last: bool
 ) -> tuple[LayerCost, Any]:
-    """Return (cost of one layer, inputs of the next layer)."""
+    """Measure one layer; return (its cost, inputs of the next layer)."""
     weights = list(dict.fromkeys(layer_parameters(module)))
     forward_s, backward_s = [], []
     saved_bytes: dict[int, int] = {}
@@ -165,7 +165,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _clone_as_leaves(value: Any) -> Any:
-    """Return a copy of the structure whose tensors are leaves, as a stage receives them."""
+    """Copy the structure with tensors that are leaves, as a stage receives them."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
@@ -193,7 +193,7 @@ def _record_saved_bytes(storage_bytes: dict[int, int], weights: Sequence[torch.T
 
 
 def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> list[LayerCost]:
-    """Return the layer costs with the times averaged over all ranks. Collective."""
+    """Average the layer times over all ranks. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(layers)
     rows = [[cost.forward_s, cost.backward_s] for cost in layers]
@@ -204,7 +204,7 @@ def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> lis
 
 
 def smooth_times(layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the layer costs, in which similar layers of about equal time have their median time."""
+    """Replace about equal times of similar layers by their median."""
     similar_layers: dict[tuple[str, int, str], list[LayerCost]] = {}
     for cost in layers[:-1]:  # the last one includes the loss
         similar_layers.setdefault((cost.name, cost.num_parameters, cost.shapes), []).append(cost)
@@ -233,7 +233,7 @@ def preserve_all_rng_states(device: torch.device) -> Iterator[None]:
 
 
 def layer_name(spec: Any) -> str:
-    """Return the name of the class or function of a layer of a ``PipelineModule``."""
+    """Return the class or function name of a layer in a ``PipelineModule``."""
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__
     return getattr(spec, "__name__", type(spec).__name__)

@@ -35,7 +35,7 @@ from tds.user_functions import BatchFn
 
 
 def layer_indices(module: Any) -> list[int]:
-    """Return the index in the full model of each layer in ``module.forward_funcs``, chunk by chunk."""
+    """List the full-model index of each layer in ``module.forward_funcs``, chunk by chunk."""
     chunks = chunks_on(module.parts, module.num_stages, module.stage_id, getattr(module, "placement", LOOP))
     return [layer_idx for start, stop in chunks for layer_idx in range(start, stop)]
 
@@ -98,7 +98,7 @@ class PipelineModule(BaseModule):
         return self._runs[chunk].forward(forward_input)
 
     def made_output(self, output: Any) -> Any:
-        """Convert the output of the last layer to the output that ``eval_batch`` returns.
+        """Convert the last layer's output to the output that ``eval_batch`` returns.
 
         Subclasses override this method if the last layer leaves work to the loss function. Example: the loss function
         computes the logits in chunks, and this method computes all of them.
@@ -198,7 +198,7 @@ def preserve_forward_counts(module: Any) -> Iterator[None]:
 
 
 def virtual_stage_of_layer(bounds: Sequence[int], layer_idx: int) -> int:
-    """Return the index of the virtual stage that contains ``layer_idx``."""
+    """Find the virtual stage that contains ``layer_idx``."""
     for virtual_stage in range(len(bounds) - 1):
         if bounds[virtual_stage] <= layer_idx < bounds[virtual_stage + 1]:
             return virtual_stage

@@ -1,6 +1,6 @@
-"""Gradient sources for the optimizers of DeepSpeed.
+"""Gradient sources for DeepSpeed's optimizers.
 
-| optimizer | gradient of a parameter | loss scale | norm and clipping |
+| optimizer | parameter gradient | loss scale | norm and clipping |
 |---|---|---|---|
 | torch's optimizers | ``param.grad`` | 1 | by the engine, in fp64 |
 | with ``gradient_source`` | by ``tds.gradients.GradientSource`` | by the source | by the source |
@@ -12,7 +12,7 @@
 The engine always reduces the gradients: autograd accumulates over micro-batches, then the engine sums the copies of
 tied weights and all-reduces over the replicas. These sums have the gradients' type, or the "communication_data_type" of
 the JSON. The results are stored where the optimizer's own reduction would have stored them. ZeRO 1 then only copies the
-shard that it updates. In fp16, DeepSpeed's optimizers sum the overflow flag over all stages and tensor ranks of a
+shard that it updates. In fp16, DeepSpeed's optimizers sum the overflow flag over all stages and tensor ranks in a
 replica, so that all ranks skip the same steps and have the same loss scale.
 """
 
@@ -54,10 +54,10 @@ class FP16Gradients(Gradients):
         self.norm_is_scaled = isinstance(optimizer, FP16_UnfusedOptimizer)
 
     def before_step(self) -> None:
-        """Copy the attributes of each parameter to its gradient.
+        """Copy each parameter's attributes to its gradient.
 
         FP16_UnfusedOptimizer computes the norm from the gradients' attributes. Without them it would count tied weights
-        twice and omit shards of a tensor group.
+        twice and omit tensor-group shards.
         """
         for parameter in (p for group in self.optimizer.fp16_groups for p in group):
             copy_attributes(parameter, self.gradient_of(parameter))
@@ -112,7 +112,7 @@ class ZeroGradients(Gradients):
         self._dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
         use_contiguous_gradients(optimizer)
         num_elements = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
-        # The optimizer allocates a buffer of this size.
+        # The optimizer allocates a buffer with this size.
         optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_elements, 1))
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class ZeroGradients(Gradients):
 
 
 def gradient_source_for(optimizer: Any, zero_stage: int) -> GradientSource:
-    """Return the gradient source of ``optimizer``.
+    """Create the gradient source for ``optimizer``.
 
     Raises:
         NotImplementedError: the engine does not support the optimizer.

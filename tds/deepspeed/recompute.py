@@ -4,8 +4,8 @@ DeepSpeed's checkpoint functions only support tensors and tuples. This module al
 lists and dicts.
 
 With ``partition_activations`` or ``cpu_checkpointing``, DeepSpeed's functions empty the input tensors of a run of
-layers, even if other objects use them. The output of the previous layer is then lost, and gradients are lost or raise
-errors. With these settings, the checkpoint function of this module replaces DeepSpeed's. It saves a copy of each input,
+layers, even if other objects use them. The previous layer's output is then lost, and gradients are lost or raise
+errors. With these settings, this module's checkpoint function replaces DeepSpeed's. It saves a copy of each input,
 sharded over the tensor ranks and on the host as configured, and does not keep the input itself.
 """
 
@@ -129,7 +129,7 @@ class _SavedInput:
         self.buffer = host_copy(local_bytes) if checkpointing.CPU_CHECKPOINT else local_bytes.clone()
 
     def restore(self) -> torch.Tensor:
-        """Return a tensor equal to the saved one. Collective over the tensor group if it is sharded."""
+        """Restore the saved tensor. Collective over the tensor group if it is sharded."""
         (spec,) = self._layout.specs
         (full,) = self._layout.unpack(self.buffer.to(self._device, non_blocking=True, copy=True))
         if full.stride() != self._strides:  # kernels, and the tensors they save, depend on the strides

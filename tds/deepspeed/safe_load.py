@@ -1,6 +1,6 @@
 """Load ``torch.save`` files without executing code from them.
 
-A file of ``torch.save`` is a pickle, which can call any function when it is loaded. DeepSpeed loads its files without
+A ``torch.save`` file is a pickle, which can call any function when it is loaded. DeepSpeed loads its files without
 protection against that. In ``weights_only``, every ``torch.load``, including DeepSpeed's, only constructs tensors,
 plain containers and the classes in ``ALLOWED``, which DeepSpeed's files contain. Any other object raises an error
 before its code runs.
@@ -48,13 +48,13 @@ ALLOWED: list[Any] = [
 
 | written by | objects |
 |---|---|
-| DeepSpeed's fp16 and ZeRO optimizers | loss scalers, the ZeRO stage, addresses of fragments in flat buffers |
+| DeepSpeed's fp16 and ZeRO optimizers | loss scalers, the ZeRO stage, fragment addresses in flat buffers |
 | programs, as client state | ``argparse.Namespace``; NumPy scalars and arrays (object arrays only of allowed classes) |
 """
 
 
 class UnsafeFileError(RuntimeError):
-    """Raised if a file contains a class that is not allowed; no code of the file has run."""
+    """Raised if a file contains a class that is not allowed; no code from the file has run."""
 
 
 @contextmanager
@@ -90,10 +90,10 @@ def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any
 
 
 class SafeLoad:
-    """Safe replacement for the ``load`` method of any of DeepSpeed's checkpoint engines.
+    """Safe replacement for ``load`` on any of DeepSpeed's checkpoint engines.
 
     Attributes:
-        is_trusted: load without restrictions, which runs code of the file. The user requests it for a single load.
+        is_trusted: load without restrictions, which runs code from the file. The user requests it for a single load.
         last_path: the last file that was loaded or failed to load.
     """
 
@@ -103,7 +103,7 @@ class SafeLoad:
         self._read = read
 
     def __call__(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of ``path``, like ``CheckpointEngine.load``."""
+        """Load ``path``, like ``CheckpointEngine.load``."""
         self.last_path = path
         if self.is_trusted:
             return self._read(path, map_location=map_location)
@@ -118,6 +118,5 @@ def make_safe(checkpoint_engine: Any) -> SafeLoad:
 
 
 def _rejected_name(error: pickle.UnpicklingError) -> str:
-    """Return the name of the object that torch rejected."""
     match = _NAME.search(str(error))
     return match[1] if match else "unreadable content (the file is damaged, or not from torch.save)"

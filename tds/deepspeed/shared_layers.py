@@ -1,4 +1,4 @@
-"""Small modules that many layers share across stages, such as a table of position biases or a word embedding.
+"""Small modules that many layers share across stages, such as a position bias table or a word embedding.
 
     bias = Shared("bias", RelativeBias, num_heads)
     layers = [*[SharingLayerSpec(Layer, sizes, shares={"bias": bias}) for _ in range(12)], Head]
@@ -24,7 +24,7 @@ from tds.param_info import mark_tied_copy
 
 
 class Shared:
-    """Specification of a shared module: its class, arguments and ``key``, which identifies it on all stages."""
+    """Specification for a shared module: its class, arguments and ``key``, which identifies it on all stages."""
 
     def __init__(self, key: str, typename: type[nn.Module], *args: Any, **kwargs: Any) -> None:
         if not key.isidentifier():
@@ -32,7 +32,7 @@ class Shared:
         self.key, self.typename, self.args, self.kwargs = key, typename, args, kwargs
 
     def build(self) -> nn.Module:
-        """Return a new module."""
+        """Build a new module."""
         return self.typename(*self.args, **self.kwargs)
 
 
@@ -50,7 +50,7 @@ def use_shared_modules(modules: nn.ModuleDict) -> Iterator[nn.ModuleDict]:
 
 
 class SharingLayerSpec(LayerSpec):
-    """Specification of a layer with shared modules as attributes; only for ``tds.PipelineModule``.
+    """Specification for a layer with shared modules as attributes; only for ``tds.PipelineModule``.
 
     A layer built outside of a ``PipelineModule``, for example to count its parameters, does not get these attributes.
 
@@ -92,9 +92,9 @@ def _set_shared_module(layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that a built layer uses, including the parameters of shared modules.
+    """Yield the parameters that a built layer uses, including those in shared modules.
 
-    A layer is a module, a function, or a ``functools.partial`` of a tied module's ``forward_fn`` with the module.
+    A layer is a module, a function, or a ``functools.partial`` that binds a tied module to its ``forward_fn``.
     """
     for owner in (layer, *getattr(layer, "args", ())):
         if isinstance(owner, nn.Module):
@@ -104,9 +104,9 @@ def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def shared_layer_indices(specs: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the indices of the layers that share each module, by its key.
+    """Index the layers that share each module by its key.
 
-    The keys are sorted, because every process must create the process groups of the keys in the same order.
+    The keys are sorted, because every process must create their process groups in the same order.
 
     Raises:
         ValueError: a key is used for two classes, or for a shared module and a ``TiedLayerSpec``.
@@ -126,7 +126,7 @@ def shared_layer_indices(specs: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def count_shared_parameters(specs: Sequence[Any]) -> list[int]:
-    """Return the number of trainable shared parameters of each layer."""
+    """Count the trainable shared parameters of each layer."""
     num_parameters: dict[str, int] = {}
     for shared in (item for spec in specs for item in getattr(spec, "shares", {}).values()):
         if shared.key not in num_parameters:
@@ -136,7 +136,7 @@ def count_shared_parameters(specs: Sequence[Any]) -> list[int]:
 
 
 def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
-    """Return the ranks, group and module of each shared module in DeepSpeed's ``tied_comms`` format.
+    """Index each shared module's ranks, group and module in DeepSpeed's ``tied_comms`` format.
 
     Collective over all ranks. Parameters are marked as copies on all stages except the first that has the module, so
     that a norm counts each weight once.

@@ -3,7 +3,7 @@
 "steps_per_print" uses DeepSpeed's logger, so the line depends on that logger's level. The timers always print, as in
 DeepSpeed. Both report means over the steps since the previous line. DeepSpeed's monitors (TensorBoard, CSV, ...) get
 every step and every evaluation under DeepSpeed's names. With several stages, the line and the monitors also report the
-bubble of these steps; this does not affect the result of ``engine.bubble()``.
+bubble in these steps; this does not affect ``engine.bubble()``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tds.loss_reduction import MeanLosses
 
 
 class StepReport:
-    """Times and reports the training steps of one engine.
+    """Times and reports one engine's training steps.
 
     Args:
-        bubble: returns the bubble of the steps since its last call. Collective over the pipeline.
+        bubble: returns the bubble since its last call. Collective over the pipeline.
     """
 
     def __init__(self, engine: Any, bubble: Callable[[], float | None]) -> None:

@@ -31,7 +31,7 @@ class TrainingLoader(RepeatingLoader):
 
 
 def training_loader(data: Any, grid: Any, make_loader: Callable[..., Any], *, has_curriculum: bool) -> TrainingLoader:
-    """Return an endless loader over this replica's shard of ``data``.
+    """Create an endless loader over this replica's shard of ``data``.
 
     Args:
         make_loader: DeepSpeed's function that constructs a loader from the data and a sampler.

@@ -1,1 +1,1 @@
-"""The pipeline engine: runs training steps and evaluations in the order of a schedule."""
+"""The pipeline engine: runs training steps and evaluations in a schedule's order."""

@@ -40,7 +40,7 @@ def parse_auto(schedule: Any) -> str | None:
 
 
 def allowed_schedules(schedule: str, placement: Placement) -> tuple[str, ...]:
-    """Return the names of the schedules that "auto" or "auto:NAME,..." chooses among for ``placement``.
+    """List the schedules that "auto" or "auto:NAME,..." chooses among for ``placement``.
 
     Raises:
         ValueError: a name is not a schedule, or none of the schedules fits the placement.
@@ -60,7 +60,7 @@ def allowed_schedules(schedule: str, placement: Placement) -> tuple[str, ...]:
 
 
 def trial_schedules(names: Sequence[str], placement: Placement) -> tuple[str, ...]:
-    """Return the schedule of each trial step: two steps with full backwards, then two with split backwards.
+    """List the schedule of each trial step: two steps with full backwards, then two with split backwards.
 
     Args:
         names: the result of ``allowed_schedules``. A single name needs no trial; the result is that name.
@@ -141,7 +141,7 @@ class AutoSchedule:
         self._log(reason)
 
     def _average(self, work: Iterable[Work]) -> Costs:
-        """Return the costs of every virtual stage, averaged over the ranks that hold it. Collective."""
+        """Average the costs of every virtual stage over the ranks that hold it. Collective."""
         stage_medians: list[dict[Any, float]] = [{} for _ in range(self._placement.num_stages)]
         stage_medians[self._stage] = medians(durations_of(work))
         costs = costs_of(stage_medians, self._placement.num_chunks, self._placement.style)
@@ -161,7 +161,7 @@ class AutoSchedule:
 def fastest_schedule(
     full_costs: Costs, split_costs: Costs, placement: Placement, num_micro_batches: int, names: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Return (name of the fastest schedule, explanation for the log).
+    """Choose the fastest schedule; return (its name, explanation for the log).
 
     Args:
         full_costs: costs measured with full backwards.

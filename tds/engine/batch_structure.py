@@ -1,4 +1,4 @@
-"""The structure ``((inputs...), labels)`` of a micro-batch, and the errors for other structures."""
+"""The micro-batch structure ``((inputs...), labels)``, and errors for other structures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LABELS = ("labels", "label", "targets", "target", "y")
 
 
 def describe_structure(value: Any, depth: int = 0) -> str:
-    """Return the structure of ``value`` as text, such as "(tensor [4, 128], {'mask': tensor [4]})"."""
+    """Describe the structure of ``value``, such as "(tensor [4, 128], {'mask': tensor [4]})"."""
     if isinstance(value, torch.Tensor):
         return f"tensor {list(value.shape)}"
     if isinstance(value, (Mapping, tuple, list)) and depth == _MAX_DEPTH:
@@ -37,18 +37,18 @@ def describe_structure(value: Any, depth: int = 0) -> str:
 
 
 def structure_error(batch: Any, origin: str) -> TypeError:
-    """Return the error for a micro-batch from ``origin`` that is not (inputs, labels)."""
+    """Create the error for a micro-batch from ``origin`` that is not (inputs, labels)."""
     return TypeError(
         f"a micro-batch must be {BATCH_STRUCTURE}, got {describe_structure(batch)} from {origin}. {_hint(batch)}"
     )
 
 
 def input_error(value: Any, path: str, inputs: Any) -> TypeError:
-    """Return the error for an element of the first layer's inputs that is not a tensor.
+    """Create the error for an element of the first layer's inputs that is not a tensor.
 
     Args:
-        path: the position of ``value`` in the inputs, such as "inputs[1]".
-        inputs: all inputs of the first layer.
+        path: position in the inputs, such as "inputs[1]".
+        inputs: all first-layer inputs.
     """
     hint = "Remove it"
     if hasattr(value, "__array__") or isinstance(value, (int, float)):

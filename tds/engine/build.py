@@ -28,7 +28,7 @@ from tds.schedule import LOOP, MessageType, Placement
 def make_bucket_reducer(
     module: Any, grid: PipelineGrid, device: torch.device, gradients: GradientSource | None, settings: PipelineSettings
 ) -> BucketReducer | None:
-    """Return the reducer of gradients over the replicas; None for a single replica or an engine that only evaluates."""
+    """Create the gradient reducer; None for a single replica or an engine that only evaluates."""
     if gradients is None or grid.data_parallel_size == 1:
         return None
     parameters_of = getattr(module, "parameters_of", lambda _: list(module.parameters()))
@@ -54,7 +54,7 @@ def make_bucket_reducer(
 def make_stage(
     module: Any, grid: PipelineGrid, device: torch.device, settings: PipelineSettings, recompute: Recompute
 ) -> Stage:
-    """Return this rank's stage with its communicator. Collective over all ranks."""
+    """Create this rank's stage and its communicator. Collective over all ranks."""
     stage, num_stages = grid.get_stage_id(), grid.pipe_parallel_size
     tensor_group = TensorGroup()
     if grid.model_parallel_size > 1:
@@ -76,7 +76,7 @@ def make_stage(
 def make_data_agreement(
     grid: PipelineGrid, links: StageLinks, world_group: Any, rank_names: Sequence[str], should_compare: bool
 ) -> DataConsistency | None:
-    """Return the check that all ranks have data, which communicates on the host; None for a single rank. Collective."""
+    """Create the check that all ranks have data, which communicates on the host; None for a single rank. Collective."""
     if dist.get_world_size() == 1:
         return None
     group = world_group
@@ -94,7 +94,7 @@ def make_data_agreement(
 
 
 def make_plan(module: Any, grid: PipelineGrid, settings: PipelineSettings) -> SchedulePlan:
-    """Return the plan for the schedule of ``settings``; for "auto", the plan of its first trial."""
+    """Plan the schedule in ``settings``; for "auto", its first trial."""
     chosen, placement = settings.schedule, placement_of(module, grid.pipe_parallel_size)
     if (auto := auto_schedule.parse_auto(chosen)) is not None:
         chosen = auto_schedule.trial_schedules(auto_schedule.allowed_schedules(auto, placement), placement)[0]
@@ -102,7 +102,7 @@ def make_plan(module: Any, grid: PipelineGrid, settings: PipelineSettings) -> Sc
 
 
 def num_chunks(module: Any) -> int:
-    """Return the number of chunks of layers per stage; DeepSpeed's own modules have one."""
+    """Return the number of layer chunks per stage; DeepSpeed's own modules have one."""
     return getattr(module, "chunks", 1)
 
 

@@ -135,7 +135,7 @@ _ADVICE = (
 
 
 def checksum(value: Any, initial_crc: int = 0) -> int:
-    """Return a checksum of the tensors in ``value``, of their types and shapes, and of its structure.
+    """Compute a checksum over the tensors in ``value``, their types and shapes, and its structure.
 
     Args:
         initial_crc: the checksum to continue from.

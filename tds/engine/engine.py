@@ -262,7 +262,7 @@ class ScheduleEngine:
         return (result, output) if return_logits else result
 
     def bubble(self) -> float | None:
-        """Return the fraction of idle time in the training steps since the last call. Collective over the pipeline.
+        """Return the idle fraction in the training steps since the last call. Collective over the pipeline.
 
         Returns None if there was no step.
         """
@@ -276,7 +276,7 @@ class ScheduleEngine:
         return self._monitor.step_times(reader)
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Return the mean of each additional loss of the last ``train_batch``, by name; None if there is none."""
+        """Return the mean additional losses in the last ``train_batch``, by name; None if there is none."""
         return self.agg_additional_losses
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
@@ -366,7 +366,7 @@ class ScheduleEngine:
         self.grad_norm = float(norm) if is_host(norm.device) else norm  # stays on the device until it is read
 
     def close(self) -> None:
-        """Draw the trace now instead of at the end of the program."""
+        """Draw the trace now instead of at the program's end."""
         self._monitor.close()
 
     def _make_training_call(self) -> Call:
@@ -404,7 +404,7 @@ class ScheduleEngine:
         return self.is_first_stage() or self.is_last_stage()
 
     def _log_split_layers(self) -> None:
-        """Log once, on one rank per stage, the fraction of the stage's weight gradients that is deferred."""
+        """Log once, on one rank per stage, the fraction of deferred weight gradients."""
         self._has_logged_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
             description = self._stage.splitter.describe_split(dict(self.module.named_parameters()))
@@ -464,7 +464,7 @@ class ScheduleEngine:
             raise
 
     def _discard_gradients(self) -> None:
-        """Drop the gradients of a batch that ended without an update."""
+        """Drop the gradients after a batch that ended without an update."""
         if self._update is not None:
             self._update.zero_grad()
         if self._gradients is not None:
@@ -472,7 +472,7 @@ class ScheduleEngine:
         self._has_pending_gradients = False
 
     def _trainable_parameters(self) -> list[torch.nn.Parameter]:
-        """Return this stage's trainable parameters in the order of the module."""
+        """List this stage's trainable parameters in module order."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _groups(self) -> Collection[Any]:

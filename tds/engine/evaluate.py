@@ -25,7 +25,7 @@ def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
 
 
 def mean_output(outputs: Sequence[Any], grid: PipelineGrid) -> Any:
-    """Return the mean of each output tensor over micro-batches and replicas. Collective.
+    """Average each output tensor over micro-batches and replicas. Collective.
 
     Raises:
         TypeError: an output is not a tensor, or a tuple, list or dict of tensors.

@@ -1,17 +1,17 @@
 """Split any backward by autograd's graph: compute input gradients first and weight gradients later.
 
-A **branch** is a node of the graph, such as ``AddmmBackward``, with one edge that leads to an input of the stage and
-another that leads only to weights. The first pass asks autograd only for the gradients of the inputs; torch's built-in
-nodes skip gradients that are not requested. The gradient that arrives at each branch is saved. The second pass runs the
-branch again and asks only for the gradients of its weights.
+A **branch** is a node of the graph, such as ``AddmmBackward``, with one edge that leads to a stage input and another
+that leads only to weights. The first pass asks autograd only for the input gradients; torch's built-in nodes skip
+gradients that are not requested. The gradient that arrives at each branch is saved. The second pass runs the branch
+again and asks only for its weight gradients.
 
 This costs memory: the full graph of a micro-batch, with all saved tensors, is retained until its weight gradients are
 computed, whereas the split of linear layers saves two tensors per layer. Recomputed layers are recomputed twice. The
 gradients of these weights are not deferred:
 
 * weights that several branches share;
-* weights of a branch that is an ``autograd.Function``, which would run twice in full;
-* weights of a branch without a matrix, such as the vectors of norms;
+* weights in a branch that is an ``autograd.Function``, which would run twice in full;
+* weights in a branch without a matrix, such as norm vectors;
 * weights that are hidden by reentrant recompute.
 
 Source: ``torch.distributed.pipelining`` for the idea (``stage_backward_input``, ``stage_backward_weight``).
@@ -37,11 +37,9 @@ class Branch:
     output_grads: list[Any]
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """Return the weights whose gradients are deferred."""
         return self.weights
 
     def run(self) -> None:
-        """Accumulate the weights' gradients through their ``AccumulateGrad`` nodes."""
         grads_in = [
             (GradientEdge(self.node, idx), grad) for idx, grad in enumerate(self.output_grads) if grad is not None
         ]
@@ -59,7 +57,7 @@ class _Graph:
     Attributes:
         order: all nodes, each after its ``next_functions``.
         branches: the branches whose weight gradients can be deferred.
-        num_hidden_elements: number of weight elements of the linear layers that are split without the graph.
+        num_hidden_elements: weight elements in the linear layers that are split without the graph.
     """
 
     def __init__(self, roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor) -> None:
@@ -111,7 +109,7 @@ def defers_more(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: to
 def backward(
     roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor
 ) -> list[Branch]:
-    """Run the backward of ``roots``, except for the weight gradients that can be deferred.
+    """Run the backward from ``roots``, except for the weight gradients that can be deferred.
 
     Args:
         roots: a loss, or gradient edges with their ``grads``.

@@ -1,4 +1,4 @@
-"""PipelineGrid: the process groups of a pipeline and this rank's position in them."""
+"""PipelineGrid: a pipeline's process groups and this rank's position in them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ class PipelineGrid(Protocol):
     pipe_groups: list[list[int]]
 
     def get_stage_id(self) -> int:
-        """Return the stage of this rank."""
+        """Return this rank's stage."""
 
     def get_global_rank(self) -> int:
-        """Return the global rank of this process."""
+        """Return this process's global rank."""
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank's replica."""
+        """Return this rank's replica index."""
 
     def get_slice_parallel_rank(self) -> int:
-        """Return the tensor rank of this rank."""
+        """Return this rank's index in its tensor group."""
 
     def stage_to_global(self, stage_id: int) -> int:
         """Return the global rank of ``stage_id`` in this rank's pipeline."""
 
     def get_pipe_parallel_group(self) -> Any:
-        """Return the process group of this rank's pipeline."""
+        """Return this rank's pipeline group."""
 
     def get_data_parallel_group(self) -> Any:
-        """Return the process group of the ranks that hold this rank's stage and shards in each replica."""
+        """Return the process group of the ranks that hold the same stage and shards in each replica."""
 
     def get_slice_parallel_group(self) -> Any:
-        """Return the process group of the tensor ranks of this rank's stage."""
+        """Return the process group of this stage's tensor ranks."""
 
     def get_model_parallel_group(self) -> Any:
-        """Return the process group of all stages and tensor ranks of this rank's replica."""
+        """Return the process group of this replica's stages and tensor ranks."""

@@ -1,4 +1,4 @@
-"""Reading of micro-batches on the first and the last stage."""
+"""Micro-batch sources on the first and the last stage."""
 
 from __future__ import annotations
 
@@ -89,7 +89,6 @@ class BatchSource:
         return self._read() if first_batch is None else first_batch
 
     def read_ahead(self) -> None:
-        """Call the function ``read_ahead`` with this source's iterator."""
         read_ahead(self.iterator)
 
     def end(self, num_micro_batches: int) -> None:
@@ -124,7 +123,7 @@ class BatchSource:
         return batch[0], batch[1]
 
     def _next_item(self, iterator: Iterator[Any]) -> Any:
-        """Return the next item of the iterator; after its end, repeat the last item until ``end`` raises the error."""
+        """After the iterator's end, repeat the last item until ``end`` raises the error."""
         try:
             item = self._fetched.pop() if self._fetched else next(iterator)
         except StopIteration:
@@ -165,7 +164,7 @@ def read_ahead(iterator: Iterator[Any] | None) -> None:
 
 
 def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
-    """Return copies of a micro-batch's inputs on ``device``, which layers may change in place.
+    """Copy a micro-batch's inputs to ``device``, so that layers may change them in place.
 
     A list becomes a tuple; a namedtuple stays a namedtuple.
 

@@ -1,4 +1,4 @@
-"""EngineMonitor: bubble, trace, watchdog, schedule "auto" and table of stages of an engine."""
+"""EngineMonitor: an engine's bubble, trace, watchdog, schedule "auto" and stage table."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _log = logging.getLogger("tds")
 
 @dataclass(frozen=True)
 class Names:
-    """Names of the ranks, in order, and of the model's layers. The table of stages needs the layer names."""
+    """Rank names in order, and the model's layer names, which the stage table needs."""
 
     ranks: Sequence[str]
     layers: Sequence[str] = ()
 
 
 class EngineMonitor:
-    """Measurements and supervision of an engine: bubble, trace, watchdog, schedule "auto" and table of stages.
+    """An engine's measurements and supervision: bubble, trace, watchdog, schedule "auto" and stage table.
 
     The engine constructs it after its stage. Collective over all ranks.
 
     Args:
         owner: the trace is drawn when this object is deleted, unless it has been drawn before.
         plan: the engine's schedule plan; "auto" sets the fastest schedule in it.
-        world_group: process group of all ranks of the engine.
-        num_micro_batches: number of micro-batches per replica and step at construction.
+        world_group: process group of all the engine's ranks.
+        num_micro_batches: micro-batches per replica and step at construction.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineMonitor:
 
     @contextmanager
     def _recording(self, step: int, num_micro_batches: int) -> Iterator[None]:
-        """Record the actions of a step for the trace and "auto". The trace also gets the actions of a failed step."""
+        """Record a step's actions for the trace and "auto". The trace also gets the actions of a failed step."""
         if self._auto is not None:
             self._auto.before_step(num_micro_batches)
         is_traced = self._tracing is not None and self._tracing.records_step
@@ -115,7 +115,7 @@ class EngineMonitor:
 
     @contextmanager
     def watching(self, phase: str) -> Iterator[None]:
-        """Name the current phase of this rank, such as "in eval_batch", for the watchdog."""
+        """Name this rank's current phase, such as "in eval_batch", for the watchdog."""
         with self.watchdog.watch(phase):
             yield
 
@@ -125,7 +125,7 @@ class EngineMonitor:
             self._auto.keep_schedule()
 
     def bubble(self, reader: str = "program") -> float | None:
-        """Return the fraction of idle time in the training steps since this reader's last call.
+        """Return the idle fraction in the training steps since this reader's last call.
 
         Collective over the pipeline.
         """
@@ -134,16 +134,16 @@ class EngineMonitor:
             return gather_bubble(self._bubble.drain(reader), self._stage.index, group, self._device)
 
     def step_times(self, reader: str) -> list[Row]:
-        """Return the times of the training steps since this reader's last call."""
+        """Return the training step times since this reader's last call."""
         return self._bubble.drain(reader)
 
     def close(self) -> None:
-        """Draw the picture of the trace, if there is a trace."""
+        """Draw the trace, if there is one."""
         if self._tracing is not None:
             self._tracing.close()
 
     def _agreed_time_ns(self, offset_ns: int) -> int:
-        """Return rank 0's wall-clock time: the origin of traces and a unique name for this engine. Collective."""
+        """Broadcast rank 0's wall-clock time: the origin of traces and a unique name for this engine. Collective."""
         now_ns = torch.tensor([time.perf_counter_ns() + offset_ns], dtype=torch.int64, device=self._device)
         if dist.get_world_size() > 1:
             dist.broadcast(now_ns, src=0)

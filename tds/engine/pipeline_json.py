@@ -36,22 +36,21 @@ UNSUPPORTED_SECTIONS = {
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """Settings of a pipeline engine, from the section "pipeline" of the JSON.
+    """Settings for a pipeline engine, from the JSON section "pipeline".
 
     Args:
-        schedule: name or function; None: the default of the placement.
-        group_size: number of micro-batches that run through a chunk before the next chunk starts; 0: the number of
-            stages.
-        timeout: time limit of each wait for another rank; None: no limit.
-        checks_data: compare checksums of the data that the ranks of a replica have read.
+        schedule: name or function; None: the placement's default.
+        group_size: micro-batches that run through a chunk before the next chunk starts; 0: the number of stages.
+        timeout: time limit for each wait for another rank; None: no limit.
+        checks_data: compare data checksums between the ranks in a replica.
         overlaps_reduction: start all-reduces over replicas during the backward pass.
-        max_ctas: maximum number of CTAs per message on a GPU; 0: NCCL's default.
+        max_ctas: maximum CTAs per message on a GPU; 0: NCCL's default.
         splits_by_graph: defer every weight gradient that autograd's graph allows in a split backward. None: only if
             linear layers have less than half of the weights that could be deferred.
-        trace: (folder, number of steps) of the trace; None: no trace.
+        trace: (folder, number of traced steps); None: no trace.
         reduce_bucket_size: elements per gradient bucket; 0: chosen by the number of replicas.
         grad_reduce_dtype: type in which gradients are all-reduced; None: the gradients' type.
-        gradient_clipping: maximum norm of the gradients; 0: no clipping.
+        gradient_clipping: maximum gradient norm; 0: no clipping.
     """
 
     schedule: Any = None
@@ -70,7 +69,7 @@ class PipelineSettings:
 def settings_of(
     config: Mapping[str, Any], section: Mapping[str, Any], module: Any, placement: Placement, timeout: timedelta | None
 ) -> PipelineSettings:
-    """Return the settings of DeepSpeed's JSON.
+    """Parse the pipeline settings in DeepSpeed's JSON.
 
     Args:
         config: the full JSON.
@@ -108,7 +107,7 @@ def check_keys(section: Mapping[str, Any]) -> None:
 
 
 def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
-    """Return the schedule of the section: a name, a function, or None.
+    """Return the section's schedule: a name, a function, or None.
 
     A function comes from a config dict in Python, or from a schedule file.
 
@@ -143,7 +142,7 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
 
 
 def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
-    """Return the schedule of the file ``path``; other schedule keys in the section are an error."""
+    """Read the schedule file ``path``; other schedule keys in the section are an error."""
     conflicting = [key for key in ("schedule", "micro_batch_group_size") if section.get(key)]
     if not isinstance(path, (str, os.PathLike)) or conflicting:
         raise ValueError(
@@ -155,7 +154,7 @@ def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
 
 
 def remove_unsupported_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON without the ``UNSUPPORTED_SECTIONS`` sections, all of which must be disabled.
+    """Remove the ``UNSUPPORTED_SECTIONS``, all of which must be disabled, from a copy of the JSON.
 
     These sections are removed because newer releases of DeepSpeed, which dropped some of the features, raise an error
     for their sections even if they are disabled.
@@ -180,7 +179,7 @@ def _is_enabled(section: Any) -> bool:
 
 
 def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
-    """Return ``PipelineSettings.splits_by_graph``: the value of "backward_split" as True, False or None ("auto").
+    """Parse "backward_split" as ``PipelineSettings.splits_by_graph``: True, False or None ("auto").
 
     Raises:
         ValueError: "backward_split" is not in ``BACKWARD_SPLITS``.
@@ -194,7 +193,7 @@ def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
 
 
 def timeout_of(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
-    """Return the time limit of a stage's waits for other stages.
+    """Parse the time limit for a stage's waits for other stages.
 
     Raises:
         ValueError: "timeout_s" is not a positive number.
@@ -208,7 +207,7 @@ def timeout_of(section: Mapping[str, Any], default: timedelta | None) -> timedel
 
 
 def should_compare_data(section: Mapping[str, Any]) -> bool:
-    """Return True if the ranks of a replica compare checksums of the data that they have read.
+    """Return True if a replica's ranks compare data checksums.
 
     Raises:
         ValueError: "check_data" is neither true nor false.
@@ -226,7 +225,7 @@ def should_overlap_reduction(section: Mapping[str, Any]) -> bool:
 
 
 def max_ctas(section: Mapping[str, Any]) -> int:
-    """Return the maximum number of CTAs of a message between stages on a GPU; 0: NCCL's default.
+    """Parse the maximum CTAs per message between stages on a GPU; 0: NCCL's default.
 
     Raises:
         ValueError: "p2p_max_ctas" is not a non-negative int.
@@ -240,7 +239,7 @@ def max_ctas(section: Mapping[str, Any]) -> int:
 
 
 def group_size(section: Mapping[str, Any], placement: Placement) -> int:
-    """Return the group size of the schedule "interleaved" in micro-batches; 0: the number of stages.
+    """Parse the group size for "interleaved" in micro-batches; 0: the number of stages.
 
     Raises:
         ValueError: "micro_batch_group_size" is not an int of at least the number of stages, or the stages have one
@@ -262,7 +261,7 @@ def group_size(section: Mapping[str, Any], placement: Placement) -> int:
 
 
 def reduce_bucket_size(config: Mapping[str, Any]) -> int:
-    """Return "reduce_bucket_size" of the JSON's "zero_optimization", in elements; 0 if it is not set."""
+    """Parse "reduce_bucket_size" in the JSON's "zero_optimization", in elements; 0 if it is not set."""
     section = config.get("zero_optimization")
     value = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
     return int(value) if isinstance(value, (int, float)) else 0  # "auto" counts as not set

@@ -1,4 +1,4 @@
-"""Report: the interface by which an engine reports times and losses of its steps."""
+"""Report: the interface by which an engine reports step times and losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def untimed(_: str) -> AbstractContextManager[None]:
 
 
 class Report(Protocol):
-    """Receives the times and losses of an engine."""
+    """Receives an engine's times and losses."""
 
     def time_phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times one of ``PHASES``."""
@@ -27,10 +27,10 @@ class Report(Protocol):
         """Return a context around one ``train_batch``."""
 
     def write_training(self, means: MeanLosses) -> None:
-        """Report the losses of a step, after the update."""
+        """Report a step's losses, after the update."""
 
     def write_evaluation(self, means: MeanLosses) -> None:
-        """Report the losses of an evaluation."""
+        """Report an evaluation's losses."""
 
 
 class NoReport:

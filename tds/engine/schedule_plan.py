@@ -1,4 +1,4 @@
-"""SchedulePlan: the actions of a stage, from a named schedule or a user's function."""
+"""SchedulePlan: a stage's actions, from a named schedule or a user's function."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tds.schedule.simulate import default_schedule
 
 
 class SchedulePlan:
-    """The action lists of one stage, for training and evaluation.
+    """One stage's action lists, for training and evaluation.
 
     Args:
         schedule: a name, or a function that maps (number of stages, number of micro-batches, stage) to a list of
             actions. None: 1f1b; with several chunks interleaved, or zb-v for the placement "v".
-        group_size: for "interleaved": number of micro-batches that run through a chunk before the next chunk starts;
-            0: the number of stages.
+        group_size: for "interleaved": micro-batches that run through a chunk before the next chunk starts; 0: the
+            number of stages.
 
     Raises:
         ValueError: the name is unknown or does not fit ``placement``.
@@ -45,7 +45,7 @@ class SchedulePlan:
         self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
 
     def training_actions(self, num_micro_batches: int) -> list[Action]:
-        """Return the actions of a ``train_batch``. A user's function is validated before its first use."""
+        """List the actions in a ``train_batch``. A user's function is validated before its first use."""
         if num_micro_batches not in self._actions:
             self._validate(num_micro_batches)
             self._actions[num_micro_batches] = self.order(self.placement.num_stages, num_micro_batches, self.stage)
@@ -56,11 +56,11 @@ class SchedulePlan:
             validate_order(self.order, self.name, num_micro_batches, self.placement)
 
     def evaluation_actions(self, num_micro_batches: int) -> list[Action]:
-        """Return the actions of an ``eval_batch``."""
+        """List the actions in an ``eval_batch``."""
         return _forward_order(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
 
     def message_limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
-        """Return the send window and the posting times of receives, as ``P2PCommunicator.set_limits`` expects them."""
+        """Return the send window and the receives' posting times, as ``P2PCommunicator.set_limits`` expects them."""
         key = num_micro_batches, is_training
         if key not in self._limits:
             if is_training:
@@ -82,7 +82,7 @@ def validate_order(order: Order, name: str, num_micro_batches: int, placement: P
     """Validate a user's ``order``: raise ScheduleError if it is incomplete or would deadlock.
 
     Args:
-        name: name of the schedule for the error message.
+        name: the schedule's name for the error message.
     """
     try:
         num_stages = placement.num_stages

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 class Stage:
-    """The layers of one pipeline rank and their communication with the adjacent stages.
+    """A pipeline rank's layers and their communication with the adjacent stages.
 
     Args:
-        module: the layers of this stage, see ``ScheduleEngine``.
-        communicator: the communicator of this stage.
+        module: this stage's layers, see ``ScheduleEngine``.
+        communicator: this stage's communicator.
         splits_by_graph: split backwards by autograd's graph, see ``WeightGradStore``.
-        recompute: activation recomputation of the layers; None: no recomputation.
+        recompute: activation recomputation; None: no recomputation.
 
     Attributes:
-        recorder: records the times of each action in training; None: actions are not recorded.
-        span: clock marks before and after the actions of the last run.
+        recorder: records action times in training; None: actions are not recorded.
+        span: clock marks before and after the last run's actions.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Stage:
         self._in_flight[action_key(action)] = InFlight(leaves, [scaled_loss])
 
     def made_output(self, output: Any) -> Any:
-        """Return the output of the last layer as the program sees it; None on all other stages."""
+        """Convert the last layer's output to the output for the program; None on all other stages."""
         make = getattr(self.module, "made_output", None)
         return output if output is None or make is None else make(output)
 

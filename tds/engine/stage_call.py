@@ -1,4 +1,4 @@
-"""State of one ``train_batch`` or ``eval_batch`` on a stage."""
+"""State for one ``train_batch`` or ``eval_batch`` on a stage."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Program:
 
 @functools.lru_cache(maxsize=16)
 def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) -> Program:
-    """Return the ``Program`` of ``actions``, cached over calls with the same actions."""
+    """Derive the ``Program`` of ``actions``, cached over calls with the same actions."""
     messages = {
         action: (received_message(action, stage, placement), sent_message(action, stage, placement))
         for action in actions

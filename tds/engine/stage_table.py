@@ -1,4 +1,4 @@
-"""Table of the stages' layers, parameters and costs, logged once by rank 0."""
+"""Table with each stage's layers, parameters and costs, logged once by rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEBI = 2**20
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one layer per micro-batch; times are means over the ranks."""
+    """A layer's cost per micro-batch; times are means over the ranks."""
 
     name: str
     num_parameters: int
@@ -58,7 +58,7 @@ class StageChunk:
 
 
 def format_table(stage_chunks: Sequence[StageChunk]) -> str:
-    """Return the table as text, with one line per virtual stage in the order of the layers."""
+    """Format the table with one line per virtual stage, in the order of the layers."""
     header = ["stage", "layers", "parameters", "weights MiB"]
     if any(stage_chunk.costs is not None for stage_chunk in stage_chunks):
         header += ["forward ms", "backward ms", "activations MiB"]
@@ -75,7 +75,7 @@ def format_table(stage_chunks: Sequence[StageChunk]) -> str:
 
 
 def format_layers(names: Sequence[str], start: int) -> str:
-    """Return the indices of the first and last layer, then the layer names in order: "3-6 Block x 3, Norm"."""
+    """Format the indices of the first and last layer and the layer names in order: "3-6 Block x 3, Norm"."""
     runs = [(name, len(list(group))) for name, group in itertools.groupby(names)]
     span = f"{start}" if len(names) == 1 else f"{start}-{start + len(names) - 1}"
     return f"{span} " + ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
@@ -87,7 +87,7 @@ def log_stage_table(module: Any, layer_names: Sequence[str], stage: int, group: 
     The table is always shown if the layers were partitioned by measured times; otherwise it is logged at level INFO.
 
     Args:
-        layer_names: the names of all layers of the model; empty: there is no table.
+        layer_names: names of all model layers; empty: there is no table.
     """
     if not layer_names:
         return
@@ -115,7 +115,7 @@ def log_stage_table(module: Any, layer_names: Sequence[str], stage: int, group: 
 def _gather_parameter_counts(
     module: Any, stage: int, num_chunks: int, group: Any, device: torch.device
 ) -> list[list[tuple[int, int]]]:
-    """Return (number of parameters, bytes of parameters) of each chunk of each stage. Collective over the pipeline."""
+    """Gather (number of parameters, their bytes) by stage and chunk. Collective over the pipeline."""
     counts = []
     for chunk in range(num_chunks):
         parameters = list(module.parameters()) if num_chunks == 1 else module.parameters_of(chunk)
@@ -130,7 +130,7 @@ def _gather_parameter_counts(
 
 
 def compute_bubble(stages: Sequence[Sequence[Row]]) -> float | None:
-    """Return the fraction of idle time over all stages and steps; None if there is no step."""
+    """Compute the idle fraction over all stages and steps; None if there is no step."""
     idle_ns = total_ns = 0
     for rows in zip(*stages, strict=True):
         step_ns = max(row[1] for row in rows) - rows[0][0]
@@ -141,10 +141,10 @@ def compute_bubble(stages: Sequence[Sequence[Row]]) -> float | None:
 
 
 def gather_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
-    """Return the bubble over all stages. Collective over the pipeline's ``group``.
+    """Compute the bubble over all stages. Collective over the pipeline's ``group``.
 
     Args:
-        rows: the times of the steps on this stage; every stage passes the same steps.
+        rows: step times on this stage; every stage passes the same steps.
     """
     if dist.get_world_size(group) == 1:
         return compute_bubble([rows])

@@ -1,4 +1,4 @@
-"""Tracing: writes the trace of the first steps and draws a picture of it."""
+"""Tracing: traces the first steps and draws a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("tds")
 
 
 def parse_trace_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return (folder, number of steps) of the trace in the JSON's "pipeline" section, or None without a trace.
+    """Parse the trace's (folder, number of steps) in the JSON's "pipeline" section; None without a trace.
 
     Raises:
         ValueError: "trace" is not a folder name, or "trace_steps" is not a positive int.
@@ -35,15 +35,15 @@ def parse_trace_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 class Tracing:
-    """Writes the trace of one rank's first steps; rank 0 draws a picture of the last traced step at the end.
+    """Traces one rank's first steps; rank 0 draws the last traced step at the end.
 
     If the folder or file cannot be written, this rank warns once and continues without a trace, so that no other rank
     waits for it.
 
     Args:
         owner: the picture is drawn when ``close`` is called, when this object is deleted, or when the program ends.
-        metadata: "stage", "replica" and the other metadata of the file.
-        origin_ns: the zero of the trace's times, on the clock of ``Work`` plus ``offset_ns``.
+        metadata: "stage", "replica" and other file metadata.
+        origin_ns: zero point for trace times, on the clock of ``Work`` plus ``offset_ns``.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class Update(Protocol):
         """Update the weights from complete gradients. Collective."""
 
     def zero_grad(self) -> None:
-        """Free the gradients of the module's parameters."""
+        """Free the module's parameter gradients."""
 
 
 class OptimizerUpdate:

@@ -3,14 +3,14 @@
 A ``WeightGradStore`` defers three types of work from a ``BackwardInput`` to its ``BackwardWeight``:
 
 * Calls of ``tds.linear_function.linear`` in layers of this project, and of ``torch.nn.functional.linear`` in users'
-  layers, on a leaf weight or on views of one, such as gate and value of a gated layer. The input and the gradient of
-  the output are saved.
+  layers, on a leaf weight or on views of one, such as gate and value of a gated layer. The input and the output
+  gradient are saved.
 * Modules with ``backward_dw()``, such as the layers of Transformer Engine and Megatron-LM, and our experts.
 * With "backward_split": "graph", all weight gradients that autograd's graph allows to defer (``graph_split``). The full
   graph is retained.
 
-While a store is active, both linear functions run as an autograd function of this module. In a ``BackwardInput``, this
-function returns only the gradient of its input and saves the tensors that the gradients of weight and bias need. These
+While a store is active, both linear functions run as this module's autograd function. In a ``BackwardInput``, the
+function returns only the input gradient and saves the tensors that the gradients of weight and bias need. These
 gradients are accumulated later through the ``AccumulateGrad`` nodes of weight and bias, so hooks run as usual and sums
 are bitwise equal.
 
@@ -121,7 +121,7 @@ class _ViewCalls:
 
 @dataclass(frozen=True, slots=True)
 class _ModuleCalls:
-    """The forwards of a module with ``backward_dw()`` in one micro-batch."""
+    """A module's forwards in one micro-batch; the module has ``backward_dw()``."""
 
     module: Any
     num_calls: int
@@ -182,7 +182,7 @@ class DelayedModules:
                 module.delay_wgrad = False  # type: ignore[assignment]
 
     def pop_work(self, key: Key) -> list[_ModuleCalls]:
-        """Remove and return the deferred work of the backward of ``key``, the last module first."""
+        """Remove and return the deferred work of the backward ``key``, the last module first."""
         calls = self._calls.pop(key, Counter())
         return [_ModuleCalls(module, num_calls) for module, num_calls in reversed(calls.items())]
 
@@ -247,7 +247,6 @@ class WeightGradStore:
         return self.original_linear(input, weight, bias)
 
     def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x W^T + b``. Its backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""
         product: torch.Tensor = _SplitLinear.apply(x, self._anchor, (weight, bias), self)
         return product
 
@@ -263,7 +262,7 @@ class WeightGradStore:
         self.split_leaves.update(leaf for work in self._deferred[key] for leaf in work.leaves())
 
     def backward(self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        """Run the backward of ``roots`` inside ``deferring``, split by the graph if ``splits_by_graph`` is set.
+        """Run the backward from ``roots`` inside ``deferring``, split by the graph if ``splits_by_graph`` is set.
 
         Args:
             roots: a loss, or gradient edges with their ``grads``.
@@ -315,13 +314,13 @@ class WeightGradStore:
                         on_done(leaf)
 
     def clear(self) -> None:
-        """Drop the deferred work of a failed call."""
+        """Drop a failed call's deferred work."""
         self._deferred.clear()
         self.modules.clear()
         self._active_work = None
 
     def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:
-        """Return a sentence with the percentage of deferred weights and the names of the others."""
+        """Describe the percentage of deferred weights and the names of the others in one sentence."""
         share, other_names = percentage_of(self.split_leaves, parameters)
         if not other_names:
             return "all its weight gradients are deferred"

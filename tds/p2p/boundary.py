@@ -1,4 +1,4 @@
-"""Boundary: the user's declaration of the tensors that cross a stage boundary.
+"""Boundary: a user's declaration for tensors that cross a stage boundary.
 
 The module has either three lists with one entry per tensor:
 
@@ -6,8 +6,8 @@ The module has either three lists with one entry per tensor:
     module._input_type = ["float", "bool"]           # float, int, bool, or a torch.dtype
     module._input_pipe_partitioned = [True, False]   # sharded over the tensor group in transit?
 
-or a list of records. It applies to all boundaries, or is given per boundary in a dict whose keys are the indices of the
-sending virtual stages:
+or a list of records. It applies to all boundaries, or is given per boundary in a dict whose keys are the sending
+virtual stages:
 
     module.boundary = [Boundary("hidden"), Boundary("mask", "bool")]
     module.boundary = {0: [Boundary("hidden")], 1: [Boundary("hidden"), Boundary("memory", torch.float32)]}
@@ -33,20 +33,20 @@ class BoundaryError(ValueError):
 
 
 def dtype_class_of(dtype: torch.dtype) -> str:
-    """Return the class of ``dtype``: "float" (complex included), "int" or "bool"."""
+    """Classify ``dtype`` as "float" (complex included), "int" or "bool"."""
     if dtype is torch.bool:
         return "bool"
     return "float" if dtype.is_floating_point or dtype.is_complex else "int"
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str:
-    """Return ``dtype`` as text for messages: "float32", "float", or "any" for None."""
+    """Format ``dtype`` for messages: "float32", "float", or "any" for None."""
     return "any" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Declaration of one tensor.
+    """One tensor's declaration.
 
     Attributes:
         dtype: a torch.dtype, "float", "int" or "bool", or None for any type.
@@ -65,7 +65,7 @@ class Boundary:
 
     @property
     def dtype_class(self) -> str | None:
-        """Return the class of ``dtype``: "float", "int", "bool", or None for any type."""
+        """Class of ``dtype``: "float", "int", "bool", or None for any type."""
         return dtype_class_of(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype
 
     def accepts(self, dtype: torch.dtype) -> bool:
@@ -83,7 +83,7 @@ def declaration(module: Any) -> str:
 
 
 def declared_boundary(module: Any) -> Declared:
-    """Return the records of ``module``'s declaration, from its records or its three lists; None without a declaration.
+    """Read the declaration of ``module``, from its records or its three lists; None without a declaration.
 
     Raises:
         BoundaryError: the lists have unequal lengths, a type is unknown, an int or bool is declared with a gradient, or
@@ -112,12 +112,12 @@ def declared_boundary(module: Any) -> Declared:
 
 
 def records_of(declared: Declared, virtual_stage: int) -> Records | None:
-    """Return the records of the output of ``virtual_stage``; None if it is not declared."""
+    """Look up the records for the output of ``virtual_stage``; None if it is not declared."""
     return declared.get(virtual_stage) if isinstance(declared, dict) else declared
 
 
 def set_list(module: Any, name: str, values: Sequence[Any] | None) -> None:
-    """Set one of the three lists on ``module`` from the next call on; None removes it. Must be equal on every rank.
+    """Set the list ``name`` on ``module`` from the next call on; None removes it. Must be equal on every rank.
 
     The next call checks that the lists agree with each other, so they can be set one after another.
 

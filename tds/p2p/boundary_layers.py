@@ -1,4 +1,4 @@
-"""Names of stages and layers at a boundary, for error messages."""
+"""Stage and layer names at a boundary, for error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tds.schedule import Placement
 
 @dataclass(frozen=True)
 class BoundarySide:
-    """One side of a boundary: the output of a virtual stage's last layer, or the input of its first layer."""
+    """One side of a boundary: the output of a virtual stage's last layer, or its first layer's input."""
 
     stage: int
     side: str = "output"
@@ -19,7 +19,7 @@ class BoundarySide:
     chunk: int = 0
 
     def describe_tensor(self, index: int, name: str = "") -> str:
-        """Return a description of the tensor ``index`` of this side, for messages."""
+        """Describe the tensor ``index`` for messages."""
         details = ", ".join(filter(None, [f"{name!r}" if name else "", f"of {self.layer}" if self.layer else ""]))
         return f"{self._stage_name} {self.side} {index}" + (f" ({details})" if details else "")
 
@@ -32,13 +32,13 @@ class BoundarySide:
 
 
 def output_side(module: Any, chunk: int, stage: int, placement: Placement) -> BoundarySide:
-    """Return the output side of the virtual stage that ``stage`` holds as ``chunk``."""
+    """Name the output of the virtual stage that is ``chunk`` of ``stage``."""
     bounds = _bounds(module, placement.virtual_stage(stage, chunk))
     return BoundarySide(stage, "output", layer_name(module, bounds[1] - 1) if bounds else "", chunk)
 
 
 def input_side(module: Any, chunk: int, stage: int, placement: Placement) -> BoundarySide:
-    """Return the input side of the virtual stage that ``stage`` holds as ``chunk``."""
+    """Name the input of the virtual stage that is ``chunk`` of ``stage``."""
     bounds = _bounds(module, placement.virtual_stage(stage, chunk))
     return BoundarySide(stage, "input", layer_name(module, bounds[0]) if bounds else "", chunk)
 

@@ -1,4 +1,4 @@
-"""The current collective of this process, for the watchdog and for the errors of lost ranks."""
+"""This process's current collective, for the watchdog and for errors about lost ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class PeerLost(RuntimeError):
 
 
 class CollectiveTracker:
-    """The collective operations of one engine.
+    """One engine's collective operations.
 
     Attributes:
-        operation: description of the current or failed collective; None if there is none.
+        operation: describes the current or failed collective; None if there is none.
         history: receives a line for each collective that ends.
     """
 
@@ -40,7 +40,7 @@ class CollectiveTracker:
 
 
 idle_tracker = CollectiveTracker(deque(maxlen=1))
-"""The collectives of the process while no engine is running."""
+"""The process's collectives while no engine is running."""
 _active_tracker = idle_tracker
 _num_scopes = 0
 
@@ -68,10 +68,10 @@ def collective_scope(stage: int, operation: str) -> Iterator[None]:
 
 
 def current_collective() -> str | None:
-    """Return the description of this process's current or failed collective; None if there is none."""
+    """Describe this process's current or failed collective; None if there is none."""
     return _active_tracker.operation
 
 
 def num_collective_scopes() -> int:
-    """Return how many collective scopes this process has entered, which distinguishes scopes with equal names."""
+    """Count the collective scopes that this process has entered, to distinguish scopes with equal names."""
     return _num_scopes

@@ -1,12 +1,12 @@
-"""P2PCommunicator: asynchronous messages between stages, with receives posted before the action that needs them.
+"""P2PCommunicator: asynchronous messages between stages, with receives posted before the actions that need them.
 
 Each ``train_batch`` or ``eval_batch`` starts with ``begin`` and ends with ``finish``. Messages of one type from one
-neighbour are sent in the order of the schedule, so they need no sequence number. A header with shapes and dtypes
-precedes the first activation of each boundary, or every activation with ``dynamic_shape``. A gradient has the shape of
-its activation. If the header equals the previous call's, both sides reuse the cached layout.
+neighbour are sent in schedule order, so they need no sequence number. A header with shapes and dtypes precedes the
+first activation of each boundary, or every activation with ``dynamic_shape``. A gradient has its activation's shape. If
+the header equals the previous call's, both sides reuse the cached layout.
 
 ``tds.schedule.limits`` determines after which action each receive is posted. On an accelerator, receives run on a
-separate stream, so that they do not wait for the kernels of that action. On the CPU, a receive is posted one action
+separate stream, so that they do not wait for that action's kernels. On the CPU, a receive is posted one action
 earlier if its size is known, because gloo transfers nothing before the receive is posted.
 """
 
@@ -40,12 +40,12 @@ Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 @dataclass
 class BoundaryTensors:
-    """Description of the tensors of one boundary, equal on both sides and cached for later calls.
+    """Description of one boundary's tensors, equal on both sides and cached for later calls.
 
     Attributes:
-        specs: type, shape and flags of each tensor.
-        structure: container of the tensors.
-        activations, gradients: layouts of the messages.
+        specs: each tensor's type, shape and flags.
+        structure: the tensors' container.
+        activations, gradients: message layouts.
         header: the header that announced these tensors.
         fingerprint: structure and tensor properties of the output that ``specs`` describes; None on the receiver.
     """
@@ -73,7 +73,7 @@ class BoundaryTensors:
         )
 
     def with_grad(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the ``tensors`` of a message for which a gradient is sent back."""
+        """Return a message's ``tensors`` for which a gradient is sent back."""
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 
 
@@ -81,12 +81,12 @@ class BoundaryTensors:
 def expected_messages(
     actions: tuple[Action, ...], stage: int, placement: Placement, is_dynamic: bool
 ) -> tuple[list[Message | None], dict[tuple[MessageType, int], list[Message]]]:
-    """Return the messages that ``stage`` receives during ``actions``.
+    """List the messages that ``stage`` receives during ``actions``.
 
     Returns:
-        The message of each action (None: the action receives none), and the sequence of messages for each (type, peer).
-        The sequence of headers has one header per boundary, or one per activation if ``is_dynamic``. Messages from one
-        chunk to another on the same stage are not in the sequences.
+        Each action's message (None: the action receives none), and the message sequence for each (type, peer). The
+        header sequence has one header per boundary, or one per activation if ``is_dynamic``. Messages from one chunk to
+        another on the same stage are not in the sequences.
     """
     messages = [received_message(action, stage, placement) for action in actions]
     expected: dict[tuple[MessageType, int], list[Message]] = defaultdict(list)
@@ -103,17 +103,17 @@ def expected_messages(
 
 
 class P2PCommunicator(Transport):
-    """Sends and receives the messages of one stage.
+    """Sends and receives one stage's messages.
 
     Args:
-        module: has the declaration of the boundaries, which is read again at each call.
-        placement: placement of the chunks on the stages; None: one chunk per stage.
+        module: has the boundary declaration, which is read again at each call.
+        placement: chunk placement; None: one chunk per stage.
         is_dynamic: shapes may change within a call.
 
     Attributes:
         incoming, outgoing: the tensors of each boundary that was announced in this call; per micro-batch if
             ``is_dynamic``.
-        boundary_cache: cache of the last tensors of each boundary, by direction, chunk and mode. Tensors are described,
+        boundary_cache: each boundary's last tensors, by direction, chunk and mode. Tensors are described,
             checked against the declaration and laid out again only if they differ from the cached tensors.
     """
 
@@ -126,7 +126,7 @@ class P2PCommunicator(Transport):
         self.is_dynamic = is_dynamic
         self.receive_stream = side_stream(links.device)
         self.posts: Posts = ()
-        self._marks: list[tuple[Action, Any]] = []  # clock mark before each action of this call; accelerators only
+        self._marks: list[tuple[Action, Any]] = []  # clock mark before each action in this call; accelerators only
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
         self.boundary_cache: dict[tuple[Any, ...], BoundaryTensors] = {}
@@ -159,7 +159,7 @@ class P2PCommunicator(Transport):
         self._num_begun = 0
 
     def set_limits(self, window: int | None, posts: Posts = ()) -> None:
-        """Set the send window and the posting times of receives; without ``posts`` each action posts its receive."""
+        """Set the send window and when receives are posted; without ``posts`` each action posts its receive."""
         self.window, self.posts = window, posts
 
     def device_action(self) -> Action | None:
@@ -223,7 +223,7 @@ class P2PCommunicator(Transport):
         ]
 
     def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
-        """Return (input of this stage's layers, leaves whose gradients are sent back)."""
+        """Receive this stage's input; return (input, leaves whose gradients are sent back)."""
         boundary = self.incoming.get(self._key(message)) or self._receive_header(message)
         tensors = self._unpack(boundary.activations, message)
         layer_inputs, leaves = with_leaves(boundary.with_grad(tensors), is_local=message.peer == self.links.stage)
@@ -232,7 +232,7 @@ class P2PCommunicator(Transport):
         return boundary.structure.rebuild(tensors), leaves
 
     def send_backward(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
-        """Send the gradients of the leaves that ``recv_forward`` returned, in their order."""
+        """Send gradients for the leaves from ``recv_forward``, in their order."""
         layout = self.incoming[self._key(message)].gradients
         if message.peer == self.links.stage:
             self._local_tensors[MessageType.GRADIENT, message.micro_batch, message.chunk - 1] = list(gradients)
@@ -240,18 +240,18 @@ class P2PCommunicator(Transport):
             self.send(MessageType.GRADIENT, message, layout.pack(gradients))
 
     def recv_backward(self, message: Message) -> list[torch.Tensor]:
-        """Return the gradients of this stage's output."""
+        """Receive this stage's output gradients."""
         layout = self.outgoing[self._key(message)].gradients
         gradients = self._unpack(layout, message) if layout.specs else []
         self.release_activations(message)
         return gradients
 
     def _key(self, message: Message) -> tuple[int, int]:
-        """Return the key of a message's boundary in ``incoming`` and ``outgoing``."""
+        """Return a boundary's key in ``incoming`` and ``outgoing``."""
         return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
     def _announce(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
-        """Send the header of a boundary's first output and return the boundary's tensors."""
+        """Send a header for a boundary's first output and return the boundary's tensors."""
         key = "sent", message.chunk, self.is_training, self.marks_all
         boundary = self.boundary_cache.get(key)
         if boundary is None or boundary.fingerprint != fingerprint:
@@ -273,7 +273,7 @@ class P2PCommunicator(Transport):
     def _check_unchanged(
         self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, boundary: BoundaryTensors
     ) -> None:
-        """Raise BoundaryError if the description of an output differs from the first one of this call.
+        """Raise BoundaryError if an output's description differs from the call's first one.
 
         Called only if the fingerprints differ. The descriptions may still be equal.
         """
@@ -296,7 +296,7 @@ class P2PCommunicator(Transport):
         return describe(tensors, structure, records, side, **flags)
 
     def _receive_header(self, message: Message) -> BoundaryTensors:
-        """Receive the header of a boundary and return its tensors; decode it only if it differs from the cached one."""
+        """Receive a boundary's header and return its tensors; decode it only if it differs from the cached one."""
         header = self._wait_for_message(MessageType.HEADER, message)
         key = "received", message.chunk, self.is_training
         boundary = self.boundary_cache.get(key)
@@ -338,7 +338,7 @@ class P2PCommunicator(Transport):
         return self.wait_for(posted.popleft())
 
     def _post_receives(self, action_idx: int) -> None:
-        """Post the receives of one action. On an accelerator, first wait for the header, so that the size is known."""
+        """Post one action's receives. On an accelerator, first wait for the header, so that the size is known."""
         if (message := self._messages[action_idx]) is not None:
             self._post(MessageType.HEADER, message)
             if self._posted[MessageType.HEADER, message.peer] and not is_host(self.links.device):
@@ -346,7 +346,7 @@ class P2PCommunicator(Transport):
             self._post(message.message_type, message)
 
     def _post(self, message_type: MessageType, message: Message) -> None:
-        """Post the receive of ``message`` if it is the next message of its type and peer, and its size is known."""
+        """Post the receive for ``message`` if it is next for its type and peer, and its size is known."""
         expected = self._expected.get((message_type, message.peer))
         while message_type is MessageType.GRADIENT and expected and self._is_never_sent(expected[0]):
             expected.popleft()

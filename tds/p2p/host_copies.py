@@ -1,4 +1,4 @@
-"""A backend of torch.distributed for ranks that share a device: gloo with copies of the tensors in host memory.
+"""A torch.distributed backend for ranks that share a device: gloo with tensor copies in host memory.
 
 NCCL does not support two ranks on one GPU, and gloo does not send device tensors point to point. The backend
 "host_copies" runs every operation by gloo on copies of the device tensors. Inputs are copied to the host when the
@@ -47,7 +47,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "recv": (OUT,),
     "recv_anysource": (OUT,),
 }
-"""Roles of the first arguments of each process-group method that takes tensors. torch 2.11 and 2.13 differ in some
+"""Roles of the first arguments in each process-group method that takes tensors. torch 2.11 and 2.13 differ in some
 names."""
 _has_logged = False
 
@@ -65,7 +65,7 @@ class CopiedWork(dist.Work):
     """Work handle for running gloo operations.
 
     Args:
-        outputs: pairs (device tensor, host copy) of the outputs, which ``wait`` copies back.
+        outputs: pairs (device tensor, host copy), which ``wait`` copies back.
     """
 
     def __init__(self, works: Sequence[Any], outputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -115,7 +115,7 @@ class HostCopies(dist.ProcessGroup):
         return "gloo"
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the gloo backend for any device, because its timeout applies."""
+        """Gloo's timeout applies to any device."""
         return self._gloo
 
     def barrier(self, opts: Any = None) -> Any:
@@ -143,7 +143,7 @@ class HostCopies(dist.ProcessGroup):
 
 
 def _copy_to_host(value: Any, role: str, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return ``value``, a tensor or nested lists of tensors, with host copies in place of device tensors.
+    """Replace the device tensors in ``value``, a tensor or nested lists of tensors, by host copies.
 
     Args:
         role: IN, OUT or BOTH.
@@ -163,7 +163,6 @@ def _copy_to_host(value: Any, role: str, outputs: list[tuple[torch.Tensor, torch
 
 
 def _log_once(device: torch.device) -> None:
-    """Log once per job that tensors are copied through the host."""
     global _has_logged
     if not _has_logged and dist.get_rank() == 0:
         log_rank_0(

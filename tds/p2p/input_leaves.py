@@ -11,27 +11,27 @@ from tds.p2p.structure import Tensors
 
 
 def with_leaves(tensors: Sequence[torch.Tensor], is_local: bool = False) -> tuple[Tensors, list[torch.Tensor]]:
-    """Return (inputs of the layers, leaves). After the backward, ``leaf.grad`` is the gradient of the input.
+    """Return (layer inputs, leaves). After the backward, ``leaf.grad`` is the input gradient.
 
-    The inputs share the memory of ``tensors``. They are not leaves themselves, because a layer may change its input in
+    The inputs share memory with ``tensors``. They are not leaves themselves, because a layer may change its input in
     place, which autograd forbids for a leaf that requires a gradient. A leaf has the shape of its input, but no memory
     (all strides are 0).
 
     Args:
-        is_local: the tensors are outputs of another chunk on this stage. An in-place change of an input then
-            increments the version counter of the output, so that the backward of that chunk raises an error.
+        is_local: the tensors are another chunk's outputs on this stage. An in-place change to an input then increments
+            the output's version counter, so that the other chunk's backward raises an error.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
     return (_FromLeaves.apply(tuple(tensors), is_local, *leaves) if leaves else ()), leaves
 
 
 class _FromLeaves(torch.autograd.Function):
-    """Connects leaves to tensors of the same shapes: the backward passes the tensors' gradients to the leaves."""
+    """Connects leaves to tensors with the same shapes: the backward passes the tensors' gradients to the leaves."""
 
     @staticmethod
     def forward(ctx: Any, tensors: Tensors, is_local: bool, *leaves: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
-        # A new tensor per input, because autograd makes a view of an input that is returned unchanged.
+        # A new tensor per input, because autograd turns an input that is returned unchanged into a view.
         return tuple(t.detach() if is_local else t.data for t in tensors)
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Fixed-size header of a message: dtypes, shapes, gradient flags and structure.
+"""Fixed-size message header: dtypes, shapes, gradient flags and structure.
 
 | words | content |
 |---|---|
-| 4 | magic number of tds, number of tensors, container type, number of bytes of the keys |
+| 4 | tds's magic number, number of tensors, container type, key bytes |
 | 32 x 11 | per tensor: dtype, flags (1 needs a gradient, 2 partitioned), number of dimensions, shape |
-| 128 | the keys of a dict, as JSON |
+| 128 | a dict's keys, as JSON |
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADER_SIZE = _KEYS_OFFSET + MAX_KEY_BYTES // 8
 
 
 def encode_header(specs: Sequence[TensorMeta], structure: Structure, side: BoundarySide) -> torch.Tensor:
-    """Return the header as an int64 tensor on the CPU.
+    """Encode a header as an int64 tensor on the CPU.
 
     Raises:
         BoundaryError: too many tensors, dimensions or key bytes for a header, or an unsupported dtype.
@@ -65,8 +65,8 @@ def encode_header(specs: Sequence[TensorMeta], structure: Structure, side: Bound
 
 
 def decode_header(header: torch.Tensor) -> tuple[tuple[TensorMeta, ...], Structure]:
-    """Return (description of each tensor, structure)."""
-    # One call, because each read of a device tensor waits for the device.
+    """Decode a header into (tensor descriptions, structure)."""
+    # One call, because reading a device tensor waits for the device.
     magic, num_tensors, container_idx, num_key_bytes, *values = header.tolist()
     if magic != MAGIC:
         raise RuntimeError(f"expected a header of tds, got {magic:#x}: the stages run different schedules")

@@ -1,4 +1,4 @@
-"""PackedLayout: packs all tensors of a boundary, whatever their dtypes, into the bytes of one message."""
+"""PackedLayout: packs all tensors at a boundary, whatever their dtypes, into one message."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tds.p2p.tensor_meta import TensorMeta
 
-# Each tensor starts at the next multiple of 64 bytes. A partitioned tensor is sent as this rank's shard of its
-# flat elements: ``ceil(numel / t)`` elements, the last shard padded with zeros. A message has at least one byte.
+# Each tensor starts at the next multiple of 64 bytes. A partitioned tensor is sent as this rank's flat shard:
+# ``ceil(numel / t)`` elements, the last shard padded with zeros. A message has at least one byte.
 
 ALIGNMENT = 64
 
@@ -27,10 +27,10 @@ class TensorGroup:
 
 
 class PackedLayout:
-    """Byte offsets of the tensors in a message; recomputed only if the tensors of the boundary change.
+    """Byte offsets of a message's tensors; recomputed only if the boundary's tensors change.
 
     Args:
-        specs: description of each tensor.
+        specs: each tensor's description.
         tensor_group: the tensor group over which partitioned tensors are sharded.
     """
 
@@ -55,7 +55,7 @@ class PackedLayout:
         return spec.partitioned and self.tensor_group.size > 1
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the message as uint8 [num_bytes]; a single contiguous tensor is not copied."""
+        """Pack the tensors into a message, uint8 [num_bytes]; a single contiguous tensor is not copied."""
         chunks = [self._local_bytes(t, spec) for t, spec in zip(tensors, self.specs, strict=True)]
         if len(chunks) == 1 and chunks[0].numel() == self.num_bytes:
             return chunks[0]
@@ -65,17 +65,17 @@ class PackedLayout:
         return message
 
     def new_buffer(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer, uint8 [num_bytes], for a message that is received."""
+        """Allocate an uninitialised buffer, uint8 [num_bytes], for a received message."""
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a message. Collective over the tensor group if a tensor is partitioned."""
+        """Unpack a message. Collective over the tensor group if a tensor is partitioned."""
         tensors = []
         for spec, offset, numel in zip(self.specs, self.offsets, self.numels, strict=True):
             data = message[offset : offset + numel * spec.dtype.itemsize]
             if self._is_sharded_tensor(spec):
                 data = self._gather(data, math.prod(spec.shape) * spec.dtype.itemsize)
-            # .data, because tensors of one message share memory but must not share autograd's version counter.
+            # .data, because tensors in one message share memory but must not share autograd's version counter.
             tensors.append(data.view(spec.dtype).view(spec.shape).data)
         return tensors
 

@@ -1,4 +1,4 @@
-"""Process groups of the messages between stages, and timeouts of groups."""
+"""Process groups for messages between stages, and group timeouts."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from tds.p2p.transport import Route
 from tds.schedule import MessageType, Placement
 from tds.torch_api import set_timeout
 
-# Timeouts: all groups of a pipeline have the timeout of the JSON or of the default process group. DeepSpeed creates its
-# groups without a timeout, so they would wait for the backend's default of 10 or 30 minutes.
+# Timeouts: all the pipeline's groups have the timeout from the JSON or from the default process group. DeepSpeed
+# creates its groups without a timeout, so they would wait for the backend's default of 10 or 30 minutes.
 
 NCCL_GRACE = timedelta(seconds=2)
-"""Added to the timeout of NCCL groups, so that ``tds.watchdog.watchdog`` reports before NCCL's watchdog aborts the
+"""Added to NCCL groups' timeout, so that ``tds.watchdog.watchdog`` reports before NCCL's watchdog aborts the
 process.
 """
 
 
 def set_group_timeouts(groups: Iterable[Any], timeout: timedelta) -> None:
-    """Set the timeout of all further operations of ``groups``, except sends and receives over gloo, which ignore it."""
+    """Set the timeout for further operations in ``groups``, except sends and receives over gloo, which ignore it."""
     for group in groups:
         grace = NCCL_GRACE if "nccl" in dist.get_backend(group) else timedelta()
         set_timeout(group, timeout + grace)
 
 
-# Message groups. gloo matches messages by tag, so all messages use the pipeline's group. NCCL runs the operations of a
-# communicator in order, and receives are posted before sends. With one group per pipeline, a send would wait for an
+# Message groups. gloo matches messages by tag, so all messages use the pipeline's group. NCCL runs a communicator's
+# operations in order, and receives are posted before sends. With one group per pipeline, a send would wait for an
 # earlier receive that depends on it. So each route (message type, source, destination) has its own NCCL group. Headers
 # are sent over the CPU.
 #
@@ -44,11 +44,11 @@ def set_group_timeouts(groups: Iterable[Any], timeout: timedelta) -> None:
 # because a posted receive occupies its CTAs while it waits. A few splits of the world's communicator create all groups;
 # every rank takes part in each split. Creating one group per pair would take hundreds of calls.
 #
-# The first message of an NCCL communicator blocks the host until the peer starts its first message too. With receives
+# An NCCL communicator's first message blocks the host until the peer starts its first message too. With receives
 # posted in advance, this would block in the middle of a step, so ``open_channels`` opens all channels in one order.
 
 MAX_CTAS = 4
-"""Default number of CTAs per message. NCCL would use up to 32 within a node, but a message has a whole action's time to
+"""Default CTAs per message. NCCL would use up to 32 within a node, but a message has a whole action's time to
 arrive."""
 TAG_MATCHING_BACKENDS = ("gloo", "mpi")
 """Backends that match messages by tag; all others are treated like NCCL."""
@@ -59,11 +59,11 @@ Groups = dict[Route, Any]
 def message_groups(
     grid: Any, device: torch.device, placement: Placement, limit: timedelta | None = None, max_ctas: int = MAX_CTAS
 ) -> tuple[Groups, bool]:
-    """Return (group of each route from and to this stage, whether the groups must be opened). Collective.
+    """Return (group by route from and to this stage, whether the groups must be opened). Collective.
 
     Args:
-        limit: timeout of the groups created by this function; None: the timeout of the default group.
-        max_ctas: maximum number of CTAs of a message on a GPU; 0: NCCL's default.
+        limit: timeout for the groups created by this function; None: the default group's timeout.
+        max_ctas: maximum CTAs per message on a GPU; 0: NCCL's default.
 
     Raises:
         ValueError: the backend cannot send tensors of ``device``, or CUDA_LAUNCH_BLOCKING is set.
@@ -85,11 +85,11 @@ def message_groups(
 
 
 def routes(placement: Placement) -> list[Route]:
-    """Return every route of a pipeline, in the same order on all ranks.
+    """List a pipeline's routes in the same order on all ranks.
 
     Activations and headers go from each virtual stage to the next, gradients go back. With several chunks and the
     placement "loop", the last stage also sends to the first. With the placement "v", each stage sends to both
-    neighbours. Two stages then have routes of each type in both directions.
+    neighbours. Two stages then have routes for each type in both directions.
     """
     stages = map(placement.stage_of, range(placement.num_virtual_stages))
     forward = [pair for pair in dict.fromkeys(itertools.pairwise(stages)) if pair[0] != pair[1]]
@@ -108,7 +108,7 @@ def routes(placement: Placement) -> list[Route]:
 def disjoint_turns(placement: Placement) -> list[list[Route]]:
     """Partition the routes between devices into turns in which each stage occurs at most once.
 
-    Within one turn, the pairs of all pipelines are disjoint, so one split of the world creates their communicators.
+    Within one turn, all pipelines' pairs are disjoint, so one split of the world creates their communicators.
     There are four turns, or six with an odd ring, or eight with the placement "v".
     """
     turns: list[list[Route]] = []
@@ -128,7 +128,7 @@ def _device_groups(
     pipelines: Sequence[list[int]], rank: int, device: torch.device, backend: str, placement: Placement,
     timeout: timedelta | None, max_ctas: int,
 ) -> Groups:  # fmt: skip
-    """Create the groups of the routes between devices for all pipelines; return the groups of this rank. Collective."""
+    """Create groups for the routes between devices in all pipelines; return this rank's groups. Collective."""
     groups: Groups = {}
     is_split = backend == "nccl"
     if is_split:
@@ -154,7 +154,7 @@ def _device_groups(
 
 
 def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device, placement: Placement) -> None:
-    """Send one byte over each route of the pipeline, in the same order on every rank. Collective."""
+    """Send one byte over each route in the pipeline, in the same order on every rank. Collective."""
     for message_type, source, destination in routes(placement):
         if message_type is MessageType.HEADER or stage not in (source, destination):
             continue

@@ -1,7 +1,7 @@
-"""Structure of the tensors that cross a stage boundary: one tensor, or a tuple, list or dict of tensors.
+"""Structures that cross a stage boundary: one tensor, or a tuple, list or dict of tensors.
 
-The layer of the receiving stage gets the tensors in the same container and order as the sending layer returned them,
-and may change them in place.
+The receiving stage's layer gets the tensors in the same container and order as the sending layer returned them, and
+may change them in place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CONTAINERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 
 @dataclass(frozen=True)
 class Structure:
-    """The container of a stage's output without its tensors; ``keys`` are the keys of a dict in order."""
+    """A stage output's container without its tensors; ``keys`` are a dict's keys in order."""
 
     container: type = torch.Tensor
     keys: tuple[str, ...] = ()
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return ``tensors`` in this container."""
+        """Put ``tensors`` into this container."""
         if self.container is torch.Tensor:
             return tensors[0]
         if self.container is dict:
@@ -43,7 +43,7 @@ LIST = Structure(list)
 
 
 def flatten(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
-    """Return (tensors, structure) of a stage's output.
+    """Split a stage's output into (tensors, structure).
 
     Raises:
         TypeError: the output is neither a tensor nor a plain tuple, list or dict of tensors, or a dict key is not a

@@ -1,4 +1,4 @@
-"""TensorMeta: dtype, shape and flags of each tensor of a message, and checks against the declaration."""
+"""TensorMeta: dtype, shape and flags of a message's tensors, and checks against the declaration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Description of one tensor of a message, equal on both sides."""
+    """Description of one tensor in a message, equal on both sides."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorMeta:
 
 
 def format_tensor(tensor: torch.Tensor) -> str:
-    """Return dtype and shape as text, such as "float32[4, 128]"."""
+    """Format dtype and shape, such as "float32[4, 128]"."""
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
@@ -43,11 +43,11 @@ def describe(
     is_training: bool,
     marks_all: bool = False,
 ) -> tuple[TensorMeta, ...]:
-    """Check a stage's output against the declaration and return the description of each tensor.
+    """Check a stage's output against the declaration and describe each tensor.
 
     Args:
-        records: the declaration of this boundary; None: it is not declared.
-        side: name of the output for error messages.
+        records: this boundary's declaration; None: it is not declared.
+        side: the output's name for error messages.
         marks_all: reentrant recompute is on, which makes every float output require a gradient. Floats declared without
             a gradient are then sent without one instead of raising an error.
 
@@ -107,12 +107,12 @@ def check_same(
     micro_batch: int,
     names: Sequence[str] = (),
 ) -> None:
-    """Raise BoundaryError if the outputs of two micro-batches of a call have different descriptions.
+    """Raise BoundaryError if two micro-batches' outputs in a call have different descriptions.
 
     Args:
-        current: description of the output of ``micro_batch``.
-        first: description of the first output of the call.
-        structures: the structures of both outputs, in this order.
+        current: describes the output for ``micro_batch``.
+        first: describes the call's first output.
+        structures: both outputs' structures, in this order.
     """
     for index, (spec, expected) in enumerate(zip(current, first, strict=False)):
         if spec != expected:
@@ -134,7 +134,7 @@ def check_same(
 def check_received(
     specs: tuple[TensorMeta, ...], records: Records | None, side: BoundarySide, is_training: bool
 ) -> None:
-    """Raise BoundaryError if the tensors of a header do not match this rank's declaration."""
+    """Raise BoundaryError if a header's tensors do not match this rank's declaration."""
     if records is None:
         return
     if len(specs) != len(records):

@@ -29,10 +29,10 @@ class StageLinks:
     """Ranks and process groups through which this stage reaches the others.
 
     Attributes:
-        ranks: global ranks of the pipeline, by stage.
-        groups: process group of each route from and to this stage.
+        ranks: the pipeline's global ranks, by stage.
+        groups: process group for each route from and to this stage.
         tensor_group: the tensor group over which partitioned tensors are sharded.
-        timeout: time limit of waits over gloo, which ignore the group's timeout. NCCL has its own watchdog.
+        timeout: time limit for waits over gloo, which ignore the group's timeout. NCCL has its own watchdog.
         are_dedicated: the groups between devices are only used for messages, so they may be aborted.
     """
 
@@ -50,7 +50,7 @@ class StageLinks:
 
 
 GLOO_GRACE = timedelta(seconds=1)
-"""Added to the timeout of waits over gloo. The error closes this rank's connections, which makes the other ranks fail
+"""Added to the timeout for waits over gloo. The error closes this rank's connections, which makes the other ranks fail
 too. The grace period lets the watchdog raise the alarm, and all ranks report their waits, before that."""
 
 
@@ -69,9 +69,9 @@ class Transport:
     """Starts transfers and waits for them.
 
     Attributes:
-        waits: for each awaited message of this call, the ``clock``'s marks before and after the wait.
+        waits: for each message awaited in this call, the ``clock``'s marks before and after the wait.
         action: the stage's current action.
-        window: maximum number of pending sends per message type and peer; further sends wait. None: no limit.
+        window: maximum pending sends per message type and peer; further sends wait. None: no limit.
         history: the last messages that were sent or received, and the collectives that ended.
         waiting: the message that is being waited for, or whose wait failed.
         receive_stream: the stream on which an accelerator receives.
@@ -95,7 +95,7 @@ class Transport:
         sends.append(self._start(dist.isend, message_type, message, buffer))
         self.history.append(("sent", message_type, message))
         if not is_host(self.links.device) and message_type is not MessageType.HEADER:
-            while sends and sends[0].work.is_completed():  # a query of an event; gloo only completes in wait
+            while sends and sends[0].work.is_completed():  # an event query; gloo only completes in wait
                 sends.popleft()
         while self.window is not None and len(sends) > self.window:
             self._wait(sends.popleft(), "sending")
@@ -115,7 +115,7 @@ class Transport:
         return transfer.buffer
 
     def release_activations(self, gradient: Message) -> None:
-        """Free the buffers of sent activations, up to and including the activation whose gradient is ``gradient``.
+        """Free sent activations' buffers, up to and including the activation whose gradient is ``gradient``.
 
         The peer has received that activation before it sent the gradient, so these sends have completed.
         """
@@ -134,13 +134,13 @@ class Transport:
                 self._wait(sends.popleft(), "sending")
 
     def reset(self) -> None:
-        """Drop the state of a failed call."""
+        """Drop a failed call's state."""
         for sends in self._pending_sends.values():
             sends.clear()
         self.waits.clear()
 
     def abort(self) -> bool:
-        """Abort the message groups of an accelerator after an error; return True if they were aborted.
+        """Abort an accelerator's message groups after an error; return True if they were aborted.
 
         Without this, posted receives would block the device forever, since no rank sends to them any more. The groups
         are unusable afterwards.

@@ -37,7 +37,7 @@ _FORMER_NAMES = {"Kind": "MessageType", "received": "received_message", "sent": 
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function or class under its former name, with a warning."""
+    """Look up a function or class under its former name, with a warning."""
     if name not in _FORMER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_renamed(f"{__name__}.{name}", _FORMER_NAMES[name])

@@ -1,4 +1,4 @@
-"""Actions of a schedule, the placement of the virtual stages on the stages, and the messages of actions."""
+"""Schedule actions, the placement of virtual stages on stages, and the actions' messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from tds.renamed import Renamed
 
-# Actions. A schedule is a list of actions for each stage.
+# Actions. A schedule has one action list per stage.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BackwardWeight(Action):
     __slots__ = ()
 
 
-# Placement of the virtual stages. With c chunks per stage, the model is split into p c virtual stages, and each stage
+# Virtual-stage placement. With c chunks per stage, the model is split into p c virtual stages, and each stage
 # has c of them.
 #
 # | placement | stages of virtual stages 0, 1, ... for p = 3, c = 2 | virtual stage of chunk c on stage s |
@@ -60,7 +60,7 @@ PLACEMENTS = (LOOP, V)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Assignment of the virtual stages to the stages.
+    """Assignment of virtual stages to stages.
 
     Raises:
         ValueError: ``style`` is unknown, or "v" with a single chunk.
@@ -82,11 +82,11 @@ class Placement:
         return self.num_stages * self.num_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Return the index of the virtual stage that ``stage`` has as ``chunk``."""
+        """Return the virtual stage that is ``chunk`` of ``stage``."""
         return chunk * self.num_stages + self._mirrored(stage, chunk)
 
     def stage_of(self, virtual_stage: int) -> int:
-        """Return the stage of a virtual stage. Indices below 0 or after the last one continue the pattern."""
+        """Return a virtual stage's stage. Indices below 0 or after the last one continue the pattern."""
         chunk, position = divmod(virtual_stage, self.num_stages)
         return self._mirrored(position, chunk)
 
@@ -96,7 +96,7 @@ class Placement:
     own_pieces = Renamed("virtual_stages_of")
 
     def virtual_stages_of(self, stage: int) -> list[int]:
-        """Return the virtual stages of a stage in the order of its chunks."""
+        """List a stage's virtual stages in the order of its chunks."""
         return [self.virtual_stage(stage, chunk) for chunk in range(self.num_chunks)]
 
     @property
@@ -108,13 +108,13 @@ class Placement:
         return self.num_stages - 1 - position if self.style == V and chunk % 2 else position
 
 
-# Messages. The communication of a stage is derived from its actions.
+# Messages. A stage's communication is derived from its actions.
 
 GRADIENT_SENDERS = (Backward, BackwardInput)
 
 
 class MessageType(IntEnum):
-    """Type of a message; also its communication tag."""
+    """Message type; also its communication tag."""
 
     ACTIVATION = 0
     GRADIENT = 1
@@ -123,12 +123,12 @@ class MessageType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Activations of one micro-batch for the next virtual stage, or their gradients for the previous one.
+    """A micro-batch's activations for the next virtual stage, or their gradients for the previous one.
 
-    ``received_message`` and ``sent_message`` describe a message from the point of view of one stage.
+    ``received_message`` and ``sent_message`` describe a message from one stage's point of view.
 
     Attributes:
-        chunk: the chunk of that stage: the receiving chunk in ``received_message``, the sending chunk in
+        chunk: that stage's chunk: the receiving chunk in ``received_message``, the sending chunk in
             ``sent_message``.
         peer: the other stage. If it is the same stage, nothing is transferred.
     """
@@ -161,10 +161,10 @@ def sent_message(action: Action, stage: int, placement: Placement) -> Message | 
     return None
 
 
-# Functions that return the actions of a stage, and the check of their arguments.
+# Functions that return a stage's actions, and their argument check.
 
 Order = Callable[[int, int, int], list[Action]]
-"""Maps (number of stages, number of micro-batches, stage) to the list of actions of that stage."""
+"""Maps (number of stages, number of micro-batches, stage) to that stage's action list."""
 
 
 def check_sizes(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Limits on the messages of a schedule: the send window and the posting times of receives."""
+"""Limits on a schedule's messages: the send window and when receives are posted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tds.schedule.validate import Event, ScheduleError, run, validate
 # Without a limit, a stage that runs faster than its neighbour, such as the first stage in an evaluation, would retain
 # all outputs it has sent. If the limit is too small, the schedule deadlocks: every stage waits to send, and none
 # reaches the action that receives a message. This can happen with chunks, whose messages form a ring. Whether a limit
-# is safe depends on the whole schedule, so each limit is tested by a dry run of the schedule, which is stricter than a
-# real run in two ways. It counts a message until an action receives it, while a real send completes when the receive is
-# posted. And it delays the sending action, while a real stage runs the action and waits afterwards.
+# is safe depends on the whole schedule, so each limit is tested by a dry run, which is stricter than a real run in two
+# ways. It counts a message until an action receives it, while a real send completes when the receive is posted. And it
+# delays the sending action, while a real stage runs the action and waits afterwards.
 
 
 @functools.lru_cache(maxsize=32)
@@ -31,7 +31,7 @@ def send_window(
     is_training: bool = True,
     placement: str = LOOP,
 ) -> int:
-    """Return a send window with which the schedule ``order`` completes: p + 1, doubled as often as necessary.
+    """Find a send window with which the schedule ``order`` completes: p + 1, doubled as often as necessary.
 
     Raises:
         ScheduleError: the schedule does not complete with any window.
@@ -51,7 +51,7 @@ def send_window(
     return num_messages
 
 
-# Posting times of receives. With NCCL, a posted receive is a kernel that waits for the sender, and a send is a kernel
+# When receives are posted. With NCCL, a posted receive is a kernel that waits for the sender, and a send is a kernel
 # that waits for the receive. An operation that waits for the whole device (a synchronize in a layer, the allocator, the
 # first use of a kernel) then waits for the other stage too. If that stage needs a later result of this stage, or waits
 # for its device in the same way, both stages wait forever.
@@ -97,7 +97,7 @@ def receive_posts(
     num_chunks: int = 1,
     placement: str = LOOP,
 ) -> tuple[Posts, ...]:
-    """Return the ``Posts`` of each stage in the schedule ``order``.
+    """Compute each stage's ``Posts`` in the schedule ``order``.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -115,7 +115,7 @@ def receive_posts(
 
 
 def _messages_between(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str) -> list[_Message]:
-    """Return the messages of one run in the order in which they are received.
+    """List the messages of one run in the order in which they are received.
 
     In this run a full backward takes two units of time, and every other action one.
     """

@@ -36,11 +36,11 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class FileSchedule:
-    """The schedule of a file, a ``tds.schedule.Order`` for one number of stages and micro-batches.
+    """A schedule from a file, a ``tds.schedule.Order`` for one number of stages and micro-batches.
 
     Attributes:
-        placement: placement of the virtual stages, derived from the file.
-        peaks: maximum number of forwards in flight on each stage.
+        placement: virtual-stage placement, derived from the file.
+        peaks: maximum forwards in flight on each stage.
         has_split_backwards: the schedule defers weight gradients.
     """
 
@@ -104,7 +104,7 @@ def _read_cached(path: str, *_: Any) -> FileSchedule:
 
 
 def _parse_cell(path: str, line: int, cell: str) -> list[tuple[int, str, int]]:
-    """Return the actions of a cell (none, one or a pair), each as (virtual stage, letter, micro-batch)."""
+    """Parse a cell's actions (none, one or a pair), each as (virtual stage, letter, micro-batch)."""
     pair = _PAIR.fullmatch(cell)
     texts = pair[1].split(";") if pair else [cell] if cell else []
     matches = [_CELL.fullmatch(entry.strip()) for entry in texts]
@@ -117,7 +117,7 @@ def _parse_cell(path: str, line: int, cell: str) -> list[tuple[int, str, int]]:
 
 
 def _placement_of(path: str, virtual_stages_by_stage: Sequence[set[int]]) -> Placement:
-    """Return the placement in which stage ``i`` has ``virtual_stages_by_stage[i]``."""
+    """Find the placement in which stage ``i`` has ``virtual_stages_by_stage[i]``."""
     num_stages = len(virtual_stages_by_stage)
     for style in PLACEMENTS:
         num_chunks = len(virtual_stages_by_stage[0])

@@ -1,4 +1,4 @@
-"""Schedules GPipe, 1F1B, interleaved 1F1B and ZB-H1, and the names of all schedules."""
+"""Schedules GPipe, 1F1B, interleaved 1F1B and ZB-H1, and all schedule names."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ ChunkKey = tuple[int, int]
 def interleaved(
     num_stages: int, num_micro_batches: int, stage: int, num_chunks: int, group_size: int = 0
 ) -> list[Action]:
-    """Return the actions of ``stage`` in interleaved 1F1B, for any number of micro-batches.
+    """Generate interleaved 1F1B for ``stage``, with any number of micro-batches.
 
     Args:
-        group_size: number of micro-batches that run through a chunk before the next chunk starts; 0: the number of
-            stages.
+        group_size: micro-batches that run through a chunk before the next chunk starts; 0: the number of stages.
 
     Raises:
         ValueError: the group is smaller than the number of stages, which would deadlock.
@@ -65,7 +64,7 @@ def interleaved(
 
 
 def forward_sequence(group_size: int, num_micro_batches: int, num_chunks: int) -> list[ChunkKey]:
-    """Return the sequence of forwards that all stages share, in rounds of ``group_size`` micro-batches."""
+    """Generate the forwards that all stages share, in rounds of ``group_size`` micro-batches."""
     return [
         (micro_batch, chunk)
         for start in range(0, num_micro_batches, group_size)
@@ -113,7 +112,6 @@ class _InterleavedSimulator:
         self.actions: list[list[Action]] = [[] for _ in range(num_stages)]
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the actions of each stage."""
         tick = 0
         while True:
             self._finish_due_actions(tick)
@@ -166,13 +164,13 @@ class _InterleavedSimulator:
 
 
 def gpipe(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    """Return the actions of GPipe: all forwards, then all backwards."""
+    """Generate GPipe for ``stage``: all forwards, then all backwards."""
     check_sizes(num_stages, num_micro_batches, stage)
     return [*map(Forward, range(num_micro_batches)), *map(Backward, range(num_micro_batches))]
 
 
 def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    """Return the actions of 1F1B: warm-up forwards, alternating forwards and backwards, then the last backwards."""
+    """Generate 1F1B for ``stage``: warm-up forwards, alternating forwards and backwards, then the last backwards."""
     check_sizes(num_stages, num_micro_batches, stage)
     warm_up = min(num_stages - stage - 1, num_micro_batches)
     actions: list[Action] = [Forward(i) for i in range(warm_up)]
@@ -205,7 +203,7 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 def zero_bubble_h1(
     num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1, group_size: int = 0
 ) -> list[Action]:
-    """Return the actions of ``stage`` in ZB-H1: 1F1B (with chunks interleaved 1F1B) with split backwards."""
+    """Generate ZB-H1 for ``stage``: 1F1B (with chunks interleaved 1F1B) with split backwards."""
     if num_chunks == 1:
         unsplit = one_forward_one_backward(num_stages, num_micro_batches, stage)
     else:
@@ -255,7 +253,7 @@ def _defer_weight_halves(unsplit: Sequence[Action], trail: int, num_unsplit: int
 
 
 def forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> list[Action]:
-    """Return the actions of an evaluation: all forwards; with chunks, in rounds of ``num_stages`` micro-batches."""
+    """Generate an evaluation's forwards; with chunks, in rounds of ``num_stages`` micro-batches."""
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if num_chunks == 1:
         return [Forward(i) for i in range(num_micro_batches)]
@@ -272,7 +270,7 @@ SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *V_SCHEDULES)))
 
 
 def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, group_size: int = 0) -> Order:
-    """Return the training schedule with the name given in the JSON, ``"pipeline": {"schedule": name}``.
+    """Look up a training schedule by its name in the JSON, ``"pipeline": {"schedule": name}``.
 
     Args:
         group_size: see ``interleaved``; other schedules ignore it.
@@ -309,5 +307,5 @@ def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, gro
 
 @functools.cache
 def _bind_chunks(name: str, num_chunks: int, group_size: int) -> Order:
-    """Return a schedule for chunks. The function is cached, so that it can be a key of other caches."""
+    """Bind the chunk arguments. The result is cached, so that it can be a key of other caches."""
     return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks, group_size=group_size)

@@ -1,4 +1,4 @@
-"""Step times of schedules: closed forms, simulation with costs, and the choice of the fastest; names and defaults."""
+"""Step times: closed forms, simulation with costs, and the fastest schedule; schedule names and defaults."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tds.schedule.schedules import schedule_named
 from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
-# Closed forms of the step time, the idle time and the number of forwards in flight.
+# Closed forms for step time, idle time and forwards in flight.
 #
 # A stage has ``c`` chunks, each of which is a virtual stage (``tds.schedule.actions.Placement``). F, B and W are the
-# times of a forward, a backward for the input and a backward for the weights; T = F + B + W of a stage.
+# times of a forward, a backward for the input and a backward for the weights; T = F + B + W per stage.
 #
 # | schedule | c | in flight on stage i | step time for m micro-batches | idle fraction at equal T |
 # |---|---|---|---|---|
@@ -48,8 +48,8 @@ V_SCHEDULES = ("zb-v", "dualpipev")
 SPLIT_SCHEDULES = ("zb-h1", *V_SCHEDULES)
 """Schedules that defer weight gradients."""
 AUTO = "auto"
-"""Name that selects the fastest of the schedules for the placement of the chunks, by measuring the first steps. "auto:"
-and a list of names, such as "auto:1f1b,gpipe", restricts the choice to these schedules."""
+"""Name that selects the fastest schedule for the chunk placement, by measuring the first steps. "auto:" and a list of
+names, such as "auto:1f1b,gpipe", restricts the choice to these schedules."""
 SPLIT_OVERHEAD = 0.10
 """Relative extra time of a backward with deferred weight gradients on a CPU, measured on a stage with the head
 (docs/experiments.md, row "5a29946 and after"). Not measured on other devices."""
@@ -61,7 +61,7 @@ FILE_PREFIX = "file:"
 
 
 def schedule_path(schedule: str | None) -> str | None:
-    """Return the path of a schedule "file:PATH"; None for any other schedule."""
+    """Return PATH for a schedule "file:PATH"; None for any other schedule."""
     return schedule.removeprefix(FILE_PREFIX) if schedule is not None and schedule.startswith(FILE_PREFIX) else None
 
 
@@ -71,12 +71,12 @@ def is_auto(schedule: str | None) -> bool:
 
 
 def auto_schedule_of(names: Sequence[str]) -> str:
-    """Return the "auto" schedule that only chooses among ``names``."""
+    """Restrict "auto" to the schedules ``names``."""
     return f"{AUTO}:{','.join(names)}"
 
 
 def placement_for(schedule: str | None) -> str:
-    """Return the placement of a schedule: "v" or "loop"; "loop" for "auto" and None."""
+    """Return a schedule's placement: "v" or "loop"; "loop" for "auto" and None."""
     if (path := schedule_path(schedule)) is not None:
         return read_schedule(path).placement.style
     return V if schedule in V_SCHEDULES else LOOP
@@ -90,18 +90,18 @@ def has_split_backwards(schedule: str) -> bool:
 
 
 def order_named(schedule: str, num_chunks: int, placement: str = LOOP, group_size: int = 0) -> Order:
-    """Return the function of a schedule, given by name or as "file:PATH"."""
+    """Look up a schedule by its name or as "file:PATH"."""
     path = schedule_path(schedule)
     return schedule_named(schedule, num_chunks, placement, group_size) if path is None else read_schedule(path)
 
 
 def default_schedule(num_chunks: int, placement: str = LOOP) -> str:
-    """Return the name of the default schedule."""
+    """Return the default schedule's name."""
     return candidate_schedules(AUTO, num_chunks, placement)[0]
 
 
 def candidate_schedules(schedule: str, num_chunks: int, placement: str = LOOP) -> tuple[str, ...]:
-    """Return the schedules that ``schedule`` may select: itself, or for "auto" those that fit the placement."""
+    """List the schedules that ``schedule`` may select: itself, or for "auto" those that fit the placement."""
     if not is_auto(schedule):
         return (schedule,)
     fitting = V_SCHEDULES if placement == V else MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
@@ -116,14 +116,14 @@ def bubble(
     num_chunks: int = 1,
     piece_costs: Sequence[float] | None = None,
 ) -> float:
-    """Return the mean fraction of a step in which a stage idles, by the table above.
+    """Estimate a stage's mean idle fraction by the table above.
 
     With interleaved chunks of unequal cost, stages wait for each other. The time per micro-batch is then between the
-    time of the slowest stage and the sum over the chunks of their slowest virtual stages. The function uses the mean of
+    slowest stage's time and the sum over the chunks of their slowest virtual stages. The function uses the mean of
     both, which is wrong by a few percent.
 
     Args:
-        piece_costs: T of each virtual stage, in any unit; None: all equal.
+        piece_costs: T by virtual stage, in any unit; None: all equal.
     """
     p, m = num_stages, num_micro_batches
     chunk_costs = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
@@ -150,7 +150,7 @@ def bubble(
 
 
 def _v_idle_time(p: int, m: int, schedule: str) -> float:
-    """Return the idle time of a stage at F = B = W on even stages, as a fraction of a stage's T."""
+    """Compute a stage's idle time at F = B = W on even stages, as a fraction of its T."""
     short_time = 2 * max(p - m, 0)
     if schedule == "zb-v":
         return (p - 1 + max(2 * p - 1 - max(m, p), 0) + short_time) / 6
@@ -166,7 +166,7 @@ def in_flight(
     placement: str = LOOP,
     group_size: int = 0,
 ) -> int:
-    """Return the peak number of chunk forwards in flight on ``stage``; for "auto", the maximum over its candidates."""
+    """Compute the peak number of chunk forwards in flight on ``stage``; for "auto", the maximum over its candidates."""
     if (path := schedule_path(schedule)) is not None:
         return read_schedule(path).peaks[stage]
     p, total = num_stages, num_chunks * num_micro_batches
@@ -178,7 +178,7 @@ def in_flight(
 
 
 def split_fraction(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:
-    """Return the fraction of a stage's backwards that a schedule splits.
+    """Compute the fraction of a stage's backwards that a schedule splits.
 
     In ``zb-h1`` with chunks, stage 1 splits only the last rounds. For zb-v and dualpipev, the actions are counted.
     """
@@ -192,17 +192,16 @@ def split_fraction(num_stages: int, num_micro_batches: int, schedule: str, stage
     return 1.0 if stage else 0.0
 
 
-# Costs of the virtual stages, given or measured.
+# Virtual-stage costs, given or measured.
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time per micro-batch of each virtual stage, in seconds or any other unit.
+    """Time per micro-batch and virtual stage, in seconds or any other unit.
 
     Attributes:
-        transfer: time from the end of an action to the arrival of its message.
-        backward: time of a full backward of each virtual stage; empty: the sum of its halves. Splitting costs extra
-            time.
+        transfer: time from an action's end until its message arrives.
+        backward: full-backward time by virtual stage; empty: the sum of its halves. Splitting costs extra time.
 
     Raises:
         ValueError: there is not one value per virtual stage, or a value is negative or not finite.
@@ -233,7 +232,7 @@ class Costs:
 
     @classmethod
     def even(cls, num_virtual_stages: int, F: float = 1, B: float = 1, W: float = 1, transfer: float = 0) -> Costs:
-        """Return equal costs for all virtual stages.
+        """Create equal costs for all virtual stages.
 
         The forward costs ``F``, the backward for the input ``B`` and the backward for the weights ``W``.
         """
@@ -255,7 +254,7 @@ class Costs:
 
     @property
     def full_backward(self) -> tuple[float, ...]:
-        """Time of a full backward of each virtual stage."""
+        """Full-backward time by virtual stage."""
         return self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
 
@@ -264,12 +263,12 @@ def _check_time(name: str, value: float) -> None:
         raise ValueError(f"costs must be finite and not negative, got {value} for {name}")
 
 
-# Simulation of a schedule with the times of its actions.
+# Simulation with action times.
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end of one action since the start of the step, in the unit of the costs."""
+    """An action's start and end since the step's start, in the costs' unit."""
 
     action: Action
     start_s: float
@@ -278,7 +277,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of the actions of each stage, simulated or measured. A stage idles between its spans."""
+    """Each stage's action spans, simulated or measured. A stage idles between its spans."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -288,29 +287,29 @@ class Timeline:
 
     @cached_property
     def step_s(self) -> float:
-        """Time from the start of the step to the end of the last action."""
+        """Time from the step's start to the last action's end."""
         return max((span.end_s for stage in self.spans for span in stage), default=0.0)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Total time of the actions of each stage."""
+        """Total action time by stage."""
         return tuple(sum(span.end_s - span.start_s for span in stage) for stage in self.spans)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Idle time of each stage."""
+        """Idle time by stage."""
         return tuple(self.step_s - busy for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """Fraction of idle time in the step over all stages."""
+        """Idle fraction over all stages."""
         return 1 - sum(self.busy_s) / (self.num_stages * self.step_s) if self.step_s else 0.0
 
 
 def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1, placement: str = LOOP) -> Timeline:
-    """Return the timeline of a schedule. Each action starts as soon as its stage is free and its message has arrived.
+    """Simulate a schedule. Each action starts as soon as its stage is free and its message has arrived.
 
-    Messages overlap with the work of both stages and take ``costs.transfer`` each, or no time within one stage.
+    Messages overlap with both stages' work and take ``costs.transfer`` each, or no time within one stage.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -338,7 +337,7 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int =
     return Timeline(tuple(map(tuple, spans)))
 
 
-# Choice of a schedule by its simulated step time.
+# Schedule choice by simulated step time.
 
 STEP_TIME_TOLERANCE = 1e-6
 """Step times that differ by a smaller relative amount count as equal."""
@@ -349,8 +348,8 @@ class Choice:
     """The chosen schedule and the reason.
 
     Attributes:
-        timelines: simulated timeline of each candidate.
-        peaks: maximum number of forwards in flight on one stage, for each candidate.
+        timelines: each candidate's simulated timeline.
+        peaks: maximum forwards in flight on one stage, for each candidate.
         reason: explanation for the log.
     """
 
@@ -392,7 +391,7 @@ def choose(
 
 
 def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], peaks: Mapping[str, int]) -> str:
-    """Return a text with the step times of the choice and of the other candidates, and the tie-breaker if needed."""
+    """Format the predicted step times, the choice first, and the tie-breaker if needed."""
     longest = max(timeline.step_s for timeline in timelines.values())
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
     times = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}

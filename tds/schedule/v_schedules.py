@@ -24,11 +24,11 @@ from tds.schedule.actions import (
 # micro-batches are then removed, which is valid because no other action depends on them.
 
 DOWN, UP = 0, 1
-"""Chunks 0 and 1 of a stage."""
+"""A stage's chunks 0 and 1."""
 
 
 class _OrderBuilder:
-    """Builds the order of one stage; each action gets the next micro-batch for its type and chunk."""
+    """Builds one stage's order; each action gets the next micro-batch for its type and chunk."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -55,7 +55,7 @@ class _OrderBuilder:
                 self.add(BackwardWeight, chunk)
 
     def build(self, num_micro_batches: int, num_stages: int, stage: int) -> list[Action]:
-        """Return the order for ``num_micro_batches``. A backward is not split if no other stage waits for it."""
+        """Build the order for ``num_micro_batches``. A backward is not split if no other stage waits for it."""
         actions = [action for action in self.actions if action.micro_batch < num_micro_batches]
         return _join_halves(actions, stage, Placement(num_stages, 2, V))
 
@@ -85,7 +85,7 @@ def _join_halves(actions: Sequence[Action], stage: int, placement: Placement) ->
 
 
 def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 2) -> list[Action]:
-    """Return the actions of ``stage`` in ZB-V, for any number of micro-batches."""
+    """Generate ZB-V for ``stage``, with any number of micro-batches."""
     check_v(num_stages, num_micro_batches, stage, num_chunks)
     num_generated, num_below = max(num_micro_batches, 2 * num_stages - 1), num_stages - stage
     order = _OrderBuilder()
@@ -122,7 +122,7 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunk
 
 
 def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 2) -> list[Action]:
-    """Return the actions of ``stage`` in DualPipeV, for any number of micro-batches."""
+    """Generate DualPipeV for ``stage``, with any number of micro-batches."""
     check_v(num_stages, num_micro_batches, stage, num_chunks)
     num_generated, num_below = max(num_micro_batches, 2 * num_stages), num_stages - stage - 1
     order = _OrderBuilder()
@@ -166,7 +166,7 @@ def _add_oldest_weights(order: _OrderBuilder) -> None:
 
 
 def check_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> None:
-    """Raise ValueError if ``check_sizes`` does, or if the number of chunks is not 2."""
+    """Raise ValueError if ``check_sizes`` does, or if there are not 2 chunks."""
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if num_chunks != 2:
         raise ValueError(

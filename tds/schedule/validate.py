@@ -1,4 +1,4 @@
-"""Validation of schedules: completeness, order of actions and freedom from deadlock."""
+"""Schedule validation: completeness, action order and freedom from deadlock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tds.schedule.actions import (
     sent_message,
 )
 
-# Dry run of a schedule: the order of actions and messages, without times.
+# Dry run: the order of actions and messages, without times.
 
 
 class ScheduleError(ValueError):
@@ -35,14 +35,14 @@ class Channel(NamedTuple):
 
 
 class Content(NamedTuple):
-    """Content of a message: the output of a virtual stage for one micro-batch, or the gradient of that output."""
+    """Message content: a virtual stage's output for one micro-batch, or its gradient."""
 
     micro_batch: int
     virtual_stage: int
 
 
 class Event(NamedTuple):
-    """One action of a stage with the messages that it receives and sends, or None."""
+    """A stage's action with the messages that it receives and sends, or None."""
 
     stage: int
     action: Action
@@ -53,7 +53,7 @@ class Event(NamedTuple):
 
 
 Route = tuple[Channel | None, int, Channel | None, int]
-"""(channel and virtual stage of the received message, channel and virtual stage of the sent message)."""
+"""(channel and virtual stage for the received message, then for the sent message)."""
 
 
 def run(
@@ -100,7 +100,7 @@ class _Run:
         self._check_end()
 
     def _event(self, stage: int) -> Event | None:
-        """Return the next event of ``stage``; None at its end."""
+        """Pop the next action of ``stage`` as an event; None at its end."""
         action = next(self.remaining_actions[stage], None)
         if action is None:
             return None
@@ -114,7 +114,7 @@ class _Run:
         return Event(stage, action, source, received_content, target, sent_content)
 
     def _route(self, stage: int, action: Action) -> Route:
-        """Return the route of an action's messages, which does not depend on the micro-batch."""
+        """The route does not depend on the micro-batch."""
         incoming, outgoing = (
             received_message(action, stage, self.placement),
             sent_message(action, stage, self.placement),
@@ -138,7 +138,6 @@ class _Run:
         return None
 
     def _transfer(self, event: Event) -> None:
-        """Receive and send the messages of ``event``."""
         if event.source is not None and event.received_content is not None:
             content = self.queues[event.source].popleft()
             if content != event.received_content:
@@ -162,7 +161,7 @@ class _Run:
                 raise ScheduleError(f"stage {channel.receiver} never receives the {_format_content(channel, queue[0])}")
 
     def _format_cycle(self, waiting: dict[int, Event]) -> str:
-        """Return the chain of waits as text, starting at the first waiting stage, until it closes or ends."""
+        """Format the chain of waits from the first waiting stage until it closes or ends."""
         stage: int | None = min(waiting)
         chain: list[int] = []
         while stage is not None and stage in waiting and stage not in chain:
@@ -180,10 +179,10 @@ def _format_content(channel: Channel, content: Content) -> str:
     )
 
 
-# Validation, and the peak number of forwards in flight.
+# Validation, and peak forwards in flight.
 
 NOTHING, FORWARD_DONE, INPUT_DONE, DONE = range(4)
-"""Progress of a micro-batch in one chunk."""
+"""A micro-batch's progress in one chunk."""
 
 TRANSITIONS: dict[type[Action], tuple[int, int]] = {
     Forward: (NOTHING, FORWARD_DONE),
@@ -226,12 +225,12 @@ def validate(
     window: int | None = None,
     placement: str = LOOP,
 ) -> list[int]:
-    """Validate a schedule and return the peak number of forwards in flight on each stage.
+    """Validate a schedule and return each stage's peak number of forwards in flight.
 
     A forward is in flight until its backward is complete, including the weight half. All chunks are counted.
 
     Args:
-        stages: the actions of each stage.
+        stages: each stage's actions.
         placement: "loop" or "v"; see ``tds.schedule.actions.Placement``.
         window: a sender waits while this many of its messages on a channel have not been received (None: never).
 
@@ -307,7 +306,7 @@ def _check_complete(stage: int, reached: list[int], num_chunks: int, is_training
 
 
 def _check_order(stage: int, actions: Sequence[Action], num_chunks: int) -> None:
-    """Check that forwards, backwards and weight gradients of each chunk are in the order of the micro-batches."""
+    """Check that each chunk's forwards, backwards and weight gradients are in micro-batch order."""
     for action_types, name, reason in ORDER_RULES:
         last = [-1] * num_chunks
         for action in actions:

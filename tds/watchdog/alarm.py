@@ -37,9 +37,9 @@ Each wait ends as soon as its condition is met. The limits are long enough that 
 not reported as dead.
 """
 POLLS_PER_S = 10_000
-"""Maximum polls per second of all ranks. The store's single thread answered 28,000 to 49,000 polls/s on two cores."""
+"""Maximum polls per second over all ranks. The store's single thread answered 28,000 to 49,000 polls/s on two cores."""
 REPORTS_PER_S = 2_000
-"""Number of reports per second that the rank which determines the verdict can read while all ranks poll."""
+"""Reports per second that the rank which determines the verdict can read while all ranks poll."""
 PAUSE_S = 0.02
 
 
@@ -61,7 +61,7 @@ class Alarms:
 
     @property
     def pause_s(self) -> float:
-        """Pause between two polls of a rank, so that the polls of all ranks do not exceed the store's capacity."""
+        """Pause between a rank's polls, so that all ranks' polls do not exceed the store's capacity."""
         return max(PAUSE_S, self.num_ranks / POLLS_PER_S)
 
     @property
@@ -74,14 +74,14 @@ class Alarms:
         return bool(self._store.check([f"{self.alarm_idx}/alarm"]))
 
     def write_location(self, location: str) -> None:
-        """Store the location of this rank, in case it cannot report later."""
+        """Store this rank's location, in case it cannot report later."""
         self._store.set(f"at/{self._rank}", location)
 
     def answer(self, local_report: Report) -> str | None:
         """Raise the next alarm, or answer it if another rank has raised it.
 
         Args:
-            local_report: the report of this rank.
+            local_report: this rank's report.
 
         Returns:
             The verdict; None on timeout.
@@ -111,7 +111,7 @@ class Alarms:
             wait_until(lambda: store.add("read", 0) >= readers, LINGER_S + self.pause_s, self.pause_s)
 
     def _gather(self, store: Any) -> dict[int, Report]:
-        """Return the reports that arrive within ``GATHER_S`` (more for many ranks), by rank."""
+        """Gather the reports that arrive within ``GATHER_S`` (more for many ranks), by rank."""
         reports: dict[int, Report] = {}
         missing = set(range(len(self._names)))
 
@@ -126,7 +126,7 @@ class Alarms:
         return reports
 
     def _last_locations(self, reports: dict[int, Report]) -> dict[int, str]:
-        """Return the last known locations of up to eight ranks without a report, by rank."""
+        """Look up the last known locations of up to eight ranks without a report."""
         silent = [rank for rank in range(len(self._names)) if rank not in reports][:8]
         return {rank: self._store.get(f"at/{rank}").decode() for rank in silent if self._store.check([f"at/{rank}"])}
 
@@ -142,7 +142,7 @@ def write_report(line: str, local_report: Report) -> None:
 
 
 def open_store(run: str, prefix: str = "tds/watchdog") -> Any:
-    """Return a store for ``run`` on a new connection to the default process group's store; None if there is none."""
+    """Open a store for ``run`` on a new connection to the default process group's store; None if there is none."""
     try:
         store: Any = default_store()
     except (RuntimeError, ValueError):

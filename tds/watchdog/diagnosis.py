@@ -1,4 +1,4 @@
-"""Reports of ranks, and the verdict that names the missing rank."""
+"""Rank reports, and the verdict that names the missing rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """State of a rank. ``count`` changes with each wait, so that many short waits do not look like a long one."""
+    """A rank's state. ``count`` changes with each wait, so that many short waits do not look like a long one."""
 
     phase: str
     action: Action | None
@@ -46,7 +46,7 @@ class State:
     count: tuple[int, ...]
 
     def __eq__(self, other: object) -> bool:
-        """Return True for equal states with the identical wait; the communicator creates a new tuple for each wait."""
+        """Equal states have the identical wait, because the communicator creates a new tuple for each wait."""
         if not isinstance(other, State) or self.waiting is not other.waiting:
             return False
         fields = self.phase, self.action, self.collective, self.count
@@ -61,7 +61,7 @@ def report(
     since_s: float,
     ranks: Sequence[int],
 ) -> Report:
-    """Return the report of a rank.
+    """Build a rank's report.
 
     Args:
         phase: "in train_batch", "in eval_batch", or the activity of the rank outside of these calls.
@@ -88,7 +88,7 @@ def report(
 
 
 def with_device_action(host_report: Report, action: Action | None) -> Report:
-    """Return the report ``host_report`` with the device's current action added.
+    """Add the device's current action to ``host_report``.
 
     Args:
         action: the action that the device runs; None: unknown, or the host does not queue work on a device.
@@ -101,7 +101,7 @@ def with_device_action(host_report: Report, action: Action | None) -> Report:
 
 
 def format_history(history: Iterable[tuple[str, MessageType, Message] | str]) -> str:
-    """Return a line with the last messages and collectives, the newest last."""
+    """Format the last messages and collectives as one line, the newest last."""
     return f"last messages: {', '.join(map(_format_message, list(history))) or 'none'}"
 
 
@@ -118,7 +118,7 @@ def verdict(
     alarm_rank: int,
     last_locations: Mapping[int, str] | None = None,
 ) -> str:
-    """Return a sentence that names the missing rank.
+    """Name the missing rank in one sentence.
 
     Ranks without a report are stopped or gone. If all ranks have reported, the missing rank is the last rank in the
     chain of waits that starts at ``alarm_rank``. If the chain ends in a collective or a cycle, the missing rank is the

@@ -1,4 +1,4 @@
-"""The last collectives of this process, from torch's flight recorder.
+"""This process's last collectives, from torch's flight recorder.
 
 The recorder is always on, with gloo and with NCCL. It is only read when a rank is late.
 """
@@ -28,10 +28,10 @@ class Operation:
 
 
 def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
-    """Return the operations that this process has started, the newest last. Background threads are excluded.
+    """List the operations that this process has started, the newest last. Background threads are excluded.
 
     Args:
-        groups: maps the names of process groups to descriptions.
+        groups: maps process group names to descriptions.
     """
     record = flight_record()
     main = threading.main_thread().ident
@@ -44,8 +44,8 @@ def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
 def idle_s() -> float:
     """Return the seconds since this process started its last operation; infinite if it has started none.
 
-    torch records wall-clock times. If the wall clock has been changed since the import of this module, the operation
-    may have been recorded by the old or by the new clock, so the shorter of the two durations is returned.
+    torch records wall-clock times. If the wall clock has been changed since this module's import, the operation may
+    have been recorded by the old or by the new clock, so the shorter duration is returned.
     """
     recorded = operations()
     if not recorded:
@@ -56,7 +56,7 @@ def idle_s() -> float:
 
 
 def format_operations(groups: Mapping[str, str]) -> str:
-    """Return a line with the last ``NUM_OPERATIONS`` operations, the newest last."""
+    """Format the last ``NUM_OPERATIONS`` operations as one line, the newest last."""
     last = [operation.words for operation in operations(groups)[-NUM_OPERATIONS:]]
     runs = [(words, len(list(run))) for words, run in itertools.groupby(last)]
     listed = [words if count == 1 else f"{count} x {words}" for words, count in runs]
@@ -64,7 +64,7 @@ def format_operations(groups: Mapping[str, str]) -> str:
 
 
 def _describe(entry: Mapping[str, Any], groups: Mapping[str, str]) -> str:
-    """Return the description of an operation, such as "all_reduce float[2, 3] (tensor)"."""
+    """Describe an operation, such as "all_reduce float[2, 3] (tensor)"."""
     name = str(entry["profiling_name"]).partition(":")[2]
     group_name, description = entry["process_group"]
     dtypes, shapes = entry["input_dtypes"], entry["input_sizes"]

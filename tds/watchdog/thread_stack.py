@@ -1,4 +1,4 @@
-"""Stack of the main thread, read from another thread, for the reports of hanging ranks."""
+"""The main thread's stack, read from another thread, for hanging ranks' reports."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (sysconfig.get_p
 
 
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread."""
+    """Return the main thread's innermost frame."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def format_stack(frame: FrameType | None) -> str:
-    """Return the innermost ``MAX_CALLS`` calls formatted as a traceback, most recent call last."""
+    """Format the innermost ``MAX_CALLS`` calls as a traceback, most recent call last."""
     if frame is None:
         return ""
     return "".join(traceback.format_list(traceback.extract_stack(frame, MAX_CALLS)))
 
 
 def format_location(frame: FrameType | None) -> str:
-    """Return the innermost call outside of libraries, such as "read (loader.py:12)"."""
+    """Format the innermost call outside of libraries, such as "read (loader.py:12)"."""
     inner = frame
     while inner is not None and _is_library(inner.f_code.co_filename):
         inner = inner.f_back
@@ -41,7 +41,7 @@ def format_location(frame: FrameType | None) -> str:
 
 
 def communication(frame: FrameType | None) -> str | None:
-    """Return the communication that a thread is in, such as "all_reduce"; None if there is none.
+    """Identify the communication that a thread is in, such as "all_reduce"; None if there is none.
 
     The wait for an operation that was started earlier is detected by ``.wait(`` in the source line, because
     ``work.wait()`` has no Python frame.

@@ -25,7 +25,7 @@ CHECK_INTERVAL_S = 0.3
 STOPPED_S = 1.0
 """If a thread sleeps this much longer than requested, its process was stopped or starved; this time is not counted."""
 NOTES_PER_S = 500
-"""Maximum location updates per second of all ranks, because the store has a single thread."""
+"""Maximum location updates per second over all ranks, because the store has a single thread."""
 REARM_S = 1.0
 OUTSIDE = "outside of train_batch and eval_batch"
 STORE_LOST = "the process group's store does not answer: its host, rank 0 or the launcher, is stopped or gone"
@@ -100,30 +100,30 @@ class Watchdog:
     # Hooks for subclasses.
 
     def _phase(self) -> str:
-        """Return the description of the main thread's current phase."""
+        """Describe the main thread's current phase."""
         raise NotImplementedError
 
     def _collective(self) -> str | None:
-        """Return the description of the main thread's current collective, or None."""
+        """Describe the main thread's current collective; None if there is none."""
         return collective_scope.current_collective()
 
     def _limit_of(self, state: State) -> float:
-        """Return the time limit of ``state`` in seconds."""
+        """The limit is in seconds."""
         return self.limit_s
 
     def _describe(self, local_report: Report, state: State) -> Report:
-        """Return ``local_report``, based on messages and collectives, with information of the subclass added."""
+        """Add the subclass's information to ``local_report``, which is based on messages and collectives."""
         return local_report
 
     def _past_operations(self) -> list[str]:
-        """Return the parts of the report line about earlier operations."""
+        """Format the parts of the report line about earlier operations."""
         return [format_history(self.communicator.history)]
 
     def _write_location(self, alarms: Alarms) -> None:
-        """Write the location of this rank to the store periodically."""
+        """Write this rank's location to the store periodically."""
 
     def _on_store_lost(self, error: RuntimeError) -> None:
-        """React to the loss of the store. The listener ends after this; the timer continues."""
+        """React to the store's loss. The listener ends after this; the timer continues."""
 
     def _conclude(
         self, call_idx: int, verdict: str | None, local_report: Report, linger: Callable[[], None] | None
@@ -160,7 +160,7 @@ class Watchdog:
             self._conclude(call_idx, STORE_LOST, own_report, None)
 
     def _is_late(self) -> bool:
-        """Return True if this rank has exceeded the time limit of its state, and no alarm has been answered for it."""
+        """Return True if this rank has exceeded its state's time limit, and no alarm has been answered for it."""
         now = time.monotonic()
         stopped_s, self._last_check = now - self._last_check - CHECK_INTERVAL_S, now
         state = self._update(now)
@@ -188,7 +188,7 @@ class Watchdog:
         return True
 
     def _answer(self, alarms: Alarms) -> None:
-        """Report the state of this rank, and determine or read the verdict of the alarm."""
+        """Report this rank's state, and determine or read the alarm's verdict."""
         call_idx = self._call_idx
         self._alarm_noticed.set()
         own_report = self._report()
@@ -214,7 +214,6 @@ class Watchdog:
         return state
 
     def _report(self) -> Report:
-        """Return the report of this rank: its operation, the rank it waits for, and the duration."""
         state = self._update(time.monotonic())
         since_s = time.monotonic() - self._state_since
         ranks = self.communicator.links.ranks if self.communicator.links else ()
@@ -284,7 +283,7 @@ class EngineWatchdog(Watchdog):
             self._reset_state()
 
     def _reset_state(self) -> None:
-        """Reset the state, so that errors and alarms of the watched call do not affect later calls."""
+        """Reset the state, so that the watched call's errors and alarms do not affect later calls."""
         self._collectives.reset()
         self.communicator.waiting = None
         with self._lock:
@@ -319,7 +318,7 @@ class EngineWatchdog(Watchdog):
         return self.limit_s if is_waiting else float("inf")
 
     def _past_operations(self) -> list[str]:
-        """On an accelerator, add the operations of torch's flight recorder, because the host only queues them."""
+        """On an accelerator, add the operations in torch's flight recorder, because the host only queues them."""
         if self.communicator.device_action() is None:
             return super()._past_operations()
         return [flight_recorder.format_operations({}), *super()._past_operations()]
@@ -409,7 +408,7 @@ class RunWatchdog(Watchdog):
             alarms.write_location(self._get_phase())
 
     def _describe(self, local_report: Report, state: State) -> Report:
-        """Add the phase, the operation that the rank waits in, and the current line of the program."""
+        """Add the phase, the operation that the rank waits in, and the program's current line."""
         frame = thread_stack.main_frame()
         operation = thread_stack.communication(frame)
         words = local_report.words
@@ -443,14 +442,14 @@ class RunWatchdog(Watchdog):
 
 
 def peer_lost(error: BaseException | None) -> collective_scope.PeerLost | None:
-    """Return the first ``PeerLost`` in the chain of causes of ``error``, or None."""
+    """Find the first ``PeerLost`` in the chain of causes of ``error``; None if there is none."""
     while error is not None and not isinstance(error, collective_scope.PeerLost):
         error = error.__cause__
     return error
 
 
 def is_timeout(lost: collective_scope.PeerLost) -> bool:
-    """Return True if ``lost`` was caused by a timeout of the backend, which is recognised by the error's text."""
+    """Return True if a backend timeout caused ``lost``; the error's text shows it."""
     cause = lost.__cause__
     while cause is not None:
         text = str(cause).lower()
@@ -461,6 +460,6 @@ def is_timeout(lost: collective_scope.PeerLost) -> bool:
 
 
 def rank_name(rank: int, coordinate: Any) -> str:
-    """Return "rank 3 (stage 1, replica 0)" from a rank's coordinates in DeepSpeed's topology."""
+    """Format a rank and its coordinates in DeepSpeed's topology as "rank 3 (stage 1, replica 0)"."""
     tensor = f", tensor {coordinate.model}" if hasattr(coordinate, "model") else ""
     return f"rank {rank} (stage {coordinate.pipe}, replica {coordinate.data}{tensor})"

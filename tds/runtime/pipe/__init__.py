@@ -1,7 +1,7 @@
 """``deepspeed.runtime.pipe`` with tds's ``PipelineModule`` and ``engine``; all other names are DeepSpeed's.
 
-``tds.runtime.pipe.module`` is DeepSpeed's module. Its ``PipelineModule`` is the base class of tds's, and the engine of
-tds trains it too.
+``tds.runtime.pipe.module`` is DeepSpeed's module. Its ``PipelineModule`` is the base class of tds's, and tds's
+engine trains it too.
 """
 
 from __future__ import annotations
