@@ -130,7 +130,7 @@ def _family_names(section: str, option: Option) -> str:
 
 
 def _effective_families(section: str, option: Option) -> list[ModelFamily]:
-    """List the families in which ``option`` takes effect, decoders first if all of them are included."""
+    """List the families in which ``option`` takes effect; if all decoder families are in the list, they come first."""
     effective = [family for family in FAMILIES.values() if accepts_option(family.name, section, option)]
     has_all = all(family in effective for family in FAMILIES.values() if family.model_type == "decoder")
     return sorted(effective, key=lambda family: has_all and family.model_type != "decoder")
