@@ -102,9 +102,9 @@ _STOP_AT_NUM_BAD = 1000
 class TrainingText:
     """The ``documents`` except the held-out ones; can be iterated once.
 
-    A group's target is its share of the bytes read so far, at most 16 MB over all groups. A document is held out when
-    the held-out bytes of its group are 16 kB or more below the target. Held-out documents are therefore evenly
-    distributed and have typical lengths. A small text has no held-out documents.
+    The target for each group is ``held_out_share`` of its bytes read so far. A document is held out when the held-out
+    bytes of its group are 16 kB or more below the target, and at most 16 MB are held out in total. Held-out documents
+    are therefore evenly distributed and have typical lengths. A small text has no held-out documents.
 
     Args:
         group_of: returns a document's group from its file path.
