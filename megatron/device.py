@@ -100,7 +100,7 @@ def bind(device_type: str, local_rank: int) -> torch.device:
 
 
 def keep_freed_memory() -> bool:
-    """Configure glibc to retain freed memory, as in the stages of tds; return True on success."""
+    """Configure glibc to retain freed memory, as the pipeline engine does; return True on success."""
     from tds.device import keep_freed
 
     return keep_freed()

@@ -308,7 +308,7 @@ class _Reader:
                 yield (key,), value
 
     def _is_deepspeed_key(self, key: str, value: Any, headings: Container[str]) -> bool:
-        """Distinguish DeepSpeed's JSON keys from flags.
+        """Return True for a key of DeepSpeed's JSON, False for a flag.
 
         A section named like one of ours, such as "optimizer", is DeepSpeed's if it contains "type".
         """
@@ -402,7 +402,7 @@ class _Reader:
         return True, value
 
     def _read_foreign_key(self, name: str, key: str, location: str, value: Any) -> None:
-        """Read a key that is not a flag of this program with ``scan``, which knows the flags of other trainers."""
+        """Read a key that is not a flag of this program. ``scan`` parses it like a flag of another trainer."""
         if isinstance(value, dict):
             self.problems.append(f"{location}: {key} must be a value, got {_describe_value(value)}")
             return
@@ -469,9 +469,13 @@ NEEDS_CHECKPOINT = (
 def _without_derived_lengths(
     values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], scanned: Scan
 ) -> dict[str, Any]:
-    """Drop derived lengths in a run's config.json, which the new run computes again.
+    """Return ``values`` without derived lengths, which the new run computes again.
 
     If the command line sets the run length, --train-samples and --train-tokens are removed from ``converted``.
+
+    Args:
+        values: field -> value of a run's config.json.
+        saved: the sections of that config.json.
     """
     values, batch = dict(values), saved.get("batch")
     if not isinstance(batch, dict):
@@ -497,7 +501,7 @@ def _without_derived_lengths(
 def _decays_over_full_run(
     values: Mapping[str, Any], limits: Mapping[str, int], batch: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> bool:
-    """Compare ``lr_decay_samples`` with the run length, which is its default.
+    """Return True if ``lr_decay_samples`` equals its default, the run length.
 
     Args:
         values: field -> value of the run's config.json.
@@ -518,7 +522,7 @@ def _decays_over_full_run(
 
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
-    """Drop derived values in a run's config.json, which the new run computes again."""
+    """Return a run's ``values`` without derived values, which the new run computes again."""
     derived = {option.name for option in family_options(family) if is_derived(option, option.default)}
     independent = {name: value for name, value in values.items() if name not in derived}
     derived_values = vars(config_from_values(independent, family=family).namespace())
@@ -526,7 +530,7 @@ def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _former_defaults(saved: Mapping[str, Any], scanned: Scan) -> dict[str, Any]:
-    """Look up former defaults for settings that are newer than the run; a note lists them."""
+    """Return field -> former default for settings that are newer than the run; a note lists changed defaults."""
     options = {option.name: option for option in family_options(scanned.family)}
     former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - scanned.values}
     defaults = {name: option.default for name, option in options.items()}
@@ -547,7 +551,7 @@ def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_own_run_dir(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Drop ``load`` and ``save`` if they name the run's own folder.
+    """Return ``values`` without ``load`` and ``save`` if they name the run's own folder.
 
     A repeated run then starts from scratch, as the first run did, and saves to a new folder.
     """

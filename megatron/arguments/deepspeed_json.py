@@ -93,7 +93,7 @@ def read_text(path: str, flag: str, content: str = "one JSON object {...}") -> s
 
 
 def _parse_constant(name: str) -> float:
-    """Accept infinity, which Accelerate writes for steps_per_print.
+    """Convert the constant Infinity, which Accelerate writes for steps_per_print, to a float.
 
     Raises:
         ValueError: the constant is not Infinity.
@@ -148,9 +148,9 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Parse the JSON file ``path`` and apply ``validate_keys``.
+    """Read the JSON file ``path``, and return the result of ``validate_keys``.
 
-    If the file cannot be parsed, the object is empty and the error is the only problem.
+    If the file cannot be parsed, the result is an empty object with the error as its only problem.
     """
     try:
         return validate_keys(read_json(path))
@@ -238,7 +238,7 @@ def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
 
 
 def _is_disabled(name: str, value: Any) -> bool:
-    """Recognise a rejected section without effect: it is disabled, or all values are "auto"."""
+    """Return True if a section that is not supported has no effect: it is disabled, or all values are "auto"."""
     if not isinstance(value, dict):
         return value is False
     if name == "scheduler":
@@ -398,8 +398,8 @@ def json_layer(
 ) -> Layer:
     """Build the layer of JSON values.
 
-    ``flags`` and ``defaults`` determine the stage count, because "pipeline" has no effect without a pipeline, and
-    the learning rate to which the scheduler's minimum ratio refers.
+    ``flags`` and ``defaults`` determine two values that the JSON depends on: the stage count, because "pipeline" has
+    no effect without a pipeline, and the learning rate, because the scheduler's minimum is a fraction of it.
 
     Args:
         flags: field -> value of the command line and --config.

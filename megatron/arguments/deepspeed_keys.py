@@ -233,7 +233,7 @@ def _is_enabled(section: Any) -> bool:
 
 
 def _times_throughput(section: Any) -> bool:
-    """Check for a "throughput" section in "timers" that is not disabled; DeepSpeed enables it by default."""
+    """Return True if "timers" has a "throughput" section, which is enabled by default, and it is not disabled."""
     return isinstance(section, Mapping) and section.get("throughput", {"enabled": False}).get("enabled") is not False
 
 

@@ -44,7 +44,7 @@ SCHEDULERS = {
 
 
 def is_supported(section: Any) -> bool:
-    """Check for a supported type and a linear warm-up."""
+    """Return True if the scheduler's type is supported and its warm-up is linear."""
     if not isinstance(section, dict) or section.get("type") not in SCHEDULERS:
         return False
     params = section.get("params")
@@ -52,7 +52,7 @@ def is_supported(section: Any) -> bool:
 
 
 def problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Check the parameters in a supported section."""
+    """Yield an error message for each invalid parameter in a supported section."""
     name = section["type"]
     known, params = SCHEDULERS[name].params, section["params"]
     for key, value in params.items():

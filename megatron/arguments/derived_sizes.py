@@ -24,7 +24,7 @@ JSON_KEYS = {
 def resolve_batch_size(
     scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any], world_size: int
 ) -> dict[str, Any]:
-    """Derive sizes from the global batch size; a contradiction is added to ``scanned.problems``.
+    """Derive sizes from the global batch size, as field -> value; contradictions are added to ``scanned.problems``.
 
     global batch = micro-batch x gas x replicas. "Stated" means set by a flag or the JSON, not by a default:
 
@@ -101,9 +101,10 @@ FLAG = "--num-layers-per-virtual-pipeline-stage"
 
 
 def resolve_chunks(scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive the chunk count from the layers per chunk; a contradiction is added to ``scanned.problems``.
+    """Derive the chunk count from the layers per chunk, as field -> value, or {} if it is not derived.
 
-    chunks = layers / (stages x layers per chunk). For an encoder-decoder, the layers on both sides are added.
+    chunks = layers / (stages x layers per chunk). For an encoder-decoder, the layers on both sides are added. A
+    contradiction is added to ``scanned.problems``.
 
     Args:
         explicit: field -> value of flags and JSON.

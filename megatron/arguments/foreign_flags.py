@@ -80,7 +80,7 @@ class ForeignFlag:
     def fields(self) -> tuple[str, ...]:
         """Fields that the flag determines.
 
-        Targets with ``?``, which yield to other flags, are left out unless all targets have it.
+        Targets with ``?`` yield to other flags and are left out. If all targets have a ``?``, the first one counts.
         """
         targets = [target for target in self.targets if not target.is_fallback] or self.targets[:1]
         return tuple(field for target in targets for field in target.fields)
@@ -91,7 +91,7 @@ class ForeignFlag:
         return bool(self.targets) and self.targets[0].is_fallback
 
     def count_problem(self, values: list[str]) -> str | None:
-        """Check the word count after the flag; None if it is valid."""
+        """Explain why the number of words after the flag is wrong; None if it is valid."""
         if not self.value and values:
             return f"{self.flag} takes no value, got {values[0]!r}. Remove the value, or the flag"
         if self.value == "any":
@@ -103,7 +103,7 @@ class ForeignFlag:
         return None
 
     def value_problem(self, values: list[str]) -> str | None:
-        """Check ``values`` if the rule is by-value; None without a problem."""
+        """Explain why ``values`` are not supported if the rule is by-value; None if they are."""
         if self.rule != BY_VALUE or all(_is_accepted(value, self.target.split()) for value in values):
             return None
         return f"{self.flag} {' '.join(values)} is not supported: {self.alternative}"

@@ -70,7 +70,7 @@ class ModelChoice:
         return {} if self.arch is None else self.arch.settings
 
     def compatible_defaults(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Drop the defaults of a weaker source that belong to another architecture or family."""
+        """Return ``defaults``, from a weaker source, without the fields of another architecture or family."""
         if self.family == self.program and self.arch is None:
             return dict(defaults)
         options = {option.name for option in family_options(self.family)}
@@ -141,7 +141,7 @@ def _choose_by_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
 
 
 def missing_size_problems(choice: ModelChoice, config: Config) -> Iterator[str]:
-    """Find required model sizes that are not set."""
+    """Yield an error message for each required model size that is not set."""
     if choice.arch is None:
         return
     flags = {option.name: option.flag for option in options_of(ModelConfig)}

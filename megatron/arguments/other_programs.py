@@ -97,7 +97,7 @@ def defaults_of(scanned: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def notes(config: Config, scanned: Scan) -> Iterator[str]:
-    """Report differences from Megatron-LM if the script was written for one of its programs."""
+    """Yield a note for each difference from Megatron-LM if the script was written for one of its programs."""
     if not scanned.follows_megatron:
         return
     if config.model.loss_average == "micro-batch":

@@ -35,7 +35,7 @@ def settings_of_flag(flag: str) -> set[str]:
 
 
 def _is_fallback(flag: str) -> bool:
-    """Check for a converted flag that only applies if the field's own flag is missing."""
+    """Return True for a converted flag that applies only if the field's own flag is missing."""
     row = foreign_flags().get(flag)
     return row is not None and row.is_fallback
 
@@ -115,7 +115,7 @@ def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str,
     Args:
         defaults: field -> value of the sources of defaults; changed in place.
         explicit: field -> value of flags and JSON.
-        notes: receives a line about a default that the user may miss.
+        notes: receives a line for each removed default that the user may expect to apply.
     """
     if "vocab_file" in explicit or "merge_file" in explicit:
         defaults.pop("tokenizer_path", None)

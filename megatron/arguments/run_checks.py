@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def debug_problems(config: Config) -> Iterator[str]:
-    """Check for debugging flags that have no effect or do not work with another flag."""
+    """Yield an error message for each debugging flag that has no effect or excludes another flag."""
     debug = config.debug
     flags = [_flag(name) for name in DUMP_ONLY if name in config.explicit_fields]
     if flags and debug.debug_dump is None:
@@ -38,13 +38,13 @@ def debug_problems(config: Config) -> Iterator[str]:
 
 
 def _may_be_longer(config: Config) -> bool:
-    """Check if the last step also depends on samples that an earlier start consumed."""
+    """Return True if the last step also depends on the samples consumed by earlier starts of this run."""
     is_continued = bool(config.checkpoint.load or config.checkpoint.resume) and not config.checkpoint.finetune
     return is_continued and (config.batch.train_samples is not None or config.batch.train_tokens is not None)
 
 
 def _dump_step_problems(config: Config) -> Iterator[str]:
-    """Reject a run that contains no step to dump."""
+    """Yield an error message if the run ends before the first step to dump."""
     debug, last = config.debug, config.batch.train_iters
     if debug.debug_dump is None or _may_be_longer(config) or any(True for _ in debug.problems()):
         return
@@ -61,7 +61,7 @@ def _flag(name: str) -> str:
 
 
 def logging_problems(config: Config) -> Iterator[str]:
-    """Check for logging flags that have no effect, do not work with another flag, or need a missing package."""
+    """Yield an error message for each logging flag that has no effect, excludes another flag, or lacks a package."""
     logging_config = config.logging
     flags = [_flag(name) for name in WANDB_ONLY if name in config.explicit_fields]
     if flags and not logging_config.wandb_project:
@@ -116,7 +116,7 @@ def _task_problems(config: Config) -> Iterator[str]:
 
 
 def _profile_step_problems(config: Config) -> Iterator[str]:
-    """Reject a run that ends before the last step to profile."""
+    """Yield an error message if the run ends before the last step to profile."""
     logging_config, last = config.logging, config.batch.train_iters
     if logging_config.profile is None or _may_be_longer(config) or any(True for _ in logging_config.problems()):
         return
@@ -132,7 +132,7 @@ def _is_installed(package: str) -> bool:
 
 
 def stability_problems(config: Config) -> Iterator[str]:
-    """Check for stability flags that have no effect or that need another flag."""
+    """Yield an error message for each stability flag that has no effect or needs another flag."""
     stability, checkpoint = config.stability, config.checkpoint
     if "stability_patience" in config.explicit_fields and not stability.is_guarded:
         yield (
@@ -148,6 +148,6 @@ def stability_problems(config: Config) -> Iterator[str]:
 
 
 def stability_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Note stability flags that have no effect and do no harm."""
+    """Yield a note for each stability flag that is accepted although it has no effect."""
     if "drift_interval" in config.explicit_fields and config.stability.drift_interval and world_size == 1:
         yield "--drift-interval has no effect on one rank: there are no copies to compare"

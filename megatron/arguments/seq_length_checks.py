@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def schedule_problems(config: Config) -> Iterator[str]:
-    """Check the schedule, and each length in this layout; every problem has a fix."""
+    """Yield an error message for each problem in the schedule, including lengths that this layout does not support."""
     text = config.batch.seq_length_schedule
     if text is None or config.family_config.KIND != "decoder":  # other families reject the flag
         return
@@ -64,7 +64,7 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
 
 
 def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
-    """Reject lengths that cannot be split over ranks; --seq-length itself is checked with its own flag."""
+    """Yield an error message if ranks cannot split some of ``lengths``, which exclude --seq-length."""
     parallel = config.parallel
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c > 1:

@@ -416,8 +416,8 @@ def _set_lengths_in_samples(
 ) -> None:
     """Set the decay and warm-up lengths in samples, and the step at which the decay ends.
 
-    Lengths in steps are converted to samples: those of the first N steps of the run for decay and warm-up, and those of
-    the last N steps of the decay for ``lr_wsd_decay_iters``. Steps of a batch ramp-up have fewer samples.
+    A decay or warm-up of N steps is converted to the samples in the run's first N steps, and ``lr_wsd_decay_iters`` to
+    the samples in the decay's last N steps. Steps of a batch ramp-up have fewer samples.
 
     Args:
         run_samples: samples of the run without the limit by --train-tokens.
@@ -596,7 +596,7 @@ def _resolve_tokenizer_type(scanned: Scan, values: Mapping[str, Any]) -> None:
 
 
 def _reject_dense_only(scanned: Scan, values: Mapping[str, Any]) -> None:
-    """Reject flags with the rule dense-only if the model has experts; in a dense model they are ignored."""
+    """Add a problem for flags with the rule dense-only if the model has experts; a dense model ignores them."""
     if (values.get("num_experts") or 0) <= 1:
         return
     flags = [name for name in scanned.ignored if name.startswith("--")]

@@ -37,7 +37,7 @@ TOKEN_FILE_ONLY_FIELDS = (
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Check for user settings of data without effect, and for incomplete sets of data paths."""
+    """Yield an error message for each data flag without effect, and for incomplete sets of data paths."""
     explicit, data = config.explicit_fields, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
@@ -66,7 +66,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def data_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Note data settings that scripts pass for several runs and that have no effect in this one."""
+    """Yield a note for each data setting that has no effect in this run but may have one in the script's other runs."""
     data, reads = config.data, splits_read(config)
     paths, flag = data.corpora, "test set with --valid-sft" if data.sft else "--test-data-path"
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
@@ -82,7 +82,7 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _empty_split_notes(config: Config) -> Iterator[str]:
-    """Note evaluations that are skipped because --split assigns no documents to them."""
+    """Yield a note for each evaluation that is skipped because --split assigns no documents to it."""
     reads, shares = splits_read(config), config.data.split_shares
     for name, share, event in zip(
         SPLIT_PATH_FIELDS[1:], shares[1:], ("validation", "the test evaluation at the end"), strict=True
@@ -213,7 +213,7 @@ ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
 def unused_flag_problems(config: Config) -> Iterator[str]:
-    """Check for given flags that have no effect."""
+    """Yield an error message for each flag set by the user that has no effect."""
     explicit, optimizer = config.explicit_fields, config.optimizer
     yield from scaling_problems(config)
     if "wsd_decay_fraction" in explicit and optimizer.lr_decay_style != "wsd":
@@ -260,7 +260,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
 
 
 def format_problems(config: Config) -> Iterator[str]:
-    """Check for settings that need another checkpoint format than deepspeed, if that format was given."""
+    """Yield an error message for each setting that --checkpoint-format deepspeed does not support, if it is set."""
     if not config.checkpoint.is_deepspeed:
         return
     for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval", "save_remote"):
@@ -289,7 +289,7 @@ def format_problems(config: Config) -> Iterator[str]:
 
 
 def saved_input_notes(config: Config) -> Iterator[str]:
-    """Note settings for saved layer inputs that have no effect and come from the JSON or the defaults."""
+    """Yield a note for settings of saved layer inputs, from the JSON or the defaults, that have no effect."""
     parallel = config.parallel
     flags = [
         flag
@@ -303,7 +303,7 @@ def saved_input_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
-    """Check for dynamic loss-scale flags together with a fixed scale."""
+    """Yield an error message if dynamic loss-scale flags are combined with a fixed scale."""
     fixed = config.precision.loss_scale
     names = _flags(config, ("initial_scale_power", *DYNAMIC_SCALING)) if fixed and _may_be_fp16(config) else []
     if names:
@@ -314,7 +314,7 @@ def scaling_problems(config: Config) -> Iterator[str]:
 
 
 def notes(config: Config, world_size: int) -> Iterator[str]:
-    """Note settings that have no effect and do no harm."""
+    """Yield a note for each setting that is accepted although it has no effect."""
     yield from scaling_notes(config)
     yield from saved_input_notes(config)
     yield from data_notes(config, world_size)
@@ -342,7 +342,7 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _single_stage_notes(config: Config) -> Iterator[str]:
-    """Note JSON keys that have no effect without a pipeline."""
+    """Yield a note for each JSON key that has no effect without a pipeline."""
     json = config.deepspeed
     if json.get("pipeline"):
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
@@ -355,7 +355,7 @@ def _single_stage_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_notes(config: Config) -> Iterator[str]:
-    """Note loss-scale settings without effect: the format is not fp16, or the scale is fixed."""
+    """Yield a note for loss-scale settings without effect: the format is not fp16, or the scale is fixed."""
     dtype, fixed = config.precision.dtype, "fp16.loss_scale"
     dynamic_keys = (
         [name for name in _stated_scaling(config.deepspeed) if name != fixed] if config.precision.loss_scale else []

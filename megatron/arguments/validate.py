@@ -28,7 +28,7 @@ OFFLOAD_FLAGS = {
 
 
 def zero_problems(config: Config) -> Iterator[str]:
-    """Check the ZeRO and offload flags, which involve all sections."""
+    """Yield an error message for each ZeRO or offload flag that conflicts with other settings."""
     optimizer, parallel = config.optimizer, config.parallel
     stage = optimizer.zero_stage
     if stage > 1 and parallel.has_pipeline:
@@ -101,7 +101,7 @@ def _adam_problems(config: Config) -> Iterator[str]:
 
 
 def zero_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Note ZeRO and offload settings that have no effect and do no harm."""
+    """Yield a note for each ZeRO or offload setting that is accepted although it has no effect."""
     optimizer, json = config.optimizer, config.deepspeed.get("zero_optimization", {})
     replicas = config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
     if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
@@ -120,7 +120,7 @@ def zero_notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def sequence_parallel_problems(config: Config) -> Iterator[str]:
-    """Check --sequence-parallel: excluded flags, flags without effect, and indivisible lengths."""
+    """Yield an error message for each flag or length that does not work with --sequence-parallel."""
     parallel = config.parallel
     if not parallel.sequence_parallel:
         return
@@ -148,7 +148,7 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def context_parallel_problems(config: Config) -> Iterator[str]:
-    """Check --context-parallel-size against other flags and sizes."""
+    """Yield an error message for each flag or size that does not work with --context-parallel-size."""
     parallel, model = config.parallel, config.model
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c == 1:
@@ -192,7 +192,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def context_parallel_notes(config: Config) -> Iterator[str]:
-    """Note context-parallel flags that have no effect or select the same method as another value."""
+    """Yield a note for a context-parallel flag that has no effect or selects the same method as another value."""
     parallel = config.parallel
     if "cp_comm_type" in config.explicit_fields and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
@@ -227,7 +227,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Check model settings from any source; ``config.explicit_fields`` are set by flags."""
+    """Yield an error message for each invalid model setting, whether it comes from flags or from another source."""
     yield from config.family_config.problems()
     yield from _head_problems(config)
     yield from config.family_config.model_problems(config)
@@ -288,7 +288,7 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
 
 
 def _pipeline_file_problems(config: Config) -> Iterator[str]:
-    """Check a schedule file, or a layout in Megatron's notation, against the other settings."""
+    """Yield an error message if a schedule file, or a layout in Megatron's notation, conflicts with other settings."""
     parallel, m = config.parallel, config.batch.num_micro_batches
     if any(parallel.problems()):
         return

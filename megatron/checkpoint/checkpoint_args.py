@@ -2,7 +2,7 @@
 
 | setting | if the user does not set it | if the user sets another value |
 |---|---|---|
-| settings that weights must share (``Config.identity``) | the source's, overriding the recipe's | error, exit code 3 |
+| settings that must match the weights (``Config.identity``) | the source's; overrides the recipe | error, exit code 3 |
 | subset of these without effect on shapes (``REFITTED``) | the source's | error; with --finetune the user's |
 | the vocabulary size | the source's, except with --resize-vocab | error; with --resize-vocab the user's |
 | ``INHERITED_FIELDS`` | the source's | the user's |
@@ -202,7 +202,7 @@ def read_source(path: Path | str, family: str, model: str = "") -> SettingsSourc
 
 
 def is_huggingface(path: Path) -> bool:
-    """Recognise a Hugging Face folder, even if its model is not supported."""
+    """Return True for a Hugging Face folder, even if its model is not supported."""
     if not (path / CONFIG).is_file():
         return False
     has_tensors = any((path / name).is_file() for name in (WEIGHTS, INDEX))
@@ -290,6 +290,6 @@ def _check_user_values(
 
 
 def _is_equivalent(config: Config, name: str, user_value: Any, saved_value: Any) -> bool:
-    """Compare two values; some settings accept two spellings of a value."""
+    """Return True if both values mean the same setting; some settings accept two spellings of a value."""
     section = config.model if hasattr(config.model, name) else config.family_config
     return bool(getattr(replace(section, **{name: user_value}), name) == saved_value)

@@ -151,7 +151,7 @@ def _has_nonzero(header: Header) -> bool:
 
 
 def _fits(config: Config, tensors: Mapping[str, Header], model_type: str) -> bool:
-    """Compare names and element counts with the model."""
+    """Return True if the tensors' names and element counts match the model in ``config``."""
     expected, headers = _expected_names(config, model_type), _used_headers(config, tensors, model_type)
     word_name = format_of(config, model_type).word
     if expected != headers.keys() or len(headers[word_name].shape) != 2:

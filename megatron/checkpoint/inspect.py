@@ -53,7 +53,7 @@ def summarize_run(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def file_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return file sizes in bytes. Opening a checkpoint of ours has verified the files' checksums."""
+    """Return file name -> size in bytes. A checkpoint in our format was verified when it was opened."""
     return {name: info.size for name, info in checkpoint.manifest.files.items()}
 
 
@@ -113,7 +113,7 @@ class Difference:
 
 
 def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: bool = False) -> list[Difference]:
-    """List the differing tensors in the order of ``first``, then those only in ``second``; empty if bit-identical."""
+    """List the differing tensors in the order of ``first``; tensors that only ``second`` has come last."""
     names = dict.fromkeys([*first.names(), *second.names()])
     compared_names = [name for name in names if name.startswith(WEIGHTS) or not weights_only]
     differences = (_difference(name, first, second) for name in compared_names)

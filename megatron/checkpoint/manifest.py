@@ -48,7 +48,7 @@ def read_metadata(folder: Path) -> dict[str, Any] | None:
 
 
 def has_valid_checksum(content: bytes) -> bool:
-    """Compare the checksum in the first line with the remaining bytes."""
+    """Return True if the checksum in the first line matches the remaining bytes."""
     match = _FIRST_LINE.match(content)
     return match is not None and match[1] == b"%08x" % zlib.crc32(content[match.end() :])
 

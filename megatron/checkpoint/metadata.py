@@ -127,7 +127,7 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
 
 
 def _check_plain_name(name: str) -> str:
-    """Accept a plain file name, which cannot point outside the checkpoint's folder.
+    """Return ``name`` if it is a plain file name, which cannot point outside the checkpoint's folder.
 
     Raises:
         ValueError: ``name`` has a path separator, or is the manifest's name.

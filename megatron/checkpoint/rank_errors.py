@@ -21,7 +21,7 @@ def error_text(error: BaseException) -> str:
 
 @contextmanager
 def as_checkpoint_error(*, is_of_this_rank: bool = True) -> Iterator[None]:
-    """Convert exceptions raised in the block to CheckpointError; other types may not pickle to another rank.
+    """Convert exceptions raised in the block to CheckpointError, because other types may fail to pickle.
 
     Args:
         is_of_this_rank: the error concerns this rank only, so messages to all ranks name the rank.

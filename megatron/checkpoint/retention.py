@@ -28,7 +28,7 @@ class RetentionPolicy:
         last: number of complete checkpoints to keep (at least 1); None keeps all, except for the limit ``automatic``.
         every: keep each checkpoint whose step is a multiple of this.
         loaded: the checkpoint that the run started from, which is always kept.
-        automatic: number of checkpoints saved by default to keep, if ``last`` is None; None keeps all.
+        automatic: number of checkpoints saved at the default interval to keep if ``last`` is None; None keeps all.
         earlier_sequence: checkpoints up to this sequence number belong to an earlier run and are neither counted nor
             deleted.
 
@@ -93,7 +93,7 @@ def remove_old(paths: Iterable[Path], retention: RetentionPolicy) -> None:
 
 
 def _has_files(path: Path, manifest: Manifest) -> bool:
-    """Compare all file sizes with the manifest. The contents are not read."""
+    """Return True if all files have the sizes in the manifest. The contents are not read."""
     try:
         return all((path / name).stat().st_size == info.size for name, info in manifest.files.items())
     except OSError:

@@ -131,7 +131,7 @@ def _is_sample(path: str) -> bool:
 
 
 def _is_moved(saved_path: object, default_path: object) -> bool:
-    """Recognise a deleted sample data file that this checkout has at ``default_path``."""
+    """Return True if ``saved_path`` is a deleted sample data file that this checkout has at ``default_path``."""
     if not isinstance(saved_path, str) or not isinstance(default_path, str):
         return False
     old, new = Path(saved_path.strip("'\"")), Path(default_path.strip("'\""))

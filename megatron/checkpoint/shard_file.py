@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 22  # small enough to stay in the CPU cache between its check
 
 
 def shard_file_name(rank: int) -> str:
-    """Name the file that rank ``rank`` writes."""
+    """Return the name of the file that rank ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -120,7 +120,7 @@ class CheckpointConfig:
         return DEFAULT_MINUTES if self.is_default_interval else 0.0
 
     def problems(self) -> Iterator[str]:
-        """Check for flags that need a checkpoint although none is given, and flags that contradict each other."""
+        """Yield an error message for each flag that lacks a checkpoint to load or contradicts another flag."""
         if self.load is not None and self.resume:
             yield f"--load and --resume exclude each other, got --load {self.load} and --resume. Remove one of them"
         need_checkpoint = (

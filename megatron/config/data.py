@@ -216,7 +216,7 @@ class DataConfig:
 
     @property
     def corpora(self) -> dict[str, str | None]:
-        """Field of a corpus flag -> corpora. With --sft, conversation files replace the token files."""
+        """Field of each corpus flag -> its corpora. With --sft, conversation files replace the token files."""
         if self.sft is None:
             return {name: getattr(self, name) for name in PATHS}
         conversations = {"data_path": self.sft}
@@ -284,7 +284,7 @@ class DataConfig:
         return not self.flag_of_prefix or len(self.flag_of_cpm_set) < len(self.flag_of_prefix)
 
     def problems(self) -> Iterator[str]:
-        """Check for an invalid split, invalid weights, or an unreadable file."""
+        """Yield an error message for each problem: an invalid split, invalid weights, or an unreadable file."""
         yield from self._split_problems()
         yield from self._path_problems()
         yield from self._schedule_problems()
@@ -331,7 +331,7 @@ class DataConfig:
             yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
 
     def _order_problems(self) -> Iterator[str]:
-        """Report the settings that Megatron's order does not support, in one problem."""
+        """Yield an error message if settings are not supported by Megatron's order, or need it and it is not set."""
         settings = {
             f"--packing {self.packing}": self.packing != "concat",
             f"--fim-rate {self.fim_rate:g}": self.fim_rate > 0,
@@ -366,15 +366,14 @@ class DataConfig:
             yield from _parse_problems(partial(parse_schedule, self.mixture_schedule, count))
 
     def missing_files(self, *, reads_span_files: bool = False, on_any_node: bool = False) -> Iterator[str]:
-        """Find token files that do not exist.
+        """Yield an error message for each corpus whose files are missing or unreadable.
 
-        A --data-path that is itself a file or folder is not checked, because the script interprets it.
+        A --data-path that is itself a file or folder is not checked, because the script interprets it. By default, a
+        job with several nodes is not checked, because a node whose ranks read no data needs no files.
 
         Args:
             reads_span_files: a corpus may be a CPM set of three files.
             on_any_node: check this machine even if the job has several nodes.
-
-        By default a job with several nodes is not checked, because a node whose ranks read no data needs no files.
         """
         is_on_one_node = on_any_node or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         if not is_on_one_node or self.is_script_data or self.is_mock:
@@ -405,13 +404,13 @@ class DataConfig:
 
 
 def is_cpm_set(prefix: str) -> bool:
-    """Recognise a set of CPM's files: at least one exists, and no ordinary token file does."""
+    """Return True if ``prefix`` names a set of CPM's files: at least one exists, but no ordinary token file does."""
     exists = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in CPM_SUFFIXES)
     return exists and not os.path.exists(f"{prefix}.idx")
 
 
 def _space_problems(text: str, flag: str) -> Iterator[str]:
-    """Reject a path that contains a space and starts with a number, if it is parsed as a weight and a path."""
+    """Yield an error message if ``text`` is parsed as a weight and a path, but is itself the path of a corpus."""
     if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_cpm_set(text)):
         weight, path = text.split()
         yield (

@@ -70,7 +70,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def quote_path(path: str) -> str:
-    """Quote ``path`` if it would not be parsed as one path, unless it is a mixture written as one word."""
+    """Quote ``path`` if it would not be parsed as one path. A text with weights and paths is returned unchanged."""
     try:
         words = shlex.split(path)
     except ValueError:

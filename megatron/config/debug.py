@@ -62,7 +62,7 @@ class DebugConfig:
         return re.compile(self.debug_dump_modules)
 
     def problems(self) -> Iterator[str]:
-        """Check the steps and the pattern."""
+        """Yield an error message for invalid steps, and one for an invalid pattern."""
         try:
             self.steps()
         except ValueError:

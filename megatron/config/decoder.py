@@ -37,7 +37,7 @@ DECODER_POSITIONS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
 
 
 def parse_window(text: str) -> int:
-    """Parse ``N``, ``N,0`` or ``(N,0)``, Megatron's notation for a decoder's window; -1 means no window and returns 0.
+    """Parse ``N``, ``N,0`` or ``(N,0)``, Megatron's notation for a decoder's window; -1 (no window) becomes 0.
 
     Raises:
         ValueError: the text has another form.
@@ -257,7 +257,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
     @property
     def width_multiplier(self) -> float:
-        """muP's m: hidden size divided by the base model's, for which the learning rates are given."""
+        """muP's m: hidden size divided by the hidden size of the base model, whose learning rates are given."""
         return getattr(self, "hidden_size", 0) / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @functools.cached_property
@@ -405,7 +405,7 @@ def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def feature_problems(config: Any) -> Iterator[str]:
-    """Check the model in ``config``, a decoder ``Config``, whatever the source of its settings."""
+    """Yield an error message for each invalid model setting in ``config``, a decoder ``Config``, from any source."""
     model = config.model
     if model.position_embedding_type not in DECODER_POSITIONS:
         yield (
@@ -434,7 +434,7 @@ def feature_problems(config: Any) -> Iterator[str]:
 
 
 def unused_features(config: Any) -> Iterator[str]:
-    """Check for given features that have no effect."""
+    """Yield an error message for each feature set by a flag that has no effect."""
     model, explicit = config.model, config.explicit_fields
     for position_types, names in (
         ((ROPE,), _ROTARY),
@@ -484,7 +484,7 @@ def unused_features(config: Any) -> Iterator[str]:
 
 
 def window_notes(config: Any) -> Iterator[str]:
-    """Note a window that covers all tokens in a sample, as it may if the samples are shorter than usual."""
+    """Yield a note if the window covers all tokens in a sample, which is accepted for runs with short samples."""
     model, length = config.model, config.batch.seq_length
     if (
         config.family_config.KIND == "decoder"

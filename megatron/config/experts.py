@@ -107,7 +107,7 @@ class ExpertFeatures:
 
     @property
     def num_group_scores(self) -> int:
-        """Number of best scores in a group whose sum selects the groups for a token."""
+        """Number of highest scores in a group that are added up to rank the group for a token."""
         return self.moe_router_group_score_topk or self.moe_router_topk // max(self.moe_router_group_topk, 1)
 
     @property
@@ -157,7 +157,7 @@ def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Evaluate an expression of integers, lists of 0 and 1, + and * to a list with one entry per layer.
+    """Evaluate an expression of integers, lists of 0 and 1, ``+`` and ``*`` to a bool per layer.
 
     Raises:
         ValueError: ``text`` is invalid, or its list does not have one entry per layer.
@@ -197,7 +197,7 @@ def _evaluate(node: ast.AST) -> list[int] | int:
 
 
 def expert_problems(config: Any) -> Iterator[str]:
-    """Check the experts in ``config``, a decoder ``Config``."""
+    """Yield an error message for each invalid expert setting in ``config``, a decoder ``Config``."""
     model = config.model
     if not model.num_experts:
         return
@@ -305,7 +305,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
 
 
 def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
-    """Check that the experts in ``config`` can be divided over ``ranks`` on the data and context axes."""
+    """Yield an error message if the experts cannot be divided over ``ranks`` ranks on the data and context axes."""
     ep = config.parallel.expert_model_parallel_size
     if config.model.num_experts and ranks % ep:
         yield (

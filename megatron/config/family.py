@@ -67,7 +67,7 @@ class FamilyConfig:
         return True
 
     def summary(self, model: ModelConfig) -> str:
-        """Describe the model for the start table, after its sizes."""
+        """Return the text that follows the model's sizes in the start table; "" for none."""
         if model.multi_latent_attention:
             return f"latents of {model.kv_lora_rank} + {model.qk_pos_emb_head_dim} elements"
         is_grouped = model.num_query_groups != model.num_attention_heads
@@ -90,16 +90,16 @@ class FamilyConfig:
         return self
 
     def problems(self) -> Iterator[str]:
-        """Check this section."""
+        """Yield an error message for each invalid value in this section."""
         yield from ()
 
     def model_problems(self, config: Any) -> Iterator[str]:
-        """Check the model in ``config``, a ``Config``, whatever the source of its settings."""
+        """Yield an error message for each invalid model setting in ``config``, a ``Config``, from any source."""
         if self.KIND == "decoder":
             yield from feature_problems(config)
 
     def check(self, config: Any) -> Iterator[str]:
-        """Check ``config``, a ``Config``, and report given settings that have no effect.
+        """Yield an error message for each problem in ``config``, a ``Config``, including flags that have no effect.
 
         The base class checks that the sequence does not exceed the model's positions and, for a decoder, its features.
         """
@@ -114,7 +114,7 @@ class FamilyConfig:
             )
 
     def notes(self, config: Any) -> Iterator[str]:
-        """Note defaults that have no effect and do no harm."""
+        """Yield a note for each default that is accepted although it has no effect."""
         yield from ()
 
 
@@ -134,7 +134,7 @@ class ModelFamily:
         length: the planner's default sample length, in tokens; for an encoder-decoder the encoder's length.
         vocabulary: the planner's default vocabulary size.
         recipe: model flags that its run script sets by default; the planner uses the same defaults.
-        follows: derived field of this section or of the model -> its flag, which the planner adds to its commands.
+        follows: derived field (of this section or of the model) -> the flag that the planner adds to its commands.
         heads: hidden size -> head count, for published models that differ from the planner's general rule.
         variables: run script variable -> the field that it sets, in addition to the common variables.
         benchmark_flags: flags for the small models that the planner times, in addition to the recipe; without dropout.

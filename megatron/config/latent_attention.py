@@ -96,7 +96,7 @@ class LatentFeatures:
 
     @property
     def latent_rotary_factor(self) -> float:
-        """Factor for the rotated parts of queries and keys; 0: by ``Rotary``, as longrope's.
+        """Factor for the rotated parts of queries and keys; 0 if ``Rotary`` computes it, as for longrope.
 
         Source: DeepSeek-AI 2024, "DeepSeek-V2", and its code.
         """
@@ -127,7 +127,7 @@ def yarn_term(factor: float, mscale: float) -> float:
 
 
 def latent_problems(model: Any) -> Iterator[str]:
-    """Check multi-latent attention in ``model``, a model section."""
+    """Yield an error message for each setting in ``model``, a model section, that multi-latent attention excludes."""
     if not model.multi_latent_attention:
         return
     if model.position_embedding_type != "rope":

@@ -111,7 +111,7 @@ def no_rope_layers(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_feature_problems(model: Any) -> Iterator[str]:
-    """Check these features in ``model``, a decoder's ``ModelConfig``."""
+    """Yield an error message for each invalid layer feature in ``model``, a decoder's ``ModelConfig``."""
     try:
         no_rope_layers(model.no_rope_freq, model.num_layers)
     except ValueError:

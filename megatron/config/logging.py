@@ -70,7 +70,7 @@ class LoggingConfig:
         return parse_steps(self.profile) if self.profile is not None else range(0)
 
     def problems(self) -> Iterator[str]:
-        """Check this section."""
+        """Yield an error message for each invalid value in this section."""
         try:
             self.profiled_steps()
         except ValueError:

@@ -39,7 +39,7 @@ class MTPFeatures:
 
 
 def mtp_problems(config: Any) -> Iterator[str]:
-    """Check multi-token prediction in ``config``, a decoder ``Config``."""
+    """Yield an error message for each setting in ``config``, a decoder ``Config``, that excludes --mtp-num-layers."""
     model, parallel, depth = config.model, config.parallel, config.model.mtp_num_layers
     if not depth:
         yield from _layout_problems(config)
@@ -74,7 +74,7 @@ def _sequence_lengths(config: Any) -> list[int]:
 
 
 def _layout_problems(config: Any) -> Iterator[str]:
-    """Check the multi-token prediction layers m in --pipeline-model-parallel-layout."""
+    """Yield an error message for a wrong number or position of m in --pipeline-model-parallel-layout."""
     depth, layout = config.model.mtp_num_layers, config.parallel.pipeline_layout
     if layout is None or not config.parallel.has_pipeline:
         return

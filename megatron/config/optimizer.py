@@ -264,7 +264,7 @@ class OptimizerConfig:
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
-        """Check this section."""
+        """Yield an error message for each invalid value in this section."""
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
@@ -281,7 +281,7 @@ class OptimizerConfig:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
 
     def _state_problems(self) -> Iterator[str]:
-        """Reject bf16 states for an optimizer that does not support them."""
+        """Yield an error message if the optimizer does not support bf16 states."""
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
         if flags and self.optimizer not in ("adamw", "muon"):
             got = f"got --optimizer {self.optimizer}"
@@ -291,7 +291,7 @@ class OptimizerConfig:
             yield f"{flags} is supported with --cpu-adam torch only, {got}. Remove one of them"
 
     def _rate_problems(self) -> Iterator[str]:
-        """Reject invalid tables by name, and learning rates that contradict each other."""
+        """Yield an error message for each malformed PATTERN=NUMBER table and each contradicting learning rate."""
         for name in ("lr_by_name", "weight_decay_by_name"):
             text, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             try:
@@ -330,7 +330,7 @@ class OptimizerConfig:
             )
 
     def _warmup_problems(self) -> Iterator[str]:
-        """Reject a warm-up that is not shorter than the schedule, and a wsd decay that is longer than the schedule."""
+        """Yield an error message for a warm-up as long as the schedule, or a wsd decay longer than the schedule."""
         is_by_samples = self.lr_decay_samples is not None
         unit = "samples" if is_by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters

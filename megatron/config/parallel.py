@@ -348,7 +348,7 @@ class ParallelConfig:
         return 60.0 * self.phase_timeout_minutes
 
     def problems(self) -> Iterator[str]:
-        """Check this section."""
+        """Yield an error message for each invalid value in this section."""
         if unknown := accelerators.problem(self.device):
             yield unknown
         method = self.partition_method
@@ -412,7 +412,7 @@ class ParallelConfig:
         return None
 
     def _layout_problem(self) -> str | None:
-        """Check a layout in Megatron's notation; None if it is valid. The layer count is checked elsewhere."""
+        """Explain why a layout in Megatron's notation is invalid; None if it is valid. Ignores the layer count."""
         if self.pipeline_layout is None:
             return None
         exclusive = {

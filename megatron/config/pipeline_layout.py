@@ -53,9 +53,10 @@ def num_mtp_layers(chunks: Sequence[str]) -> int:
 
 
 def layout_bounds(chunks: Sequence[str]) -> list[int]:
-    """Compute a decoder's virtual stage bounds in units: embedding, layers, and two units (norm, head) for L.
+    """Compute the bounds of a decoder's virtual stages in units.
 
-    With multi-token prediction, the embedding of future tokens is one more unit, in L's virtual stage.
+    E and each layer letter stand for one unit, and L stands for two units, the final norm and the head. With
+    multi-token prediction, the embedding of future tokens is one more unit, in L's virtual stage.
     """
     num_last_units = 2 if num_mtp_layers(chunks) else 1
     return [0, *accumulate(len(chunk) + num_last_units * ("L" in chunk) for chunk in chunks)]

@@ -101,7 +101,7 @@ class RunConfig:
     )
 
     def problems(self) -> Iterator[str]:
-        """Check this section."""
+        """Yield an error message for each invalid value in this section."""
         if self.strict_flags and self.ignore_unknown_flags:
             yield "--strict-flags and --ignore-unknown-flags exclude each other. Remove one of them"
         if self.kill_switch_path is not None and not self.dry_run and os.path.exists(self.kill_switch_path):

@@ -181,7 +181,7 @@ class Costs(ABC):
         return ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
-        """Return, for each unit, the bytes that a rank passes to each all-to-all with expert rows in forward."""
+        """Return, for each unit, a rank's input size in bytes for each all-to-all of expert rows in forward."""
         return [()] * self.num_units
 
     def distributed_parameters(self, tensor: int = 1) -> list[int]:

@@ -283,7 +283,10 @@ class DecoderCosts(Costs):
 
     @property
     def layers_with_mtp(self) -> list[int]:
-        """Indices of all layers; a multi-token prediction layer contains a layer like the last one."""
+        """Indices of all layers, with the last index repeated for each multi-token prediction layer.
+
+        A multi-token prediction layer contains a layer like the last one.
+        """
         num_layers = self.model.num_layers
         return [*range(num_layers), *[num_layers - 1] * self.model.mtp_num_layers]
 
@@ -429,7 +432,7 @@ class DecoderCosts(Costs):
 
     @property
     def num_heads(self) -> int:
-        """Applications of the head: one for the loss, and one for each multi-token prediction loss."""
+        """Number of times that the head is applied: for the loss, and for each multi-token prediction loss."""
         return 1 + self.model.mtp_num_layers
 
     @property
@@ -559,7 +562,7 @@ class DecoderCosts(Costs):
     ) -> int:
         """See ``Costs``. Counts one thread's scratch memory and the gradients that attention's backward holds.
 
-        These are the query, key, value, context and layer output gradients.
+        The gradients belong to the queries, keys, values, context and layer output.
 
         With experts, the result is the maximum of attention and experts. Before the backward of a layer's attention
         runs, the layer's feed-forward block has freed its memory. The number of freed bytes is computed for the last
@@ -767,8 +770,8 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
 def loss_costs(config: Any, is_on_cpu: bool) -> dict[str, bool]:
     """Choose the arguments to ``DecoderCosts`` that determine the loss memory.
 
-    A plan does not know if Triton is installed, but torch's builds for CUDA contain it. Without Triton, the loss needs
-    the memory that is estimated with ``--fused-kernels torch``.
+    The planner cannot check if Triton is installed, and assumes it, because torch's CUDA builds include Triton. Without
+    Triton, the loss needs the memory that is estimated with ``--fused-kernels torch``.
     """
     parallel = config.parallel
     is_on_cuda = not is_on_cpu and parallel.device in ("auto", "cuda")

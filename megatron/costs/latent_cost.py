@@ -74,7 +74,7 @@ class LatentCosts:
         """Count the elements that attention saves on one of ``tensor`` ranks, per token on the rank.
 
         Args:
-            sequence: ranks that shard the latents' tokens before they enter the tensor-parallel region.
+            sequence: ranks over which the latents are sharded by token before the tensor-parallel region.
             context: ranks that shard the sequence.
             rebuilds_keys: keys and values are projected from the gathered latents again in backward.
         """
@@ -92,9 +92,10 @@ class LatentCosts:
         return float(heads * (padded + keys_and_values + output) + projections / sequence + entered)
 
     def context_numel(self, tensor: int, context: int, *, cuts_heads: bool) -> int:
-        """Count message elements per token over ``context`` ranks, in the unit of ``context_messages``.
+        """Count message elements per token over ``context`` ranks, as in ``context_messages``.
 
-        An all-to-all sends 1 / ``context`` of them, so that the latents, which are gathered, count ``context`` times.
+        With ``cuts_heads``, elements are counted as in an all-to-all, which sends each element to one rank. Latents are
+        gathered, that is, sent to all ranks, so they count ``context`` times.
         """
         if not cuts_heads:
             return self.latent_size

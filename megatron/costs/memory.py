@@ -81,7 +81,7 @@ class Zero:
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
-        """Count a tensor's shards if ZeRO shards it from stage ``stage`` on; 1: it is not sharded."""
+        """Return the shard count of a tensor that ZeRO shards in stages >= ``stage``; 1 in lower stages."""
         return self.replicas if self.stage >= stage else 1
 
 
@@ -92,7 +92,7 @@ NO_ZERO = Zero()
 class State:
     """Bytes per parameter: ``width`` (weight), ``gradient``, and ``optimizer`` (main param and optimizer states).
 
-    With Muon, layer matrices have ``saved`` bytes less optimizer state.
+    With Muon, the optimizer state of layer matrices is ``saved`` bytes smaller.
     """
 
     width: int
@@ -175,7 +175,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Storage for recompute's inputs: one per ``every`` layers, in ``parts`` shards, on the device or the host."""
+    """Storage for recomputed layers' inputs: one per ``every`` layers, in ``parts`` shards, on device or host."""
 
     every: int = 1
     parts: int = 1
@@ -254,8 +254,8 @@ def loss_bytes(
         tokens: tokens per micro-batch.
         width: bytes per weight element.
         forwards: micro-batches in flight.
-        has_cap: logits are soft-capped, which saves one more value per logit (with chunks, only per logit of the
-            current chunk, and none with ``has_kernels``).
+        has_cap: logits are soft-capped, which saves one more value per logit. With chunks, this applies to the current
+            chunk only, and not at all with ``has_kernels``.
         has_kernels: Triton kernels compute the softmax, except in fp64.
     """
     vocab_shard, wide, h = -(-known_vocab_size(model) // tensor), max(width, 4), model.hidden_size

@@ -53,8 +53,8 @@ def resumed_order(
         ratio: tokens per sample in the checkpoint over tokens per sample in this run. If they differ, the run continues
             at the first sample that begins at or after the consumed tokens. The cursor of each corpus with
             the same tokens is converted in the same way.
-        allow_change: continue even if a corpus is missing or has changed. Unchanged corpora keep their cursors, the
-            others start at their first sample.
+        allow_change: continue even if a corpus is missing or has changed. Unchanged corpora keep their cursors; all
+            other corpora start at their first sample.
         settings: fingerprint part (``CONTENT``, ``TOKENIZER`` or ``SAMPLES``) -> descriptions of the changed
             settings that affect this part, such as "--split was 9,1,0, now 8,2,0".
 
@@ -136,7 +136,7 @@ def _match_resampled_corpora(order: BlendSchedule, saved: _SavedState, matches: 
 
 
 def _redraw_message(corpus: Corpus, is_single_corpus: bool) -> str:
-    """Log a corpus whose random draws change: a single corpus became a mixture, or vice versa."""
+    """Format a log line: the random draws of ``corpus`` change, because one corpus became a mixture or vice versa."""
     situation = "the only corpus now" if is_single_corpus else "one of several corpora now"
     return (
         f"data: {corpus.name} is {situation}, so the random spans or fill-in-the-middle splits of its samples change "

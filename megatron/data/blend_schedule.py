@@ -1,7 +1,7 @@
 """BlendSchedule: map each sample in a run to a corpus and an index within the corpus.
 
 A run is divided into phases. Within a phase, ``BlendIndex`` selects the corpus for each sample by the weights. Each
-corpus continues at its cursor, the samples that all earlier phases have read from it. Each corpus therefore
+corpus continues at its cursor, the number of samples that earlier phases have read from it. Each corpus therefore
 yields its samples 0, 1, 2, ... without gaps or repetitions, even if weights change or corpora are added.
 
 A new phase starts where the mixture schedule changes the weights, and where a run is resumed with different weights.
@@ -33,8 +33,8 @@ class Corpus:
         has_random_draws: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single
             corpus and a mixture.
         num_documents, num_tokens: counts of the token files, for messages; None if unknown.
-        other_fingerprints: the same corpus's fingerprints with other digests for the same tokenizer, which a checkpoint
-            may contain.
+        other_fingerprints: further fingerprints of this corpus that a checkpoint may contain; they have another digest
+            of the same tokenizer.
     """
 
     name: str

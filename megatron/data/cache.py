@@ -117,8 +117,8 @@ class IndexCache:
     def built_once(self, name: str, build: Callable[[], Iterable[np.ndarray]]) -> np.ndarray:
         """Open the read-only array ``name``; one process on the host builds it, and the others wait.
 
-        For arrays that cannot be built in parts, and whose computation takes too much memory to be repeated in every
-        process. If the folder cannot be written or locked, each process builds the array.
+        Use it for arrays that cannot be built in parts and take too much memory to be built in every process. If the
+        folder cannot be written or locked, each process builds the array nevertheless.
 
         Args:
             build: returns the content as a sequence of arrays with one type.
@@ -259,7 +259,7 @@ class IndexCache:
 
 
 def _stem(path: Path) -> str:
-    """Name the file set that ``path`` belongs to."""
+    """Return the name of the file set that ``path`` belongs to."""
     return path.name.removesuffix(_SUFFIX).rpartition(".")[0]
 
 
@@ -268,7 +268,7 @@ def _claim_path_of(path: Path) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Check that no other user can write to ``folder``; the default folder has a predictable name."""
+    """Return True if no other user can write to ``folder``. The default folder has a predictable name."""
     with suppress(OSError):
         status = os.lstat(folder)
         return status.st_uid == os.getuid() and (status.st_mode & 0o170022) == 0o040000
@@ -304,14 +304,14 @@ def _write_file(path: Path, chunks: Iterable[np.ndarray], should_fsync: bool) ->
 
 
 def _is_complete(data: np.ndarray) -> bool:
-    """Check for a complete header and the length that the header states."""
+    """Return True if the header is complete and the content has the length in the header."""
     header = data[:_HEADER_BYTES].tobytes()
     length = int.from_bytes(header[8:_CRC_OFFSET], "little")
     return len(header) == _HEADER_BYTES and header[:4] == _MAGIC and length == len(data) - _HEADER_BYTES
 
 
 def _has_valid_checksum(data: np.ndarray) -> bool:
-    """Compare the checksum with the content; takes 1 s per GB."""
+    """Return True if the checksum matches the content; takes 1 s per GB."""
     crc = zlib.crc32(data[:_CRC_OFFSET].data, zlib.crc32(data[_HEADER_BYTES:].data))
     return int.from_bytes(data[_CRC_OFFSET:_VERIFIED_OFFSET].tobytes(), "little") == crc
 

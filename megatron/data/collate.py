@@ -114,7 +114,7 @@ def split_windows(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class Collate:
-    """Read a micro-batch's samples into one tensor per key, and split them if the micro-batch has a length.
+    """Reads a micro-batch's samples into one tensor per key, and splits them if the micro-batch has a length.
 
     A dataset with a length restarts at its end: the run's sample i is its item i % len.
 

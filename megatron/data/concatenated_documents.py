@@ -59,7 +59,7 @@ class ConcatenatedDocuments:
         return slices
 
     def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (documents, token bounds) for blocks of positions, from the block that contains token ``start``."""
+        """Yield (documents, token bounds) per block of positions, starting with the block of token ``start``."""
         first_segment = bisect_right(self._ends, start)
         for segment_idx in range(first_segment, len(self._segments)):
             starts, document_indices, stride = self._segments[segment_idx]

@@ -93,7 +93,7 @@ def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCac
 
 
 def _are_ids_in_vocabulary(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
-    """Check all ids in a file without a sidecar; scan a large file once per host."""
+    """Return True if all ids in a file without a sidecar are valid. A large file is scanned once per host."""
 
     def scan() -> np.ndarray:
         log.info(f"{token_file.prefix} has no .meta.json: checking all {token_file.num_tokens} token ids once")

@@ -226,7 +226,7 @@ def replace_together(prefix: str, paths: Sequence[Path], obsolete: Sequence[Path
 
 
 def is_pending(prefix: str) -> bool:
-    """Check for a committed replacement that is not finished."""
+    """Return True if a replacement was committed but not finished."""
     return _journal_path(prefix).exists()
 
 

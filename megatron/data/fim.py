@@ -121,7 +121,7 @@ class Fim:
 
 
 def _random_below(limits: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Map each random word in words[i] to an integer from 0 ... limits[i] - 1."""
+    """Map each random word in row words[i] to an integer in 0 ... limits[i] - 1."""
     upper = words >> np.uint64(32)
     return (upper * limits.astype(np.uint64)[:, None] >> np.uint64(32)).view(np.int64)
 

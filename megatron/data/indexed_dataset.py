@@ -77,7 +77,7 @@ class IndexedDataset:
             self._file = RangeReader(self.token_path, ranges)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Copy ``length`` tokens from ``document`` from ``offset`` on (None: up to the document's end)."""
+        """Copy ``length`` tokens of ``document``, starting at ``offset`` (None: up to the document's end)."""
         size = int(self.document_lengths[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -87,7 +87,7 @@ class IndexedDataset:
         return self.read_tokens(self._table.start(document) + offset, length)
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Copy ``count`` tokens from token ``start`` in the file on, across document boundaries."""
+        """Copy ``count`` tokens, starting at token ``start`` of the file, across document boundaries."""
         width = self.dtype.itemsize
         return self._file.read(start * width, count * width).view(self.dtype)
 
@@ -138,7 +138,7 @@ class IndexedDataset:
         return self.sidecar.has_eod if self.sidecar else None
 
     def find_invalid_id(self, vocab_size: int) -> tuple[int, int, int] | None:
-        """Scan the file and return (document, offset, id) of the first token id not in 0 ... vocab_size - 1."""
+        """Find the first token id outside 0 ... vocab_size - 1: (document, offset, id), or None if all are valid."""
         for start in range(0, self.num_tokens, _SCAN_TOKENS):
             block = self.read_tokens(start, min(_SCAN_TOKENS, self.num_tokens - start))
             if int(block.max()) < vocab_size and int(block.min()) >= 0:

@@ -116,7 +116,7 @@ class LargeIndex:
         return True
 
     def _join_sequences(self) -> Iterator[np.ndarray]:
-        """Add up document sizes in blocks, for documents that consist of several sequences (sentences)."""
+        """Yield document sizes in blocks, for documents that consist of several sequences (sentences)."""
         num_documents, num_sequences = self._header.num_starts - 1, self._header.num_sequences
         starts_at, error = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
         if num_documents < 1 or int(self._read_array(starts_at, "<i8", 0, 1)[0]) != 0:

@@ -39,7 +39,7 @@ class RandomDocuments:
         self.vocab_size, self.seed = vocab_size, seed
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return ``length`` tokens in ``document`` from ``offset`` on (None: up to the document's end)."""
+        """Return ``length`` tokens of ``document``, starting at ``offset`` (None: up to the document's end)."""
         size = int(self.document_lengths[document])
         tokens = np.random.default_rng((self.seed, document)).integers(1, self.vocab_size, size)
         tokens[-1] = EOD_ID

@@ -135,7 +135,7 @@ class SliceIndex:
     """Document slices in one split.
 
     Attributes:
-        last_counts: int64[capacity + 1], last slice counts by length.
+        last_counts: int64[capacity + 1], the number of last slices with each length.
         num_full: count of all other slices; each fills a sample.
         by_length: documents sorted by the length of their last slice. The documents whose last slice has n tokens are
             ``by_length[starts[n] : starts[n] + last_counts[n]]``.
@@ -179,7 +179,7 @@ class _SliceIndexBuilder:
         self.document_lengths, self.documents, self.capacity = document_lengths, documents, capacity
 
     def count_last_slices(self) -> np.ndarray:
-        """Count last slices by length, tokens, and long documents: int64[capacity + 3].
+        """Return int64[capacity + 3]: last slices with each length, all tokens, and long documents.
 
         A long document has several slices.
         """

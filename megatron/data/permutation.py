@@ -34,14 +34,14 @@ class Permutation:
         self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Map ``index``."""
+        """Return the image of ``index``."""
         value = self._apply_rounds(index)
         while value >= self.size:
             value = self._apply_rounds(value)
         return value
 
     def array(self, indices: np.ndarray) -> np.ndarray:
-        """Map ``indices`` to int64."""
+        """Return the images of ``indices`` as int64."""
         values = indices.astype(np.uint64)
         for begin in range(0, len(values), _WALK_BLOCK):
             self._cycle_walk(values[begin : begin + _WALK_BLOCK])

@@ -128,7 +128,7 @@ class ConversationFile:
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Copy ``length`` signed ids in a conversation from ``offset`` on (None: up to its end)."""
+        """Copy ``length`` signed ids of a conversation, starting at ``offset`` (None: up to its end)."""
         size = int(self.document_lengths[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -141,7 +141,7 @@ class ConversationFile:
         return self._tokens[chunk_idx][start : start + length].copy()
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Copy ``count`` signed ids from token ``start`` in the file on, across conversations."""
+        """Copy ``count`` signed ids, starting at token ``start`` of the file, across conversations."""
         bounds = np.cumsum([0, *map(len, self._tokens)])
         chunks = [np.zeros(0, np.int32)]
         for chunk_idx in range(int(np.searchsorted(bounds, start, "right")) - 1, len(self._tokens)):

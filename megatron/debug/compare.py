@@ -91,7 +91,9 @@ def _call_indices(dump: Dump) -> dict[tuple[int, str, int, int], int]:
 
 
 def pair_tensors(first: Dump, second: Dump) -> Iterator[tuple[JoinedTensor, JoinedTensor]]:
-    """Yield each tensor that both dumps contain, joined over the smallest sample ranges that both dumps have.
+    """Yield (first, second) for each tensor that both dumps contain and each sample range that both dumps have.
+
+    The sample ranges are the smallest over which both dumps' records can be joined.
 
     In a pipeline, layers' inputs and outputs include tensors that a layer only passes on to later layers. If only
     one of the dumps has a pipeline, a tensor is therefore comparable only if it is the first input or output of its

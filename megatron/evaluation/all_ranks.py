@@ -37,7 +37,7 @@ class GenerationArgs:
     Args:
         max_new_tokens: maximum per text.
         stops: strings that end a text; they are not part of it.
-        sampling: None: choose the most likely token each time.
+        sampling: sampling parameters; None chooses the most likely token each time.
         end_id: token that ends a text in addition to the end-of-document token, such as the end-of-turn token.
     """
 

@@ -35,8 +35,8 @@ class DecoderLM(LM):  # type: ignore[misc]
 
     Args:
         chat: renders messages if a chat template is applied.
-        add_bos_token: start each context with the bos_token, unless a chat template has written it. None: if the
-            tokenizer does so.
+        add_bos_token: start each context with the bos_token, unless a chat template has written it. None follows the
+            tokenizer's setting.
     """
 
     def __init__(

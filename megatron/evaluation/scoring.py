@@ -209,7 +209,7 @@ def _pad_rows(stage: ModelStage, inputs: Sequence[tuple[int, ...]]) -> torch.Ten
 
 
 def _chunk_size(stage: ModelStage) -> int:
-    """Choose the positions per logit chunk, a multiple of the tensor size."""
+    """Choose the number of positions per logit chunk, a multiple of the tensor size."""
     num_rows, _, _ = vocab_range(stage.args.vocab_size, stage.parallel.group, stage.args.make_vocab_size_divisible_by)
     num_ranks = stage.parallel.group.size
     return max(1, _LOGITS_PER_CHUNK // num_rows // num_ranks) * num_ranks

@@ -32,9 +32,9 @@ class Suite:
         include_path: a folder with the user's task files, in addition to lm_eval's.
         num_fewshot: solved examples before each question; None: the task's default.
         limit: examples per task, taken from the start; None: all.
-        apply_chat_template: render questions as a user's turns.
-        system_instruction: with a chat template, the system message.
-        fewshot_as_multiturn: with a chat template, solved examples are turns.
+        apply_chat_template: render questions as user turns.
+        system_instruction: system message, used with a chat template.
+        fewshot_as_multiturn: render solved examples as separate turns, used with a chat template.
     """
 
     tasks: tuple[str, ...]
@@ -265,7 +265,7 @@ def _problems_of_task(path: Path) -> Iterator[str]:
 
 
 def _problems_of_examples(path: Path, dataset_kwargs: Any) -> Iterator[str]:
-    """Check a task's JSONL files; the ``datasets`` library checks other formats."""
+    """Yield an error message for each problem in a task's JSONL files; ``datasets`` checks other formats."""
     import yaml
 
     options = (

@@ -43,7 +43,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def missing_file_error(folder: Path, name: str) -> CheckpointError:
-    """Describe the missing tensor files."""
+    """Build the error for the missing tensor file ``name``, with advice if the folder has pickled weights instead."""
     pickle_names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     advice = (
         f" {', '.join(pickle_names)} can contain code and is not read. Save it as safetensors first."
@@ -91,7 +91,7 @@ def full_names(names: Iterable[str], config: Config, model_type: str | None = No
 
 
 def copy_names(config: Config, model_type: str | None = None) -> dict[str, str]:
-    """Return Hugging Face's names for copies of the word table or the head -> the original's name."""
+    """Map the copies of word table and head in Hugging Face's files to their originals, by name."""
     hf_format = format_of(config, model_type)
     names = (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
     return {**dict.fromkeys(names, hf_format.word), **hf_format.copies(config)}
@@ -103,11 +103,12 @@ def drops_mtp(config: Config, model_type: str | None = None) -> bool:
 
 
 def without_missing_mtp(tensors: Iterable[str], config: Config, model_type: str | None = None) -> Config:
-    """Return ``config``, without multi-token prediction if ``tensors``, names in a folder, include none of its layers.
+    """Return ``config``; multi-token prediction is disabled if ``tensors`` has none of its layers.
 
     transformers saves a model without these layers, but keeps the layer count in config.json.
 
     Args:
+        tensors: tensor names in the folder.
         model_type: the folder's model type, as in ``format_of``.
     """
     recipes = format_of(config, model_type).recipes(config)

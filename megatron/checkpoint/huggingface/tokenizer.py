@@ -175,12 +175,13 @@ def get_token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, origin_texts: Mapping[str, str] | None = None) -> str | None:
-    """Write the tokenizer files listed in the table above.
-
-    Returns None, or the reason if the files do not form a usable tokenizer.
+    """Write the tokenizer files listed in the table at the top of this file.
 
     Args:
         origin_texts: path -> text for small files to write instead of files generated from the tokenizer.
+
+    Returns:
+        The reason why the files do not form a usable tokenizer; None if they do.
     """
     tokenizer, t5, origin_texts = vocabulary.tokenizer, vocabulary.t5, origin_texts or {}
     if isinstance(tokenizer, LibraryTokenizer):
@@ -336,7 +337,7 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Check for tokenizer files that ``tokenizer_config_fields`` supports."""
+    """Return True if ``folder`` has tokenizer files that ``tokenizer_config_fields`` supports."""
     return any((folder / name).is_file() for name in (JSON, VOCAB_TXT, SPIECE, VOCAB))
 
 

@@ -177,7 +177,7 @@ def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str 
 
 
 def _equal(first: Readable, second: Readable) -> bool:
-    """Compare the values of two tables block by block to limit memory.
+    """Return True if two tables have the same values. They are compared block by block to limit memory.
 
     Tables of different types are compared in the type with fewer bits, since a copy may have been rounded.
     """
@@ -234,7 +234,7 @@ def _check_shapes(
 
 
 def is_huggingface_folder(source: Path) -> bool:
-    """Recognise a Hugging Face folder, even if its model is not supported."""
+    """Return True for a Hugging Face folder, even if its model is not supported."""
     if not (source / folder.CONFIG).is_file():
         return False
     return folder.read_json(source, folder.CONFIG).get("model_type") is not None

@@ -102,7 +102,7 @@ def _select_checkpoint(folder: Path, iteration: str | None) -> Path:
 
 
 def _reject_distributed(folder: Path) -> None:
-    """Reject checkpoints written by torch's distributed checkpointing or Megatron-Core.
+    """Raise CheckpointError for a checkpoint written by torch's distributed checkpointing or Megatron-Core.
 
     Checkpoints of this project have no files of these names.
 
@@ -132,7 +132,11 @@ def _find_rank_file(folder: Path) -> Path:
 
 
 def _to_rows(paths: dict[tuple[int, int], Path], folder: Path) -> list[list[Path]]:
-    """Convert (row, tensor rank) -> path to a list of rows, and check that all rows are complete."""
+    """Convert (row, tensor rank) -> path to a list of rows.
+
+    Raises:
+        CheckpointError: a row lacks a tensor rank's file.
+    """
     tensor_size = 1 + max(rank for _, rank in paths)
     rows = sorted({row for row, _ in paths})
     missing = [f"{row}/{rank}" for row in rows for rank in range(tensor_size) if (row, rank) not in paths]

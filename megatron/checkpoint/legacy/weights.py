@@ -108,7 +108,7 @@ def flatten_tensors(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torc
 
 
 def is_unused(name: str) -> bool:
-    """Recognise a buffer or a copy that our models do not use by its name."""
+    """Return True for the name of a buffer, or of a copy, that our models do not use."""
     return _UNUSED.fullmatch(name) is not None
 
 
@@ -133,7 +133,7 @@ def convert_name(source_name: str, first_layers: Mapping[str, int]) -> str | Non
 
 
 def convert_core_names(tensors: Tensors) -> Tensors:
-    """Convert a Megatron-Core GPT's names by the second table; return ``tensors`` of other programs unchanged.
+    """Convert a Megatron-Core GPT's names to Megatron-LM's (second table above); other names are unchanged.
 
     Raises:
         CheckpointError: the tensors belong to a Megatron-Core T5.
@@ -159,7 +159,7 @@ def count_layers(side: str, names: Iterable[str]) -> int:
 
 
 def without_side(name: str) -> str:
-    """Convert our name for the encoder's weight ``name`` to a model without a decoder."""
+    """Remove the prefix "encoder." from our weight name, which a model with one side does not have."""
     return name.removeprefix("encoder.")
 
 
@@ -206,7 +206,7 @@ class RowLayout:
         order: key of ``ORDERS``.
         num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are grouped, as in our
             models: the query heads of a group, its key, its value, then the next group.
-        is_gated: the rows of ``mlp.up`` are all gates, then all factors. In our models, gates and factors alternate.
+        is_gated: ``mlp.up`` has all gate rows, then all factor rows. In our models, gate and factor rows alternate.
         num_interleaved: leading elements per head that rotary embedding rotates as adjacent pairs
             (--rotary-interleaved). Our models rotate halves, so the rows of queries and keys are reordered: even rows
             first, then odd rows.

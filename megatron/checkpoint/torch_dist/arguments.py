@@ -188,7 +188,7 @@ def _model_arguments(config: Config) -> dict[str, Any]:
 
 
 def _pattern(text: str) -> Any:
-    """Parse a setting by layer as a number or a list.
+    """Parse a per-layer setting as a number or a list.
 
     Raises:
         CheckpointError: ``text`` is neither.

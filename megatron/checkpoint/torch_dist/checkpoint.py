@@ -125,7 +125,7 @@ def _find_places(folder: TorchDistFolder, shapes: Mapping[str, tuple[int, ...]])
     """Map our weight names to their places in the checkpoint.
 
     Raises:
-        CheckpointError: lists weights that are missing or have another shape, and tensors that are none of our weights.
+        CheckpointError: lists weights that are missing or have another shape, and tensors without a weight of ours.
     """
     tensors = folder.index.tensors
     places = {name: locate(name, tensors) for name in shapes}

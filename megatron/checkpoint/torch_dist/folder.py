@@ -93,7 +93,7 @@ def find_iteration(source: Path) -> Path | None:
 
 
 def _is_torch_dist(folder: Path) -> bool:
-    """Check for files in the format, even if the checkpoint is incomplete."""
+    """Return True if ``folder`` has files in this format, even if the checkpoint is incomplete."""
     return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
 
 

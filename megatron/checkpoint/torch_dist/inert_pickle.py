@@ -1,8 +1,8 @@
 """Read the values in a pickle without importing or calling any class or function that it names. No torch.
 
-Every name in a pickle becomes a class of its own without behaviour, a subclass of ``InertObject``. Plain values
+Each class or function that a pickle names is replaced by an empty subclass of ``InertObject``. Plain values
 (numbers, texts, lists, dictionaries) are read as they are. An argparse.Namespace, for example, becomes an
-``InertObject`` whose ``state`` is its attribute dictionary. No pickle can therefore run code.
+``InertObject`` whose ``state`` is its attribute dictionary. Reading a pickle therefore never runs code from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InertObject:
 
 
 def path_of(value: Any) -> str:
-    """Return module and name of a class, or of a value's class, in a pickle; "" for a plain value."""
+    """Return "module.name" of a class in a pickle, or of a value's class; "" for a plain value."""
     return str(getattr(value, "path", "")) if isinstance(value, InertObject | type) else ""
 
 

@@ -54,7 +54,7 @@ class TorchDistReader:
         return result
 
     def _overlapping(self, name: str, tensor: ChunkedTensor, bounds: Bounds) -> Sequence[Chunk]:
-        """Select chunks that include those within ``bounds``; for stacked layers, only these layers' chunks."""
+        """Return all chunks, or for stacked layers the chunks of the layers in ``bounds``."""
         if not tensor.shape or any(chunk.sizes[0] != 1 for chunk in tensor.chunks):
             return tensor.chunks
         if name not in self._chunks_by_layer:

@@ -51,7 +51,7 @@ class Section(NamedTuple):
 
 
 def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Convert a GPT-2 sample to its stream, from the first row of the ``gpt2_fields``."""
+    """Convert a GPT-2 sample, the first row of ``gpt2_fields``, to a list with one stream."""
     tokens = _first_row(fields, "tokens")
     assert tokens is not None
     return [
@@ -85,7 +85,7 @@ def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[
 
 
 def sections(stream: Stream) -> Iterator[Section]:
-    """Yield a stream's documents, separated by document indices; without indices, by position resets and ends."""
+    """Yield a section per document. Without document indices, position resets and document ends separate documents."""
     count = len(stream.tokens)
     starts = np.flatnonzero(_is_start(stream))
     for idx, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True)):
@@ -152,7 +152,7 @@ class TokenFormatter:
         return token in self.names or token >= self._tokenizer.vocab_size
 
     def name(self, token: int) -> str:
-        """Name a control token."""
+        """Return a control token's name."""
         return self.names.get(token, f"<id {token}>")
 
     def text(self, tokens: Iterable[int]) -> str:

@@ -67,7 +67,7 @@ def _nearest_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _run_lanes(weights: np.ndarray, starts: np.ndarray, counts: np.ndarray, corpora: np.ndarray) -> np.ndarray:
-    """Select the corpora for ``len(corpora)`` samples from each of ``starts`` on; return the counts after them.
+    """Select the corpora for ``len(corpora)`` samples per lane, starting at ``starts``; return the final counts.
 
     Args:
         counts: float64[corpora, lanes], samples per corpus before the start of a lane.

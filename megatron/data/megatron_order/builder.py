@@ -105,7 +105,11 @@ def _documents(corpus: OpenCorpus, paths: BlendPaths, split_idx: int) -> tuple[i
 
 
 def _check_sequences(corpus: OpenCorpus) -> None:
-    """Check that each document is one sequence: Megatron's GPT dataset shuffles sequences."""
+    """Check that each document is one sequence, because Megatron's GPT dataset shuffles sequences.
+
+    Raises:
+        DataError: a document has several sequences, or there are too many documents for int32.
+    """
     token_file = corpus.token_file
     if token_file.num_sequences != token_file.num_documents:
         raise DataError(
@@ -121,7 +125,7 @@ def _check_sequences(corpus: OpenCorpus) -> None:
 
 
 def _check_weights(corpora: Sequence[WeightedPath]) -> None:
-    """Check that no weight is 0, which Megatron rejects."""
+    """Raise DataError if a weight is 0, which Megatron rejects."""
     for weight, prefix in corpora:
         if not weight > 0:
             raise DataError(
@@ -131,7 +135,7 @@ def _check_weights(corpora: Sequence[WeightedPath]) -> None:
 
 
 def _check_surplus(order: MegatronOrder, surplus: float) -> None:
-    """Check that each corpus has the samples that the blend takes from it."""
+    """Raise DataError if a corpus has fewer samples than the blend takes from it."""
     for (name, count), plan in zip(order.cursors(order.num_samples).items(), order.plans, strict=True):
         if count > plan.num_samples:
             raise DataError(

@@ -63,7 +63,7 @@ def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
 
 
 def is_log_folder(folder: Path, names: Collection[str]) -> bool:
-    """Recognise the log folder of a completed datatrove run.
+    """Return True for the log folder of a completed datatrove run.
 
     Raises:
         DataError: the run is not completed.

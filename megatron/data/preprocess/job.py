@@ -299,7 +299,7 @@ def _make_workers(job: Job, work: Work) -> Workers | ClusterWorkers:
 
 
 def _finish_job(job: Job, shard_folder: ShardFolder, job_progress: JobProgress, saved_plan: JobPlan) -> JobPlan:
-    """Write the output files; the plan receives the job's summary."""
+    """Write the output files; return the plan with the job's summary."""
     if changes := plan.describe_input_changes(saved_plan, list(job_progress.units.values())):
         shard_folder.remove()  # they were encoded from a former input version
         raise DataError(f"the input must not change while it is read; {changes}. Run again when it is stable.")

@@ -299,7 +299,7 @@ def make_shard_folder(folder: Path, plan: JobPlan, *, is_shared: bool) -> ShardF
 
 
 def _check_share(share: Share, requested: JobPlan, published: JobPlan | None, folder: Path) -> None:
-    """Check that this job's plan ``requested`` equals the plan ``published`` in ``folder`` for all shares."""
+    """Raise DataError unless the plan ``requested`` by this job equals the plan ``published`` in ``folder``."""
     if published is None:
         raise DataError(f"{folder / PLAN} cannot be read. Remove {folder} and run all parts again.")
     if differences := requested.describe_differences(published):

@@ -471,7 +471,7 @@ def _seek_first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
 
 
 def _split_lines(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool]]:
-    """Split batches into complete lines, then the text after the last line feed, if any."""
+    """Yield (complete lines, True) per block, and finally ([text after the last line feed], False) if there is any."""
     fragments: list[bytes] = []
     size = 0
     for block in stream:

@@ -53,7 +53,10 @@ def sample(
 
 
 def _sample_evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterator[SampledDocument]:
-    """Yield all bad records, and a document whenever the sample is smaller than ``share`` of the bytes passed."""
+    """Yield a document whenever the sample is smaller than ``share`` of the bytes passed so far.
+
+    Bad records that are read are also yielded.
+    """
     num_sampled_bytes, num_due_bytes = 0, 0.0
     for unit in units:
         is_read_fully = compression_type(unit.path) is not None or unit.format in TABLES
@@ -99,9 +102,9 @@ _STOP_AT_NUM_BAD = 1000
 class TrainingText:
     """The ``documents`` except the held-out ones; can be iterated once.
 
-    A document is held out when its group has held out 16 kB less than its share of the bytes read so far, up to a total
-    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has no
-    held-out documents.
+    The target for each group is ``held_out_share`` of its bytes read so far. A document is held out when the held-out
+    bytes of its group are 16 kB or more below the target, and at most 16 MB are held out in total. Held-out documents
+    are therefore evenly distributed and have typical lengths. A small text has no held-out documents.
 
     Args:
         group_of: returns a document's group from its file path.

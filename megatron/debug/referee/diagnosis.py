@@ -127,7 +127,7 @@ class GradientJudge:
         return Comparison(name, norm, error, *counts, rows, fault)
 
     def _scale(self, expected: Tensor) -> float:
-        """Return the norm that errors are relative to."""
+        """Return the norm by which errors are divided."""
         return max(float(expected.norm()), self.floor, 1e-300)
 
     def _find_missing(self, whole: Tensor | None, shards: Sequence[Shard]) -> Fault | None:
@@ -169,7 +169,7 @@ class GradientJudge:
         return rows, parts
 
     def _wrong_slices(self, whole: Tensor, shards: Sequence[Shard], dim: int) -> tuple[Tensor, Tensor]:
-        """Mark the slices along ``dim`` that are wrong on a rank, and those that are not 0 everywhere."""
+        """Return two masks of the slices along ``dim``: wrong on some rank, and not 0 everywhere."""
         size = whole.shape[dim]
         typical = max(float(whole.norm()), self.floor) / math.sqrt(size)
         wrong, active = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
@@ -214,7 +214,7 @@ class GradientJudge:
         return Fault("factor", text, factor, axis)
 
     def _rank_factors(self, parts: list[_Part]) -> Fault | None:
-        """Every rank has a multiple of the right gradient, but not the same."""
+        """Return the fault if each rank has its own multiple of the right gradient, otherwise None."""
         factors = [self._factor(part) for part in parts]
         if any(factor is None for factor in factors) or all(part.grad.numel() < 2 for part in parts):
             return None
@@ -267,7 +267,10 @@ class GradientJudge:
         return f"x {factor:.6g}" + (" (it counts twice)" if abs(factor / 2 - 1) < tolerance else ""), None
 
     def _groups(self, parts: list[_Part], names: Sequence[str]) -> Iterator[list[_Part]] | None:
-        """Group parts with the same elements that differ only in their index on the axes ``names``."""
+        """Group the parts that differ only in their index on the axes ``names``; None if a group is incomplete.
+
+        The parts in a group contain the same elements.
+        """
         groups: dict[object, list[_Part]] = {}
         for part in parts:
             rest = tuple(idx for name, (idx, _) in self.axes_by_rank[part.rank].items() if name not in names)
@@ -276,7 +279,7 @@ class GradientJudge:
         return iter(groups.values()) if all(len(group) == size for group in groups.values()) else None
 
     def _missing_sum(self, parts: list[_Part]) -> Fault | None:
-        """The sum over the copies on an axis is the right gradient, or a multiple of it."""
+        """Return the fault if the sum over the copies on an axis is a multiple of the right gradient, else None."""
         for names in _subsets([name for name in self.sizes if name != "micro"]):
             groups = self._groups(parts, names)
             if groups is None:
@@ -306,7 +309,7 @@ class GradientJudge:
         return None
 
     def _weighted_parts(self, parts: list[_Part]) -> Fault | None:
-        """The right gradient is a sum of the copies on an axis with other weights."""
+        """Return the fault if the right gradient is a weighted sum of the copies on an axis, otherwise None."""
         for names in _subsets([name for name in self.sizes if name != "micro"]):
             groups = self._groups(parts, names)
             group = next(groups, None) if groups is not None else None

@@ -1,7 +1,7 @@
 """Shard placement: the elements of the unsharded tensor that each rank holds.
 
-Both runs start from the same weights, so a shard's values show where it belongs. This also finds shards that are
-no contiguous chunk of the unsharded tensor (fused query, key and value; gate and up projections) and parameters that a
+Both runs start from the same weights, so a shard's values show where it belongs. This also finds shards that are not
+contiguous in the unsharded tensor (fused query, key and value; gate and up projections) and parameters that a
 pipeline stage or an expert rank numbers from 0. The candidates, in this order: the DTensor placement or sharded
 dimension in the dump, contiguous chunks, single rows. Constant tensors (biases of 0, norms of 1) follow
 the other parameters in their module and rank.
@@ -33,7 +33,7 @@ class Shard:
         local_name: the parameter's name on this rank
         index: its positions in the unsharded tensor
         grad: its gradient in fp64; None if the trainer computed none
-        value_differs: the values are not those of the unsharded tensor, although another rank's are
+        value_differs: the values differ from the unsharded tensor's, although another rank's copy is right
         is_partial: the gradient is a DTensor that still has the placement ``Partial``
     """
 
@@ -105,7 +105,7 @@ def _make_shard(rank: int, parameter: Parameter, index: Index, value_differs: bo
 
 
 class _RankPlacer:
-    """Places one rank's parameters. Parameters with distinctive values come first and place the others."""
+    """Places one rank's parameters, first by distinctive values, then by the positions of placed parameters."""
 
     def __init__(self, whole: dict[str, Tensor], rank_dump: RankDump) -> None:
         self.whole = whole
@@ -172,14 +172,14 @@ class _RankPlacer:
         return (name, index) if torch.equal(take(whole, index).to(parameter.value.dtype), parameter.value) else None
 
     def _map_name(self, name: str) -> str:
-        """Map to the unsharded name, with the layer and expert numbers that distinctive parameters revealed."""
+        """Convert ``name`` to the unsharded name, whose layer and expert numbers distinctive parameters revealed."""
         for prefix in sorted(self.prefixes, key=len, reverse=True):
             if name == prefix or name.startswith(prefix + "."):
                 return self.prefixes[prefix] + name[len(prefix) :]
         return name
 
     def _neighbour_positions(self, parameter: Parameter, dim: int, size: int, whole_size: int) -> Tensor | None:
-        """Find the positions of a sibling with the same sizes, else the chunk that this rank's other shards have."""
+        """Find the positions of a sibling with the same sizes, otherwise of the chunk that other shards suggest."""
         module = parameter.name.rpartition(".")[0]
         chunk_ids: Counter[int] = Counter()
         for name, (whole_name, index) in self.placed.items():
@@ -234,7 +234,7 @@ def _find_index(parameter: Parameter, whole: Tensor, rank: int, axes: Axes) -> I
 
 
 def _declared_indices(parameter: Parameter, whole_shape: Sequence[int], rank: int, axes: Axes) -> Iterator[Index]:
-    """Yield the index that the DTensor placements or the recorded dimension state."""
+    """Yield the candidate indices that follow from the DTensor placements or from the recorded dimension."""
     index = list(full_index(whole_shape))
     if parameter.placements:
         mesh = torch.tensor(parameter.mesh)

@@ -74,7 +74,7 @@ def compare_norm(
 ) -> ScalarComparison:
     """Compare the reported gradient norm with the norm of the dumped gradients.
 
-    The fault concerns the norm only: if gradients are wrong, but the norm is right for them, there is none.
+    There is no fault if the reported norm is the norm of this layout's gradients, even if these gradients are wrong.
     """
     expected = math.sqrt(sum(float(grad.norm()) ** 2 for grad in grads.values()))
     norms = tuple(rank.norm for rank in many.ranks if rank.norm is not None)

@@ -105,7 +105,7 @@ def forward_order(names: list[str], calls: tuple[str, ...]) -> list[str]:
 
 
 def _explain_unplaced(values: dict[str, Tensor], unplaced: list[tuple[int, str]], one: Dump, many: Dump) -> str:
-    """Describe parameters in the layout whose values are not in the one process."""
+    """Explain why parameters of the layout do not match the one-process run: other names, or other values."""
     unknown = list(dict.fromkeys(name for _, name in unplaced if name not in values))
     if unknown:
         known = {parameter.name for rank in many.ranks for parameter in rank.parameters}
