@@ -49,9 +49,10 @@ def check_rows(rows_name: str, rows: TokenRows, vocab_size: int) -> None:
 
 
 def limits_of(rows_name: str, lengths: Sequence[int], max_new_tokens: int | None, positions: int | None) -> list[int]:
-    """Return the maximum number of new tokens per row: ``max_new_tokens``, or the default limited by the positions.
+    """Return the maximum number of new tokens per row: ``max_new_tokens``, or by default at most 64.
 
-    The last new token is not read by the model, so it needs no position.
+    The default is lowered if the learned positions do not suffice. The model does not read the last new token, so that
+    token needs no position.
 
     Args:
         rows_name: name of the rows in messages.
@@ -59,7 +60,7 @@ def limits_of(rows_name: str, lengths: Sequence[int], max_new_tokens: int | None
         positions: number of learned positions; None: unlimited.
 
     Raises:
-        DataError: a row and its new tokens exceed the positions.
+        DataError: ``max_new_tokens`` is below 1, or a row and its new tokens exceed the positions.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise DataError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -122,7 +123,7 @@ def generate(
     """Return the new tokens of each row, up to and including ``eos_id`` or up to the row's limit. Collective.
 
     Args:
-        reader: a ``CachedModel``, or an object with its methods ``reader`` and ``keep``.
+        reader: a ``CachedModel``, or another object with the methods ``read`` and ``keep``.
         initial_rows: the initial rows, of any length above 0.
         limits: maximum number of new tokens of each row, at least 1.
         eos_id: token that ends a row; None: no token does.
@@ -198,8 +199,8 @@ def generate_gpt2(
         sampling: None: choose the most likely token each time.
         keys: keys of the random numbers; None: ``keys_of(prompts)``.
         on_token: called with (row, token) for each new token, on every rank.
-        ends: function from (row, its new tokens) to True if they end the row, such as a stop string; must return the
-            same on every rank.
+        ends: called with (row, new tokens of the row); returns True if the row ends there, for example after a stop
+            string. The result must be the same on every rank.
 
     Raises:
         TypeError: the model is not a decoder.

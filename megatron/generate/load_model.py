@@ -125,10 +125,11 @@ class StageModel(nn.Module):
 
 
 def stage_bounds(args: ModelArgs, num_stages: int) -> list[int]:
-    """Return the unit bounds of the stages, balanced by the weights that each stage reads per token.
+    """Split the model's units (embedding, layers, norm, head) into stages; return the stage bounds as unit indices.
 
-    A T5 decoder layer costs a third more than an encoder layer. Embeddings and norms cost nothing, because a token
-    reads one row of them. The head costs its full table.
+    The stages are balanced by the weights that they read per token. A T5 decoder layer costs a third more than an
+    encoder layer. Embeddings and norms cost nothing, because a token reads one row of them. The head costs its full
+    table.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -246,7 +247,11 @@ def _model_args(config: Config) -> ModelArgs:
 
 
 def _check_all_weights_used(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that the model uses all weights of the checkpoint; otherwise it would be a different model."""
+    """Check that the model uses all weights of the checkpoint; otherwise it would be a different model.
+
+    Raises:
+        CheckpointError: the checkpoint has weights that its configuration does not describe.
+    """
     full_model = build_stage(
         _model_args(config), ParallelContext(), SINGLE, dtype=torch.float32, device=torch.device("meta")
     )

@@ -1,4 +1,4 @@
-"""The options of tools/generate.py and its prompts. Does not import torch, so that errors appear at once."""
+"""Command-line options and prompt files of tools/generate.py. Does not import torch, so that errors appear at once."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NO_TOKEN = -1
 def vocab_parallel_argmax(
     logits: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE
 ) -> torch.Tensor:
-    """Return the token with the largest logit in each row; the lowest token of a tie, ``NO_TOKEN`` if a logit is NaN.
+    """Return the token with the largest logit in each row, the lowest one in a tie; ``NO_TOKEN`` if a logit is NaN.
 
     Padded columns are ignored. Collective: ranks exchange two numbers per row, and all ranks return the same tokens.
 

@@ -39,9 +39,9 @@ class Prompts:
 
     Args:
         t5_tokens: T5's special tokens; None: the model is a decoder.
-        mode: denoiser kind (R, X, S) whose token starts the inputs, for a T5 trained with several denoisers.
-        adds_bos: start a decoder's prompts with the tokens that the tokenizer puts before a text. None: if the
-            tokenizer does so; True: in any case, with its bos_token.
+        mode: denoiser (R, X or S) whose mode token starts the inputs, for a T5 trained with several denoisers.
+        adds_bos: start a decoder's prompts with the tokens that the tokenizer inserts before a text. None: only if the
+            tokenizer inserts any; True: always, with its bos_token if the tokenizer inserts none.
 
     Raises:
         DataError: ``mode`` is not one of the model's modes, or ``adds_bos`` is True and the tokenizer has no bos_token.
@@ -284,7 +284,7 @@ class TextGenerator:
         ]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of all texts. They are checked together, so that messages have the user's prompt numbers.
+        """Return the tokens of all texts. Checking them together gives error messages the right prompt numbers.
 
         Raises:
             DataError: the model cannot process a text.
@@ -309,9 +309,9 @@ class TextGenerator:
 
 
 def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[int, int], None]:
-    """Return a callback for (row, token) that passes the text after the prompt ``row`` to ``on_text``.
+    """Return a callback for (row number, token) that passes generated text to ``on_text``.
 
-    Only complete characters are passed on.
+    Only complete characters are passed on. ``row`` contains the tokens of the prompt.
     """
     tokens: list[int] = []
     shown = ""

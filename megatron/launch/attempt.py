@@ -70,7 +70,7 @@ def _cgroup_files(root: Path) -> dict[str, Path]:
 
 
 def _read_count(path: Path) -> int | None:
-    """Read an OOM kill count, or None if the file is unreadable."""
+    """Read an OOM kill count; return None if the file is unreadable."""
     try:
         match = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
     except OSError:
@@ -189,7 +189,7 @@ class RankGroup:
         )
 
     def is_regrouping(self) -> bool:
-        """Return True if a node that joins is the reason for every exit with 75 on this node.
+        """Return True if every exit with code 75 on this node was caused by a node that joins.
 
         The launcher may have ended the other ranks, if a node was lost at the same time.
         """

@@ -1,14 +1,14 @@
 """Control: TCP connections between the launchers of an elastic job; membership, leader and lost nodes. No torch.
 
 Every launcher listens at its entry of --node-list. One of them is the leader: the others keep a connection to it, and
-both ends send a line of JSON every ``HEARTBEAT_S``. A node is lost if its connection is closed, as the kernel does when
-a process dies, or silent for --node-timeout. The launchers use torch's elastic agent and stores, but not its dynamic
-rendezvous; docs/architecture.md explains why.
+both ends send a line of JSON every ``HEARTBEAT_S``. A node is lost if its connection is closed, which the kernel does
+when a process dies, or is silent for --node-timeout. The launchers use torch's elastic agent and stores, but not its
+dynamic rendezvous; docs/architecture.md explains why.
 
 | line | sender | meaning |
 |---|---|---|
 | ``query_status`` | any launcher | request the status: node number, is leader, number of the last start |
-| ``join`` | a launcher | request to join, with settings that must agree; ``refused``: reason of a rejection |
+| ``join`` | a launcher | request to join, with settings that must agree; ``refused``: reason for a rejection |
 | ``ready`` | a follower | no rank of this node is alive, so the next start may begin |
 | ``start`` | the leader | the next start: its number, its nodes, the address of its store |
 | ``set`` | both | an entry in the table of this start, or the leader's summary of entries: failures, decisions |
@@ -44,7 +44,7 @@ Message = dict[str, Any]
 
 
 class Peer:
-    """The remote end of a connection; ``node`` is set once it has joined, or if it is the leader."""
+    """The remote end of a connection; ``node`` is set for the leader, and for other nodes once they have joined."""
 
     def __init__(self, connection: socket.socket, node: int | None = None) -> None:
         self.socket, self.node = connection, node
@@ -149,7 +149,7 @@ class Control:
                 self._drop(peer)
 
     def join(self, node: int) -> str:
-        """Join the leader ``node``; return the reason of a rejection, or "" if it was accepted."""
+        """Join the leader ``node``; return the reason for a rejection, or "" if the leader accepts this node."""
         try:
             connection = socket.create_connection(self.hosts[node], timeout=ASK_TIMEOUT_S)
         except OSError as error:
@@ -170,7 +170,7 @@ class Control:
         return ""
 
     def begin_start(self, message: Message) -> None:
-        """Begin a start as its leader, and send it to its nodes."""
+        """Begin a start of the job as the leader, and send ``message`` to the nodes that take part."""
         with self._lock:
             self._set_start(message)
             sent = {**message, "nodes": to_ranges(message["nodes"])}
@@ -186,7 +186,7 @@ class Control:
             leader.send({"ready": self.start_idx})
 
     def end(self, code: int, reason: str) -> None:
-        """Announce the end of the job to all nodes, including later ones; wait for the exit of nodes without ranks."""
+        """Announce the job's end to all nodes, including later ones; wait until nodes without ranks have exited."""
         with self._lock:
             self._end_message = self._end_message or {"end": code, "why": reason}
             for peer in self.members.values():

@@ -155,7 +155,7 @@ class ElasticRendezvous(LaunchRendezvous):
         self._deadline = self._waiting_since + self._timeout_s
 
     def _end_on_request(self) -> NoReturn:
-        """Raise a JobEnded, because this node has received a signal between two starts."""
+        """Raise JobEnded, because this node has received a signal between two starts."""
         code = RESUMABLE_CODE if self._durable_step() is not None else self._signals.code
         self.close(code)
         raise JobEnded(code, f"received {self._signals.first_name} between two starts")
@@ -263,7 +263,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _has_silent_predecessor(self, responding_nodes: Collection[int]) -> bool:
-        """Check for a preceding node of the last start that has not responded but may still be alive."""
+        """Return True if a preceding node of the last start has not responded but may still be alive."""
         control = self.control
         preceding = [node for node in control.start_nodes[1:] if node < control.node and node not in responding_nodes]
         return bool(preceding) and time.monotonic() < self._waiting_since + self._silence_s
@@ -315,7 +315,7 @@ LEADER_ONLY_KEYS = ("left", "verdict", "restart", "gone")
 
 
 def broadcast_entries(control: Control, key: str, value: str) -> dict[str, str]:
-    """Choose the entries that the leader broadcasts for a new entry.
+    """Return the entries (key -> value) that the leader broadcasts after the new entry ``key`` has been set.
 
     Entries that only the leader needs are replaced by two summaries: ``all left``, and ``verdicts``, which contains the
     exits that determine the root cause.

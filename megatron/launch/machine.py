@@ -10,7 +10,7 @@ MASTER_PORT, pp_size and mp_size, and for LAUNCH_FLAGS. Values set by the user a
 | 2, 3 | 2 | 2 x 1 |
 | 4 or more | the largest multiple of 4 | 2 x 2 |
 
-With cp_size (default 1), pp_size x mp_size is chosen as for 1/cp_size of the GPUs.
+With cp_size above 1 (default 1), the row for the number of GPUs divided by cp_size applies.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _nvidia_gpus() -> int:
 
 
 def _torch_has_cuda() -> bool:
-    """Check torch's version file for CUDA, because importing torch takes seconds."""
+    """Return True if torch was built with CUDA, according to its version file; importing torch would take seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return False
@@ -190,11 +190,11 @@ def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
 
 
 def _fit_devices(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
-    """Choose the devices per node so that their total is a multiple of ``product``.
+    """Return the number of devices per node whose total is a multiple of ``product``; 0 if there is none.
 
     Args:
-        upwards: return the smallest number from ``devices`` on, otherwise the largest number up to it; 0 if there is
-            none.
+        upwards: return the smallest such number that is at least ``devices``; otherwise the largest one that is at most
+            ``devices``.
     """
     counts = range(devices, devices + product + 1) if upwards else range(devices, 0, -1)
     return next((count for count in counts if count * nodes % product == 0), 0)

@@ -136,7 +136,7 @@ def relevant_exits(exits: Collection[Exit]) -> list[Exit]:
 
     The subset contains the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. It
     also contains the lowest rank that had to be killed, which is the root cause if all other exits are 4, and the first
-    exit with another code than 4.
+    exit with a code other than 4.
     """
     # Sorted, so that the result does not depend on the order of ``exits``.
     exits = sorted(exits, key=lambda rank_exit: (rank_exit.time_s, rank_exit.rank, repr(rank_exit)))
@@ -153,7 +153,7 @@ def relevant_exits(exits: Collection[Exit]) -> list[Exit]:
 
 
 def parse_exits(text: str) -> list[Exit]:
-    """Parse the exits in a JSON list; an empty text has none."""
+    """Parse the exits in a JSON list; return an empty list for an empty text."""
     return [Exit(**fields) for fields in json.loads(text or "[]")]
 
 
@@ -225,7 +225,7 @@ class NodeBoard:
                 return
 
     def statuses(self) -> list[int]:
-        """Return exit codes of other nodes' ranks; only an elastic job needs them, where a node may have no ranks."""
+        """Return exit codes of other nodes' ranks; empty except in elastic jobs, in which a node may have no ranks."""
         return []
 
     def lost_nodes(self) -> list[int]:
@@ -313,7 +313,7 @@ class Restarts:
 
     Args:
         max_restarts: maximum number of restarts (--max-restarts).
-        progress: the progress file; only node 0's is written.
+        progress: path of the progress file; ranks write to it only on node 0.
     """
 
     def __init__(self, max_restarts: int, progress: Path) -> None:
@@ -354,7 +354,7 @@ class Restarts:
         )
 
     def origin(self) -> str:
-        """Describe where the next start begins."""
+        """Return a text on the checkpoint that the next start begins from, for messages."""
         step = self.durable_step
         return (
             "like the first start, because this job has no durable checkpoint yet"
@@ -399,7 +399,8 @@ class End:
         exits: exits of this node's ranks.
         late_message: message about ranks that exceeded --stop-grace; otherwise "".
         is_error_printed: a rank of this node has printed why the job ends.
-        is_same_on_all_ranks: all ranks of this node exited with 2 by themselves, and one of them reports it.
+        is_same_on_all_ranks: all ranks of this node that the launcher did not end exited with code 2, and a rank
+            reports the error.
     """
 
     code: int

@@ -40,7 +40,7 @@ class RankProcess:
         return self.status is None
 
     def reap(self) -> bool:
-        """Return True if the rank has just exited; its child processes are killed."""
+        """If the rank has just exited, kill its child processes, record its status and return True."""
         if not self.is_alive or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.ended_at = time.monotonic()
@@ -153,9 +153,8 @@ def _python_flags() -> list[str]:
 def _close_inherited() -> None:
     """Replace the launcher's sockets and files by the null device.
 
-    Their descriptors must stay in use: an object of the launcher that is collected in this process closes its
-    descriptor, and would otherwise close a file that this rank has opened under the same number (gloo's epoll, a
-    checkpoint).
+    Their descriptors must stay in use. When an object of the launcher is garbage-collected in this process, it closes
+    its descriptor. If this rank had reused the number, a file of the rank would be closed (gloo's epoll, a checkpoint).
     """
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():

@@ -6,7 +6,7 @@ port, which another process could occupy.
 | key | written by | content |
 |---|---|---|
 | ``node/R`` | node R | the number of launchers that claimed to be node R |
-| ``node/looks``, ``node/missing`` | the first node that times out | a mark that it searches; the missing nodes |
+| ``node/looks``, ``node/missing`` | the first node that times out | marks that it is searching; the missing nodes |
 | ``run`` | node 0, when all have joined | the run's id |
 | ``come/N`` | every node | the number of nodes that are ready for restart N |
 | ``begin/N`` | node 0, when all are ready | marks that the store is clean |
@@ -39,7 +39,7 @@ LAUNCHER_KEYS = ("agents/", "node/", "run", "come/", "begin/")
 
 
 class LaunchRendezvous(RendezvousHandler):
-    """The interface of a rendezvous to ``LaunchAgent``; the methods for torch's agent return constants."""
+    """Base class of the rendezvous that ``LaunchAgent`` uses; methods that only torch calls return constants."""
 
     is_elastic = False
     restarts: int | None = None
@@ -269,7 +269,7 @@ class NodeRendezvous(LaunchRendezvous):
 
 
 def listen(host: str, port: int, num_nodes: int) -> socket.socket:
-    """Open node 0's listening socket on ``port``, or with one node on the next free port.
+    """Open node 0's listening socket on ``port``; with a single node, on the first free port from ``port`` on.
 
     Raises:
         OSError: the port is not available.

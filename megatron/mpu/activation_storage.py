@@ -49,9 +49,9 @@ class ActivationStorage:
     """Stores the inputs of checkpointed layer groups, each tensor once, and restores them in backward.
 
     Args:
-        get_num_slots: returns two maximum counts: stored first inputs (groups per forward times forwards in flight),
-            and stored other inputs, such as the encoder's output, which all groups in a forward share. Called at the
-            first forward.
+        get_num_slots: returns the maximum numbers of stored tensors: first inputs of groups (groups per forward times
+            forwards in flight), and other inputs, such as the encoder's output, which all groups in a forward share.
+            Called at the first forward.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StoredInputs:
         self._stored = stored
 
     def restore(self) -> tuple[Any, ...]:
-        """Return the originals on the first call, then restored tensors, which is collective if partitioned."""
+        """Return the originals on the first call, then restored tensors. Restoring is collective if partitioned."""
         if self._originals is not None:
             originals, self._originals = self._originals, None
             return originals
@@ -146,7 +146,7 @@ class _StoredInput:
             self.storage.copy_(shard)
 
     def restore(self) -> torch.Tensor:
-        """Copy the stored tensor; the copy requires a gradient. Collective if partitioned."""
+        """Return a copy of the stored tensor with ``requires_grad`` set. Collective if partitioned."""
         shard = device.copy_from_host(self.storage, self.device) if self.options.is_on_host else self.storage
         full = _gather(shard, self.shape, self.options.group) if self._is_sharded else shard.view(self.shape)
         return full.detach().requires_grad_()
@@ -166,7 +166,7 @@ class _StoredInput:
 
 
 def _gather(shard: torch.Tensor, shape: torch.Size, group: Group) -> torch.Tensor:
-    """Gather all ranks' slices into a ``shape`` tensor. Collective."""
+    """Gather all ranks' slices into a tensor with shape ``shape``. Collective."""
     gathered = shard.new_empty(group.size * shard.numel())
     all_gather_single(gathered, shard, group=group.handle)
     return gathered[: shape.numel()].view(shape)

@@ -21,7 +21,7 @@ class TorchSoftmax:
 
     Shapes:
         logits     [c, width], overwritten; the columns from ``num_columns`` are excluded and get a gradient of 0
-        targets    [c] target columns; other ranks' targets are outside of the columns
+        targets    [c] target columns; a target on another rank is outside of this rank's columns
         statistics [3, c]: maximum, sum of exponentials, target's logit (0 for other ranks' targets)
 
     Args:
@@ -49,7 +49,7 @@ class TorchSoftmax:
         """Convert the exponentials into the logits' gradient in ``dtype``, [c, width].
 
         Args:
-            factor: [c], derivative of the total by each token's loss.
+            factor: [c], derivative of the total with respect to each token's loss.
             exp_factor: [c], factor that converts a token's exponentials into its softmax times ``factor``.
         """
         self.wide_grad = self.exponentials.mul_(exp_factor.unsqueeze(-1))
@@ -72,7 +72,7 @@ class TorchSoftmax:
         return padded
 
     def bias_gradient(self) -> torch.Tensor:
-        """Sum the logits' gradient over tokens, [v/t]; after ``gradient``."""
+        """Sum the logits' gradient over tokens, [v/t]; must be called after ``gradient``."""
         return self.wide_grad.sum(dim=0)
 
 
@@ -85,7 +85,7 @@ def _cap(logits: torch.Tensor, cap: float, needs_gradient: bool) -> torch.Tensor
 
 
 class FusedSoftmax:
-    """Softmax by Triton kernels. Arguments, attributes and methods are those of ``TorchSoftmax``, except ``bias``.
+    """Softmax by Triton kernels. Same interface as ``TorchSoftmax``, plus the argument ``bias``.
 
     The logits stay in memory until ``gradient``, which overwrites them if it has their dtype.
 
@@ -109,5 +109,5 @@ class FusedSoftmax:
         )  # fmt: skip
 
     def bias_gradient(self) -> torch.Tensor:
-        """Sum the logits' gradient over tokens in fp32, [v/t]; after ``gradient``."""
+        """Sum the logits' gradient over tokens in fp32, [v/t]; must be called after ``gradient``."""
         return self.grad[:, : self.num_columns].sum(dim=0, dtype=self.statistics.dtype)

@@ -19,8 +19,9 @@ def vocab_parallel_cross_entropy(
 ) -> Any:  # fmt: skip
     """Compute ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
 
-    With a ``z_loss`` c two tensors are returned: the cross-entropy and the z-loss ``c (log Z)^2`` (see below). Columns
-    of padded vocabulary rows are excluded from the softmax: they get no probability and no gradient.
+    With a ``z_loss`` c two tensors are returned: the cross-entropy, and the z-loss ``c (log Z)^2``, which is not
+    differentiable. Backward through the cross-entropy computes the gradient for both. Columns of padded vocabulary rows
+    are excluded from the softmax: they get no probability and no gradient.
 
     Shapes:
         logits  [..., v/t] on this rank, padded columns last
@@ -31,7 +32,7 @@ def vocab_parallel_cross_entropy(
         has_kernels: use the Triton kernels on CUDA if Triton is installed.
 
     Raises:
-        ValueError: the logits have other columns than this rank's shard, for example because they are gathered.
+        ValueError: the columns of the logits are not this rank's shard, for example because the logits are gathered.
     """
     num_rows, start, num_real = vocab_range(vocab_size, group, divisible_by)
     _check_columns(logits.shape[-1], num_rows, num_real, group)

@@ -1,4 +1,4 @@
-"""The cross-entropy's passes over a logits matrix on CUDA, each by one Triton kernel.
+"""The two passes of the cross-entropy over a logits matrix on CUDA, each by one Triton kernel.
 
 | pass | reads | writes |
 |---|---|---|
@@ -85,5 +85,5 @@ def logits_gradient(
 
 
 def _block(width: int) -> int:
-    """Return the column count that a program processes together: a power of two."""
+    """Return the number of columns that a program processes together, a power of two."""
     return min(MAX_BLOCK, max(32, 1 << (width - 1).bit_length()))

@@ -310,7 +310,7 @@ class _ChunkedLoss:
 
 
 def _combine_statistics(statistics: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Combine per-rank softmax statistics, [t, 3, c], to statistics over all columns, 3 x [c]."""
+    """Combine per-rank softmax statistics, [t, 3, c], into statistics over all columns, 3 x [c]."""
     if len(statistics) == 1:
         return statistics[0].unbind()
     local_maxima, exp_sums, target_logits = statistics.unbind(1)  # 3 x [t, c]
@@ -347,7 +347,8 @@ def _add_product(
 
     Args:
         divisor: divides ``b`` before a 16-bit product and multiplies the product afterwards; None: 1.
-        is_first: overwrite ``total`` if the product accumulates, because ``total`` is uninitialized then.
+        is_first: this is the first product. If products are accumulated in place, ``total`` is uninitialized and is
+            overwritten.
     """
     if accumulates_in_product(b, total.dtype):
         add_product(total, a, b, is_first=is_first)

@@ -149,7 +149,7 @@ class PhiloxDropout(DropoutStreams):
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_sharded: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Call attention ``function`` with probability dropout."""
+        """Call the attention ``function`` with dropout of its probabilities."""
         # read key and position now, because the position may change before ``function`` calls ``drop``
         key, position = self.key(layer, site, is_sharded), self.position
         drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_sharded)

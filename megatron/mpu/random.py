@@ -163,7 +163,7 @@ class DropoutStreams:
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_sharded: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Call attention ``function`` from ``megatron.ops`` with probability dropout.
+        """Call the attention ``function`` from ``megatron.ops`` with dropout of its probabilities.
 
         Args:
             function: takes either ``dropout``, a rate for a mask from torch's default generator, or ``drop``, a

@@ -88,7 +88,7 @@ def global_norm(
     holders: Group = SINGLE,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Compute the 2-norm over all ranks' ``gradients`` in ``model``, in fp64. Collective.
+    """Compute the 2-norm over the ``gradients`` of all ranks in ``model`` and ``holders``, in fp64. Collective.
 
     Args:
         gradients: gradients that this rank contributes to the norm.

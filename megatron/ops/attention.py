@@ -87,7 +87,7 @@ def lower_right_attention(
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
     """Restrict torch's attention kernels to ``MASKED_BACKENDS`` within the block if there is a mask.
 
-    Source: https://github.com/pytorch/pytorch/issues/196678 describes the error of cuDNN's kernel.
+    Source: https://github.com/pytorch/pytorch/issues/196678, on the error in cuDNN's kernel.
     """
     return nullcontext() if mask is None else sdpa_kernel(MASKED_BACKENDS)
 
@@ -193,7 +193,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mask_value(dtype: torch.dtype) -> float:
-    """Return the value added to masked scores: half the lowest ``dtype`` number.
+    """Return the value added to masked scores: half the lowest finite value of ``dtype``.
 
     The value remains finite when a low score is added, and when multiplied by log2(e) in kernels that compute powers
     of 2. Scores that are not masked must be well above it: in fp16 above -30,000.

@@ -47,7 +47,7 @@ class _ExpandBias(torch.autograd.Function):
 
 
 def expand_bias_values(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return ``expand_bias`` without autograd."""
+    """Compute ``expand_bias`` without autograd."""
     size = (by_distance.shape[1] + 1) // 2
     windows = by_distance.contiguous().unfold(1, size, 1)  # [a, s, s], row k from distance k - (s - 1) on
     return windows.flip(1)
@@ -129,7 +129,7 @@ def biased_attention(
 def is_blocked(x: torch.Tensor) -> bool:
     """Return True if attention works block by block: in fp32 and fp64 on a CPU.
 
-    torch's own attention is slow there, most of all with a bias.
+    torch's attention is slow in these cases, especially with a bias.
     """
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
@@ -300,7 +300,7 @@ def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:
-    """Return the blocks and the largest block's head count."""
+    """Return the blocks, and the number of heads in the largest block."""
     num_samples, num_heads = query.shape[:2]
     size = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
     if size < num_heads:

@@ -27,10 +27,11 @@ CACHED_SCORES = 2**18
 
 
 def queries_per_block(size: int) -> int:
-    """Return the query count per block, q, for sequences of ``size`` tokens.
+    """Return the number of queries per block, q, for sequences of ``size`` tokens.
 
-    About (1 + q/s) / 2 of the s x s scores are computed, so smaller blocks save computation. But in long sequences only
-    few heads fit into a core's caches, and the overhead of more products would exceed the computation saved.
+    About (1 + q/s) / 2 of the s x s scores are computed, so smaller blocks save computation. In long sequences,
+    however, only a few heads fit into a core's caches, and the overhead of additional products would exceed the
+    savings.
     """
     return min(size, 64 if size <= 512 else 128)
 
@@ -66,7 +67,7 @@ class HeadBuffers:
 
 
 class QueryBlock:
-    """Views of queries ``query_range`` in n heads, and of keys and values up to the last query.
+    """Views of the queries in ``query_range`` for n heads, and of the keys and values up to the last query.
 
     Shapes, for a block of q queries and the k keys up to its end:
         query   [n, q, d]
@@ -231,8 +232,8 @@ def _library() -> ctypes.CDLL | None:
 def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the context [s, b, a/t, d] and two values per query for backward [2, b a/t, s], which get no gradient.
 
-    The values are the largest score before scaling and the exponentials' factor. ``starts`` int32 [b, s] contains
-    document starts by position; attention does not cross documents.
+    The two values are the largest score before scaling, and the inverse of the sum of the exponentials. ``starts``
+    int32 [b, s] contains document starts by position; attention does not cross documents.
     """
     packed = packed.contiguous()
     context, queries = _empty_outputs(packed)

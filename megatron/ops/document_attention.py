@@ -48,7 +48,7 @@ def document_starts(segment_ids: Tensor) -> Tensor:
 
 
 def document_stops(starts: Tensor) -> Tensor:
-    """Return the document end (exclusive) for each position, int32 [b, s], given full samples' ``starts``."""
+    """Return the document end (exclusive) for each position, int32 [b, s]; ``starts`` must cover full samples."""
     length = starts.shape[1]
     is_same = starts[:, 1:] == starts[:, :-1]
     ends = starts[:, 1:].masked_fill(is_same, length)  # i + 1 if that starts a document
@@ -211,7 +211,7 @@ class _TileScores:
     def probabilities(
         self, query: Tensor, key: Tensor, head_slice: _HeadSlice, tile: _Tile
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute a tile's probabilities, the scores' hyperbolic tangents if capped, and the sinks' probabilities.
+        """Return a tile's probabilities, tanh of the scores if they are capped, and the sinks' probabilities.
 
         Shapes:
             query  [groups, n/groups q, d], key [groups, k, d]
@@ -470,7 +470,7 @@ def _window_mask(starts: Tensor, first: int, window: int) -> Tensor:
 def _windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
     """Attend within documents up to ``SHORT`` tokens; results for longer documents are incomplete.
 
-    Each block of ``SHORT`` queries sees the keys at the same positions and the ``SHORT`` keys before.
+    Each block of ``SHORT`` queries sees the keys at the same positions and the ``SHORT`` keys before them.
     """
     b, _, s, _ = query.shape
     blocks = -(-s // SHORT)

@@ -1,8 +1,9 @@
 """Attention within documents by torch's ``flex_attention``, for the cases that FlashAttention does not support.
 
 Each query sees a range of keys. For each block of queries, the smallest and largest bounds of these ranges determine
-which blocks of keys any of the queries sees, and which of these all of them see. Nothing of size s x s is allocated,
-and the host reads nothing from the device. The lists of blocks have 4 (s / 128)^2 elements per sample.
+two lists of key blocks: blocks that at least one query sees, and blocks that every query sees in full. Nothing of size
+s x s is allocated, and the host reads nothing from the device. The lists of blocks have 4 (s / 128)^2 elements per
+sample.
 
 On CUDA the kernel is generated with Triton. On a CPU, flex_attention computes all scores and has no backward, so that
 it only serves for inspection.

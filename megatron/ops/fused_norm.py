@@ -96,5 +96,5 @@ class _AddAndNorm(torch.autograd.Function):
 
 
 def num_warps(width: int, elements_per_thread: int) -> int:
-    """Return the warp count per program for rows with ``width`` elements."""
+    """Return the number of warps per program for rows with ``width`` elements."""
     return min(max(triton_launch.power_of_two(width) // (32 * elements_per_thread), 4), 16)

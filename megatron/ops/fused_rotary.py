@@ -112,7 +112,7 @@ def _launch(
     *,
     is_inverse: bool,
 ) -> None:
-    """Write queries, keys and, if there are three inputs, values to ``outputs``."""
+    """Write rotated queries and keys to ``outputs``; if there are three inputs, also copy the values."""
     query, key, value = inputs if len(inputs) == 3 else (*inputs, inputs[1])
     query_out, key_out, value_out = outputs if len(outputs) == 3 else (*outputs, outputs[1])
     length, batch_size, num_groups, heads_per_group, head_size = query.shape

@@ -27,7 +27,7 @@ class Slots:
     """The n k expert choices, sorted by expert and then by row. Dropped choices have the last slots.
 
     The number of dropped choices is known on the device only, so that the host does not wait. Functions therefore
-    accept tensors with all n k slots as well as tensors without dropped choices' slots.
+    accept tensors with all n k slots as well as tensors without the slots of dropped choices.
 
     Attributes:
         order: choice in each slot, int32 [n k].
@@ -81,7 +81,7 @@ def dispatch_rows(x: torch.Tensor, slots: Slots, num_slots: int | None = None) -
     """Copy rows ``x`` [n, h] to slots [m, h].
 
     Args:
-        num_slots: slot count m without dropped choices; None: all slots.
+        num_slots: number of slots m, if the slots of dropped choices are excluded; None: all slots.
     """
     return _Dispatch.apply(x, slots, num_slots)
 
@@ -265,7 +265,7 @@ def _weight_grads(
     ends: torch.Tensor | None,
     row_counts: list[int] | None,
 ) -> Sequence[torch.Tensor | None]:
-    """Compute each weight gradient that ``is_wanted``; None for the others."""
+    """Compute the weight gradients for which ``is_wanted`` is True; the others may be None."""
     if not any(is_wanted):
         return [None] * len(is_wanted)
     if row_counts is None:
@@ -284,7 +284,7 @@ def add_grouped_bias(
 ) -> torch.Tensor:
     """Add each expert's bias to the expert's rows. An expert without rows gets a zero gradient.
 
-    The host does not wait unless it knows ``row_counts``. Rows after the last expert's rows are returned unchanged.
+    The host does not wait for the device. Rows after the last expert's rows are returned unchanged.
 
     Args:
         row_counts: ``counts`` on the host, if known.

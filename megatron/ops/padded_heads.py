@@ -1,4 +1,4 @@
-"""Attention whose values have another size than queries and keys, by kernels that need equal sizes."""
+"""Attention with values that differ in size from queries and keys, computed by kernels that need equal sizes."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _by_group(x: torch.Tensor, head_slice: _HeadSlice, num_groups: int) -> torch
 def _probabilities(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, head_slice: _HeadSlice, cap: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a slice's probabilities, and the hyperbolic tangents in the scores.
+    """Return the probabilities of a slice, and the values of tanh in the capped scores.
 
     Shapes:
         query  [groups, n/groups s, d], key [groups, s_k, d]

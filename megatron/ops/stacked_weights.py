@@ -14,7 +14,7 @@ ALIGNMENT_BYTES = 16
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``weights`` as one tensor [E, ...]: a view if ``distance_of`` finds one, otherwise a copy."""
+    """Return ``weights`` as one tensor [E, ...]: a view if they are equally spaced, otherwise a copy."""
     first, distance = weights[0].detach(), distance_of(weights)
     if distance is None:
         return torch.stack(tuple(weights))

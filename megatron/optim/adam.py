@@ -77,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
 def _update(
     w: torch.Tensor, g: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int, group: dict[str, Any]
 ) -> None:
-    """Update weight elements and both states in place; ``step`` is the update's index from 1."""
+    """Update weight elements and both states in place; ``step`` counts updates from 1."""
     (b1, b2), lr = group["betas"], group["lr"]
     m = exp_avg.to(w.dtype).mul_(b1).add_(g * (1 - b1))
     v = exp_avg_sq.to(w.dtype).mul_(b2).add_(g.mul(g).mul_(1 - b2))

@@ -36,9 +36,11 @@ class LRScheduler:
     Args:
         decay_updates: updates from the first to the one that reaches ``min_lr``, the warm-up included.
         warmup: fraction of ``decay_updates``; the warm-up need not be a whole number of updates.
-        warmup_length: updates of the warm-up; None: the fraction.
-        wsd_length: updates of the decay of wsd; None: ``wsd_decay_fraction`` of the updates after the warm-up.
-        step_offset: 0: an update has the rate after itself; -1: the rate after the update before it, as in Megatron-LM.
+        warmup_length: number of warm-up updates; None: ``warmup`` determines it.
+        wsd_length: number of updates in the decay of wsd; None: ``wsd_decay_fraction`` of the updates after the
+            warm-up.
+        step_offset: 0: an update uses the rate at the position after it; -1: the rate at the position before it, as in
+            Megatron-LM.
 
     Raises:
         ValueError: an unknown style, or exponential decay to 0.
@@ -156,16 +158,16 @@ STYLES = (*_DECAYS, INVERSE_SQUARE_ROOT)
 
 
 def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
-    """Set the same rate in all parameter groups for the coming step."""
+    """Set the same rate in all parameter groups for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRScheduler, completed: float) -> float:
-    """Set each parameter group's rate (``param_rates``) for the coming update; return the --lr rate.
+    """Set each parameter group's rate (``param_rates``) for the next update; return the rate of --lr.
 
     Args:
-        completed: the position of the coming update, ``scheduler.position``.
+        completed: position of the next update, from ``scheduler.position``.
     """
     lr = scheduler.after(completed)
     for group in optimizer.param_groups:

@@ -139,7 +139,7 @@ class ExchangedTensor:
     owner: int
 
     def shard_shape(self, rank: int) -> tuple[int, int]:
-        """Return the slice's shape on ``rank``."""
+        """Return the shape of the slice on ``rank``."""
         return _shard_shape(self.shape, self.partition, rank)
 
     def numel_to_owner(self, rank: int) -> int:

@@ -70,7 +70,7 @@ class MuonArgs:
         return self.extra_scale_factor * SCALES[self.scale_mode](rows, columns)
 
     def matrices(self, packed: Matrices) -> Matrices:
-        """Return the matrices that are orthogonalized separately."""
+        """Split ``packed`` into the matrices that are orthogonalized separately."""
         return packed.split(qkv=self.split_qkv, heads=self.split_qkv_heads)
 
 
@@ -172,7 +172,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(
         self, weights: Sequence[MuonWeight], owner_of_weight: Sequence[tuple[int, int]], slices: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Orthogonalize the updates from all ranks' ``slices``; return this rank's result slices. Collective."""
+        """Orthogonalize the updates given as ``slices`` on all ranks; return this rank's slices. Collective."""
         over_data = [
             ExchangedTensor(w.partition.local_shape, w.partition.data, replica)
             for w, (replica, _) in zip(weights, owner_of_weight, strict=True)
@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
     def _apply_update(
         self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor
     ) -> None:
-        """Apply weight decay and ``update`` to ``main_param``; each row's update has its matrix's scale."""
+        """Apply weight decay and ``update`` to ``main_param``; a row's update is scaled by its matrix's factor."""
         if not main_param.numel():
             return
         main_param.mul_(1 - group["lr"] * group["weight_decay"])

@@ -55,7 +55,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     Attributes:
         store, reducer, policy, inner: the parts in the table of the module.
-        gradient_factor: gradient factor for the next step, which resets it to 1.
+        gradient_factor: factor by which the next step multiplies the gradients; each step resets it to 1.
         last_factor: factor of the last step's gradients before clipping: ``gradient_factor`` divided by the loss scale.
         raw_norm: result of ``norm_of_sums`` for the current gradients, if it has been computed already.
         overflow: True if the last step was skipped because fp16 gradients overflowed.
@@ -153,7 +153,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.clear_grads()
 
     def norm_of_sums(self) -> torch.Tensor:
-        """Return the reduced gradients' norm, still multiplied by the loss scale. Collective.
+        """Return the norm of the reduced gradients, still multiplied by the loss scale. Collective.
 
         ``gradient_factor`` is not applied either. The host does not wait for the norm, so that a caller can copy it to
         the host together with other values.
@@ -164,7 +164,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_source(self) -> EngineGradients:
-        """Gradient source for the engine of a pipeline."""
+        """Gradient source for the pipeline engine."""
         return EngineGradients(self)
 
     def begin_last_backward(self) -> None:
@@ -211,7 +211,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self._global_grad_norm
 
     def main_param_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return the main param, whose position in the global tensor ``shard_of`` returns."""
+        """Return the main param of ``parameter``; ``shard_of`` returns its position in the global tensor."""
         return self.store.main_params[parameter]
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:

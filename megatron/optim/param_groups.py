@@ -2,7 +2,7 @@
 
 | name | implementation | state of a matrix [m, n] |
 |---|---|---|
-| adamw | ``torch.optim.AdamW``, with states in bf16 ``megatron.optim.adam`` | two moments, [m, n] each |
+| adamw | ``torch.optim.AdamW``; ``megatron.optim.adam`` if states are in bf16 | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
 | muon | ``torch.optim.Muon`` for matrices of layers, otherwise AdamW (``megatron.optim.muon``) | a momentum [m, n] |
 | sgd | ``torch.optim.SGD`` | with momentum ``momentum_buffer`` [m, n], otherwise none |
@@ -219,6 +219,6 @@ def _check_unpadded(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group with Adafactor's lower bounds for matrices or vectors."""
+    """Copy a parameter group and set ``eps``, Adafactor's lower bounds, for matrices or for vectors."""
     is_matrix_group = group["params"][0].dim() >= 2
     return {**group, "eps": (MATRIX_EPS if is_matrix_group else VECTOR_EPS, MIN_WEIGHT_RMS)}

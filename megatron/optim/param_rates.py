@@ -10,8 +10,8 @@
 Rates by name take precedence over the other flags; among several matching patterns the last one applies. A flag sets
 the rate itself: muP only divides the rate of --lr.
 
-All rates follow the schedule of ``LRScheduler`` with another peak. Their floor is in proportion to the peak, except
-with --decoupled-lr (--min-lr) and with --decoupled-min-lr.
+All rates follow the schedule of ``LRScheduler`` with another peak. Their floor is proportional to the peak, with two
+exceptions: the floor of --decoupled-lr is --min-lr, and --decoupled-min-lr sets the floor directly.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RateTable:
 
     @property
     def rates(self) -> list[ParamRate]:
-        """Rates to log in addition to --lr, by their labels."""
+        """Rates to log in addition to --lr; ``label`` is the name in the log."""
         return [*([] if self.hidden is None else [self.hidden]), *self.named.values()]
 
     def rate_of(self, name: str, parameter: torch.Tensor) -> ParamRate | None:

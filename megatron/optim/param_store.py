@@ -39,7 +39,7 @@ class ParamStore:
         param_init: with ZeRO 3, initializes weights one by one; None if all are initialized.
         reduce_bucket_size, allgather_bucket_size: elements per gradient-reduction bucket and per weight-gather bucket;
             0: the default from ``tds.gradients.choose_bucket_numel``.
-        prefetches: with ZeRO 3, gather a layer's weights before its forward.
+        prefetches: with ZeRO 3, gather a layer's weights while the previous layer computes.
 
     Attributes:
         main_params: main params by parameter.

@@ -151,7 +151,7 @@ class Planner:
         return self._models[ranks]
 
     def parameters(self, layout: Layout) -> tuple[int, int]:
-        """Return a rank's (all parameters, expert parameters) if only the tensor and expert axes split the model."""
+        """Return (all parameters, expert parameters) per rank if only the tensor and expert axes split the model."""
         key = layout.tensor, layout.expert
         if key not in self._parameters:
             costs = self.model(layout).costs

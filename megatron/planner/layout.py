@@ -70,7 +70,7 @@ class Layout:
         return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
 
     def stride(self, axis: str) -> int:
-        """Return the global rank difference of neighbours along ``axis`` (one of ``topology.AXES``)."""
+        """Return the distance between neighbours along ``axis`` (one of ``topology.AXES``), in global ranks."""
         neighbour = {"pipe": 0, "data": 0, "context": 0, "tensor": 0, axis: 1}
         return self.topology.rank(Coordinate(**neighbour))
 

@@ -28,7 +28,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class EfficiencyFactor:
-    """Factors for three times: matmuls, a pass over the saved activations, and a pass over the scores."""
+    """Factors on the time of matmuls, of a pass over the saved activations, and of a pass over the scores."""
 
     products: float
     passes: float
@@ -39,7 +39,7 @@ class EfficiencyFactor:
         return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
     def predict(self, terms: tuple[float, float, float]) -> float:
-        """Predict a unit's time from three times: (matmuls, activation pass, score pass)."""
+        """Predict a unit's time: the sum of ``terms`` (matmuls, activation pass, score pass), each times its factor."""
         products, activation_pass, score_pass = terms
         return self.products * products + self.passes * activation_pass + self.scores * score_pass
 
@@ -70,7 +70,7 @@ class Sample:
     Args:
         terms: times of (matmuls, activation pass, score pass), in seconds.
         seconds: measured unit time, minus the times that no factor applies to.
-        scale: seconds that divide an error in the fit.
+        scale: unit of the error in the fit, in seconds: errors are divided by it.
     """
 
     terms: tuple[float, float, float]
@@ -122,7 +122,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def table_from_dict(value: Mapping[str, Any]) -> Table:
-    """Convert the ``asdict`` form ``value`` to a table.
+    """Build a table from ``value``, the result of ``dataclasses.asdict``.
 
     Raises:
         TypeError, KeyError, AttributeError: ``value`` does not have that form.

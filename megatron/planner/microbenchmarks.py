@@ -46,7 +46,7 @@ CHAIN = 200
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """Measurement limits: ``windows`` with ``window_s`` seconds per rate, and sizes up to the largest.
+    """Measurement limits: each rate is measured in ``windows`` windows of ``window_s`` seconds, up to a maximum size.
 
     Args:
         num_elements: tensor elements in the stream and update probes; the tensors must be larger than the caches.
@@ -381,7 +381,7 @@ class Collective(NamedTuple):
     """A communication type.
 
     Args:
-        make: (rank, bytes) -> function that sends a message with this size.
+        make: (rank, bytes) -> function that sends a message of this size.
         share: n -> share of the bytes that each rank out of n sends.
         latencies: n -> message latency between n ranks, in multiples of ``Wire.latency_s``.
         messages_per_call: consecutive messages per call.

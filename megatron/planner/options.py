@@ -247,7 +247,7 @@ def from_checkpoint(family: str, training_args: Sequence[str]) -> tuple[dict[str
 
     Raises:
         ConfigError: --load names a folder without a model.
-        CheckpointError: as ``checkpoint_args.load_checkpoint_args``.
+        CheckpointError: raised by ``checkpoint_args.load_checkpoint_args``.
     """
     scanned = scan_with_config_file(training_args, family)
     path = scanned.values.get("load")

@@ -1,12 +1,12 @@
-"""Reference workload that measures the current speed of a rank, to correct benchmarks for changes of the speed.
+"""Reference workload that measures the current speed of a rank, to correct benchmarks for changes in speed.
 
-If other programs, or other guests of the host, use a machine, its speed can change by half within seconds. The time of
-the reference is therefore measured before and after every benchmark, and the benchmark's time is divided by it. A
+If other programs run on a machine, or other guests on its host, its speed can change by half within seconds. The time
+of the reference is therefore measured before and after every benchmark, and the benchmark's time is divided by it. A
 calibration scales all times to its median reading of the reference (``Machine.reference_s``). A training step can be
 compared with the plan by scaling its time in the same way.
 
-The reference is the forward and backward pass of a small MLP, which has a similar mixture of matmuls and memory passes
-as a training step. The time of a matmul whose data fit into the caches correlates less with step times
+The reference is the forward and backward pass of a small MLP, which has a mixture of matmuls and memory passes similar
+to that of a training step. The time of a matmul whose data fit into the caches correlates less with step times
 (docs/experiments.md).
 
 On GPUs, times are not scaled: other programs do not change the GPU's clocks, and such a small workload would only
@@ -34,7 +34,7 @@ NUM_REPETITIONS = 2
 
 
 class Reference:
-    """Measures the speed of all ranks together. Readings are the slowest rank's time. All methods are collective.
+    """Measures the speed of all ranks together. A reading is the time on the slowest rank. All methods are collective.
 
     Args:
         now: the clock that times the benchmarks.
@@ -77,7 +77,7 @@ class Reference:
         return self.first_s / self.read_mean()
 
     def other_cores(self) -> float:
-        """Return the average core count used by other programs since this object was created."""
+        """Return the average number of cores that other programs have used since this object was created."""
         wall, busy, cpu = self._start
         others_s = busy_s() - busy - self._rank.sum_over_ranks(time.process_time() - cpu)
         return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
@@ -85,9 +85,9 @@ class Reference:
     def lost_s(self, before: dict[int, float], seconds: float) -> float:
         """Return the seconds that a measurement with communication lost to other programs.
 
-        The loss is the longest time that a thread spent in the run queue, but at most other programs' core time,
-        because threads of the same rank also wait for each other. If ranks share cores, the loss is other programs'
-        core time divided by the core count.
+        The loss is the longest time that a thread spent in the run queue, but at most the core time of other programs,
+        because threads of the same rank also wait for each other. If ranks share cores, the loss is the core time of
+        other programs divided by the number of cores.
 
         Args:
             before: ``queue_times`` at the start of the measurement.
@@ -124,7 +124,7 @@ def core_time_s() -> float:
 
 
 def queue_time_s(thread: int | None = None) -> float:
-    """Return a thread's seconds so far in Linux's run queue; 0 if unknown.
+    """Return the seconds that a thread has spent in Linux's run queue so far; 0 if unknown.
 
     Args:
         thread: native id; None: this thread.
@@ -153,12 +153,12 @@ def queue_times() -> dict[int, float]:
 
 
 def longest_queue_time(before: dict[int, float]) -> float:
-    """Return a thread's longest time in the run queue since ``queue_times`` returned ``before``."""
+    """Return the longest time that any thread has spent in the run queue since ``queue_times`` returned ``before``."""
     return max((now - before.get(thread, 0.0) for thread, now in queue_times().items()), default=0.0)
 
 
 def busy_s() -> float:
-    """Return all cores' busy seconds so far, in system ticks of 10 ms; 0 if unknown."""
+    """Return the busy seconds of all cores so far, with a resolution of 10 ms; 0 if unknown."""
     try:
         user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     except OSError:

@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 20
 
 
 def ranking(ranked: RankedLayouts, task: PlanningTask) -> Iterator[str]:
-    """Format the ranked layouts as a table."""
+    """Yield lines: a table of the ranked layouts, and the number of candidates."""
     has_experts = bool(task.config.model.num_experts)
     rows = [_columns(has_experts)]
     for position, estimate in enumerate(ranked.best, 1):
@@ -59,7 +59,7 @@ def _columns(has_experts: bool) -> tuple[str, ...]:
 
 
 def details(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
-    """Report one layout: time by activity, communication by type, memory by stage."""
+    """Yield lines on one layout: time by activity, communication by type, memory by stage."""
     layout, machine = estimate.layout, task.machine
     yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples per step"
     yield ""
@@ -93,7 +93,7 @@ def details(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
 
 
 def memory_report(task: PlanningTask, excess: Overflow | None, remedies: Sequence[LayoutChange]) -> Iterator[str]:
-    """Report memory: whether the layout fits, otherwise its largest part and changes that make it fit."""
+    """Yield lines on memory: that the layout fits, or else its largest part and changes that make it fit."""
     usable = task.machine.usable_bytes
     if excess is None:
         yield f"fits into {_decimal_bytes(usable)}"
@@ -128,7 +128,7 @@ COPY_NAME = "COPY.json"
 
 
 def start_command(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
-    """Format a shell command that starts the layout, or the settings to write to the --config file."""
+    """Yield lines: a shell command that starts the layout, or the settings to write to the --config file."""
     if task.config_file is not None:
         settings, unset = config_file_settings(estimate.layout)
         path = COPY_NAME if task.is_of_run else task.config_file
@@ -149,7 +149,7 @@ def start_command(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
 
 
 def summary(task: PlanningTask, planner: Planner) -> Iterator[str]:
-    """Describe the model, machine and batch, and the assumed settings."""
+    """Yield lines on the model, machine and batch, and on the assumed settings."""
     machine, costs = task.machine, planner.costs
     active = ""
     if task.config.model.num_experts:

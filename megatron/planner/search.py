@@ -61,7 +61,7 @@ class SearchSpec:
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """The best layouts, best first, and the search size."""
+    """The best layouts, best first, and the number of layouts searched."""
 
     best: list[Estimate]
     num_candidates: int
@@ -300,7 +300,7 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
-    """Find the smallest peak memory among the ``NUM_SMALLEST_CANDIDATES`` layouts with the lowest ``min_bytes``."""
+    """Estimate the layouts with the lowest ``min_bytes``; return the estimate with the smallest peak memory."""
     rising = sorted(layouts, key=lambda layout: min_bytes(planner, layout))
     candidate_layouts = islice(
         (layout for layout in rising if not problems(planner.config, layout)), NUM_SMALLEST_CANDIDATES
@@ -429,7 +429,7 @@ def _doubled_axes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layou
 
 
 def _with_zero_stage(layout: Layout, stage: int) -> Layout:
-    """Copy ``layout`` with ZeRO stage ``stage``, and below stage 3 without weights on the host."""
+    """Copy ``layout`` with ZeRO stage ``stage``; below stage 3, weights are not offloaded to the host."""
     return replace(
         layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == FULL_SHARDING_STAGE
     )

@@ -145,7 +145,7 @@ class ComputeModel:
         return times_by_unit
 
     def factors(self, unit_idx: int, layout: Layout) -> EfficiencyFactors:
-        """Return the efficiency factors for unit ``unit_idx`` (an index) in ``layout``."""
+        """Return the efficiency factors for the unit with index ``unit_idx`` in ``layout``."""
         unit_type, default = self._unit_types[unit_idx], HEAD if unit_idx == len(self._unit_types) - 1 else LAYER
         unsplit = self._machine.efficiency(layout.dtype, unit_type, default)
         return (
@@ -200,7 +200,7 @@ def _unit_type(unit: str) -> str:
 
 
 def _scores(work: Work) -> float:
-    """Count a unit's attention scores: the outputs of the first matmul in each pair in the core."""
+    """Return a unit's number of attention scores: the outputs of the first matmul of each pair in ``work.core``."""
     return sum(product.rows * product.columns * product.count for product in work.core[::2])
 
 
@@ -364,13 +364,13 @@ class CommunicationModel:
         return traffic
 
     def pipeline_traffic(self, layout: Layout, bounds: Sequence[int], chunk_s: float) -> tuple[Traffic, float]:
-        """Return the busiest stage boundary's traffic in a step, and the seconds that stages wait for messages.
+        """Return the traffic in a step at the busiest stage boundary, and the seconds that stages wait for messages.
 
         The first micro-batch waits at each boundary, in both directions, and with placement V in both chunks. Other
         micro-batches only wait if their message takes longer than half a virtual stage's time.
 
         Args:
-            chunk_s: fastest virtual stage's seconds per micro-batch.
+            chunk_s: seconds per micro-batch of the fastest virtual stage.
         """
         if layout.pipe == 1:
             return Traffic(), 0.0
@@ -390,7 +390,7 @@ class CommunicationModel:
         return all_messages.hidden_by(all_messages.seconds - waits), waits
 
     def data_traffic(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
-        """Return the data-parallel traffic per step, and the update's seconds.
+        """Return the data-parallel traffic per step, and the duration of the update in seconds.
 
         Args:
             backward_s: seconds per backward pass, which gradient communication can overlap with.
@@ -433,7 +433,7 @@ class CommunicationModel:
         return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
 
     def _muon_update(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
-        """Return the traffic and the Newton-Schulz seconds of Muon's update.
+        """Return the traffic of Muon's update, and the duration of the Newton-Schulz steps in seconds.
 
         The matrices are divided among ``layout.tensor * data.size`` owners, where ``data`` is the group with the same
         experts. The steps run in bf16. Query, key and value count as one matrix, and so do gate and up. Matrices are

@@ -97,16 +97,17 @@ def guard(main: Callable[[], None], get_rank_name: Callable[[], str]) -> None:
 
 
 def report_failure(error: BaseException, rank_name: str) -> None:
-    """Report ``error``, which will end this process. Called before cleanup, during which the launcher may kill it.
+    """Report ``error``, which will end this process.
 
-    Errors raised after this call are not reported. No-op outside of ``guard``, because the caller may handle the error.
+    Called before cleanup, during which the launcher may kill the process. Errors raised after this call are not
+    reported. No-op outside of ``guard``, because the caller may handle the error.
     """
     if _is_guarded and _is_failure(error):
         _report(error, rank_name)
 
 
 def _is_failure(error: BaseException) -> bool:
-    """SystemExit is a failure only during a run."""
+    """Return True unless ``error`` is a SystemExit outside of a run."""
     return not isinstance(error, SystemExit) or current_status().is_running
 
 
@@ -210,7 +211,7 @@ def is_raised_on_all_ranks(error: BaseException) -> bool:
 
 
 def as_peer_error(error: BaseException) -> BaseException:
-    """Convert an error that a process group raises if another rank is gone to PeerError; return other errors unchanged.
+    """Return a PeerError if ``error`` is a process group's error about a rank that is gone; otherwise ``error`` itself.
 
     For an NCCL error about this rank, ``local_nccl_error`` determines the result.
     """
@@ -254,7 +255,7 @@ def local_nccl_error(error: BaseException, *, is_during_setup: bool = False) -> 
 
 
 def out_of_memory_text(error: BaseException) -> str | None:
-    """Describe a failed allocation with the size and the rank's operation; None for other errors.
+    """Return a message about a failed allocation, with the size and the current operation; None for other errors.
 
     Torch raises OutOfMemoryError on GPUs and RuntimeError on CPUs; Python and numpy raise MemoryError.
     """

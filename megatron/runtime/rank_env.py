@@ -151,7 +151,7 @@ def raise_on_this_rank(problems: list[str]) -> None:
 
 
 def process_name(env: Mapping[str, str]) -> str:
-    """Name this process for messages, even if its variables are invalid."""
+    """Return this process's name for messages, even if its variables are invalid."""
     rank = env.get("RANK", "0")
     return f"rank {rank}" if _is_number("RANK", rank) else f"process {os.getpid()}"
 

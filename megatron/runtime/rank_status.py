@@ -60,7 +60,7 @@ def open_status_file() -> None:
 
 
 def use_private_memory() -> None:
-    """Stop writing to the status file, in a fork of the rank that is not the rank."""
+    """Stop writing to the status file. Called in child processes of a rank, which inherit the mapping."""
     global _buffer
     _buffer = bytearray(BUFFER_BYTES)
 

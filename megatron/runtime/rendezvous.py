@@ -169,7 +169,7 @@ def _claim_rank(store: Store, rank: int, size: int, address: str) -> None:
 
 
 def _process_name() -> str:
-    """Identify this process in the keys that it claims."""
+    """Return a name for this process, stored in the keys that it claims."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -60,7 +60,8 @@ def build(
 
     Args:
         vocab_size: id count for a NullTokenizer.
-        eod_token: end-of-document token by name, or ``BY_NAME``; None: as determined by ``Tokenizer.eod_name``.
+        eod_token: name of the end-of-document token; ``BY_NAME``: the token of earlier versions
+            (``Tokenizer.former_eod_name``); None: the tokenizer's own choice (``Tokenizer.eod_name``).
 
     Raises:
         DataError: the type is unknown, a file is missing or has another type, or a library is not installed.
@@ -147,7 +148,7 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
 
     Args:
         is_required: the user has requested gigatoken, so raise an error if it is not installed or does not support the
-            tokenizer. If the ids differ, only a warning is logged in any case.
+            tokenizer. A difference between the ids only causes a warning.
 
     Raises:
         DataError: ``is_required``, and gigatoken or a dependency is not installed, or the tokenizer is not a BPE.
@@ -197,7 +198,7 @@ def _verified_gigatoken(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer
 
 
 def _spellings(tokenizer: Tokenizer) -> list[str]:
-    """Spell each control token in a text, within and between words."""
+    """Return one test text per control token, which spells the token within and between words."""
     return [f"a{name}a{name} {name}\n" for name in (*tokenizer.control_tokens, *tokenizer.plain_names)]
 
 

@@ -334,7 +334,7 @@ class ChatTemplate:
         return _without_marks(text)
 
     def _name_for(self, more: Mapping[str, Any]) -> str:
-        """Choose the template that renders a conversation with the variables ``more``."""
+        """Return the name of the template that renders a conversation with the variables ``more``."""
         return TOOL_USE if more.get("tools") is not None and TOOL_USE in self.named else DEFAULT
 
     def _template(self, name: str) -> jinja2.Template:

@@ -62,7 +62,7 @@ def mark_chinese_words(runs: Sequence[str], mark: str) -> dict[str, str]:
 
 
 def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Mark characters that end a word by 1, others by 0."""
+    """Return 1 for each character that ends a word, 0 for others."""
     took_second = {state: np.zeros(len(codes), bool) for state in _STATES}
     longest = int(lengths[0]) if len(lengths) else 0
     first = codes[starts]
@@ -79,7 +79,7 @@ def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np
 def _step(
     state: str, score: dict[str, np.ndarray], codes: np.ndarray, positions: np.ndarray, took_second: np.ndarray
 ) -> np.ndarray:
-    """Score ``state`` at the characters ``codes``; set ``took_second`` where predecessor 2 wins."""
+    """Return the scores of ``state`` at ``codes``; set ``took_second`` where the second predecessor is better."""
     emitted = _EMITTED[state][codes]
     first, second = (
         score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted
@@ -92,7 +92,7 @@ def _step(
 def _follow_back(
     took_second: dict[str, np.ndarray], final_is_single: np.ndarray, lengths: np.ndarray, starts: np.ndarray
 ) -> np.ndarray:
-    """Follow each best path from its last character to its first one; the states 0 ... 3 are B, M, E, S."""
+    """Follow each run's best path backwards and return its word ends as 1, other characters as 0."""
     second = np.stack([took_second[state] for state in _STATES])
     predecessors = np.array([[_STATES.index(name) for name in _BEFORE[state]] for state in _STATES])
     ends = np.zeros(second.shape[1], np.int64)
@@ -170,8 +170,8 @@ def _learn(runs: Iterable[str]) -> None:
 def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
     """Segment runs of unknown characters: Chinese by probability; letters, digits and signs by jieba's pattern.
 
-    The result contains only ``runs``, not their Chinese parts: ``_learn`` must not find a part that is itself a
-    dictionary word.
+    The result maps each run to a copy with marks between words. It has no entries for the Chinese parts of mixed runs:
+    a part may be a dictionary word, which ``_learn`` must not find here.
     """
     mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
     chinese = {segment for segments in mixed.values() for segment in segments[1::2]}.union(

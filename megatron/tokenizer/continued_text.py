@@ -15,7 +15,7 @@ _FIRST_WORD = re.compile(r"\S*")
 
 
 def without_prefix(description: str) -> str:
-    """Disable the addition and removal of spaces in the tokenizer's JSON text."""
+    """Return the tokenizer's JSON text with the addition and removal of spaces disabled."""
     fields = json.loads(description)
     for name in ("normalizer", "pre_tokenizer"):
         fields[name] = _without_space_handling(fields.get(name))

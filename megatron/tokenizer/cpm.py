@@ -85,7 +85,7 @@ class CPM1Tokenizer(SentencePieceTokenizer):
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:
     """Load a ``.model`` file, or a folder with chinese_vocab.model.
 
-    A vocab.json path denotes its folder.
+    If ``path`` is a vocab.json, the folder that contains it is loaded.
     """
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.suffix != ".json":

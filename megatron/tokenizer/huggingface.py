@@ -222,7 +222,7 @@ def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizer
 
 
 def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
-    """Encode ``texts``."""
+    """Encode ``texts`` with ``library``; return the ids as arrays, without added control tokens."""
     return as_arrays([encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)])
 
 

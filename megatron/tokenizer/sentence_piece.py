@@ -59,7 +59,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def plain_names(self) -> frozenset[str]:
-        """<s> and </s> if they are ordinary symbols, such as HTML tags, because BOS and EOS are other pieces."""
+        """<s> and </s> if they are ordinary symbols (HTML tags) in a vocabulary with other pieces for BOS and EOS."""
         library = self._library
         ends = {"<s>": library.bos_id(), "</s>": library.eos_id()}
         return frozenset(

@@ -21,7 +21,7 @@ _DEFAULTS = {"2.3": "01", "2.24": "00", "2.35": "00", "3.2": "", "3.3": "01", "3
 
 
 def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
-    """Declare the pieces ``names`` as control pieces, which are never produced from a text."""
+    """Return ``model`` with the pieces ``names`` declared as control pieces, which are never produced from a text."""
     encoded_names = {name.encode() for name in names}
     changed = bytearray(model)
     for field, start, stop in _fields(model, 0, len(model)):
@@ -35,7 +35,7 @@ def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
 
 
 def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
-    """Enable or disable the model's dummy prefix, a space before each text.
+    """Return ``model`` with its dummy prefix, a space before each text, enabled or disabled.
 
     The setting is field 3 of the normalizer message (field 3). A second normalizer message with only this setting is
     appended; when a parser merges repeated messages, the last value of a field is used.

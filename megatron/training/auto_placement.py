@@ -151,7 +151,7 @@ def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Cand
 
 
 def _allowed_schedules(config: Config, chunks: int, placement: str) -> tuple[str, ...]:
-    """Restrict the schedules for a placement to --pipeline-auto-schedules if given."""
+    """Return the schedules for a placement, restricted to --pipeline-auto-schedules if given."""
     requested = config.parallel.auto_schedules
     return tuple(name for name in candidate_schedules(AUTO, chunks, placement) if not requested or name in requested)
 

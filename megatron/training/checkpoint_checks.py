@@ -63,7 +63,7 @@ def check_moments(checkpoint: Checkpoint) -> None:
 
 
 def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config) -> None:
-    """Check that the training data is the same, or --allow-data-change is set."""
+    """Raise CheckpointError if the training data differs, unless --allow-data-change is set."""
     saved = checkpoint.metadata.get("data_fingerprint")
     if not saved or not fingerprint or saved == fingerprint:
         return

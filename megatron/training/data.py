@@ -104,7 +104,7 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 
 
 def num_samples_of_splits(config: Config, world: World) -> list[int]:
-    """Return the sample counts for training, validation and the test.
+    """Return the numbers of samples for training, validation and testing.
 
     The training count is --train-samples, as in Megatron, so that it does not change if a run is resumed with another
     batch size. Without that flag, it is a new run's sample count. All validations read the same samples, but with
@@ -125,7 +125,7 @@ def num_samples_of_splits(config: Config, world: World) -> list[int]:
 
 
 def num_validations_of_run(config: Config) -> int:
-    """Return the validation count that Megatron reads samples for: one more than the run's intervals."""
+    """Return the number of validations that Megatron reserves samples for: one more than the run has intervals."""
     return config.batch.train_iters // config.batch.eval_interval + 1
 
 

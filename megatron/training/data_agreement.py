@@ -55,14 +55,14 @@ def _fingerprint(dataset: object) -> str | None:
 def _weights(dataset: object) -> dict[str, float]:
     """Return weights by name for corpora that an evaluation reads separately; may be empty.
 
-    As in Megatron, an evaluation in Megatron's order reads samples from the blend.
+    It is empty with --data-order megatron: as in Megatron, an evaluation then reads samples from the blend.
     """
     ordered = as_ordered(dataset)
     return {} if ordered is None or isinstance(ordered.order, MegatronOrder) else ordered.order.weights(0)
 
 
 def identity_text(dataset: object) -> str:
-    """Identify ``dataset`` by a text that is equal on ranks with the same samples in the same order."""
+    """Return a text that identifies ``dataset``: equal on ranks with the same samples in the same order."""
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"
     if ordered is None:
@@ -72,7 +72,7 @@ def identity_text(dataset: object) -> str:
 
 
 def find_disagreement(ranks_data: Sequence[RankData]) -> str | None:
-    """Name the ranks with different data in a message, or return None if all readers agree."""
+    """Return an error message with the ranks that read different data, or None if all readers agree."""
     for split in SPLITS:
         ranks_by_identity: dict[str, list[int]] = {}
         for rank, rank_data in enumerate(ranks_data):

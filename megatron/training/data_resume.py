@@ -40,7 +40,7 @@ def resume_order(
     data: RunData, metadata: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool,
     config: Config | None = None,
 ) -> SampleOrder | None:  # fmt: skip
-    """Continue the checkpoint's sample order; None if the data set has no order.
+    """Return the sample order that continues the checkpoint's; None if the data set has no order.
 
     Args:
         metadata: checkpoint metadata.
@@ -74,7 +74,7 @@ def resume_order(
 
 
 def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) -> Fraction:
-    """Divide the checkpoint's tokens per sample by the run's; if they differ, log the next sample."""
+    """Return the checkpoint's tokens per sample divided by the run's; if they differ, log the next sample."""
     progress = former.convert_progress(metadata) if metadata["progress"] else {}
     samples, tokens = progress.get("samples_consumed", 0), progress.get("tokens_consumed")
     if not samples or tokens is None or tokens_per_sample is None or tokens == samples * tokens_per_sample:

@@ -168,7 +168,7 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, loads
 
 
 def _partition_change(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
-    """Describe the difference to the checkpoint's split of layers into stages, or return None if there is none."""
+    """Describe the difference from the checkpoint's split of layers into stages, or return None if there is none."""
     if checkpoint.metadata["layout"]["pipe"] != now.pipe:
         return layout_text(checkpoint.metadata["layout"], now)
     saved, current = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)

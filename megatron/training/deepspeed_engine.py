@@ -55,7 +55,7 @@ def initialize_loaded_deepspeed(device_type: str) -> None:
 
 
 def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:
-    """Within the context, let DeepSpeed reuse the process groups in ``grid`` instead of creating new ones."""
+    """Make DeepSpeed reuse the process groups in ``grid`` within the context, instead of creating new ones."""
     from tds.deepspeed.api import sharing_groups  # imports DeepSpeed
 
     return sharing_groups(groups_by_ranks(grid))

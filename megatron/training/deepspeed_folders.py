@@ -5,7 +5,7 @@
 | ``global_step20`` | a checkpoint: DeepSpeed's files and our ``manifest.json``, which DeepSpeed ignores |
 | ``global_step20-1`` | a second checkpoint of the same step; existing checkpoints are never overwritten |
 | ``latest`` | the name of the checkpoint that DeepSpeed loads; our loader uses the manifests instead |
-| ``.tmp-...``, ``.deleted-...`` | remains of a save or deletion that was killed; the next save removes them |
+| ``.tmp-...``, ``.deleted-...`` | left over from a killed save or deletion; the next save removes them |
 
 Renaming the temporary folder commits the checkpoint; ``latest`` is then replaced atomically. So after a kill at any
 time, both loaders find a complete checkpoint. Without this module, DeepSpeed writes directly into the final folder,

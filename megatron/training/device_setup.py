@@ -1,7 +1,8 @@
 """Device selection for torch, DeepSpeed and plug-ins.
 
-DeepSpeed selects and logs its accelerator when it is imported, so DS_ACCELERATOR is set before. For a plug-in's device,
-DeepSpeed may use the plug-in's accelerator object, which also provides the properties that the plug-in does not define.
+DeepSpeed selects and logs its accelerator when it is imported, so DS_ACCELERATOR is set before the import. For a
+plug-in's device, DeepSpeed may use the plug-in's accelerator object, which also provides the properties that the
+plug-in does not define.
 """
 
 from __future__ import annotations

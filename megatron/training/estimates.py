@@ -104,7 +104,7 @@ def simulated_bubble(
 def make_bubble_estimator(
     config: Config, bounds: Sequence[int], parameter_counts: Sequence[int]
 ) -> Callable[[int], float]:
-    """Return a function from the micro-batch count to the best candidate schedule's expected bubble.
+    """Return a function that maps the number of micro-batches to the expected bubble of the best candidate schedule.
 
     Args:
         bounds: virtual-stage bounds, as in ``megatron.training.dry_run.plan_rows``.

@@ -82,7 +82,7 @@ def current_tokenizer() -> Any:
 
 
 def missing_tokenizer(config: Config) -> str:
-    """Explain the error if a script needs a tokenizer and no flag names one."""
+    """Return the error message for a script that needs a tokenizer when no flag names one."""
     if config.data.is_mock:
         size = config.model.vocab_size or "N"
         return (

@@ -110,8 +110,9 @@ def set_allocator_options() -> None:
 def set_lazy_connections() -> None:
     """Enable lazy connections in gloo if there are many ranks. Must be called before the first group is created.
 
-    For a full mesh, every rank reads every other rank's addresses from the store: with 10,000 ranks, 2e8 messages with
-    8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not changed.
+    For a full mesh, every rank reads the addresses of all other ranks from the store. With 10,000 ranks, that takes 2e8
+    messages with 8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not
+    changed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > MAX_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

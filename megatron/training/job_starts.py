@@ -36,9 +36,9 @@ def _job_id_of(checkpoint: Path) -> str | None:
 
 
 def _choice_path() -> Path | None:
-    """Return the file for the choice of a job with restarts; None without restarts.
+    """Return the file that stores the folder and source chosen by this job; None for a job without restarts.
 
-    A restart must not choose again, because the newest run may have changed by then.
+    A restart reads the file instead of choosing again, because the newest run may have changed by then.
     """
     current_job_id = job_id()
     return (

@@ -18,7 +18,7 @@ from megatron.torch_compat import has_triton
 
 
 def fusion_rows(config: Config, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the row on weight-gradient accumulation; none on other devices than CUDA if it is not fused."""
+    """Yield the row on weight-gradient accumulation; none on devices other than CUDA if it is not fused."""
     if config.fuses_accumulation(device_type):
         turn_off = "--no-gradient-accumulation-fusion turns this off"
         untested = "which has not been run on a GPU yet; " if device_type == "cuda" else ""
@@ -167,7 +167,7 @@ def _document_kernel(config: Config, torch_device: torch.device, *, is_causal: b
 
 
 def attention_kernel(config: Config, torch_device: torch.device, *, has_mask: bool) -> str:
-    """Name torch's attention kernel for one sample on ``torch_device``.
+    """Return the name of torch's attention kernel for one sample on ``torch_device``.
 
     Args:
         has_mask: attention has a mask, for separate documents, padding or position biases; otherwise it is causal.

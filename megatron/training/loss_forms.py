@@ -73,7 +73,8 @@ def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
 def nominal_weight(tokens_per_step: float) -> float:
     """Return the power of two nearest to the token count of a step.
 
-    Gradients are divided by it before accumulation. This keeps fp16 in range and, as a power of two, does not round.
+    Gradients are divided by it before accumulation. This keeps fp16 gradients in range, and dividing by a power of two
+    does not round.
     """
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
 

@@ -118,7 +118,7 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
-    """Compare the traces of ``ranks`` with the trace of one process.
+    """Return the largest differences between the traces of ``ranks`` and the trace of one process.
 
     Every shard of every rank, including copies, is compared with the same part of the reference.
 

@@ -44,7 +44,7 @@ _PER_RANK_ARGUMENTS = ("run.local_rank",)
 def check_ranks_identical(config: Config, grid: Grid) -> None:
     """Check that code, versions, arguments and environment are the same on all ranks. Collective.
 
-    These are faults I05 and I06 of docs/reliability.md.
+    The check detects faults I05 and I06 of docs/reliability.md.
 
     Raises:
         ConfigError: they differ; the message lists the differences by rank and is the same on every rank.

@@ -228,7 +228,7 @@ def restore(
 
 
 def without_new_mtp(records: list[TensorRecord], saved_names: Iterable[str]) -> list[TensorRecord]:
-    """Filter multi-token prediction layers that a checkpoint lacks out of ``records``: they keep initial weights."""
+    """Return ``records`` without multi-token prediction layers that the checkpoint lacks; they keep initial weights."""
     names = set(saved_names)
     new_names = [
         record.name for record in records if record.name.startswith(f"weights/{PREFIX}") and record.name not in names

@@ -122,7 +122,7 @@ def _is_own_store(flags: CheckpointConfig) -> bool:
 
 
 def _choose_paths(config: Config, name: str) -> RunPaths:
-    """Called on rank 0."""
+    """Choose the run's paths as in ``choose``. Called on rank 0."""
     flags = config.checkpoint
     earlier_choice = None if flags.save else read_choice()
     folder, source = earlier_choice or _paths_from_flags(config, name)

@@ -59,7 +59,7 @@ class RunLock:
         path = folder / LOCK_NAME
 
         def holder_wait_s(text: bytes) -> float:
-            """Return the wait for the holder in seconds; 0 if it belongs to another job."""
+            """Return how many seconds to wait for the holder of the lock; 0 if it belongs to another job."""
             holder = _parse_holder(text)
             return (wait_s if _is_same_job(holder) else 0.0) if holder else _UNNAMED_WAIT_S
 
@@ -119,7 +119,7 @@ def _is_abandoned(error: OSError, text: bytes) -> bool:
 
 
 def _may_live(holder: dict[str, Any]) -> bool:
-    """Return True if the process in ``holder`` may still run; used without locks."""
+    """Return True if the process in ``holder`` may be alive; used on file systems without locks."""
     if holder.get("host") == platform.node():
         pid = holder.get("pid")
         started = _process_start_time(pid) if isinstance(pid, int) and pid != os.getpid() else None

@@ -29,7 +29,8 @@ def stage_entries(
 ) -> list[dict[str, Any]]:
     """Return layers, parameters per rank and estimated bytes per rank by stage.
 
-    The estimate covers only the model and its training; the bytes allocated before are a separate entry.
+    The estimate covers only the model and its training; bytes allocated before the model was built are a separate
+    entry.
 
     Args:
         bounds: virtual-stage bounds, as in ``megatron.training.dry_run.plan_rows``.

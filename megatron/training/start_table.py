@@ -84,7 +84,7 @@ def start_rows(
 
 
 def _saves_row(flags: CheckpointConfig) -> str:
-    """State when the run saves."""
+    """Return a text on when the run saves."""
     steps_text = f"every {flags.save_interval} steps" if flags.save_interval else ""
     minutes_text = f"every {flags.minutes:g} minutes" if flags.minutes else ""
     retention_text = f" (the last {DEFAULT_NUM_CHECKPOINTS} of these are retained)" if flags.is_default_interval else ""
@@ -96,7 +96,7 @@ def _saves_row(flags: CheckpointConfig) -> str:
 
 
 def _loss_row(module: torch.nn.Module, average: str) -> str:
-    """State how micro-batch losses are averaged.
+    """Return a text on how micro-batch losses are averaged.
 
     A model declares the averaging with the attribute ``loss_weighting``: "tokens", or "micro-batches" if the loss
     function returns means.

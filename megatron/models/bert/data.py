@@ -122,7 +122,7 @@ class Masked(NamedTuple):
 
 
 def num_to_mask(length: int, probability: float) -> int:
-    """Return the token count to mask out of ``length``: the rounded share, at least 1."""
+    """Return the number of tokens to mask in a text of ``length`` tokens: the rounded share, at least 1."""
     return max(1, round(probability * length))
 
 
@@ -132,7 +132,7 @@ def mask_tokens(
     """Mask ``count`` tokens in ``text``, or all tokens that can be masked if there are fewer.
 
     Args:
-        words: uint64[3 n], random.
+        words: random 64-bit words, uint64[3 n].
         is_start: bool[n], True where a word starts; if given, words are masked as a whole. Words with more tokens than
             remain to be masked are skipped, so that slightly fewer tokens may be masked.
     """
@@ -159,7 +159,10 @@ def _choose_tokens(is_maskable: np.ndarray, count: int, keys: np.ndarray) -> np.
 
 
 def _choose_whole_words(is_maskable: np.ndarray, is_start: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Choose word positions in random order, skipping words that no longer fit. A control token is a word."""
+    """Return the token positions of randomly chosen words, skipping words that no longer fit into ``count`` tokens.
+
+    A control token counts as a separate word and is never chosen.
+    """
     is_start = is_start | ~is_maskable
     is_start[0] = True
     is_start[1:] |= ~is_maskable[:-1]
@@ -383,7 +386,7 @@ class BertDataset:
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:
-    """Return the text token count per sample with ``seq_length`` tokens."""
+    """Return the number of text tokens in a sample of ``seq_length`` tokens."""
     return seq_length - (3 if has_pairs else 2)
 
 

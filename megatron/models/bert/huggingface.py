@@ -160,7 +160,7 @@ def values(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def hf_class(config: Config) -> str:
-    """Name the Hugging Face class with the heads in ``config``."""
+    """Return the name of the Hugging Face class with the heads in ``config``."""
     return _TWO_HEAD_CLASS if config.family_config.binary_head else _WORD_HEAD_CLASS
 
 

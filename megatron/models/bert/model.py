@@ -73,7 +73,7 @@ def bert_loss(
     args: BertModelArgs,
     parallel: ParallelContext,
 ) -> SumAndCount | dict[str, SumAndCount]:
-    """Compute (sum, count) over the masked tokens; with two heads a dictionary with both losses and the total, "loss".
+    """Return the loss as (sum, count) over the masked tokens; with two heads both losses and the total "loss".
 
     Shapes:
         logits    [s, b, v/t] or ``LazyLogits``; with two heads a pair of these and [b, 2]

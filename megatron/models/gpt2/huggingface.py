@@ -13,8 +13,8 @@
 | final_norm.* | transformer.ln_f.* | |
 | head.weight (only when untied) | lm_head.weight | |
 
-The ``Conv1D`` of Hugging Face stores weights as [in, out], ours are [out, in]. The GPT-2 files on the hub omit the
-prefix ``transformer.``.
+Hugging Face's ``Conv1D`` stores weights as [in, out]; ours are [out, in]. The GPT-2 files on the hub omit the prefix
+``transformer.``.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class T5Tokens:
         eos_id: ends inputs and targets, once per sample.
         start_id: the decoder's first input in each document.
         sentinels: the sentinels for a document's first span, second span, and so on.
-        modes: mode token by denoiser kind; empty with one denoiser.
+        modes: mode token by denoiser name (R, X, S); empty with one denoiser.
         text_vocab_size: upper bound of text ids; 0 if unknown.
     """
 
@@ -156,13 +156,13 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
 def split_noise(
     document_lengths: Sequence[int], num_noise: int, num_spans: int, words: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count tokens, noise tokens and spans by document after merging, each int64[documents].
+    """Merge short documents; return the tokens, noise tokens and spans of each merged document, int64[documents] each.
 
     Args:
         document_lengths: tokens per document in a window, in order.
         num_noise, num_spans: total noise tokens and spans in the window, small enough to keep at least one token before
             each span.
-        words: uint64[2], random.
+        words: random 64-bit words, uint64[2].
     """
     tokens_per_span = -(-num_noise // num_spans) + 1
     document_lengths, min_length = list(document_lengths), 1
@@ -237,7 +237,7 @@ class InputsAndTargets(NamedTuple):
 
 
 def num_random_words(length: int) -> int:
-    """Return the random word count for the spans in a text of ``length`` tokens."""
+    """Return the number of random 64-bit words that ``draw_spans`` needs for a text of ``length`` tokens."""
     return length + _NUM_DOCUMENT_WORDS
 
 
@@ -263,7 +263,7 @@ def random_compositions(totals: np.ndarray, num_parts: np.ndarray, words: np.nda
 
     Args:
         totals: int64[n]; 0 only where ``num_parts`` is 0, otherwise at least ``num_parts``.
-        words: uint64[sum(totals)], random.
+        words: random 64-bit words, uint64[sum(totals)].
     """
     num_words, num_groups = len(words), len(totals)
     position_bits, group_bits = num_words.bit_length(), num_groups.bit_length()

@@ -133,7 +133,7 @@ class SpanFiles:
             )
 
     def _check_markers(self) -> None:
-        """Check that the first span's marker is V; with another vocabulary, markers would be read as text."""
+        """Raise DataError unless the first marker is V; with another vocabulary, markers would be read as text."""
         for document in np.flatnonzero(self.offsets.document_lengths)[:_NUM_CHECKED_DOCUMENTS]:
             markers = self.target.read(int(document))[:1].tolist()
             if markers != [self.vocab_size]:

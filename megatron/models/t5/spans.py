@@ -62,7 +62,7 @@ def parse_denoisers(text: str, noise_density: float, mean_span_length: float) ->
 
 
 def has_modes(denoisers: Sequence[Denoiser]) -> bool:
-    """Return True if inputs start with a mode token: if there are several denoisers."""
+    """Return True if inputs start with a mode token, which is the case with several denoisers."""
     return len(denoisers) > 1
 
 

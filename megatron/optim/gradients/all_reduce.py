@@ -73,7 +73,7 @@ class AllReduceGradReducer(GradReducer):
         return self.buffer.is_scattered and not is_reduced_by_optimizer(parameter)
 
     def _partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
-        """Return a reduce-scattered gradient's partition; None for experts, which another group sums."""
+        """Return a reduce-scattered gradient's partition; None for experts, which are summed over another group."""
         return None if is_reduced_by_optimizer(parameter) else self._store.partition(parameter)
 
     def _accumulate(self, parameter: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ def make_reducer(
     Args:
         model, tensor: model-parallel group (one replica), and tensor-parallel group.
         overlap_grad_reduce: with ZeRO 0 and 1, all-reduce gradients while the last backward runs.
-        has_pipeline: the engine of a pipeline starts the all-reduces, with or without overlap.
+        has_pipeline: the pipeline engine starts the all-reduces, with or without overlap.
     """
     if store.data_group.size == 1:
         return LocalGradReducer(store, model, tensor)

@@ -119,7 +119,7 @@ class GradReducer:
         return self._store.data_group if self._has_experts else self.shard_group
 
     def norm(self) -> torch.Tensor:
-        """Return the reduced gradients' norm on their device, not divided by the loss scale. Collective."""
+        """Return the norm of the reduced gradients, on their device and not divided by the loss scale. Collective."""
         self.sum_over_groups()
         grads = [grad for _, grad in self.counted_grads()]
         device = next((parameter.device for parameter in self._store.main_params), None)

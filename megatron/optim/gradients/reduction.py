@@ -44,14 +44,14 @@ class LocalGrad:
         return accurate_dtype(self.parameter.dtype)
 
     def shard_shape(self, replica: int) -> tuple[int, ...]:
-        """Return one replica's shard shape."""
+        """Return the shape of a replica's shard."""
         shape = list(self.parameter.shape)
         if self.partition is not None:
             shape[self.partition.dim] = self.partition.bounds[replica + 1] - self.partition.bounds[replica]
         return tuple(shape)
 
     def slot_numel(self, num_replicas: int) -> int:
-        """Return the largest shard's element count."""
+        """Return the number of elements in the largest shard."""
         return max(torch.Size(self.shard_shape(replica)).numel() for replica in range(num_replicas))
 
     def shard(self, full: torch.Tensor, replica: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Reduction:
     """
 
     def __init__(self, grads: Sequence[LocalGrad], group: Group, *, is_scattered: bool | None = None) -> None:
-        """Start the sum of ``grads``, which share a dtype. Collective: the same parameters in the same order."""
+        """Start the sum of ``grads``, which share a dtype and have the same order on all replicas. Collective."""
         if is_scattered is None:
             is_scattered = dist.get_backend(group.handle) == "nccl"
         messages = [(grads, False)]

@@ -33,7 +33,7 @@ class ShardedWeight:
 
     @property
     def slot_numel(self) -> int:
-        """Largest shard's element count, which every replica sends."""
+        """Number of elements that every replica sends: the size of the largest shard."""
         return self.partition.slot_numel(self.parameter)
 
     def copy_pairs(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

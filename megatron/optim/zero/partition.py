@@ -51,7 +51,7 @@ class ParamPartition:
         return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
 
     def slot_numel(self, tensor: torch.Tensor) -> int:
-        """Return the largest shard's element count."""
+        """Return the number of elements in the largest shard."""
         return tensor.numel() // tensor.shape[self.dim] * max(length for _, _, length in self.runs)
 
     def pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -100,6 +100,6 @@ def partition_of(parameter: torch.Tensor, num_replicas: int) -> ParamPartition |
 
 
 def _even_bounds(num_items: int, num_ranges: int) -> list[int]:
-    """Divide ``num_items`` items into ``num_ranges`` ranges, of which the first may have one item more."""
+    """Return the bounds of ``num_ranges`` ranges over ``num_items`` items; the first ranges may have one item more."""
     size, num_larger = divmod(num_items, num_ranges)
     return [0, *accumulate(size + (idx < num_larger) for idx in range(num_ranges))]

@@ -1,6 +1,6 @@
-"""Memory for the full weights of a ZeRO 3 unit: one storage for all on a device.
+"""Memory for the full weights of a ZeRO 3 unit: one storage per dtype, except on a CPU.
 
-Weights of one shape at a constant distance, such as those of experts, can then be read as one tensor
+Equally spaced weights of one shape, such as expert weights, can then be read as one tensor
 (``megatron.ops.stacked_weights``). On a CPU each weight has its own storage, which is easier to allocate.
 """
 

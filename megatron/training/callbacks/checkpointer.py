@@ -287,7 +287,7 @@ class Checkpointer(Callback):
             self._report_outcome(self.async_saver.finish)
 
     def _report_outcome(self, get_outcome: Callable[[], Committed | None]) -> None:
-        """Report a finished background save, if ``get_outcome`` returns or raises one."""
+        """Report a finished background save: ``get_outcome`` returns it (None: not finished) or raises its error."""
         try:
             committed = get_outcome()
         except CheckpointError as error:

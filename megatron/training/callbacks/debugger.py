@@ -304,7 +304,7 @@ class Debugger(Callback):
         self._writer.note("end", loss=result.loss, grad_norm=result.grad_norm, is_skipped=result.is_skipped)
 
     def _warn_if_steps_have_passed(self, first_step: int) -> None:
-        """Warn at the first step of this start if it is after all steps of --debug-dump-steps."""
+        """Warn if this start begins after the last step in --debug-dump-steps; only the first call has an effect."""
         is_first_step, self._has_started = not self._has_started, True
         if (
             is_first_step

@@ -180,7 +180,7 @@ class MetricsWriter:
 
 
 def flatten_metrics(record_type: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield ("kind/name", number), or ("kind/name/inner", number) for dictionaries, for each number in a record."""
+    """Yield ("record_type/name", number), or ("record_type/name/key", number) in dictionaries, for all numbers."""
     for name, value in values.items():
         for inner, scalar in value.items() if isinstance(value, dict) else (("", value),):
             if isinstance(scalar, int | float):
@@ -198,7 +198,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:
-    """Plot training and validation loss over steps, with a uniform prediction's loss, ln(vocabulary size).
+    """Plot training and validation loss over steps, and the loss of a uniform prediction, ln(vocabulary size).
 
     Does nothing without records. The vocabulary size is read from config.json next to the metrics, if it exists.
     """

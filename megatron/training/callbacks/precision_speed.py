@@ -45,7 +45,7 @@ class PrecisionSpeedWarning(Callback):
 
 
 class Slowdown(NamedTuple):
-    """Product time in a 16-bit type over the time in fp32, for the forward and the two backward products."""
+    """Ratio of the time in a 16-bit type to the time in fp32, for the forward and the two backward products."""
 
     forward: float
     backward: float
@@ -59,7 +59,7 @@ def time_product(product: Callable[[], torch.Tensor]) -> float:
 
 
 def product_slowdown(dtype: torch.dtype, timer: Timer = time_product) -> Slowdown:
-    """Measure the slowdown by ``dtype`` in a linear layer's three matrix products.
+    """Measure how much slower than in fp32 a linear layer's three matrix products are in ``dtype``.
 
     The types are timed in turn and the minimum per product is used, so that other programs on the machine are not
     mistaken for a slow type. Takes at most twice ``MAX_S``, even if a product is 200 times slower than in fp32.

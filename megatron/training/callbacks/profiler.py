@@ -30,7 +30,7 @@ class Operator(NamedTuple):
 
 
 def operators_of(averages: Iterable[Any]) -> list[Operator]:
-    """Convert a profile's ``key_averages()``."""
+    """Convert a profile's ``key_averages()`` to operators."""
     return [
         Operator(
             average.key, average.count, average.self_cpu_time_total, getattr(average, "self_device_time_total", 0.0)

@@ -173,7 +173,7 @@ def _find_mismatches(copies: ReplicaGroup, checksums: Mapping[str, torch.Tensor]
 
 
 def _describe_ranks(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Name the ranks that differ from the majority, or all ranks if there is no majority."""
+    """Return a text on the ranks that differ from the majority, or on all ranks if there is no majority."""
     majority = max(values, key=values.count)
     if values.count(majority) * 2 <= len(values):
         return f"differs among ranks {_list_ranks(ranks)}"

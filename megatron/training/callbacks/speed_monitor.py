@@ -194,7 +194,7 @@ class Rates:
         }
 
     def mean_tokens_per_s(self) -> float | None:
-        """Return the mean speed without the first record, which includes warm-up; with one record, its speed."""
+        """Return the mean speed without the first record, which includes warm-up, unless it is the only one."""
         return (
             self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first_tokens_per_s
         )
@@ -233,7 +233,7 @@ def by_stage(
 
 
 def max_bytes_by_stage(num_bytes: float, world: World) -> dict[str, float]:
-    """Return the largest ``num_bytes`` (in bytes) on any rank by stage. Collective."""
+    """Return the maximum of ``num_bytes`` over the ranks of each stage. Collective."""
     values = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
     values[world.rank] = num_bytes / MIB
     return by_stage([MIB * mib for mib in all_reduce(values, world.grid.world).tolist()], world.grid.topology, max)

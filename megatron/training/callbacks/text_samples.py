@@ -30,9 +30,12 @@ class TextSamples(Callback):
         self._sampling = Sampling(temperature=TEMPERATURE, seed=config.run.seed)
 
     def on_train_start(self) -> None:
-        """Check the prompts, so that errors in them are raised before training and not after it.
+        """Check the prompts, so that errors in them are raised before training rather than after it.
 
-        Invalid default prompts are dropped instead.
+        Invalid default prompts raise no error; they are dropped, with a log message.
+
+        Raises:
+            ConfigError, DataError: prompts set with --sample-prompts are invalid.
         """
         try:
             self._generator = self._make_generator()
@@ -77,7 +80,7 @@ class TextSamples(Callback):
 
 
 def _adds_bos(config: Config) -> bool | None:
-    """Return False to encode prompts without a beginning-of-sequence token; None: the tokenizer's default."""
+    """Return ``adds_bos`` for the prompts: False with --no-prompt-bos, otherwise None (the tokenizer's default)."""
     return None if config.logging.prompt_bos else False
 
 

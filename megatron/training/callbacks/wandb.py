@@ -64,7 +64,7 @@ class Wandb(Callback):
             self._run.close(has_failed=True)
 
     def _open(self, config: Config, folder: Path) -> None:
-        """Called on rank 0."""
+        """Open the run. Called on rank 0."""
         self._run = open_wandb(config, folder)
 
     def _write(self, record_type: str, step: int, values: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class WandbRun:
         self._run: Any = run
 
     def write(self, record_type: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one record's values, named "kind/name"."""
+        """Send one record's values, named "record_type/name"."""
         self._try(lambda: self._run.log({**metrics, f"{record_type}/step": step}))
 
     def close(self, *, has_failed: bool = False) -> None:

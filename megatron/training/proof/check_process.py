@@ -1,8 +1,8 @@
 """The processes of a layout check: one that coordinates, the ranks of the small layout, and the single process.
 
-The coordinator is a fork of rank 0, taken before its first process group and before a device is initialised; the other
-processes are forks of the coordinator. All of them compute on the CPU, at low priority and with gloo over the loopback
-interface. They use no files, and no port that was not assigned by the kernel. A process ends with its parent.
+The coordinator is forked from rank 0 before the first process group is created and before a device is initialised; the
+other processes are forks of the coordinator. All of them compute on the CPU, at low priority and with gloo over the
+loopback interface. They use no files, and only ports that the kernel assigns. A process ends with its parent.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _leave_run(niceness: int) -> None:
 
 
 def _check(job: CheckJob, deadline: float) -> CheckResult:
-    """Run the small layout and the single process, and compare them."""
+    """Run the small layout and the single process; return the result of their comparison."""
     uncovered = uncovered_parts(
         job.config, job.device_type, needs_deepspeed=bool(engine_features(job.config.deepspeed))
     )

@@ -82,7 +82,7 @@ def script_name() -> str:
 def data_proof(dataset: Any, num_samples: int) -> dict[str, Any]:
     """Hash a data set's order and tokens.
 
-    A user's data set may have samples that cannot be hashed; then ``problem`` is the reason.
+    If samples cannot be hashed, which may be the case in a user's data set, the only entry is ``problem``, the reason.
 
     Args:
         num_samples: samples that the run has consumed.

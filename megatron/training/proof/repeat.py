@@ -127,7 +127,7 @@ def _repeat_data(proof: Mapping[str, Any], config: Config, tokenizer: Any, progr
 
 
 def _compare_checks(recorded: CheckResult, config: Config, world_size: int, program: Any) -> Item:
-    """Repeat the layout check."""
+    """Repeat the layout check and compare it with the ``recorded`` one."""
     if recorded.state == NOT_CHECKED:
         return Item("layout check", NONE, recorded.reason)
     providers = (program.train_valid_test_datasets_provider, program.model_provider, program.forward_step)

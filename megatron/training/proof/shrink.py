@@ -160,7 +160,7 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
         return sizes["data"] * sizes["tensor"] * sizes["context"] * sizes["pipe"]
 
     def lower_data() -> None:
-        """Set the smallest replica count with the run's expert groups."""
+        """Set the smallest number of replicas (2 if possible) for which data x context is divisible by ``expert``."""
         for count in range(min(original_sizes["data"], 2), original_sizes["data"] + 1):
             if count * sizes["context"] % sizes["expert"] == 0:
                 sizes["data"] = count
@@ -210,7 +210,7 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
 
 
 def _seq_length(parallel: ParallelConfig) -> int:
-    """Return the smallest sequence length from ``MIN_SEQ_LENGTH`` on that the tensor and context ranks can split."""
+    """Return the smallest sequence length >= ``MIN_SEQ_LENGTH`` that the tensor and context ranks can split."""
     unit = 2 * parallel.context_parallel_size * parallel.model_parallel_size
     return -(-MIN_SEQ_LENGTH // unit) * unit
 
@@ -398,7 +398,7 @@ def _with_micro_batches(config: Config, gas: int, world_size: int) -> Config:
         gas: the run's micro-batches per replica.
 
     Raises:
-        ShrinkError: the configuration is invalid with every number.
+        ShrinkError: the configuration is invalid with every micro-batch count.
     """
     first_problem = ""
     for count in _counts(config, gas):

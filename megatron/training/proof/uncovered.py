@@ -8,7 +8,7 @@ from megatron.config import Config
 
 
 def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool = False) -> tuple[str, ...]:
-    """Name the parts of a run that the layout check does not compute.
+    """Return the names of the parts of a run that the layout check does not compute.
 
     Args:
         device_type: the run's device.
