@@ -22,7 +22,7 @@ PROGRAMS = {
     "benchmarks/step_time.py": (),
     "benchmarks/kill.py": (),
 }
-NOT_PROGRAMS = ("__init__.py", "set_up.py")
+NOT_PROGRAMS = ("__init__.py", "set_up.py", "referee_hook.py")
 HELP_ONLY = {
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py") if path.name not in NOT_PROGRAMS),
     "examples/own_model.py",

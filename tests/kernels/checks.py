@@ -180,12 +180,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 def make_layer(dtype: torch.dtype = torch.float32, device: torch.device = CPU, **settings: Any) -> TransformerLayer:
     """Return a layer with weights that are not near 0."""
-    layer = TransformerLayer(ModelArgs(**{**LLAMA, **settings}), ParallelContext(), 0).to(device, dtype)
+    layer = TransformerLayer(ModelArgs(**{**LLAMA, **settings}), ParallelContext(), 0).to(dtype)
     initialize(layer.named_parameters(), seed=3, rule=gpt2_rule(0.3, 2))
     for i, parameter in enumerate(layer.parameters()):
         if parameter.dim() == 1:
-            parameter.data.add_(random(len(parameter), dtype=dtype, seed=i, device=device).detach(), alpha=0.2)
-    return layer
+            parameter.data.add_(random(len(parameter), dtype=dtype, seed=i).detach(), alpha=0.2)
+    return layer.to(device)  # after the initialization, because on plug-in devices this replaces the parameters
 
 
 def run_layer(name: str, layer: TransformerLayer, device: torch.device) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.groups import Grid
 from megatron.mpu.topology import Topology
+from megatron.ops import positions
 from megatron.optim.gradients import all_reduce, sum_group
 from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.param_store import ParamStore
@@ -48,6 +49,7 @@ def check_decoder(
         SpmdTypeError: the types of an operation do not fit.
         AssertionError: a parameter has no gradient.
     """
+    positions._compute_table.cache_clear()  # tables that earlier tests cached in this process have no types
     with fake_grid(topology, rank) as grid, type_session(Mesh(topology)) as mesh:
         with spmd.no_typecheck():
             model = DecoderModel(args, make_parallel_context(grid, **options))
