@@ -530,7 +530,10 @@ def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _former_defaults(saved: Mapping[str, Any], scanned: Scan) -> dict[str, Any]:
-    """Return field -> former default for settings that are newer than the run; a note lists changed defaults."""
+    """Return field -> former default for settings that did not exist when the run was saved.
+
+    A note lists the settings whose default differs from the former one.
+    """
     options = {option.name: option for option in family_options(scanned.family)}
     former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - scanned.values}
     defaults = {name: option.default for name, option in options.items()}

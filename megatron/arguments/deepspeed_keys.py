@@ -186,8 +186,11 @@ UNSUPPORTED_PARAMS = {
 def default_params(optimizer_type: str, params: Mapping[str, object]) -> dict[str, float]:
     """Return parameter -> DeepSpeed's default for optimizer parameters missing in ``params``.
 
-    ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``optimizer_type`` is a type as DeepSpeed
-    accepts it. Betas and eps are omitted, because DeepSpeed's defaults equal ours.
+    The parameter ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. Betas and eps are omitted,
+    because DeepSpeed's defaults equal ours.
+
+    Args:
+        optimizer_type: a type that DeepSpeed accepts.
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """
@@ -233,7 +236,7 @@ def _is_enabled(section: Any) -> bool:
 
 
 def _times_throughput(section: Any) -> bool:
-    """Return True if "timers" has a "throughput" section, which is enabled by default, and it is not disabled."""
+    """Return True if "timers" has a "throughput" section without ``"enabled": false``."""
     return isinstance(section, Mapping) and section.get("throughput", {"enabled": False}).get("enabled") is not False
 
 

@@ -133,7 +133,10 @@ def classify(flag: str) -> tuple[str, str]:
 
 
 def _with_advice(reason: str, error: str, values: str) -> str:
-    """Return the reason why ``values`` are ignored and, if ``error`` adds to it, the advice for other values."""
+    """Combine the reason why ``values`` are ignored with the advice for other values.
+
+    The advice comes from ``error``, the message for other values. It is omitted if it adds nothing.
+    """
     match = ADVICE.fullmatch(error)
     error_reason, advice = match.groups("") if match else ("", error)
     use_them = f"use {' or '.join(values.split())}"

@@ -11,8 +11,8 @@ model decides:
 | --model in MEGATRON_DEFAULTS | of the named model | below MEGATRON_DEFAULTS, above the program |
 | the program | of the program | |
 
-A name has no effect if the next weaker source already selects this model: ``pretrain_gpt.py --model gpt2`` trains
-Megatron's GPT.
+A name has no effect if the next weaker source already selects this model. For example, gpt2 is the model of
+``pretrain_gpt.py``, so ``pretrain_gpt.py --model gpt2`` trains with the defaults of Megatron's GPT.
 """
 
 from __future__ import annotations

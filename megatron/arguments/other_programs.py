@@ -1,4 +1,4 @@
-"""Defaults of other trainers' programs, for settings that scripts omit: ``pretrain_gpt.py``, ``pretrain_bert.py``, T5.
+"""Defaults of other trainers' GPT, BERT and T5 programs, for settings that their scripts omit.
 
 | program of this project | scripts that start it | defaults of omitted settings |
 |---|---|---|
@@ -67,7 +67,7 @@ T5_LENGTHS = ("--encoder-seq-length", "--decoder-seq-length")
 def defaults_of(scanned: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     """Select the defaults of the program for which the script was written.
 
-    They are ``T5`` for a script of Megatron's T5, which is recognised by its flags, otherwise ``defaults``.
+    If the flags show that the script is for Megatron's T5, the result is based on ``T5``, otherwise on ``defaults``.
 
     A Megatron script passes its checkpoint folder with --load in the first run too, so a missing checkpoint is accepted
     unless --exit-on-missing-checkpoint is given.

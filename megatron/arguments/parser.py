@@ -150,7 +150,7 @@ def _flag_of(field: str) -> str:
 
 
 def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]:
-    """Set the device index from LOCAL_RANK, and return the problems. They may occur on a single rank only."""
+    """Set the device index from LOCAL_RANK, and return the problems, which may differ between ranks."""
     flag_value, launcher_value = values.get("local_rank"), env.get("LOCAL_RANK", "")
     if not launcher_value.isdecimal():
         return []

@@ -25,7 +25,7 @@ _SETTING = {name: names[0] for names in LENGTHS for name in names}
 
 
 def setting_of(field: str) -> str:
-    """Look up the name shared by all fields for the same length; for any other field, the field itself."""
+    """Map the fields for one length to a shared name, and any other field to itself."""
     return _SETTING.get(field, field)
 
 
@@ -61,7 +61,7 @@ def overridden_flags(converted: Iterable[str], scanned: Scan) -> list[str]:
 
 
 def shadowing_lengths(names: Iterable[str]) -> set[str]:
-    """Find lengths in steps and samples that would shadow a field in a stronger source.
+    """Find the fields that set the same lengths as ``names`` in other units; weaker sources must not set them.
 
     Args:
         names: fields that the stronger source sets.

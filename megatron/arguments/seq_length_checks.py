@@ -64,7 +64,11 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
 
 
 def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
-    """Yield an error message if ranks cannot split some of ``lengths``, which exclude --seq-length."""
+    """Yield an error message if the ranks cannot split some of ``lengths``.
+
+    Args:
+        lengths: the lengths in the schedule, except --seq-length.
+    """
     parallel = config.parallel
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c > 1:

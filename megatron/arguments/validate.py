@@ -192,7 +192,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def context_parallel_notes(config: Config) -> Iterator[str]:
-    """Yield a note for a context-parallel flag that has no effect or selects the same method as another value."""
+    """Yield a note if --cp-comm-type has no effect, or if its value is treated like another one."""
     parallel = config.parallel
     if "cp_comm_type" in config.explicit_fields and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"

@@ -216,7 +216,7 @@ class Config:
         return Namespace(**flat)
 
     def fuses_accumulation(self, device_type: str) -> bool:
-        """Resolve ``--gradient-accumulation-fusion``, by default for a device of this type."""
+        """Return ``--gradient-accumulation-fusion``, or the default for this device type if the flag is not set."""
         if self.parallel.gradient_accumulation_fusion is not None:
             return self.parallel.gradient_accumulation_fusion
         return device_type == "cuda" and self.optimizer.zero_stage < 2 and not self.parallel.compile

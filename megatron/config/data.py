@@ -331,7 +331,7 @@ class DataConfig:
             yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
 
     def _order_problems(self) -> Iterator[str]:
-        """Yield an error message if settings are not supported by Megatron's order, or need it and it is not set."""
+        """Yield an error message for settings that --data-order megatron does not support, or that require it."""
         settings = {
             f"--packing {self.packing}": self.packing != "concat",
             f"--fim-rate {self.fim_rate:g}": self.fim_rate > 0,

@@ -290,14 +290,14 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
     @property
     def stage_input_fields(self) -> tuple[str, str]:
-        """Batch fields that enter the first pipeline stage after the tokens, if they are present."""
+        """Inputs of the first pipeline stage that follow the tokens, in order; a batch may lack some of them."""
         # A position table exists only on stage 0, so learned positions come first; rotary positions go to every stage.
         names = ("position_ids", "segment_ids")
         return names if self.has_learned_positions else (names[1], names[0])
 
     @property
     def has_plain_attention(self) -> bool:
-        """True if attention is only the causal softmax of scaled products with one key per query."""
+        """True if attention is causal softmax attention with one key head per query head and no further features."""
         changed = self.qk_norm != "none" or self.window_size or self.clip_qkv or self.attention_output_gate
         changed = changed or self.softmax_type != VANILLA or self.attention_value_scale != 1.0
         changed = changed or self.value_size != getattr(self, "kv_hidden_size", 0)
@@ -387,7 +387,7 @@ def has_sinks(model: Any, *, has_window: bool) -> bool:
 
 
 def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return a bool per layer: True if ``text``, a value of ``window_attn_skip_freq``, gives it the window.
+    """Return a bool per layer: True if the layer has a window according to ``text``, a ``window_attn_skip_freq``.
 
     Raises:
         ValueError: ``text`` is invalid, or its list does not have one entry per layer.

@@ -107,7 +107,7 @@ class ExpertFeatures:
 
     @property
     def num_group_scores(self) -> int:
-        """Number of highest scores in a group that are added up to rank the group for a token."""
+        """Number of expert scores whose sum ranks a group: the highest scores in that group."""
         return self.moe_router_group_score_topk or self.moe_router_topk // max(self.moe_router_group_topk, 1)
 
     @property

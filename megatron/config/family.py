@@ -134,7 +134,8 @@ class ModelFamily:
         length: the planner's default sample length, in tokens; for an encoder-decoder the encoder's length.
         vocabulary: the planner's default vocabulary size.
         recipe: model flags that its run script sets by default; the planner uses the same defaults.
-        follows: derived field (of this section or of the model) -> the flag that the planner adds to its commands.
+        follows: derived field (in this section or in the model section) -> flag with which the planner's commands set
+            the field explicitly.
         heads: hidden size -> head count, for published models that differ from the planner's general rule.
         variables: run script variable -> the field that it sets, in addition to the common variables.
         benchmark_flags: flags for the small models that the planner times, in addition to the recipe; without dropout.
@@ -214,5 +215,5 @@ class ModelFamily:
         return option.name not in self.config.ADVICE and option.family_kind in ("", self.model_type)
 
     def advice(self, option: Option) -> str:
-        """Look up the advice for a run of this family, which does not accept the flag."""
+        """Return the advice for a user who sets ``option``, a flag that this family does not accept."""
         return self.config.ADVICE.get(option.name, option.elsewhere)

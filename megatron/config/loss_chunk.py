@@ -35,7 +35,7 @@ CPU_CHUNK_TOKENS, DEVICE_CHUNK_TOKENS = 256, 4096
 def tokens_per_chunk(
     requested: int | None, num_tokens: int, vocab_size: int, hidden_size: int, *, is_on_cpu: bool
 ) -> int:
-    """Compute the largest chunk, in tokens, for a micro-batch of ``num_tokens``, or WHOLE.
+    """Return the size of the largest chunk in a micro-batch of ``num_tokens`` tokens, or ``UNCHUNKED``.
 
     Args:
         requested: maximum chunk size in tokens; 0 to compute all logits together, None for the default rule.

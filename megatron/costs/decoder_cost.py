@@ -376,7 +376,8 @@ class DecoderCosts(Costs):
     def _core_saved_numel(self, layer: int) -> int:
         """Count the elements per token in queries, keys, values and context.
 
-        Kernels that need one head size p save values and context with size p, in addition to the unpadded context.
+        Kernels that need equal head sizes save all four padded to ``padded_head_size``. If this pads the context, the
+        unpadded context is saved in addition.
         """
         model = self.model
         context, heads, groups = context_width(model), model.num_attention_heads, self.groups(layer)
@@ -754,8 +755,8 @@ class DecoderCosts(Costs):
 def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     """Choose the arguments to ``DecoderCosts`` that depend on dropout.
 
-    Attention with dropout saves its probabilities on a CPU and with --layout-independent-dropout, and attention with
-    sinks if no kernel supports it. On a CPU, dropout masks are saved as factors in the training dtype.
+    Attention with dropout saves its probabilities on a CPU or with --layout-independent-dropout. Attention with sinks
+    saves them if no kernel supports it. On a CPU, dropout masks are saved as factors in the training dtype.
     """
     model, dtype = config.model, config.precision.dtype or "fp32"
     is_saved = bool(model.attention_dropout and (is_on_cpu or model.layout_independent_dropout))

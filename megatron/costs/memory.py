@@ -81,7 +81,7 @@ class Zero:
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
-        """Return the shard count of a tensor that ZeRO shards in stages >= ``stage``; 1 in lower stages."""
+        """Return the number of shards of a tensor that is sharded from ZeRO stage ``stage`` on; 1 if it is full."""
         return self.replicas if self.stage >= stage else 1
 
 
@@ -254,8 +254,8 @@ def loss_bytes(
         tokens: tokens per micro-batch.
         width: bytes per weight element.
         forwards: micro-batches in flight.
-        has_cap: logits are soft-capped, which saves one more value per logit. With chunks, this applies to the current
-            chunk only, and not at all with ``has_kernels``.
+        has_cap: logits are soft-capped, which saves one more value per logit. If the loss is chunked, only the logits
+            of the current chunk count, and with ``has_kernels`` no further value is saved.
         has_kernels: Triton kernels compute the softmax, except in fp64.
     """
     vocab_shard, wide, h = -(-known_vocab_size(model) // tensor), max(width, 4), model.hidden_size

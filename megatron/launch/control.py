@@ -1,9 +1,9 @@
 """Control: TCP connections between the launchers of an elastic job; membership, leader and lost nodes. No torch.
 
 Every launcher listens at its entry of --node-list. One of them is the leader: the others keep a connection to it, and
-both ends send a line of JSON every ``HEARTBEAT_S``. A node is lost if its connection is closed, which the kernel does
-when a process dies, or is silent for --node-timeout. The launchers use torch's elastic agent and stores, but not its
-dynamic rendezvous; docs/architecture.md explains why.
+both ends send a line of JSON every ``HEARTBEAT_S``. A node is lost if its connection is silent for --node-timeout or is
+closed. The kernel closes the connections of a process that dies. The launchers use torch's elastic agent and stores,
+but not its dynamic rendezvous; docs/architecture.md explains why.
 
 | line | sender | meaning |
 |---|---|---|
@@ -186,7 +186,10 @@ class Control:
             leader.send({"ready": self.start_idx})
 
     def end(self, code: int, reason: str) -> None:
-        """Announce the job's end to all nodes, including later ones; wait until nodes without ranks have exited."""
+        """Announce the job's end to all nodes, and wait until the nodes that wait for a start have exited.
+
+        A node that joins later receives the announcement too.
+        """
         with self._lock:
             self._end_message = self._end_message or {"end": code, "why": reason}
             for peer in self.members.values():

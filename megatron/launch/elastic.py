@@ -239,7 +239,14 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _find_leader(self) -> dict | None:
-        """Join the leader, or become the leader."""
+        """Join the leader, or become the leader if no node takes precedence; return None.
+
+        If neither is possible yet, return after a short wait. The caller tries again.
+
+        Raises:
+            PeerError: --init-timeout has passed.
+            ConfigError: raised by ``_join``, or another launcher has this NODE_RANK.
+        """
         control = self.control
         if time.monotonic() > self._deadline:
             self._raise_if_node_rank_taken()

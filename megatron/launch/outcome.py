@@ -60,7 +60,7 @@ class Exit:
 
     @property
     def weight(self) -> int:
-        """Weight of this exit in the table above; the root cause has the smallest."""
+        """Weight of this exit in the table at the top of this module; the root cause has the smallest."""
         if self.status in SPECIFIC_CODES:
             return 0
         return {0: 2, 4: 2 if self.is_late else 3}.get(self.status, 1)
@@ -72,7 +72,7 @@ class Exit:
 
     @property
     def is_late(self) -> bool:
-        """True if the rank exited because it made no progress itself, so that other ranks waited for it."""
+        """True if the rank exited with code 4 and reports that other ranks waited for it."""
         return self.status == 4 and self.state == rank_status.LATE
 
     @property
@@ -135,8 +135,8 @@ def relevant_exits(exits: Collection[Exit]) -> list[Exit]:
     """Return the subset of ``exits`` that can affect ``root_cause``, whatever exits are added later.
 
     The subset contains the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. It
-    also contains the lowest rank that had to be killed, which is the root cause if all other exits are 4, and the first
-    exit with a code other than 4.
+    also contains the first exit with a status other than 4, and the lowest rank that had to be killed. This rank is the
+    root cause if all other exits are 4.
     """
     # Sorted, so that the result does not depend on the order of ``exits``.
     exits = sorted(exits, key=lambda rank_exit: (rank_exit.time_s, rank_exit.rank, repr(rank_exit)))
@@ -182,7 +182,7 @@ T = TypeVar("T")
 
 
 class NodeBoard:
-    """One node's view of the table above; without other nodes, nothing is sent.
+    """One node's view of the keys in the table before this class; a job with one node sends no messages.
 
     A second signal ends all waits.
     """
@@ -240,7 +240,7 @@ class NodeBoard:
         """Decide whether the job restarts; return (decision, reason), the same on every node.
 
         Node 0 decides "go" only if every node has reported that it has no running rank and agrees to a restart. A node
-        that is lost or was asked to stop does not vote, or votes against it.
+        that was asked to stop objects. A missing vote, for example of a lost node, counts as an objection.
 
         Args:
             objection: this node's reason against a restart; empty if there is none.
@@ -399,8 +399,8 @@ class End:
         exits: exits of this node's ranks.
         late_message: message about ranks that exceeded --stop-grace; otherwise "".
         is_error_printed: a rank of this node has printed why the job ends.
-        is_same_on_all_ranks: all ranks of this node that the launcher did not end exited with code 2, and a rank
-            reports the error.
+        is_same_on_all_ranks: every rank of this node that exited by itself has code 2, and rank 0, which reports the
+            error, is one of these ranks or runs on another node.
     """
 
     code: int
@@ -435,7 +435,7 @@ class End:
 def job_result(
     end: End, signals: Signals, durable_step: int | None, *, max_restarts: int, reason: str
 ) -> tuple[int, str | None]:
-    """Return the job's exit code and final message (or None), according to the table above.
+    """Return the job's exit code and final message (or None), according to the table before ``End``.
 
     Args:
         durable_step: step of the newest durable checkpoint of this job, or None.

@@ -4,7 +4,7 @@
 |---|---|---|
 | adamw | ``torch.optim.AdamW``; ``megatron.optim.adam`` if states are in bf16 | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
-| muon | ``torch.optim.Muon`` for matrices of layers, otherwise AdamW (``megatron.optim.muon``) | a momentum [m, n] |
+| muon | ``megatron.optim.muon`` for matrices of layers, otherwise as adamw | a momentum [m, n] |
 | sgd | ``torch.optim.SGD`` | with momentum ``momentum_buffer`` [m, n], otherwise none |
 
 In step n Adafactor changes a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` times an update whose RMS is
@@ -128,8 +128,8 @@ def build_optimizer(
         bf16_states: states that AdamW stores in bf16: ``exp_avg``, ``exp_avg_sq`` or both.
 
     Raises:
-        ValueError: there is no optimizer of that name, or Adafactor is used with sharded weights.
-        ConfigError: a ValueError; Adafactor is used with padded rows or with ZeRO.
+        ValueError: there is no optimizer of that name, or Adafactor is used with several tensor ranks.
+        ConfigError: Adafactor is used with padded rows or with ZeRO.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
@@ -219,6 +219,6 @@ def _check_unpadded(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group and set ``eps``, Adafactor's lower bounds, for matrices or for vectors."""
+    """Copy a parameter group, which has only matrices or only vectors, and set Adafactor's lower bounds ``eps``."""
     is_matrix_group = group["params"][0].dim() >= 2
     return {**group, "eps": (MATRIX_EPS if is_matrix_group else VECTOR_EPS, MIN_WEIGHT_RMS)}

@@ -7,8 +7,8 @@
 | --lr-by-name, --weight-decay-by-name | parameters whose name in checkpoints matches an ``fnmatch`` pattern |
 | --mup-base-hidden-size | matrices of layers updated by AdamW: rate and epsilon are divided by the width multiplier m |
 
-Rates by name take precedence over the other flags; among several matching patterns the last one applies. A flag sets
-the rate itself: muP only divides the rate of --lr.
+Rates by name take precedence over the other flags; among several matching patterns the last one applies. muP does not
+divide a rate that one of these flags sets.
 
 All rates follow the schedule of ``LRScheduler`` with another peak. Their floor is proportional to the peak, with two
 exceptions: the floor of --decoupled-lr is --min-lr, and --decoupled-min-lr sets the floor directly.

@@ -169,7 +169,7 @@ class ParamStore:
 
     @property
     def is_sharded_over_replicas(self) -> bool:
-        """True if several replicas share the main params, from ZeRO 1 on."""
+        """True if the main params are sharded over several replicas, from ZeRO 1 on."""
         return self._shards_params and self.data_group.size > 1
 
     def is_sharded(self, parameter: torch.nn.Parameter) -> bool:

@@ -70,7 +70,7 @@ class Sample:
     Args:
         terms: times of (matmuls, activation pass, score pass), in seconds.
         seconds: measured unit time, minus the times that no factor applies to.
-        scale: unit of the error in the fit, in seconds: errors are divided by it.
+        scale: seconds by which the fit divides the error of this sample.
     """
 
     terms: tuple[float, float, float]

@@ -46,9 +46,10 @@ CHAIN = 200
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """Measurement limits: each rate is measured in ``windows`` windows of ``window_s`` seconds, up to a maximum size.
+    """Measurement limits: each rate is measured in ``windows`` time windows of ``window_s`` seconds.
 
     Args:
+        max_side: matmuls with a larger side are not timed.
         num_elements: tensor elements in the stream and update probes; the tensors must be larger than the caches.
         num_repetitions: repetitions per model in the default dtype.
         max_hidden_size: models with a larger hidden size are not timed.
@@ -72,7 +73,7 @@ class TimingBudget:
         return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return seconds since an arbitrary origin, without waits for a core unless ``use_wall_clock``."""
+        """Return seconds since an arbitrary origin; waits for a core count only with ``use_wall_clock``."""
         if self.use_wall_clock:
             return time.perf_counter()
         if self.use_cpu_time or self.ranks_per_core > 1:

@@ -221,7 +221,11 @@ def _candidate_sizes(
 
 
 def family_of_load(training_args: Sequence[str]) -> str | None:
-    """Return the family of the --config run or model, otherwise of the --load model, or None."""
+    """Return the model family that --config selects, otherwise the family of the model in --load.
+
+    --config selects a family by the run that wrote the file, or by a model name in it. The result is None if neither
+    flag determines a family.
+    """
     choice = choose_model(training_args, {}, DECODER_FAMILY)
     if choice.source != PROGRAM:
         return choice.family

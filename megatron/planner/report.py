@@ -93,7 +93,7 @@ def details(estimate: Estimate, task: PlanningTask) -> Iterator[str]:
 
 
 def memory_report(task: PlanningTask, excess: Overflow | None, remedies: Sequence[LayoutChange]) -> Iterator[str]:
-    """Yield lines on memory: that the layout fits, or else its largest part and changes that make it fit."""
+    """Yield lines on memory; if the layout does not fit, they name the largest part and changes that make it fit."""
     usable = task.machine.usable_bytes
     if excess is None:
         yield f"fits into {_decimal_bytes(usable)}"

@@ -435,9 +435,11 @@ class CommunicationModel:
     def _muon_update(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
         """Return the traffic of Muon's update, and the duration of the Newton-Schulz steps in seconds.
 
-        The matrices are divided among ``layout.tensor * data.size`` owners, where ``data`` is the group with the same
-        experts. The steps run in bf16. Query, key and value count as one matrix, and so do gate and up. Matrices are
-        sent to their owner and back with 2 bytes per element.
+        The matrices are divided among ``layout.tensor * data.size`` owners. The steps run in bf16. Query, key and value
+        count as one matrix, and so do gate and up. Matrices are sent to their owner and back with 2 bytes per element.
+
+        Args:
+            data: group of the ranks that hold the same experts.
         """
         machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype

@@ -29,7 +29,7 @@ class RunData:
     Args:
         datasets: split -> data set on ranks that read data; empty on other ranks. Other fields are set on all ranks.
         fingerprint: training data identity, if known.
-        order: corpus by training sample, if the data set reports it.
+        order: order in which the training samples come from the corpora, if the data set reports it.
         corpora: split -> weights by corpus name, for splits with several corpora.
         has_training: True if the run has training data; a run without steps needs none.
     """
@@ -107,8 +107,8 @@ def num_samples_of_splits(config: Config, world: World) -> list[int]:
     """Return the numbers of samples for training, validation and testing.
 
     The training count is --train-samples, as in Megatron, so that it does not change if a run is resumed with another
-    batch size. Without that flag, it is a new run's sample count. All validations read the same samples, but with
-    --data-order megatron each validation reads other samples.
+    batch size. Without that flag, it is a new run's sample count. With --data-order megatron, each validation reads
+    other samples; otherwise all validations read the same samples.
     """
     batch, replicas = config.batch, world.grid.data.size
     training = batch.batch_sizes(replicas).consumed_after(batch.train_iters)

@@ -2,8 +2,8 @@
 
 The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files. Their optimizer state
 is ``MixedPrecisionOptimizer.state_dict``. The client state has one key, "megatron": the ``state`` of the run as in the
-native format, and the generator states of the replicas whose weights a file stores. It contains only plain values and
-tensors.
+native format, and the generator states of the replicas whose weights a file stores. The client state contains only
+plain values and tensors.
 
 The files contain the slices of one layout. They can be loaded only with the same tensor-parallel size, pipeline size
 and split into stages; with another pipeline size, only the weights can be loaded.

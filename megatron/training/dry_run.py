@@ -161,7 +161,7 @@ def plan_rows(
     Args:
         bounds: virtual-stage bounds in pipeline layers; with chunks, a stage has several virtual stages.
         parameter_counts: parameter count in the full model, then per rank of each stage. None before the model is
-            built; it is then assumed to be the model that ``config`` describes.
+            built: the rows then describe the model in ``config``.
         forecast: returns the bubble, with the signature of ``tds.schedule.simulate.bubble``. None: use that function's
             closed forms.
     """

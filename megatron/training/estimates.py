@@ -20,7 +20,12 @@ DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def is_config_model(config: Config, parameter_counts: Sequence[int]) -> bool:
-    """Return True if ``config`` describes the model with ``parameter_counts[0]`` parameters: its costs are known."""
+    """Return True if the costs of the model are known, because it is the model that ``config`` describes.
+
+    Args:
+        parameter_counts: parameter counts of the model that was built, which a script may define itself. The first
+            one, for the full model, is compared with the model in ``config``.
+    """
     return config.model.vocab_size is not None and parameter_counts[0] == registry.costs_of(config).num_parameters
 
 
@@ -52,7 +57,7 @@ def zero_settings(config: Config, replicas: int) -> Zero:
 
 
 def is_on_cpu(config: Config) -> bool:
-    """Return True if a run on this machine would train on CPUs; a plan for GPUs needs no GPU."""
+    """Return True if a run on this machine would train on CPUs; False with --device cuda, even without a GPU."""
     if config.parallel.device != "auto" or not _may_have_device():
         return config.parallel.device in ("auto", "cpu")
     from megatron import device  # imports torch, which a dry run on CPUs does not need

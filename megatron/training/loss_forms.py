@@ -40,9 +40,9 @@ def with_weighted_pairs(loss_fn: LossFn | None) -> WrappedLoss:
 def mean_of_micro_batch(loss: Any, context: Group = SINGLE) -> Any:
     """Replace the training loss by its mean over the micro-batch, for ``--loss-average micro-batch``. Collective.
 
-    The engines average such a scalar with equal weights over micro-batches, replicas and context ranks. A micro-batch's
-    counted tokens include all context ranks, so the mean does not depend on how sequences are sharded. Without counted
-    tokens the mean is 0. Losses that are only reported are unchanged.
+    The engines average such a scalar with equal weights over micro-batches, replicas and context ranks. The mean
+    includes the micro-batch's counted tokens on all context ranks, so it does not depend on how sequences are sharded.
+    Without counted tokens the mean is 0. Losses that are only reported are unchanged.
 
     Args:
         loss: return value of a loss function, with pairs as ``Weighted``.

@@ -13,7 +13,7 @@ class RestoreOptions:
 
     Args:
         counters: restore step, update and sample counts.
-        data: restore the position in the training data, which must be the same data.
+        data: restore the position in the training data. The run must have the checkpoint's data.
         optimizer: restore moments, loss scale and callback states.
         generators: restore torch's random generator states.
     """

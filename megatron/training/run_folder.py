@@ -140,7 +140,8 @@ def _choose_paths(config: Config, name: str) -> RunPaths:
 def _paths_from_store(flags: CheckpointConfig, folder: Path, *, is_continuation: bool) -> RunPaths:
     """Return paths for a run that resumes from an object store.
 
-    If the run uploads to the same store and its folder has a checkpoint that is at least as new, it resumes there.
+    If the run uploads to the same store, and its folder has a checkpoint that is at least as new as the store's newest
+    one, the run resumes from the folder.
     """
     assert flags.load is not None
     is_own_store, saved_paths = _is_own_store(flags), saved_checkpoints(folder)

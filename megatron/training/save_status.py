@@ -25,7 +25,7 @@ class SaveStatus:
     failed_step: int = -1
 
     def record_stall(self, stall_s: float) -> float:
-        """Count a save that stalled training for ``stall_s``; return the fraction of the time since the last save."""
+        """Count a stall of ``stall_s`` seconds by a save; return its fraction of the time since the last save."""
         self.stalled_s += stall_s
         now = time.monotonic()
         share = stall_s / max(now - self.last_time, stall_s, 1e-9)

@@ -26,7 +26,7 @@ from tds.linear_function import percentage_of
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
-    """Count parameters in the full model, then the mean per rank of each stage. Collective.
+    """Return the parameter count of the full model, followed by the mean count per rank of each stage. Collective.
 
     A tied weight counts once in the full model, and on each stage that holds it. Padding does not count.
     """

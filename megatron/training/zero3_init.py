@@ -6,8 +6,8 @@ is freed. So the host holds one full weight at a time, in addition to weights th
 the device holds only shards.
 
 Weights that a module fills itself, such as biases and norms, are broadcast from the first replica, as in DeepSpeed.
-Weights that are initialised by name are the same on all replicas anyway. DeepSpeed does not broadcast either of them,
-because no full weight exists any more.
+Weights that are initialised by name are the same on all replicas without a broadcast. DeepSpeed's own broadcast is
+disabled for both, because full weights no longer exist when it runs.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
 | after the slots | unsharded gradients, one after the other | an all-reduce in place |
 
 Gradients are not copied: autograd's gradient of a weight is added to the bucket and freed, or a fused layer adds its
-product there (``tds.linear_function``; with slots, one product for each length of a shard, at most three). The memory
-of a bucket is allocated at its first gradient in a step and freed after the step. A bucket of one weight takes over the
-memory of the first gradient if the layouts agree, so that a large gradient never exists twice.
+product there (``tds.linear_function``). With slots, the shards of a weight have at most three different lengths; the
+layer adds one product for each length. The memory of a bucket is allocated at its first gradient in a step and freed
+after the step. A bucket of one weight takes over the memory of the first gradient if the layouts agree, so that a large
+gradient never exists twice.
 
 Source: Megatron-LM's ``param_and_grad_buffer`` for the terms ``main_grad`` and bucket; Rajbhandari et al. 2020, "ZeRO",
 section 5.1, for reduce-scattered gradients.

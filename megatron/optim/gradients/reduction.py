@@ -6,8 +6,8 @@
 | others | an all-reduce, twice as much | the order of ZeRO 0, bitwise equal with the same buckets |
 
 Gradients of unsharded parameters (scalars) are never scattered: each replica would add them in another order, and the
-copies of the weight would diverge. gloo implements a reduce-scatter by an all-reduce, so that the all-reduce costs no
-more there.
+copies of the weight would diverge. gloo implements a reduce-scatter by an all-reduce, so an all-reduce costs no more
+than a reduce-scatter there.
 """
 
 from __future__ import annotations

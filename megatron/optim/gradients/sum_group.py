@@ -26,8 +26,8 @@ class SumGroup:
     """Parameters whose gradients are summed over ``group``.
 
     Args:
-        group: group of ranks that have a summand.
-        applies_to: returns True if a parameter's gradient is such a summand.
+        group: the ranks over which the gradients are summed.
+        applies_to: returns True if a parameter's gradient must be summed over ``group``.
     """
 
     def __init__(self, group: Group, applies_to: Callable[[torch.Tensor], bool]) -> None:
@@ -36,7 +36,7 @@ class SumGroup:
         self._parameters: list[torch.nn.Parameter] = []
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        """Include ``parameter`` in later sums if its gradient is a summand."""
+        """Include ``parameter`` in later sums if its gradient must be summed over the group."""
         if self._group.size > 1 and self._applies_to(parameter):
             self._parameters.append(parameter)
 

@@ -79,7 +79,7 @@ class Gather:
 
         Args:
             bucket: weights with one dtype and device, in the same order on every replica.
-            note: small integers to send along, the same number on every replica.
+            note: small integers to send along; every replica must send equally many.
         """
         slot_numels = [weight.slot_numel for weight in bucket]
         note_numel = -(-len(note) // VECTOR) * VECTOR  # the next replica's row starts at a full vector

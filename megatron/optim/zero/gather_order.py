@@ -121,7 +121,7 @@ class GatherOrder:
         self._announced: tuple[torch.Tensor, Any, list[int]] | None = None  # gathered hashes, their event, local order
 
     def begin(self, pass_type: int) -> None:
-        """Begin a pass, unless it belongs to a running micro-batch."""
+        """Begin a pass. No-op while a training micro-batch is running, because its pass continues."""
         if self.pass_type is not None and self.pass_type != TRAINING:
             self.end()  # the previous evaluation failed before its end
         if self.pass_type is None:
@@ -278,9 +278,9 @@ class GatherOrder:
         """Compare all replicas' last announcements.
 
         Args:
-            other_unit: None: all replicas compare now and exchange their orders for the error message. Otherwise only
-                departing replicas compare, and the message reports ``other_unit`` as the unit that each replica with
-                another hash gathered at this position.
+            other_unit: None if all replicas compare now; they exchange their orders for the error message. Otherwise
+                only departing replicas compare. A replica with another hash has not departed, so the error message
+                reports ``other_unit``, the next unit of the order, for it.
         """
         if self._announced is None:
             return

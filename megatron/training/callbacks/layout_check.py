@@ -13,8 +13,8 @@ from megatron.training.trainer import Callback
 class LayoutCheck(Callback):
     """Reports the check in ``process``, which rank 0 has started, and ends the run if the check failed.
 
-    With --prove, the first step waits for the result. Otherwise each step asks for it, with an all-reduce of two values
-    until it is known, and the end of the run waits for it.
+    With --prove, the first step waits for the result. Otherwise each step asks for the result, by an all-reduce of two
+    values, until it is known; the end of the run waits for it.
 
     Args:
         policy: decision on the check, the same on all ranks.
@@ -42,7 +42,7 @@ class LayoutCheck(Callback):
             self._collect(should_wait=False)
 
     def on_train_end(self) -> None:
-        """Wait for the result. It precedes the last checkpoint, so that a failed run saves none."""
+        """Wait for the result before the last checkpoint is saved, so that a failed check prevents the save."""
         if self._is_pending:
             self._collect(should_wait=bool(self.trainer.steps_taken) and not self.trainer.stop_text)
         self.close()

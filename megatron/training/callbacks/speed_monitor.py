@@ -154,7 +154,7 @@ class Rates:
         self._later_s, self._later_samples = 0.0, 0
 
     def flops_of_sample(self, length: int) -> float:
-        """Return the FLOPs per sample, split into sequences of ``length`` tokens."""
+        """Return the FLOPs per sample if samples are split into sequences of ``length`` tokens."""
         if not self._is_known:
             return self.flops_per_sample
         if length not in self._flops_by_length:

@@ -144,7 +144,7 @@ def _limit_reason(limit_s: float) -> str:
 
 
 def _fork(main: Callable[[], None]) -> int:
-    """Call ``main`` in a fork of this process, which ends with this process; return its process id."""
+    """Call ``main`` in a fork of this process, and return the fork's process id. The fork ends when its parent ends."""
     parent = os.getpid()
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)  # our handlers must not run in the fork
     pid = os.fork()

@@ -17,7 +17,8 @@ class CheckResult:
     Args:
         state: ``OK``, ``FAILED`` or ``NOT_CHECKED``.
         reason: why the check failed, or why nothing was checked; "" if it is ok.
-        worst_gradient: gradient with the largest relative difference, which is ``gradient``.
+        worst_gradient: parameter whose gradient has the largest relative difference.
+        gradient: that difference.
         num_ranks: processes that were compared with a single one.
         model: description of the small model.
         notes: differences from the run's layout.

@@ -109,7 +109,7 @@ def sample_indices(num_samples: int) -> list[int]:
 
 
 def _update(digest: Any, value: Any) -> None:
-    """Add a sample, an array or a nested structure of arrays and plain values, to ``digest``."""
+    """Add a sample to ``digest``. A sample is an array, a plain value, or a nested structure of them."""
     if isinstance(value, Mapping):
         for key in sorted(value):
             digest.update(f"{key}:".encode())

@@ -1,8 +1,11 @@
 """The configuration of the layout check: the run's, shrunk to sizes that a CPU computes in a second. No torch.
 
-Kept: the axes of the layout, except that sizes above ``MAX_RANKS`` ranks are lowered, which a note states; schedule,
-chunks and their placement, recomputation, ZeRO stage, fused accumulation and overlap; the parts of the model, the
-optimizer, clipping and the average of losses; the ends of documents in positions, attention and loss.
+Kept: the axes of the layout; schedule, chunks and their placement, recomputation, ZeRO stage, fused accumulation and
+overlap; the parts of the model, the optimizer, clipping and the average of losses; the ends of documents in positions,
+attention and loss.
+
+Lowered: the number of replicas, to 2 if possible. If the layout still has more than ``MAX_RANKS`` ranks, the sizes of
+other axes are lowered to 2; a note states each such axis.
 
 Replaced: layers (one per stage, chunk and type of layer), hidden size, heads, experts, vocabulary and sequence length;
 the number format (fp64); dropout (0, unless it is independent of the layout); data (random tokens).
