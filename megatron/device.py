@@ -28,7 +28,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _by_plugin(function: _Call) -> _Call:
-    """Decorate ``function`` so that a plug-in's hook replaces it; its first argument is a device or device type."""
+    """Decorate ``function``, whose first argument is a device or device type, so that a plug-in's hook replaces it."""
 
     @functools.wraps(function)
     def call(device: str | torch.device, *args: Any) -> Any:

@@ -83,7 +83,7 @@ def has_triton() -> bool:
 
 
 def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Call torch's compiled ``flex_attention``; in ``torch.compile``, as part of the caller's graph.
+    """Call torch's ``flex_attention``, compiled; inside ``torch.compile`` it becomes part of the caller's graph.
 
     On a CPU, ``flex_attention`` is not compiled: it materializes all scores and has no gradients.
 
@@ -91,7 +91,7 @@ def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         query, output [b, a, s, d]; key, value [b, g, s_k, d]
 
     Raises:
-        Exception: torch's own types: there are more than ``MAX_GRAPHS`` shapes, or no kernel supports the head sizes.
+        Exception: (torch's own types) there are more than ``MAX_GRAPHS`` shapes, or no kernel supports the head sizes.
     """
     output: torch.Tensor = _flex_function(query)(query, key, value, **options)
     return output
@@ -155,7 +155,7 @@ def load_cpp(source: str, flags: Sequence[str]) -> Any:
     """Compile a C++ program with ``flags``, without torch's own vector flags, and load it as a library.
 
     Raises:
-        Exception: torch's own types: no compiler is installed, or the compiler rejects the program.
+        Exception: (torch's own types) no compiler is installed, or the compiler rejects the program.
     """
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache  # imported on use, since it takes 1 s with its dependencies

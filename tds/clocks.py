@@ -77,7 +77,7 @@ class EventClock:
             self._reference_ns = time.perf_counter_ns()
 
     def free(self, marks: Iterable[Any]) -> None:
-        """Return marks that are no longer needed to the pool."""
+        """Put ``marks``, which are no longer needed, back into the pool."""
         self._pool.extend(marks)
 
 

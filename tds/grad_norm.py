@@ -79,7 +79,7 @@ def global_norm(
 
     Args:
         gradients: the gradients that this rank counts.
-        groups: process groups over which squares are summed, one after the other; None: a single rank.
+        groups: process groups over which squares are summed, one after the other; an entry None is a single rank.
     """
     squares = squares_of_norms(list(gradients))
     squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)

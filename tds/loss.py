@@ -53,7 +53,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class WrappedLoss:
-    """A loss function that calls another loss function and adds to its result, for example records the losses.
+    """A loss function that calls another loss function and extends it, for example to record the losses.
 
     Args:
         function: called with (output, labels).

@@ -92,7 +92,7 @@ class Matrices:
     Args:
         widths: rows of each matrix in a period; empty: the weight is one matrix.
         head: rows per attention head; 0: the rows are not divided into heads.
-        is_apart: the matrices of each period are separate.
+        is_apart: each period has its own matrices; otherwise a matrix has rows in every period.
     """
 
     widths: tuple[int, ...] = ()

@@ -207,7 +207,7 @@ def _improve(bounds: Bounds, price: _PriceFn, max_moves: int) -> Bounds:
 
 
 def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
-    """Yield bounds after one move: one or two inner bounds by one layer, or one by two layers.
+    """Yield the bounds after each move. One inner bound moves by one or two layers, or two move by one layer each.
 
     Every virtual stage keeps at least one layer.
     """

@@ -133,11 +133,14 @@ class ShardWriter(StorageWriter):
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
     def abandon(self, error_text: str) -> str:
-        """Remove the temporary folder; the result completes the error message.
+        """Remove the temporary folder, and explain the error.
 
         Args:
-            error_text: error text. If it reports a full disk or a file size limit, the returned text states the
-                bytes needed and free, or the limit; otherwise it is "".
+            error_text: text of the error that ended the save.
+
+        Returns:
+            Text to append to the error message. For a full disk it states the bytes needed and free, for a file size
+            limit the limit; for all other errors it is "".
         """
         if self._temporary is None:
             return ""

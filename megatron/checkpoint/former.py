@@ -58,7 +58,7 @@ def convert_progress(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples_skipped(state: Mapping[str, Any]) -> int:
-    """Reconstruct the sample count in skipped steps from an earlier version's checkpoint.
+    """Reconstruct the number of samples in skipped steps from an earlier version's checkpoint.
 
     The count is exact if the run's batch size did not change; the learning rate then continues without a jump.
     Otherwise it is an estimate.

@@ -86,7 +86,7 @@ def open_first_valid(
 
     Raises:
         NewerFormatError: a later version wrote the candidate; older candidates are not tried.
-        CheckpointError: no candidate verifies, or ``strict`` and the first one does not; raised on all ranks.
+        CheckpointError: no candidate verifies, or with ``strict`` the first one does not; raised on all ranks.
     """
     reasons = []
     for candidate in candidates:

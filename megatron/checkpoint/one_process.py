@@ -1,4 +1,4 @@
-"""Open a checkpoint in a single process and read full tensors."""
+"""Open a checkpoint and read full tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = "weights/"
 def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) -> Checkpoint:
     """Open the checkpoint in ``path``: a run folder, its checkpoints folder, one checkpoint, or Megatron-LM's folder.
 
-    Collective.
+    Collective over ``world``.
 
     Args:
         any_format: also accept a checkpoint in DeepSpeed's format, which has metadata but no tensors that can be read.

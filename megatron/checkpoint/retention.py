@@ -28,7 +28,8 @@ class RetentionPolicy:
         last: number of complete checkpoints to keep (at least 1); None keeps all, except for the limit ``automatic``.
         every: keep each checkpoint whose step is a multiple of this.
         loaded: the checkpoint that the run started from, which is always kept.
-        automatic: number of checkpoints saved at the default interval to keep if ``last`` is None; None keeps all.
+        automatic: if ``last`` is None, number of checkpoints to keep among those saved at the default interval; None
+            keeps all.
         earlier_sequence: checkpoints up to this sequence number belong to an earlier run and are neither counted nor
             deleted.
 

@@ -110,7 +110,7 @@ def uses_custom_data(name: str, words: list[str], env: Mapping[str, str]) -> boo
     """Check if the flags ``words`` continue a run whose data are not the sample data.
 
     Args:
-        name: run name without ``--model``, such as gpt2.
+        name: the run's name if ``--model`` does not select another family, such as gpt2.
         words: the training program's flags.
         env: environment variables, including MEGATRON_DEFAULTS.
     """
@@ -131,7 +131,7 @@ def _is_sample(path: str) -> bool:
 
 
 def _is_moved(saved_path: object, default_path: object) -> bool:
-    """Return True if ``saved_path`` is a deleted sample data file that this checkout has at ``default_path``."""
+    """Return True if ``saved_path`` is missing, and ``default_path`` is the same sample data file in this checkout."""
     if not isinstance(saved_path, str) or not isinstance(default_path, str):
         return False
     old, new = Path(saved_path.strip("'\"")), Path(default_path.strip("'\""))

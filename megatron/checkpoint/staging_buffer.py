@@ -14,7 +14,7 @@ from megatron.checkpoint.tensor_record import TensorRecord, select_owned
 class StagingBuffer:
     """Host memory for a copy of the tensors that a rank owns.
 
-    It is reused from save to save, so that only the first save pays the page faults.
+    It is reused from save to save, so that page faults slow down only the first save.
     """
 
     def __init__(self) -> None:

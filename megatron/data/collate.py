@@ -68,7 +68,7 @@ def make_prefetch(dataset: Any) -> Callable[[int], None] | None:
 def add_prefetch_indices(micro_batches: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
     """Set each micro-batch's ``prefetch_indices`` to the samples in the micro-batch ``depth`` positions later.
 
-    Each reader's first micro-batch also receives the samples in the same reader's micro-batches in between.
+    The first micro-batch of each reader receives the samples in all later micro-batches of this reader up to that one.
 
     Args:
         depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.

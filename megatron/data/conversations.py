@@ -155,7 +155,7 @@ def _convert_sharegpt(message: Mapping[str, Any], message_number: int) -> dict[s
 
 
 def _check_message(message: Any, message_number: int) -> dict[str, Any]:
-    """Return ``message``, number ``message_number`` from 1, if it has OpenAI's format; otherwise raise ValueError."""
+    """Return ``message`` if it has OpenAI's format, otherwise raise ValueError; ``message_number`` counts from 1."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         raise ValueError(
             f'message {message_number}: "content" must be a string, got a list of parts, '

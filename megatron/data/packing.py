@@ -205,7 +205,7 @@ class _SliceIndexBuilder:
         return result
 
     def find_long_documents(self, num_long: int) -> np.ndarray:
-        """Find documents with several slices, then the cumulative full slice counts: int64[2 x num_long]."""
+        """Return int64[2 x num_long]: documents with several slices, then their full slices' cumulative count."""
         result, filled = np.empty((2, num_long), np.int64), 0
         for documents, document_lengths in self._blocks():
             is_long = document_lengths > self.capacity

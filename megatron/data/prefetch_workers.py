@@ -99,7 +99,7 @@ class PrefetchWorkers:
         )
 
     def _explain_broken_pipe(self, error: Exception) -> Exception:
-        """Return an error that names the workers that died after a broken pipe, or ``error`` if all are alive."""
+        """Return an error that names the dead workers, which caused the broken pipe, or ``error`` if all are alive."""
         workers = getattr(self._batches, "_workers", ())
         wait([worker.sentinel for worker in workers], timeout=_DEATH_TIMEOUT_S)
         dead_workers = [f"reader {idx} (pid {w.pid})" for idx, w in enumerate(workers) if not w.is_alive()]

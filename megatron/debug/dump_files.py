@@ -6,9 +6,9 @@
 | `rank-00003.jsonl` | one rank's records, one line per tensor, between the lines "begin" and "end" for each step |
 | `tensors/rank-00003/...safetensors` | the tensors, if requested; each record contains its file name |
 
-Gradients are written as computed and normalized by ``read_dump``. For this, the last stage writes a "loss" line, which
-records whether the loss is a pair (sum, count) or the mean over a replica. The line applies to the gradients of all
-ranks.
+Gradients are written as they are computed; ``read_dump`` normalizes them. For this, the last stage writes a "loss"
+line, which records whether the loss is a pair (sum, count) or the mean over a replica. The line applies to the
+gradients of all ranks.
 
 If a step is repeated, after a resume or a rollback to a checkpoint, its new records replace the records for that step
 and all later steps.
@@ -54,7 +54,7 @@ class Record:
     Args:
         what: tensor type, such as "input" or "grad_output".
         micro_batch, samples: None for weights and their gradients.
-        shape, dtype: the rank slice's shape and dtype. The shape includes padding, ``statistics`` do not.
+        shape, dtype: the rank slice's shape and dtype. The shape includes padding, but ``statistics`` do not.
         cut: slice of the full tensor; None if it is unknown or every rank holds the full tensor.
         factor: multiplier for the tensor in ``file``; ``statistics`` already include it.
         time_ns: record time on the rank's clock, for sorting.

@@ -58,7 +58,7 @@ OnTensor = Callable[[TensorInfo, torch.Tensor], None]
 
 
 class ModuleWatcher:
-    """Calls ``on_tensor`` for each input and output in ``modules`` and its gradient, between ``start`` and ``stop``.
+    """Calls ``on_tensor`` for all inputs and outputs of ``modules`` and their gradients, from ``start`` to ``stop``.
 
     Args:
         model: the module that is called with the input of a stage or chunk.

@@ -219,7 +219,7 @@ def _score_positions(
     stage: ModelStage, reader: CachedDecoder, x: torch.Tensor | None, positions: list[int], batch_columns: list[int],
     targets: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute log-probabilities of ``targets`` and the most likely tokens, on every stage.
+    """Compute each target's log-probability and each position's most likely token, on every stage.
 
     Collective over the replica.
 

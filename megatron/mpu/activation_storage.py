@@ -7,10 +7,10 @@
 | on the host | n bytes of host memory (on CUDA pinned, and copied during the computation), none on the device |
 | contiguous | a slot of one buffer, allocated at the first forward for the maximum number of stored inputs |
 
-The options can be combined: a slice in a slot of a buffer on the host. They apply to inputs that require gradients,
-which have the size of the hidden states and are the same on every tensor rank. Other inputs (tokens, documents, masks)
-are small or shared by all layers of a micro-batch and remain in place. Each input size has its own buffer. When a new
-buffer is created, buffers with no slot in use are freed.
+The options can be combined. With all three, an input is stored as a slice in a slot of a host buffer. The options apply
+to inputs that require gradients, which have the size of the hidden states and are the same on every tensor rank. Other
+inputs (tokens, documents, masks) are small or shared by all layers of a micro-batch and remain in place. Each input
+size has its own buffer. When a new buffer is created, buffers with no slot in use are freed.
 
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 6.
 """
@@ -49,9 +49,9 @@ class ActivationStorage:
     """Stores the inputs of checkpointed layer groups, each tensor once, and restores them in backward.
 
     Args:
-        get_num_slots: returns the maximum numbers of stored tensors: first inputs of groups (groups per forward times
-            forwards in flight), and other inputs, such as the encoder's output, which all groups in a forward share.
-            Called at the first forward.
+        get_num_slots: returns two maximum numbers of tensors that are stored at the same time. The first one counts
+            first inputs of groups: groups per forward times forwards in flight. The second one counts other inputs,
+            such as the encoder's output, which all groups in a forward share. Called at the first forward.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ def vocab_parallel_cross_entropy(
 ) -> Any:  # fmt: skip
     """Compute ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
 
-    With a ``z_loss`` c two tensors are returned: the cross-entropy, and the z-loss ``c (log Z)^2``, which is not
-    differentiable. Backward through the cross-entropy computes the gradient for both. Columns of padded vocabulary rows
-    are excluded from the softmax: they get no probability and no gradient.
+    If ``z_loss`` is not 0, two tensors are returned: the cross-entropy, and the z-loss ``z_loss * (log Z)^2``, which is
+    not differentiable. Backward through the cross-entropy computes the gradient for both. Columns of padded vocabulary
+    rows are excluded from the softmax: they get no probability and no gradient.
 
     Shapes:
         logits  [..., v/t] on this rank, padded columns last

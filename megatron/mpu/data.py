@@ -17,7 +17,7 @@ class Upload(dict[str, torch.Tensor]):
     """A micro-batch in host memory that is being copied to a device.
 
     The training script sees a dictionary of tensors on the host, as in a run on CPUs. ``broadcast_data`` uses the
-    copies on the device. A tensor that the script has replaced or changed in place since then is copied again.
+    copies on the device. If the script replaces a tensor or changes it in place, the tensor is copied again.
     """
 
     def __init__(self, batch: Mapping[str, torch.Tensor], target_device: torch.device) -> None:

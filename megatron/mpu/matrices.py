@@ -14,8 +14,8 @@ def set_matrices(parameter: torch.nn.Parameter, widths: Sequence[int] = (), head
     """Record the ``Matrices`` packed in a layer's weight ``parameter`` [m, n]; called when layers are built.
 
     Args:
-        widths: the rows of several matrices alternate; number of rows of each matrix in one period (``Matrices``).
-            Empty: the weight is one matrix.
+        widths: number of rows of each matrix in one period, if the rows of several matrices alternate (``Matrices``);
+            empty: the weight is one matrix.
         head: rows per attention head; 0: the rows are not divided into heads.
     """
     return set_info(parameter, replace(info_of(parameter), matrices=Matrices(tuple(widths), head)))

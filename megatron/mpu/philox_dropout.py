@@ -203,8 +203,8 @@ def dropped_mask(
     """Compute the mask of dropped elements: True where the random word is below ``probability * 2**32``.
 
     Shapes:
-        rows, samples, planes: int64 coordinates [..., 1] that broadcast against each other; only the first dimension
-            of rows has a size above 1
+        rows, samples, planes: int64 coordinates [..., 1] that broadcast against each other; in ``rows``, all dimensions
+            but the first have size 1
         output: bool [..., number of columns]
     """
     threshold = round(probability * 2**32)

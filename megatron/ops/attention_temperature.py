@@ -6,7 +6,7 @@ import torch
 
 
 def scale_queries(query: torch.Tensor, positions: torch.Tensor | None, scale: float, floor: int) -> torch.Tensor:
-    """Multiply queries by ``1 + scale ln(1 + floor(position / floor))``.
+    """Multiply queries by ``1 + scale * ln(1 + position // floor)``.
 
     The factor is computed in fp32, or in the dtype of ``query`` if it is wider.
 

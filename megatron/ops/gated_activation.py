@@ -2,8 +2,8 @@
 
 The Triton kernels read pairs of a gate and a value from one tensor. Modules pass gate and value as two tensors, so that
 their inputs and outputs do not depend on the device. With kernels, the two tensors are views of the product: ``split``
-returns such views, and ``gated_activation`` recognises them, as does the backward of ``split`` with their gradients.
-Nothing is copied.
+returns such views, and ``gated_activation`` recognises them. The backward of ``split`` recognises gradients that are
+views of one tensor in the same way. Nothing is copied.
 """
 
 from __future__ import annotations

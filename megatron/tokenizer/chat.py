@@ -395,7 +395,7 @@ def _difference(short: str, long: str) -> str:
 
 
 def find_template(tokenizer: Tokenizer, template_file: str | Path | None = None) -> ChatTemplate:
-    """Load the chat template from ``template_file``, or for ``tokenizer``; see the table at the top of this file.
+    """Load ``template_file``, or without it the tokenizer's chat template; see the table at the top of this file.
 
     Raises:
         DataError: there is no template, or it cannot be read.

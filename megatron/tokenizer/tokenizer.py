@@ -319,7 +319,7 @@ class Tokenizer(ABC):
         """Return the JSON values that determine a text's ids, and no others."""
 
     def _former_control_names(self) -> list[str]:
-        """Return the names that versions up to 8c23b9e6 looked up as control tokens, in the vocabulary or not."""
+        """Return all names that versions up to 8c23b9e6 looked up as control tokens; the vocabulary may lack some."""
         return [*(name for name in all_names() if name not in NEW_NAMES), *self._declared_control_names()]
 
     def _files_digest(self) -> str:

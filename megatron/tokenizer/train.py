@@ -209,8 +209,9 @@ def train_wordpiece(
     """Train BERT's WordPiece, cased, and return the ``tokenizers`` JSON file.
 
     BERT's five control tokens have the first ids, followed by ``special``. White space is not encoded, so decoding does
-    not restore the text. The vocabulary contains the most frequent characters: as many as cover all but 1 in 4,000
-    characters of the text, but at least half the vocabulary. If the words leave room, more characters are added.
+    not restore the text. The vocabulary contains the most frequent characters: enough to cover all but 1 in 4,000
+    characters of the text, and at least half as many as there are tokens other than control tokens. If the words leave
+    room, more characters are added.
 
     Args:
         memory_bytes: see ``train_bpe``.

@@ -280,7 +280,7 @@ def layer_specs(module: Any) -> list[Any]:
 
 
 def first_layer_idx(module: Any) -> int:
-    """Return the index in the full model of the first layer of the chunk that this stage has built last."""
+    """Return the full-model index of the first layer in this stage's most recently built chunk."""
     return module._local_start
 
 

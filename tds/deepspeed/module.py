@@ -62,7 +62,7 @@ class PipelineModule(BaseModule):
             all ranks.
 
     Raises:
-        PartitionError: a ValueError: the bounds do not contain each layer exactly once, a virtual stage has no layers,
+        PartitionError: (a ValueError) the bounds do not contain each layer exactly once, a virtual stage has no layers,
             or no layer has the type.
         ValueError: ``chunks`` is not a positive int, or ``placement`` is unknown or does not support ``chunks``.
     """

@@ -115,7 +115,7 @@ class HostCopies(dist.ProcessGroup):
         return "gloo"
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Gloo's timeout applies to any device."""
+        """Return gloo's backend for any ``device``, because its timeout applies to all operations."""
         return self._gloo
 
     def barrier(self, opts: Any = None) -> Any:

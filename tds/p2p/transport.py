@@ -117,7 +117,7 @@ class Transport:
     def release_activations(self, gradient: Message) -> None:
         """Free sent activations' buffers, up to and including the activation whose gradient is ``gradient``.
 
-        The peer has received that activation before it sent the gradient, so these sends have completed.
+        The peer received that activation before it sent the gradient, so these sends have completed.
         """
         sends, activation_key = (
             self._pending_sends[MessageType.ACTIVATION, gradient.peer],

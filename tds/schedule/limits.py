@@ -144,9 +144,10 @@ def _messages_between(stages: Sequence[Sequence[Action]], num_chunks: int, place
 def _completes(messages: Sequence[_Message], posted_before: Sequence[int], num_actions: Sequence[int]) -> bool:
     """Return True if every stage completes, even if it waits for all its started messages before each action.
 
-    Example: stage 0 sends in its action 0, and stage 1 posts the receive before its action 2. Then stage 1 cannot start
-    action 2 until stage 0 has completed the wait before action 0, and stage 0 cannot start action 1 until stage 1 has
-    completed the wait before action 1.
+    A message completes only after it has been sent and its receive has been posted. Example: stage 0 sends in its
+    action 0, and stage 1 posts the receive before its action 2. Then stage 1 cannot start action 2 until stage 0 has
+    completed the wait before action 0, and stage 0 cannot start action 1 until stage 1 has completed the wait before
+    action 1.
 
     Args:
         posted_before: for each message, the action of its receiver before which the receive is posted.

@@ -76,7 +76,7 @@ def read_schedule(path: str) -> FileSchedule:
 
     Raises:
         OSError: the file does not exist.
-        ScheduleError: a ValueError: the file has another format, or its schedule cannot run. The message names the
+        ScheduleError: (a ValueError) the file has another format, or its schedule cannot run. The message names the
             stages of a deadlock.
     """
     status = os.stat(path)

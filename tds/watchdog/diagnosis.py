@@ -46,7 +46,7 @@ class State:
     count: tuple[int, ...]
 
     def __eq__(self, other: object) -> bool:
-        """Equal states have the identical wait, because the communicator creates a new tuple for each wait."""
+        """Compare states; ``waiting`` by identity, because the communicator creates a new tuple for each wait."""
         if not isinstance(other, State) or self.waiting is not other.waiting:
             return False
         fields = self.phase, self.action, self.collective, self.count

@@ -91,7 +91,7 @@ def full_names(names: Iterable[str], config: Config, model_type: str | None = No
 
 
 def copy_names(config: Config, model_type: str | None = None) -> dict[str, str]:
-    """Map the copies of word table and head in Hugging Face's files to their originals, by name."""
+    """Map the name of each tensor copy in Hugging Face's files, such as a tied head, to the name of its original."""
     hf_format = format_of(config, model_type)
     names = (*hf_format.word_copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
     return {**dict.fromkeys(names, hf_format.word), **hf_format.copies(config)}

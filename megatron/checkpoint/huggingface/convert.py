@@ -140,7 +140,7 @@ def export(
 
 
 def _usable_model_type(config: Config, model_type: str, notes: list[str]) -> str | None:
-    """Accept the imported folder's ``model_type`` if it fits the run's settings; otherwise add a note, return None.
+    """Return the imported folder's ``model_type`` if it fits the run's settings; otherwise add a note and return None.
 
     Raises:
         CheckpointError: no model type fits the settings.

@@ -162,7 +162,7 @@ def with_template(files: Mapping[str, str], text: str | None) -> dict[str, str]:
 
 
 def to_json_text(content: Mapping[str, Any]) -> str:
-    """Format ``content`` as a JSON file like transformers."""
+    """Format ``content`` as the text of a JSON file, in the same style as transformers."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -106,7 +106,7 @@ def vocabulary_of(
     """Load the tokenizer in ``tokenizer_path``, by default the run's tokenizer; None if neither is set.
 
     Args:
-        template: text in the --chat-template file when the run saved.
+        template: text of the --chat-template file, as the checkpoint stores it.
         may_be_larger: accept a tokenizer that encodes text to ids beyond the model's vocabulary size.
 
     Raises:

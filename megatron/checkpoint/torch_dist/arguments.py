@@ -201,10 +201,10 @@ def _pattern(text: str) -> Any:
 
 
 def check_gelu(config: Config) -> None:
-    """Check that Megatron-Core computes the activation: the tanh form of GELU only in layers with biases.
+    """Check that Megatron-Core supports the activation. It computes GELU's tanh form only in layers with biases.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the activation is GELU's tanh form, and the layers have no biases.
     """
     if config.model.activation == "gelu-tanh" and not config.model.hidden_bias:
         raise CheckpointError(

@@ -105,7 +105,7 @@ def _notes(run: SavedRun, states: list[str]) -> Iterator[str]:
 def _entries(
     checkpoint: Checkpoint, config: Config, dtype: torch.dtype, states: list[str], options: ExportOptions
 ) -> Iterator[TensorEntry]:
-    """Yield all tensor chunks: weights, main params unless the weights are the main params, and moments."""
+    """Yield all tensor chunks: weights, main params (if they are stored separately), and optimizer states."""
     is_stacked = not config.model.num_experts or config.model.moe_layer_freq.strip() == "1"
     has_main_params = bool(states) and (options.uses_distributed_optimizer or dtype != torch.float32)
     main_param = "param" if options.uses_distributed_optimizer else "fp32_param"

@@ -68,7 +68,7 @@ def find_iteration(source: Path) -> Path | None:
         source: the folder of ``--load``, or one ``iter_N``.
 
     Raises:
-        CheckpointError: the file that names the newest iteration names a folder that does not exist.
+        CheckpointError: latest_checkpointed_iteration.txt names a missing folder, although there are other checkpoints.
     """
     if not source.is_dir() or (source / MANIFEST_NAME).exists():
         return None
@@ -180,7 +180,7 @@ def _adam_steps(optimizer: Any, archive: memoryview) -> int | None:
 
 
 def _numbers(state: Mapping[str, Any], archive: memoryview) -> dict[str, Any]:
-    """Replace tensors with one element by numbers."""
+    """Replace each tensor by its value as a number (``ArchivedTensor.item``)."""
     return {key: value.item(archive) if isinstance(value, ArchivedTensor) else value for key, value in state.items()}
 
 

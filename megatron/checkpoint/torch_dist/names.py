@@ -130,7 +130,8 @@ def stored_places(our_name: str, *, is_stacked: bool, has_experts: bool) -> tupl
 
     Args:
         is_stacked: the model's layers are alike, and stacked.
-        has_experts: the layer has experts. Its second norm then has two names: Transformer Engine's and local layers'.
+        has_experts: the layer has experts. Its second norm is then stored under two names: the name in Transformer
+            Engine's layers and the name in Megatron-Core's own layers.
     """
     places = list(candidates(our_name))
     if len(places) == 1:

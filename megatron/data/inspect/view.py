@@ -68,7 +68,7 @@ def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> lis
 
 
 def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Convert a T5 sample to inputs, decoder inputs and targets, from the first row of the ``t5_fields``."""
+    """Convert a T5 sample, the first row of ``t5_fields``, to three streams: inputs, decoder inputs and targets."""
     inputs, decoder_inputs, labels = (_first_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
     assert inputs is not None and decoder_inputs is not None and labels is not None
     documents, loss = _first_row(fields, "dec_segments"), _loss_flags(fields)

@@ -87,7 +87,7 @@ def build_in_megatron_order(
 
 
 def _documents(corpus: OpenCorpus, paths: BlendPaths, split_idx: int) -> tuple[int, int]:
-    """Find (start, stop) for the corpus's documents in a split, which have at least one token."""
+    """Find (start, stop) for the corpus's documents in a split; raise DataError if they have no tokens."""
     token_file = corpus.token_file
     documents = (0, token_file.num_documents)
     flags = f"--{SPLIT_NAMES[split_idx]}-data-path"

@@ -26,9 +26,10 @@ def permuted_documents(first: int, stop: int, plan: EpochPlan, generator: np.ran
 
 
 def permuted_samples(plan: EpochPlan, generator: np.random.RandomState) -> np.ndarray:
-    """Permute the samples: uint32[num_samples], each sample's position in the concatenated documents, in samples.
+    """Permute the sample indices 0 ... num_samples - 1: uint32[num_samples].
 
-    The array is int64 if there are too many samples for uint32.
+    Sample index i refers to the i-th window in the concatenated documents. The array is int64 if there are too many
+    samples for uint32.
     """
     order = np.arange(plan.num_samples, dtype=np.uint32 if plan.num_samples < _LARGEST_UINT32 else np.int64)
     generator.shuffle(order[: plan.num_samples_before_last])

@@ -172,14 +172,19 @@ class _RankPlacer:
         return (name, index) if torch.equal(take(whole, index).to(parameter.value.dtype), parameter.value) else None
 
     def _map_name(self, name: str) -> str:
-        """Convert ``name`` to the unsharded name, whose layer and expert numbers distinctive parameters revealed."""
+        """Convert ``name`` to the unsharded name; its layer and expert numbers follow from placed parameters."""
         for prefix in sorted(self.prefixes, key=len, reverse=True):
             if name == prefix or name.startswith(prefix + "."):
                 return self.prefixes[prefix] + name[len(prefix) :]
         return name
 
     def _neighbour_positions(self, parameter: Parameter, dim: int, size: int, whole_size: int) -> Tensor | None:
-        """Find the positions of a sibling with the same sizes, otherwise of the chunk that other shards suggest."""
+        """Guess the positions of ``parameter`` along a dimension from placed parameters; None if they do not exist.
+
+        A placed parameter in the same module with the same sizes has the same positions. Without one, the parameter is
+        taken to be the chunk with the most frequent index among the placed shards, or, if there are none, the chunk
+        with this rank's index on an axis of suitable size.
+        """
         module = parameter.name.rpartition(".")[0]
         chunk_ids: Counter[int] = Counter()
         for name, (whole_name, index) in self.placed.items():

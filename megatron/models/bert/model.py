@@ -193,8 +193,8 @@ def padding_mask(
 
     Shapes:
         x      hidden states, the input of the layers
-        output int32 [2, b, s], key start and stop by query, if there is no attention dropout and a kernel for the
-               device; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's (see
+        output int32 [2, b, s], key start and stop by query, if the device has a kernel and there is no attention
+               dropout; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's (see
                ``ParallelContext.query_positions``)
     """
     queries, keys = parallel.query_and_key_segments(segments)

@@ -244,7 +244,7 @@ def num_random_words(length: int) -> int:
 def draw_spans(document_lengths: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
     """Draw spans for a text whose documents have ``document_lengths`` tokens; spans do not cross document ends.
 
-    Span and noise-token counts do not depend on the documents; see ``num_spans.noise_and_spans``.
+    Span and noise-token counts do not depend on the documents; see ``noise_and_spans``.
     """
     length = sum(document_lengths)
     num_noise, num_spans = noise_and_spans(length, denoiser)

@@ -242,8 +242,8 @@ def _problems(config: Config) -> Iterator[str]:
 def _fields(config: Config) -> dict[str, Any]:
     """Convert ``config`` to the contents of config.json.
 
-    In Hugging Face, a tied head scales its input by ``h ** -0.5``, an untied head does not. T5 v1.1 and mT5 have untied
-    heads.
+    In Hugging Face, a tied head scales its input by ``h ** -0.5``, but an untied head does not. T5 v1.1 and mT5 have
+    untied heads.
     """
     model, sides = config.model, config.family_config
     return {
