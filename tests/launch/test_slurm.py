@@ -52,7 +52,7 @@ def test_unknown_function_raises_before_daemons_start(name: str, tmp_path: Path)
         (programs / program).chmod(0o755)
     env = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     result = subprocess.run(["bash", str(SCRIPTS[name]), "others"], env=env, capture_output=True, text=True, timeout=20)
-    assert result.returncode == 2 and result.stderr == f"local_{name}.sh: no such part: others\n"
+    assert result.returncode == 2 and result.stderr.startswith(f"local_{name}.sh: unknown part: others. Use one of: ")
 
 
 @pytest.mark.slow
@@ -69,4 +69,4 @@ def test_examples_run_under_real_scheduler(name: str) -> None:
     if result.returncode == SKIP_CODE:
         pytest.skip(result.stderr.strip())
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(": well, ") == result.stdout.count("\n== ") / 2
+    assert result.stdout.count(": passed, ") == result.stdout.count("\n== ") / 2
