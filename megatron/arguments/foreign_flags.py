@@ -103,7 +103,7 @@ class ForeignFlag:
         return None
 
     def value_problem(self, values: list[str]) -> str | None:
-        """Explain why ``values`` are not supported if the rule is by-value; None if they are."""
+        """Explain why ``values`` are not supported; None if they are, or if the rule is not by-value."""
         if self.rule != BY_VALUE or all(_is_accepted(value, self.target.split()) for value in values):
             return None
         return f"{self.flag} {' '.join(values)} is not supported: {self.alternative}"

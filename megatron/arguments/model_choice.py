@@ -111,7 +111,7 @@ def choose_model(words: Sequence[str], env: Mapping[str, str], program: str) -> 
 
 
 def _choose_by_name(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice:
-    """Choose the model ``name``, or ``weaker`` without a name or for the same model."""
+    """Choose the model ``name``; return ``weaker`` if there is no name or if ``weaker`` is the same model."""
     if not name or name in weaker.names:
         return weaker
     arch = find_architecture(name)

@@ -41,7 +41,7 @@ def _is_fallback(flag: str) -> bool:
 
 
 def fallback_fields(scanned: Scan) -> set[str]:
-    """Find fields in ``scanned.values`` set only by a flag that yields to the field's own flag."""
+    """Find the fields in ``scanned.values`` that were set only by a flag that yields to the field's own flag."""
     fields = {field for flag in scanned.converted if _is_fallback(flag) for field in foreign_flags()[flag].fields}
     typed = {field: scanned.spelling.get(field, "").split(" ")[0] for field in fields & scanned.values.keys()}
     return {field for field, flag in typed.items() if not flag or _is_fallback(flag)}

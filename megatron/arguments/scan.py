@@ -16,7 +16,8 @@ class Scan:
         from_file: field -> "file:line: key" of each value that comes from the file of --config.
         repeated: flags given more than once.
         unknown_tokenizer_type: value of --tokenizer-type that is not a known type.
-        unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
+        unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` turns these
+            problems into warnings.
         extra_words: words for the parser of ``extra_args_provider``.
         ignored: flag or JSON key -> reason why it has no effect.
         converted: flag in another trainer's units -> its value.

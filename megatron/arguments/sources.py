@@ -24,7 +24,8 @@ class Source:
         description: where the values come from.
         overrides: the sources whose values it replaces.
         conflict: the outcome if a stronger source gives another value.
-        is_default: drop a value that contradicts a related field of the command line, --config or the JSON.
+        is_default: the source provides defaults. Its value is dropped if it contradicts a related field of the
+            command line, --config or the JSON.
     """
 
     name: str

@@ -260,7 +260,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
 
 
 def format_problems(config: Config) -> Iterator[str]:
-    """Yield an error message for each setting that --checkpoint-format deepspeed does not support, if it is set."""
+    """If --checkpoint-format is deepspeed, yield an error message for each setting that the format does not support."""
     if not config.checkpoint.is_deepspeed:
         return
     for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval", "save_remote"):

@@ -17,7 +17,7 @@ from megatron.mpu.groups import Group
 
 
 def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False) -> Path:
-    """Download the newest checkpoint in ``source`` whose checksums match into ``root``; return its path. Collective.
+    """Download the newest checkpoint with matching checksums from ``source`` to ``root``; return its path. Collective.
 
     Each rank downloads some of the files. A checkpoint that is already in ``root`` is not downloaded again.
 

@@ -123,7 +123,7 @@ def remove(path: str, marker_name: str = MANIFEST_NAME) -> None:
 def remove_old(
     source: str, is_counted: Callable[[RemoteCheckpoint], bool], keep_last: int, keep_every: int | None
 ) -> list[str]:
-    """Delete all complete checkpoints that ``is_counted`` selects except the last ``keep_last``; return their names.
+    """Delete complete checkpoints that ``is_counted`` selects, except the last ``keep_last``; return the deleted names.
 
     Args:
         is_counted: predicate; only checkpoints for which it is True are counted and may be deleted.

@@ -110,7 +110,7 @@ def uses_custom_data(name: str, words: list[str], env: Mapping[str, str]) -> boo
     """Check if the flags ``words`` continue a run whose data are not the sample data.
 
     Args:
-        name: the run's name if ``--model`` does not select another family, such as gpt2.
+        name: the run's name, such as gpt2. If ``--model`` selects another family, that family's name is used instead.
         words: the training program's flags.
         env: environment variables, including MEGATRON_DEFAULTS.
     """

@@ -52,7 +52,7 @@ class BatchSizes:
         return [self.start + self.increment * i for i in range(self.num_increments)] + [self.full]
 
     def consumed_after(self, steps: int, samples_consumed: int = 0) -> int:
-        """Compute the total samples consumed ``steps`` steps after the first ``samples_consumed`` samples."""
+        """Compute the total number of samples consumed after ``steps`` more steps, from ``samples_consumed`` on."""
         while steps and samples_consumed < self.samples:
             size = self.at(samples_consumed)
             size_idx = samples_consumed * self.num_increments // self.samples

@@ -19,8 +19,8 @@ class ChangedDefault(NamedTuple):
         field: field in that section.
         former: value in runs whose saved configuration has no such field.
         optimizer: the only optimizer that uses the field; "" if every run uses it.
-        is_reported: ``describe_saved_settings`` includes the setting; False if the code that resolves it reports it
-            instead.
+        is_reported: ``describe_saved_settings`` includes the setting; False if the code that resolves the setting
+            reports it instead.
     """
 
     section: str

@@ -382,7 +382,11 @@ def query_groups(model: Any, layer_idx: int) -> int:
 
 
 def has_sinks(model: Any, *, has_window: bool) -> bool:
-    """Check if layers with or without a window have sinks."""
+    """Check if a layer has sinks.
+
+    Args:
+        has_window: True for a layer with a window, False for a layer without one.
+    """
     return model.softmax_type != VANILLA and (has_window or model.sink_layers == ALL_LAYERS)
 
 

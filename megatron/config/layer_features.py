@@ -137,7 +137,7 @@ def layer_feature_problems(model: Any) -> Iterator[str]:
 
 
 def unused_layer_features(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
-    """Describe each feature in ``explicit``, the fields set by a flag, that has no effect."""
+    """Yield an error message for each field in ``explicit`` (the fields set by flags) that has no effect."""
     flags = [
         flag
         for name, flag in (

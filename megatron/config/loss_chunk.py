@@ -17,9 +17,10 @@ The rule is ``n > c + h``: chunks then need less memory in each of these cases. 
 hidden states, n h elements on every rank, which matters if v/t is at most a few times h. The memory estimate
 (``megatron.costs.memory``) includes it.
 
-On CUDA, Triton kernels save the logits instead of the softmax. All logits at once then take 4 n in 16 bits, and 2 n for
-each micro-batch that waits, so chunks need less memory only above n = 2.5 c + 2 h. Between the two bounds, chunks need
-up to 1.5 times as much. They are used nevertheless: their logits are in fp32, while all logits at once are in 16 bits.
+On CUDA, Triton kernels save the logits instead of the softmax. Computing all logits at once then takes 4 n in 16 bits,
+and 2 n for each micro-batch that waits, so chunks need less memory only above n = 2.5 c + 2 h. Between the two bounds,
+chunks need up to 1.5 times as much. They are used nevertheless, because the logits of a chunk are in fp32, while logits
+that are computed all at once are in 16 bits.
 """
 
 from __future__ import annotations

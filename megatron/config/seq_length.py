@@ -1,10 +1,10 @@
 """``--seq-length-schedule``: a sequence length that grows during training.
 
 With ``--seq-length-schedule "0: 512; 1e9: 2048; 5e9: 4096"``, a step uses the length of the last entry whose number of
-tokens has been consumed before the step. A sample is always a window of L = --seq-length tokens and the label of the
-last one. If the length l of a step, a divisor of L, is shorter, the L / l slices of the window are read as separate
-samples. Slice k consists of columns k l ... k l + l of the window, so neighbours share one token, and each token is a
-label exactly once, as in the full window:
+tokens has been consumed before the step. A sample is always a window of L + 1 tokens, with L = --seq-length: L inputs,
+and the label of the last input. If the length l of a step, a divisor of L, is shorter, the L / l slices of the window
+are read as separate samples. Slice k consists of columns k l ... k l + l of the window, so neighbours share one token,
+and each token is a label exactly once, as in the full window:
 
     window of L = 8     t0 t1 t2 t3 t4 t5 t6 t7 t8
     slices of l = 4     t0 t1 t2 t3 t4

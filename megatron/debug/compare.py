@@ -143,7 +143,7 @@ def full_shape(record: Record) -> tuple[int, ...]:
 
 
 def common_ranges(first_records: Sequence[Record], second_records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Find the sample ranges between consecutive bounds that both record sets have."""
+    """Find the sample ranges between the consecutive bounds that occur in both record sets."""
     if any(record.samples is None for record in (*first_records, *second_records)):
         return [(0, 0)]
     bounds = sorted(_bounds(first_records) & _bounds(second_records))
@@ -199,7 +199,7 @@ def _join_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bo
 
 
 def num_missing(slices: Sequence[Record]) -> int:
-    """Count the gradient elements that no slice contains, because they do not affect the loss."""
+    """Count the gradient elements that are in no slice; these elements do not affect the loss."""
     shard_slice = slices[0].cut
     if shard_slice is None or slices[0].what not in (GRAD_INPUT, GRAD_OUTPUT):
         return 0

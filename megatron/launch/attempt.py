@@ -189,9 +189,10 @@ class RankGroup:
         )
 
     def is_regrouping(self) -> bool:
-        """Return True if every exit with code 75 on this node was caused by a node that joins.
+        """Return True if all ranks of this node that exited with code 75 did so because a node joins.
 
-        The launcher may have ended the other ranks, if a node was lost at the same time.
+        Ranks with other exit codes are ignored: the launcher may have ended them because a node was lost at the same
+        time.
         """
         return all(
             rank_exit.state == rank_status.REGROUP for rank_exit in self._exits if rank_exit.status == RESUMABLE_CODE

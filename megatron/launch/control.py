@@ -236,7 +236,7 @@ class Control:
         return [self.start_nodes[0], *lost_nodes] if is_leader_lost else lost_nodes
 
     def drop(self, node: int) -> None:
-        """Count a node that does not respond as lost."""
+        """Mark a node as lost because it does not respond."""
         with self._lock:
             if node in self.members:
                 self._drop(self.members[node])

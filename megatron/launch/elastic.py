@@ -399,7 +399,7 @@ class ElasticBoard(NodeBoard):
     def agree(self, objection: str, timeout_s: float, get_origin: Callable[[], str]) -> tuple[bool, str]:
         """Decide as in ``NodeBoard.agree``; the leader decides, and drops nodes that do not respond.
 
-        If the leader is lost before its decision, a node restarts unless it has a reason against it.
+        If the leader is lost before it decides, this node decides alone: it restarts if ``objection`` is empty.
         """
         control = self._control
         control.set(f"restart/{control.node}", objection)

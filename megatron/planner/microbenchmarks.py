@@ -73,7 +73,10 @@ class TimingBudget:
         return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return seconds since an arbitrary origin; waits for a core count only with ``use_wall_clock``."""
+        """Return seconds since an arbitrary origin.
+
+        The time that this process waits for a core is included only with ``use_wall_clock``.
+        """
         if self.use_wall_clock:
             return time.perf_counter()
         if self.use_cpu_time or self.ranks_per_core > 1:

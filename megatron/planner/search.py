@@ -117,7 +117,8 @@ def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> 
 def _ranked_s(estimate: Estimate) -> float:
     """Return the step time for comparing layouts, in seconds.
 
-    ``SPLIT_MARGIN`` is added for schedules that split backward passes, because estimates only include its cost on CPUs.
+    ``SPLIT_MARGIN`` is added for schedules that split backward passes, because estimates include the cost of splitting
+    only on CPUs.
     """
     return estimate.step_s * (1 + SPLIT_MARGIN * (estimate.layout.schedule in SPLIT_SCHEDULES))
 

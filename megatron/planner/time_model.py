@@ -65,7 +65,7 @@ class OperationTimes:
         score_pass: one pass over the attention scores.
         launch_overhead: operation overhead in a forward pass.
         grad_accumulation: accumulation of weight gradients.
-        unscaled_forward, unscaled_backward: time of passes in forward and backward that no factor applies to.
+        unscaled_forward, unscaled_backward: time of forward and of backward to which no factor applies.
         core_pass: one pass over the activations that attention saves between its matmuls.
         is_recomputed: full recomputation runs the unit again.
     """

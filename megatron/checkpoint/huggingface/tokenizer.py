@@ -95,7 +95,7 @@ class Vocabulary:
 
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
-    """Set the keys of ``Vocabulary.ids`` to None. Omitted keys would get transformers' defaults."""
+    """Map each key of ``Vocabulary.ids`` to None. Omitted keys would get transformers' defaults."""
     start_key = "decoder_start_token_id" if config.family_config.is_encoder_decoder else "bos_token_id"
     return {start_key: None, "eos_token_id": None, "pad_token_id": None}
 
@@ -288,7 +288,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files in the folder ``source`` to ``target``; return True if it has a tokenizer."""
+    """Copy the tokenizer files in the folder ``source`` to ``target``; return False if ``source`` has no tokenizer."""
     names = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
     if not ({JSON, VOCAB_TXT, SPIECE} & {*names} or {VOCAB, MERGES} <= {*names}):
         return False
@@ -300,7 +300,7 @@ def copy_files(source: Path, target: Path) -> bool:
 
 
 def tokenizer_config_fields(folder: Path, final_folder: Path) -> dict[str, Any]:
-    """Build our tokenizer settings for the files in ``folder``, with ``final_folder`` as the folder."""
+    """Build our tokenizer settings for the files in ``folder``; the paths refer to ``final_folder``."""
     if (folder / JSON).exists():
         return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(final_folder)}
     if (folder / VOCAB_TXT).exists():

@@ -65,7 +65,7 @@ class TorchDistReader:
         return [chunk for idx in range(*bounds[0]) for chunk in self._chunks_by_layer[name].get(idx, [])]
 
     def _read_chunk(self, name: str, dtype: str, chunk: Chunk, bounds: Bounds) -> torch.Tensor:
-        """Read the slice ``bounds`` of ``chunk``, which starts at index 0 along every dimension."""
+        """Read a slice of ``chunk``; ``bounds`` are relative to the start of the chunk."""
         view = self._view(chunk)
         try:
             archived = self._open(dtype, chunk, view)
@@ -140,7 +140,7 @@ class PlaceSlice:
 
     @property
     def shape(self) -> list[int]:
-        """Element shape."""
+        """Shape of the tensor at the place."""
         return list(self._shape[len(self._element) :])
 
     def __getitem__(self, index: Any) -> torch.Tensor:

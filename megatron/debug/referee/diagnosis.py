@@ -169,7 +169,11 @@ class GradientJudge:
         return rows, parts
 
     def _wrong_slices(self, whole: Tensor, shards: Sequence[Shard], dim: int) -> tuple[Tensor, Tensor]:
-        """Return two masks of the slices along ``dim``: wrong on some rank, and not 0 everywhere."""
+        """Return two masks of the slices along ``dim``.
+
+        The first mask marks slices that are wrong on some rank. The second mask marks slices in which the expected
+        gradient or the error is not negligible on some rank.
+        """
         size = whole.shape[dim]
         typical = max(float(whole.norm()), self.floor) / math.sqrt(size)
         wrong, active = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)

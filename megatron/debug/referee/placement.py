@@ -3,8 +3,8 @@
 Both runs start from the same weights, so a shard's values show where it belongs. This also finds shards that are not
 contiguous in the unsharded tensor (fused query, key and value; gate and up projections) and parameters that a
 pipeline stage or an expert rank numbers from 0. The candidates, in this order: the DTensor placement or sharded
-dimension in the dump, contiguous chunks, single rows. Constant tensors (biases of 0, norms of 1) follow
-the other parameters in their module and rank.
+dimension in the dump, contiguous chunks, single rows. Constant tensors (biases of 0, norms of 1) are placed last, by
+the names and positions of the other parameters in their module or on their rank.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _RankPlacer:
         return name
 
     def _neighbour_positions(self, parameter: Parameter, dim: int, size: int, whole_size: int) -> Tensor | None:
-        """Guess the positions of ``parameter`` along a dimension from placed parameters; None if they do not exist.
+        """Guess the positions of ``parameter`` along a dimension from placed parameters; None if they are out of range.
 
         A placed parameter in the same module with the same sizes has the same positions. Without one, the parameter is
         taken to be the chunk with the most frequent index among the placed shards, or, if there are none, the chunk

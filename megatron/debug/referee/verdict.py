@@ -23,7 +23,7 @@ class Verdict:
     """Comparison of a step.
 
     Attributes:
-        gradients: all parameters, in forward order if one process recorded it, otherwise in model order
+        gradients: all parameters, in forward order if the one-process dump contains it, otherwise in model order
         renamed: parameters with another name in the layout, as (rank, name, name in one process)
     """
 

@@ -100,7 +100,7 @@ class SelfAttention(Attention):
     """Multi-head self-attention with grouped queries.
 
     Queries and keys have d = ``kv_hidden_size`` elements and values d_v = ``value_size``, by default the same number.
-    Layers with a window may have another number of groups and of sinks than other layers.
+    Layers with a window may have a different number of groups from other layers, and may be the only ones with sinks.
 
     The query, key and value weights are one matrix with rows ordered by query group (the query heads of group 0, its
     key, its value, then group 1), so that a contiguous shard contains full groups. The number of groups must be a
@@ -231,7 +231,10 @@ class SelfAttention(Attention):
     def _split_and_rotate(
         self, rotary: Rotary, packed: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries and keys, normed and rotated by their positions in the order of the model, and values."""
+        """Return queries, keys and values.
+
+        Queries and keys are normed and rotated by their positions; the model determines which of the two comes first.
+        """
         uses_kernel = self.parallel.uses_kernels(packed) and not rotary.is_interleaved
         has_equal_heads = self.value_size == self.head_size
         if uses_kernel and has_equal_heads and (self.query_norm is None or self.is_normed_after_rotation):

@@ -439,8 +439,8 @@ class HFFormat:
             Face class. ``--model`` uses them; None if ``--model`` does not accept the type.
         fixed: our settings that all models of the type share.
         required_fields: names of the size fields that a model of the type requires.
-        constants: function from a configuration to the tensors without weights that files may contain, by name: their
-            only supported value. Exports contain them.
+        constants: function from a configuration to the constant tensors (not weights) that files may contain: name ->
+            the only supported value. Exports contain them.
     """
 
     model_types: tuple[str, ...]

@@ -107,7 +107,9 @@ QWEN = MTPNames(
 
 
 def layer_names(names: MTPNames | None, model: Any) -> Iterator[tuple[int, str, str]]:
-    """Yield (index of a layer like it, our name, Hugging Face name) of each transformer layer.
+    """Yield (layer index, our name, Hugging Face name) for each transformer layer.
+
+    For a multi-token prediction layer, the index is that of the last decoder layer, which has the same structure.
 
     Args:
         names: names of the multi-token prediction layers; None: the model type has none.

@@ -13,11 +13,13 @@ have the decoder's loss and logits.
 
 | position i of layer k | input token | target |
 |---|---|---|
-| token i + k, or token i + k + 1, is in another document or behind the sample | 0 if it is token i + k | not counted |
+| token i + k is in another document or after the end of the sample | 0 | not counted |
+| only token i + k + 1 is in another document or after the end of the sample | token i + k | not counted |
 | the main loss does not count position i + k: padding, prompt, masked end of document | token i + k | not counted |
 | otherwise | token i + k | token i + k + 1, weighted by the loss mask of position i + k |
 
-Documents are known from the segment ids. The token behind the last position has none: there the loss mask decides.
+Segment ids identify the documents. The token after the last position has no segment id, so the loss mask decides
+whether this token is a target.
 
 A sample with N tokens in the main loss has fewer targets M_k in layer k. Each target is weighted by N / M_k, so that
 the MTP loss of a sample is the mean over its targets times N, and the layer has the weight of the main loss in spite of
@@ -127,7 +129,7 @@ def _target_weights(mask: torch.Tensor, target_mask: torch.Tensor, loss_average:
 
 
 def _is_same_document(segments: torch.Tensor | None, like: torch.Tensor, distance: int) -> torch.Tensor:
-    """Return True [b, s] where the position ``distance`` ahead is in the sample and in the same document."""
+    """Return a mask [b, s], True where the position ``distance`` ahead is in the sample and in the same document."""
     is_same = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
     stop = max(like.shape[1] - distance, 0)
     is_same[:, :stop] = True if segments is None else segments[:, distance:] == segments[:, :stop]
@@ -135,7 +137,7 @@ def _is_same_document(segments: torch.Tensor | None, like: torch.Tensor, distanc
 
 
 def _is_last(like: torch.Tensor, depth: int) -> torch.Tensor:
-    """Return True [s] for the position whose target at ``depth`` is the token after the last position."""
+    """Return a mask [s], True at the position whose target at ``depth`` is the token after the last position."""
     return torch.arange(like.shape[1], device=like.device) == like.shape[1] - 1 - depth
 
 
@@ -264,7 +266,7 @@ def with_mtp_losses(
 
 
 def attach(total: torch.Tensor, factor: float, mtp_sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the value of ``total``, whose gradient is that of ``total + factor x`` the sum of ``mtp_sums``.
+    """Return the value of ``total``, with the gradient of ``total + factor * sum(mtp_sums)``.
 
     All are sums over the tokens of a micro-batch, and are divided together by the tokens of the main loss.
     """

@@ -98,11 +98,11 @@ class ParallelContext:
         return self.context.size > 1 and self.cp_comm_type == "a2a"
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's ``full_length`` tokens in the full sequence: int64 [length]."""
+        """Return the full-sequence positions of the ``length`` tokens of this context rank: int64 [length]."""
         return local_positions(length, self.context, device)
 
     def query_positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's queries in a full sequence of ``full_length`` tokens."""
+        """Return the positions of this rank's queries in a full sequence of ``length`` tokens."""
         num_queries = length if self.has_sharded_heads else length // self.context.size
         return local_positions(num_queries, SINGLE if self.has_sharded_heads else self.context, device)
 

@@ -46,8 +46,8 @@ def stage_recompute(module: PipelineModule, args: ModelArgs, parallel: ParallelC
 def _count_slots(module: PipelineModule, args: ModelArgs) -> tuple[int, int]:
     """Return (maximum number of saved inputs, maximum number of forwards in flight) of this stage.
 
-    Each forward in flight saves one input per checkpointed group of layers, of the chunk with the most groups. A group
-    that spans the boundary between T5's encoder and decoder has one input.
+    Each forward in flight saves one input per checkpointed group of layers. The chunk with the most groups determines
+    the number of groups. A group that spans the boundary between T5's encoder and decoder has one input.
     """
     chunks = [list(chunk_modules.is_checkpointable_results) for chunk_modules in module._runs or [module]]
     if module.stage_id == 0:
@@ -234,7 +234,8 @@ class TiedTable(nn.Module):
 def make_norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
     """Return ``norm`` as the pipeline layer before the head; it drops the tensors sent with the hidden states.
 
-    With an argument ``has_positions``, multi-token prediction follows, which needs these tensors.
+    If ``has_positions`` is passed to its constructor, multi-token prediction follows, and the layer returns these
+    tensors in an ``MTPInput``.
     """
 
     class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
@@ -280,7 +281,7 @@ def _add_word(module: nn.Module, inputs: tuple[Any, ...]) -> MTPInput:
 
 
 class MTPLayerPipe(nn.Module):
-    """MTP layer as a pipeline layer, which adds it to its inputs: the loss function runs it."""
+    """Pipeline layer that adds its MTP layer to the ``MTPInput`` without running it: the loss function runs it."""
 
     def __init__(self, args: ModelArgs, parallel: ParallelContext, depth: int) -> None:
         super().__init__()

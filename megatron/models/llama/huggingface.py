@@ -520,7 +520,7 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
 
 
 def copies(preset: Preset, config: Config) -> dict[str, str]:
-    """Return the names of the copies of word embedding and head in multi-token prediction layers -> the original."""
+    """Map each copy of word embedding or head in multi-token prediction layers to the name of its original."""
     return {} if preset.mtp is None else preset.mtp.copies(config.model, _HF_WORD, _HF_HEAD)
 
 
@@ -843,7 +843,7 @@ def _default_windows(
 
 
 def _rename_tensor(name: str, config: Config) -> str | None:
-    """Return ``name``, or None for multi-token prediction layers after the last layer that the model does not have."""
+    """Return ``name``, or None for a tensor of a multi-token prediction layer that our model does not have."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     num_layers = config.model.num_layers + config.model.mtp_num_layers
     return None if match is not None and int(match[1]) >= num_layers else name

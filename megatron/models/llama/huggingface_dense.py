@@ -8,7 +8,7 @@ in ``huggingface_dense_types``. Weights are stored as in ``huggingface``, except
 | qkv_proj: all queries, all keys, all values | query_key_value | rows are grouped by query group |
 | gate_up_proj: all gates, all values | mlp.up | gates and values alternate |
 | rotary pairs of adjacent rows | pairs of two halves | rows of each query and key head are reordered |
-| q_layernorm.norms.{head} | query_norm | one tensor per head is one tensor of all heads |
+| q_layernorm.norms.{head} | query_norm | the tensors of all heads are concatenated |
 | act_fn.beta, .eps | | constants, which must have our values and are written again |
 """
 
@@ -161,8 +161,8 @@ class DenseType:
         has_fixed_head_size: a head has hidden size / number of heads elements, and config.json cannot change that.
         rotary: function from our model and the common entries for rotary positions to the entries of this type.
         fields: function from our model to further entries of config.json.
-        values: function from config.json with the defaults of the class, which it may change, to further settings of
-            ours and unsupported settings; called first.
+        values: function from config.json, completed by the defaults of the class, to further settings of ours and
+            unsupported settings. It is called before other conversions and may change its argument.
         problems: function that yields further problems of an export.
     """
 

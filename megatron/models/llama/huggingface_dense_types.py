@@ -2,7 +2,7 @@
 
 | model_type | mechanisms, in addition to LLaMA's |
 |---|---|
-| olmo3 | as olmo2, with windows per layer, whose layers have rotary parameters of their own |
+| olmo3 | as olmo2, with windows per layer; layers with a window have separate rotary parameters |
 | seed_oss | biases of queries, keys and values only, of all linear layers, or none |
 | ernie4_5 | rotary pairs of adjacent elements |
 | ministral3 | windows in all layers or none; a temperature of late queries |

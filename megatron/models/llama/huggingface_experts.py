@@ -55,7 +55,8 @@ class ExpertNames:
             ``n_group``, ``topk_group``, ``norm_topk_prob``.
         group_scores: number of a group's best scores whose sum selects the group.
         num_shared_key: config.json key of the number of shared experts.
-        has_norm_key: config.json has ``norm_topk_prob`` for a softmax router, in addition to types with "sparse".
+        has_norm_key: config.json has ``norm_topk_prob`` for a softmax router; always the case if ``dense_layers`` is
+            "sparse".
     """
 
     block: str = "mlp"

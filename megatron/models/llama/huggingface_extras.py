@@ -1,4 +1,4 @@
-"""Settings and weights of SmolLM3, AFMoE, gpt-oss and MiMo-V2-Flash in Hugging Face files that no other type has.
+"""Settings and weights that only SmolLM3, AFMoE, gpt-oss and MiMo-V2-Flash have in Hugging Face files.
 
 | ours | SmolLM3 | AFMoE | gpt-oss | MiMo-V2-Flash |
 |---|---|---|---|---|
@@ -44,7 +44,7 @@ class TypeExtras:
 
     Args:
         keys: key of this type's config.json -> key with the same meaning in other types.
-        completed: function that adds the keys of the class to a config.json with those of other code.
+        completed: function that adds the keys of the class to a config.json that has the keys of other code.
         fields: function from our model and the layers with a window to further fields of config.json.
         values: function from config.json and the layers with a window to our further settings, and the settings that
             we do not support.

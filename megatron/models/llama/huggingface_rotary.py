@@ -154,7 +154,7 @@ def _partial_parameters_by_layer_type(
 
 
 def _parameters_by_layer_type(hf_config: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields for the config.json of a type with a base of its own for windows, and unsupported settings."""
+    """Return our fields and unsupported settings for a type whose layers with a window have a separate base."""
     saved, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling")
     full, local = dict(saved.get(FULL) or {}), dict(saved.get(SLIDING) or {})
     if scaling is not None:

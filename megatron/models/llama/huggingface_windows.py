@@ -1,4 +1,4 @@
-"""Windows by layer in Hugging Face files: ``layer_types``, and ``sliding_window``, which also counts the token."""
+"""Windows by layer in Hugging Face files: ``layer_types``, and ``sliding_window``, which includes the token itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer_types_of(has_window: Sequence[bool]) -> list[str]:
 
 
 def layer_types_problems(layer_types: Sequence[Any], num_layers: int) -> list[str]:
-    """Return the reason why ``layer_types`` is not supported, or nothing."""
+    """Return the problem of a ``layer_types`` that is not supported; an empty list if it is supported."""
     if unknown := sorted({str(layer_type) for layer_type in layer_types} - {SLIDING, FULL}):
         return [f"layer_types with {', '.join(unknown)} (supported: {SLIDING}, {FULL})"]
     if len(layer_types) != num_layers:

@@ -43,7 +43,7 @@ class EngineGradients:
         self._optimizer = optimizer
 
     def use_buckets(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
-        """Store gradients in the buckets of ``order``; return a function that starts a reduce-scatter, if any."""
+        """Store gradients in the buckets of ``order``; return the function that starts a reduce-scatter, or None."""
         return self._optimizer.reducer.use_buckets(order)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:

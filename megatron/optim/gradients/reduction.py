@@ -5,9 +5,9 @@
 | NCCL | a reduce-scatter, n (d - 1) / d; an all-reduce for unsharded gradients | NCCL's |
 | others | an all-reduce, twice as much | the order of ZeRO 0, bitwise equal with the same buckets |
 
-Gradients of unsharded parameters (scalars) are never scattered: each replica would add them in another order, and the
-copies of the weight would diverge. gloo implements a reduce-scatter by an all-reduce, so an all-reduce costs no more
-than a reduce-scatter there.
+Gradients of unsharded parameters (scalars) are all-reduced with every backend. In a reduce-scatter, each replica would
+receive a sum with a different order of additions, and the copies of the weight would diverge. gloo implements a
+reduce-scatter by an all-reduce, so an all-reduce costs no more than a reduce-scatter there.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ class GatherOrder:
 
         Args:
             other_unit: None if all replicas compare now; they exchange their orders for the error message. Otherwise
-                only departing replicas compare. A replica with another hash has not departed, so the error message
-                reports ``other_unit``, the next unit of the order, for it.
+                only departing replicas compare, and ``other_unit`` is the next unit of the order. A replica with
+                another hash has not departed, so the error message names ``other_unit`` as its next unit.
         """
         if self._announced is None:
             return
