@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts, latent_attention, layer_features, mtp
+from megatron.config import experts, latent_attention, layer_features, mtp, recurrent
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.latent_attention import LatentFeatures, latent_problems
 from megatron.config.layer_features import (
@@ -26,6 +26,7 @@ from megatron.config.layer_features import (
 )
 from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
+from megatron.config.recurrent import RecurrentLayers, recurrent_problems, unused_recurrent_features
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
@@ -61,7 +62,7 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures):
+class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -245,6 +246,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
         if self.position_embedding_type == "learned":
             object.__setattr__(self, "position_embedding_type", LEARNED)
         super().__post_init__()
+        self._derive_recurrent_sizes()
 
     @property
     def mup_head_scale(self) -> float:
@@ -317,7 +319,7 @@ REFITTED = (
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
-    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, "rotary_short_factors",
+    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, *recurrent.REFITTED, "rotary_short_factors",
     "rotary_long_factors", "logit_scale", "attention_temperature_scale", "attention_temperature_floor",
     "mtp_num_layers",
 )  # fmt: skip
@@ -330,7 +332,8 @@ ARCHITECTURE = (
     "normalization", "norm_bias", "layernorm_1p", "norm_placement", "embed_layernorm", "qk_norm", "add_qkv_bias",
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
-    *latent_attention.ARCHITECTURE, *layer_features.ARCHITECTURE, "parallel_residual", "logit_scale",
+    *latent_attention.ARCHITECTURE, *layer_features.ARCHITECTURE, *recurrent.ARCHITECTURE, "parallel_residual",
+    "logit_scale",
     "attention_temperature_scale", "attention_temperature_floor",
 )  # fmt: skip
 """Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
@@ -431,6 +434,7 @@ def feature_problems(config: Any) -> Iterator[str]:
     yield from mtp_problems(config)
     yield from _scale_problems(config)
     yield from latent_problems(model)
+    yield from recurrent_problems(config)
 
 
 def unused_features(config: Any) -> Iterator[str]:
@@ -476,6 +480,7 @@ def unused_features(config: Any) -> Iterator[str]:
             "token already attends to all previous tokens. Remove it, or raise --seq-length"
         )
     yield from unused_layer_features(model, explicit)
+    yield from unused_recurrent_features(model, explicit)
     if config.data.reset_position_ids and not model.has_position_ids:
         yield (
             f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}, "

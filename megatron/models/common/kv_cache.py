@@ -20,15 +20,18 @@ class KVCacheSlots:
         stop: one more than the largest position so far.
         mask: bool [b, 1, s, stop], True where a query may attend; None in the first pass, where all rows start at 0 and
             attention is causal.
+        lengths: [b], number of tokens of each row in this pass, which is padded at the end; None: no row has padding.
     """
 
     capacity: int
     positions: torch.Tensor | None = None
     stop: int = 0
     mask: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
-    def advance(self, positions: torch.Tensor) -> None:
+    def advance(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
         """Start a pass over tokens at ``positions`` [b, s]; in the first pass these are 0 ... s-1 in each row."""
+        self.lengths = lengths
         is_first = self.positions is None
         self.positions = positions
         self.stop = int(positions.max()) + 1

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import SEPARATE_NORMS, SEQUENTIAL, has_window
-from megatron.config.experts import has_experts
+from megatron.config.layer_types import has_experts
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
 from megatron.models.common.kv_cache import LayerKVCache
