@@ -80,6 +80,17 @@ class RecurrentLayers:
         "--norm-placement of layers with the mixers gated_delta_net and kimi_delta; OLMo Hybrid: before",
         choices=(SAME, "before", "after", "both"),
     )
+    linear_full_rank_gates: bool = _option(
+        False,
+        "decay and output gate of kimi_delta by full matrices, as in Ling 2.5, instead of products of rank "
+        "--linear-key-head-dim",
+    )
+    linear_decay_limit: float = _option(
+        0.0,
+        "kimi_delta: bound the exponent of the decay of a token by this number, through a sigmoid instead of a "
+        "softplus; 0: no bound; Ling 2.5: 5",
+        minimum=0,
+    )
     mamba_state_dim: int = _option(128, "elements n of the state of Mamba-2 per channel", minimum=1)
     mamba_head_dim: int = _option(64, "size of a head of Mamba-2", minimum=1)
     mamba_num_groups: int = _option(8, "number of groups of heads of Mamba-2 that share B and C", minimum=1)
@@ -134,13 +145,14 @@ LINEAR = tuple(name for name in _NAMES[3:] if name.startswith("linear_"))
 MAMBA = tuple(name for name in _NAMES if name.startswith("mamba_"))
 """Fields of Mamba-2."""
 REFITTED = (
-    "linear_allow_neg_eigval", "linear_norm_epsilon", "mamba_norm_groups", "mamba_dt_limit_min", "mamba_dt_limit_max",
+    "linear_allow_neg_eigval", "linear_norm_epsilon", "linear_decay_limit", "mamba_norm_groups", "mamba_dt_limit_min",
+    "mamba_dt_limit_max",
 )  # fmt: skip
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 ARCHITECTURE = (
     "experimental_attention_variant", "linear_attention_freq", "linear_allow_neg_eigval", "linear_norm_epsilon",
-    "linear_norm_placement", "mamba_conv_bias", "mamba_proj_bias", "mamba_norm", "mamba_norm_groups",
-    "mamba_dt_limit_min", "mamba_dt_limit_max",
+    "linear_norm_placement", "linear_full_rank_gates", "linear_decay_limit", "mamba_conv_bias", "mamba_proj_bias",
+    "mamba_norm", "mamba_norm_groups", "mamba_dt_limit_min", "mamba_dt_limit_max",
 )  # fmt: skip
 """Fields that ``--model`` sets, without sizes."""
 
