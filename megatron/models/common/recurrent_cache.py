@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.models.common.kv_cache import KVCacheSlots
+from megatron.models.common.cache_slots import KVCacheSlots
 
 
 class RecurrentCache:
