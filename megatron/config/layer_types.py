@@ -97,19 +97,25 @@ def _layer_types(
         letters = parse_pattern(pattern)
         if len(letters) != num_layers:
             raise ValueError(pattern)
-        recurrent_mixer = VARIANTS.get(variant, GATED_DELTA_NET)
-        type_by_letter = {
-            "M": LayerType(MAMBA2, NO_MLP), "G": LayerType(recurrent_mixer, NO_MLP),
-            "*": LayerType(ATTENTION, NO_MLP), "+": LayerType(ATTENTION, NO_MLP),
-            "-": LayerType(NO_MIXER, MLP), "E": LayerType(NO_MIXER, EXPERTS),
-        }  # fmt: skip
-        return tuple(type_by_letter[letter] for letter in letters)
+        return tuple(_type_of_letter(letter, variant) for letter in letters)
     has_experts = expert_layers(expert_frequency, num_layers) if num_experts else (False,) * num_layers
     is_linear = linear_layers(variant, frequency, num_layers)
     return tuple(
         LayerType(VARIANTS[variant] if linear else ATTENTION, EXPERTS if experts else MLP)
         for linear, experts in zip(is_linear, has_experts, strict=True)
     )
+
+
+def type_of_letter(letter: str, model: Any) -> LayerType:
+    """Return the layer type of a letter of ``hybrid_layer_pattern`` in ``model``."""
+    return _type_of_letter(letter, model.experimental_attention_variant)
+
+
+def _type_of_letter(letter: str, variant: str) -> LayerType:
+    if letter in "-E":
+        return LayerType(NO_MIXER, MLP if letter == "-" else EXPERTS)
+    mixers = {"M": MAMBA2, "G": VARIANTS.get(variant, GATED_DELTA_NET), "*": ATTENTION, "+": ATTENTION}
+    return LayerType(mixers[letter], NO_MLP)
 
 
 def linear_layers(variant: str, frequency: str, num_layers: int) -> tuple[bool, ...]:
@@ -152,6 +158,14 @@ def has_experts(model: Any, layer_idx: int) -> bool:
         ValueError: as ``layer_types``.
     """
     return layer_types(model)[layer_idx].feed_forward == EXPERTS
+
+
+def is_hybrid(model: Any) -> bool:
+    """Return True if not all layers have attention and a feed-forward half; False if the layer types are invalid."""
+    try:
+        return any(layer_type.mixer != ATTENTION or not layer_type.feed_forward for layer_type in layer_types(model))
+    except ValueError:
+        return False
 
 
 def recurrent_mixers(model: Any) -> frozenset[str]:

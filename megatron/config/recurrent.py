@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.config.layer_types import (
     ATTENTION,
-    EXPERTS,
     KIMI_DELTA,
     MAMBA2,
     MTP_SEPARATOR,
@@ -18,6 +17,7 @@ from megatron.config.layer_types import (
     PATTERN_LETTERS,
     VARIANTS,
     LayerType,
+    is_hybrid,
     layer_types,
     linear_layers,
     parse_pattern,
@@ -177,8 +177,7 @@ def recurrent_problems(config: Any) -> Iterator[str]:
         yield from _linear_problems(model, config.parallel.model_parallel_size, has_kimi=KIMI_DELTA in mixers)
     if MAMBA2 in mixers:
         yield from _mamba_problems(model, config.parallel.model_parallel_size)
-    is_plain = all(layer_type in (LayerType(), LayerType(feed_forward=EXPERTS)) for layer_type in types)
-    if not is_plain:
+    if is_hybrid(model):
         yield from _combination_problems(config, types)
 
 

@@ -357,6 +357,8 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "attention_value_scale": 1.0,
     "v_head_dim": 0,
     "multi_latent_attention": False,
+    "experimental_attention_variant": "none",
+    "hybrid_layer_pattern": "",
 }
 """Setting that distinguishes one decoder from another -> its value in GPT-2."""
 
