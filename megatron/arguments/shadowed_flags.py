@@ -15,7 +15,7 @@ from megatron.config.config import Config
 from megatron.config.decoder import has_window
 from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS
 from megatron.config.latent_attention import LATENT_ONLY
-from megatron.config.layer_types import MAMBA2, MLP, layer_types, recurrent_mixers
+from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2, MLP, layer_types, recurrent_mixers
 from megatron.config.recurrent import DELTA_MIXERS, LINEAR, MAMBA
 
 
@@ -220,6 +220,16 @@ SHADOWS = (
         LINEAR,
         lambda config: not recurrent_mixers(config.model) & DELTA_MIXERS,
         "no layer has the mixer gated_delta_net or kimi_delta",
+    ),
+    Shadow(
+        ("linear_allow_neg_eigval",),
+        lambda config: recurrent_mixers(config.model) & DELTA_MIXERS == {KIMI_DELTA},
+        "only gated_delta_net has negative eigenvalues",
+    ),
+    Shadow(
+        ("linear_full_rank_gates", "linear_decay_limit"),
+        lambda config: recurrent_mixers(config.model) & DELTA_MIXERS == {GATED_DELTA_NET},
+        "only kimi_delta has these gates",
     ),
     Shadow(MAMBA, lambda config: MAMBA2 not in recurrent_mixers(config.model), "no layer has the mixer mamba2"),
     # data
