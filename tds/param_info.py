@@ -152,7 +152,7 @@ class ParamInfo:
         is_expert: a weight of an expert, which only some ranks of the data-parallel group have. Its gradient is
             excluded from the all-reduce over the replicas; the optimizer reduces it over the ranks with the expert.
         is_uninitialized: the values are not set yet; ``megatron.models.common.parameters`` draws them by name.
-        initial_values: distribution of the values to draw; None: normal, with the standard deviation of the model's rule.
+        initial_values: distribution of the values to draw; None: normal, scaled by the rule of the model.
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
     """
 

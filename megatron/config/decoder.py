@@ -319,8 +319,9 @@ REFITTED = (
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
-    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, *recurrent.REFITTED, "rotary_short_factors",
-    "rotary_long_factors", "logit_scale", "attention_temperature_scale", "attention_temperature_floor",
+    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, *recurrent.REFITTED,
+    "rotary_short_factors", "rotary_long_factors", "logit_scale", "attention_temperature_scale",
+    "attention_temperature_floor",
     "mtp_num_layers",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""

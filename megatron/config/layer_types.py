@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from megatron.config.experts import expert_layers, layer_pattern, period
 
-# A mixer combines the tokens of a sequence: attention, or a recurrent layer whose state has a constant size. Either half
-# of a layer may be absent, as in Nemotron-H, whose layers have one half each.
+# A mixer combines the tokens of a sequence: attention, or a recurrent layer whose state has a constant size. Either
+# half of a layer may be absent, as in Nemotron-H, whose layers have one half each.
 #
 # | flags | layers |
 # |---|---|

@@ -24,9 +24,7 @@ from megatron.config.layer_types import (
 )
 from megatron.config.option import option
 
-_option = partial(
-    option, family_kind="decoder", elsewhere="recurrent layers are supported in decoders only; remove it"
-)
+_option = partial(option, family_kind="decoder", elsewhere="recurrent layers are supported in decoders only; remove it")
 
 SAME = "same"
 GROUP_NORM, NORM_FIRST, NO_NORM = "group", "norm-first", "none"
@@ -44,7 +42,7 @@ class RecurrentLayers:
 
     experimental_attention_variant: str = _option(
         NO_VARIANT,
-        "mixer of recurrent layers: gated_delta_net (Qwen3-Next), kimi_delta (Kimi Linear), mamba2, or parallel_mamba2: "
+        "mixer of recurrent layers: gated_delta_net (Qwen3-Next), kimi_delta (Kimi Linear), mamba2; parallel_mamba2: "
         "attention and Mamba-2 with the same input, as Falcon-H1; --linear-attention-freq selects the layers",
         choices=(NO_VARIANT, *VARIANTS),
         synonyms={"gdn": "gated_delta_net", "kda": "kimi_delta"},
@@ -70,7 +68,8 @@ class RecurrentLayers:
         32, "number of value heads of recurrent layers, a multiple of --linear-num-key-heads", minimum=1
     )
     linear_allow_neg_eigval: bool = _option(
-        False, "double beta of the delta rule, so that the state's transition has eigenvalues from -1 to 1, as OLMo Hybrid"
+        False,
+        "double beta of the delta rule, so that the state's transition has eigenvalues from -1 to 1, as OLMo Hybrid",
     )
     linear_norm_epsilon: float = _option(
         0.0, "epsilon of the output norm of recurrent layers; OLMo Hybrid: 1e-5", above=0, shown_default="norm-epsilon"
@@ -241,8 +240,8 @@ def _pattern_problems(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
         yield f"--hybrid-layer-pattern {pattern} has layers of experts (E). Add --num-experts, or write -"
     if "E" not in letters and model.num_experts:
         yield (
-            f"--num-experts {model.num_experts} has no effect without the letter E in --hybrid-layer-pattern {pattern}. "
-            "Remove it, or write E for the layers of experts"
+            f"--num-experts {model.num_experts} has no effect without the letter E in --hybrid-layer-pattern {pattern}."
+            " Remove it, or write E for the layers of experts"
         )
     if "*" in letters and model.multi_latent_attention:
         yield f"--multi-latent-attention is the letter + of --hybrid-layer-pattern, got * in {pattern}. Write + instead"
@@ -254,8 +253,8 @@ def _linear_problems(model: Any, t: int, *, has_kimi: bool) -> Iterator[str]:
     key_heads, value_heads = model.linear_num_key_heads, model.linear_num_value_heads
     if value_heads % key_heads:
         yield (
-            f"--linear-num-value-heads must be a multiple of --linear-num-key-heads, got {value_heads} and {key_heads}. "
-            "Change one of them"
+            f"--linear-num-value-heads must be a multiple of --linear-num-key-heads, got {value_heads} and {key_heads}."
+            " Change one of them"
         )
     elif key_heads % t:
         yield (
@@ -280,9 +279,15 @@ def _mamba_problems(model: Any, t: int) -> Iterator[str]:
         )
     elif heads % groups or heads % norm_groups:
         yield (
-            f"--mamba-num-heads must be a multiple of --mamba-num-groups and --mamba-norm-groups, got {heads}, {groups} "
-            f"and {norm_groups}. Change one of them"
+            "--mamba-num-heads must be a multiple of --mamba-num-groups and --mamba-norm-groups, got "
+            f"{heads}, {groups} and {norm_groups}. Change one of them"
         )
+    for flag, count in (("--mamba-num-groups", groups), ("--mamba-norm-groups", norm_groups)):
+        if count % t and t % count and not (flag == "--mamba-norm-groups" and count == groups):
+            yield (
+                f"{flag} must be a multiple or a divisor of --model-parallel-size, got {count} and {t}. Change one of "
+                "them"
+            )
     if heads % t:
         yield (
             f"--mamba-num-heads must be a multiple of --model-parallel-size, got {heads} and {t}. Change one of them"

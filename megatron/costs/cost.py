@@ -27,7 +27,7 @@ from tds.schedule.simulate import candidate_schedules, has_split_backwards, in_f
 OPERATIONS = {"layer": 24, "experts": 30, "recurrent": 120, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
 """Approximate number of kernels in a unit's forward; backward has twice as many.
 
-A layer with experts has the kernels of ``layer`` and ``experts``, a layer with a recurrent mixer those of ``recurrent``.
+A layer with experts also has the kernels of ``experts``, a layer with a recurrent mixer those of ``recurrent``.
 """
 
 

@@ -419,7 +419,7 @@ class DecoderCosts(Costs):
 
     @property
     def visible_keys_by_layer(self) -> list[float]:
-        """Average number of keys that a query attends to in each layer, given the layer's window; 0 without attention."""
+        """Average number of keys that a query of each layer attends to in the layer's window; 0 without attention."""
         model = self.model
         windows = [model.window_size if has_window else 0 for has_window in self.with_window]
         return [
@@ -591,9 +591,7 @@ class DecoderCosts(Costs):
         units = [embedding, *layers, SavedBytes(hidden // sequence), SavedBytes(hidden * self.num_heads)]
         return self._with_mtp(units, SavedBytes(), lambda layer: replace(layer, full=layer.full + mtp_bytes))
 
-    def _mixer_saved_bytes(
-        self, layer: int, samples: int, tensor: int, width: int, sequence: int
-    ) -> tuple[int, int]:
+    def _mixer_saved_bytes(self, layer: int, samples: int, tensor: int, width: int, sequence: int) -> tuple[int, int]:
         """Return the bytes that the mixer of ``layer`` saves: (in total, by its core)."""
         tokens, mixer, total, core = samples * self.local_length, self.recurrent(layer), 0, 0
         if self.layer_types[layer].has_attention:

@@ -187,9 +187,7 @@ _RECURRENT_REQUIRED_FLAGS = {
             "--linear-norm-placement",
         )
     },
-    "--linear-num-key-heads": _mixer_flags(
-        "gated_delta_net", "--linear-num-key-heads", linear_num_value_heads="12"
-    ),
+    "--linear-num-key-heads": _mixer_flags("gated_delta_net", "--linear-num-key-heads", linear_num_value_heads="12"),
     **{
         flag: _mixer_flags("kimi_delta", linear_num_key_heads="4")
         for flag in ("--linear-full-rank-gates", "--linear-decay-limit")

@@ -29,7 +29,9 @@ RESIDUAL_OUTPUTS = ("attention.dense.weight", "recurrent.dense.weight", ".down.w
 def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: int, rule: Rule) -> None:
     """Fill uninitialised weights in place with normal(0, ``rule(name, shape)``), where ``name`` is the logical name.
 
-    A weight with ``initial_values`` (``ParamInfo``) has these instead. Padded vocabulary rows are zero. Parameters that a module has initialised (biases, norms, a user's own layers) are
+    A weight with ``initial_values`` (``ParamInfo``) has these instead.
+
+    Padded vocabulary rows are zero. Parameters that a module has initialised (biases, norms, a user's own layers) are
     not changed.
     """
     for name, parameter in named_parameters:
