@@ -168,23 +168,25 @@ class DeltaCosts(RecurrentCosts):
         return states // tensor, (self.model.linear_conv_kernel_dim - 1) * self.convolution_width // tensor
 
     def saved_bytes(self, tokens: int, tensor: int, width: int) -> tuple[int, int]:
-        wide = max(width, 4)
-        keys, values = self.heads * self._key_size, self.value_width
-        states = keys * self._value_size / CHUNK_SIZE
-        core = 8 * keys + 3 * values + 6 * self.heads * CHUNK_SIZE + 4 * self.heads + states + self._decay_numel
-        norms = 3 * values if width == wide else 4 * values + 2 * self.key_width  # with copies in fp32
-        convolved = self.convolution_width * (wide + width + (width if width == wide else 0))
-        outside = wide * (values + norms + 3 * self.heads) + convolved + values * width + self._gate_bytes(width)
-        return round(tokens * (wide * core + outside) / tensor), round(tokens * wide * core / tensor)
+        wide, convolved, values = max(width, 4), self.convolution_width, self.value_width
+        core = wide * self._core_numel + (wide - width) * (2 * self.key_width - values)
+        outside = 4 * wide * values + width * values + (wide + 2 * width) * convolved + self._gate_bytes(width)
+        return round(tokens * (core + outside) / tensor), round(tokens * core / tensor)
 
     @property
-    def _decay_numel(self) -> int:
-        """Elements per token that the recurrence saves for decays per element of the keys."""
-        return 0
+    def _core_numel(self) -> float:
+        """Elements per token that the recurrence saves for 32-bit inputs, in addition to its inputs.
+
+        They are keys and queries (with decays, solved, stacked), values, six tables of a chunk, and its state.
+        """
+        keys, heads = self.heads * self._key_size, self.heads
+        states = keys * self._value_size / CHUNK_SIZE
+        small = 2 * heads + 2 * self.model.linear_num_key_heads
+        return float(10 * keys + 3 * self.value_width + 6 * heads * CHUNK_SIZE + small + states)
 
     def _gate_bytes(self, width: int) -> int:
-        """Return the bytes per token that the projections of decays and gates save in addition to those of heads."""
-        return 0
+        """Return the bytes per token that the computation of decays and beta saves."""
+        return self.heads * (4 * max(width, 4) + 2 * width)
 
     @property
     def _gradient_numel(self) -> int:
@@ -220,12 +222,14 @@ class KimiCosts(DeltaCosts):
         return entering, down, Product(tokens, self._rank, self.value_width // tensor, 2), leaving
 
     @property
-    def _decay_numel(self) -> int:
-        levels = CHUNK_SIZE.bit_length() - 1
-        return round((2.5 * levels + 2) * self.key_width)
+    def _core_numel(self) -> float:
+        """As in ``DeltaCosts``, with the decays of each element, the halves of blocks, and three tables of a chunk."""
+        num_levels = CHUNK_SIZE.bit_length() - 1
+        return super()._core_numel + (2.5 * num_levels + 2) * self.key_width - 3 * self.heads * CHUNK_SIZE
 
     def _gate_bytes(self, width: int) -> int:
-        return 2 * self.key_width * max(width, 4) + 2 * self._rank * width
+        wide = max(width, 4)
+        return 2 * self.key_width * wide + 2 * self._rank * width + self.heads * (wide + width)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,16 @@ def test_flops_match_count_by_hand() -> None:
     assert lengths[0] == lengths[1]
 
 
+def test_cost_of_a_recurrent_layer_includes_its_chunks() -> None:
+    """Per token and head in chunks of 64: products of keys and queries, values, the triangular system, the state."""
+    costs = DecoderCosts(model_config(num_layers=2, hybrid_layer_pattern="G-", **LINEAR), 1000)
+    key, value, chunk = 16, 8, 64
+    core = 4 * (4 * chunk * key + 2 * chunk * value + chunk * (key + value) + 6 * key * value)
+    projections = 2 * 12 * (2 * 2 * key + 2 * 4 * value + 2 * 4) + 2 * 12 * 4 * value
+    assert costs.unit_costs[1] == 1.0
+    assert costs.unit_costs[2] == pytest.approx(4 * 12 * 10 / (core + projections))
+
+
 def test_only_attention_layers_have_scores() -> None:
     costs = DecoderCosts(model_config(**MODELS["pattern"]), 100)
     assert [bool(keys) for keys in costs.visible_keys_by_layer] == [False, False, True, False, False, False]
