@@ -15,6 +15,7 @@ from megatron.config.layer_types import (
     NO_MLP,
     NO_VARIANT,
     PATTERN_LETTERS,
+    PIPELINE_BOUND,
     VARIANTS,
     LayerType,
     is_hybrid,
@@ -114,7 +115,12 @@ class RecurrentLayers:
     mamba_dt_limit_max: float = _option(0.0, "upper bound of the time step of Mamba-2; 0: none", minimum=0)
 
     def _derive_recurrent_sizes(self) -> None:
-        """Set the fields that follow from others; reset those of mixers that the model does not have."""
+        """Set the fields that follow from others; reset those of mixers that the model does not have.
+
+        Pipeline bounds in the pattern are not settings of the model (``megatron.arguments.derived_sizes``).
+        """
+        if letters := self.hybrid_layer_pattern.replace(PIPELINE_BOUND, ""):
+            object.__setattr__(self, "hybrid_layer_pattern", letters)
         try:
             mixers = {layer_type.recurrent_mixer for layer_type in self._layer_types()}
         except ValueError:  # reported by ``recurrent_problems``

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.config import Config, parse
@@ -208,3 +210,8 @@ def test_zero_2_and_3_need_a_layout_without_pipeline() -> None:
 def test_recurrent_flags_are_rejected_outside_of_decoders() -> None:
     with pytest.raises(ConfigError, match="recurrent layers are supported in decoders only"):
         parse("--experimental-attention-variant gdn --data-path none".split(), world_size=1, env={}, family="t5")
+
+
+def test_bounds_of_a_pattern_are_no_setting_of_the_model() -> None:
+    model = make_config("--hybrid-layer-pattern M-M").model
+    assert replace(model, hybrid_layer_pattern="M-|M") == model
