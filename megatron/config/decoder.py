@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config import experts, latent_attention, layer_features, mtp, recurrent
+from megatron.config.branch_multipliers import MultiplierFeatures, multiplier_problems
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.latent_attention import LatentFeatures, latent_problems
 from megatron.config.layer_features import (
@@ -62,7 +63,9 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers):
+class DecoderFeatures(
+    MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers, MultiplierFeatures
+):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -305,7 +308,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
         changed = changed or self.value_size != getattr(self, "kv_hidden_size", 0)
         scores = self.softmax_scale or self.attn_logit_softcapping
         is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
-        is_plain = is_plain and not self.multi_latent_attention
+        is_plain = is_plain and not self.multi_latent_attention and not self.branch_multipliers
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
@@ -321,8 +324,7 @@ REFITTED = (
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
     *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, *recurrent.REFITTED,
     "rotary_short_factors", "rotary_long_factors", "logit_scale", "attention_temperature_scale",
-    "attention_temperature_floor",
-    "mtp_num_layers",
+    "attention_temperature_floor", "mtp_num_layers", "branch_multipliers",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
@@ -334,8 +336,7 @@ ARCHITECTURE = (
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
     *latent_attention.ARCHITECTURE, *layer_features.ARCHITECTURE, *recurrent.ARCHITECTURE, "parallel_residual",
-    "logit_scale",
-    "attention_temperature_scale", "attention_temperature_floor",
+    "logit_scale", "attention_temperature_scale", "attention_temperature_floor", "branch_multipliers",
 )  # fmt: skip
 """Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
@@ -436,6 +437,7 @@ def feature_problems(config: Any) -> Iterator[str]:
     yield from _scale_problems(config)
     yield from latent_problems(model)
     yield from recurrent_problems(config)
+    yield from multiplier_problems(model)
 
 
 def unused_features(config: Any) -> Iterator[str]:

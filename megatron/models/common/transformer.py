@@ -160,9 +160,9 @@ class MLP(nn.Module):
             set_matrices(self.up.weight, (1, 1))
         self.activation = XIELU(parallel) if args.activation == "xielu" else activation(args.activation)
         self.clamp_value, self.value_offset = args.activation_func_clamp_value, args.glu_linear_offset
-        self.has_gate_kernel = (
-            args.activation in gated_activation.NAMES and not self.clamp_value and not self.value_offset
-        )
+        self.gate_multiplier, self.output_multiplier = args.multipliers.mlp_gate, args.multipliers.mlp_output
+        is_plain_gate = not self.clamp_value and not self.value_offset and self.gate_multiplier == 1.0
+        self.has_gate_kernel = args.activation in gated_activation.NAMES and is_plain_gate
         self.down = RowParallelLinear(f, h, bias=args.hidden_bias, **parallel.layer_kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,8 @@ class MLP(nn.Module):
             hidden = self.gate(gate, value, uses_kernel)  # [s, b, f/t]
         else:
             hidden = self.activation(self.up(x))  # [s, b, f/t]
-        return self.down(self._apply_dropout(hidden))
+        y = self.down(self._apply_dropout(hidden))
+        return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
     def uses_gate_kernel(self, x: torch.Tensor) -> bool:
         """Return True if a Triton kernel computes the gated activation of ``x``."""
@@ -182,6 +183,8 @@ class MLP(nn.Module):
         """Return ``activation(gate) * (value + offset)``, after clamping gate and value if the model requires it."""
         if uses_kernel:
             return gated_activation.gated_activation(self.activation_name, gate, value)
+        if self.gate_multiplier != 1.0:
+            gate = gate * self.gate_multiplier
         if self.clamp_value:
             gate, value = gate.clamp(max=self.clamp_value), value.clamp(-self.clamp_value, self.clamp_value)
         return self.activation(gate) * (value + self.value_offset if self.value_offset else value)
