@@ -364,6 +364,7 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "no_rope_freq": "2",
         "linear_attention_freq": "2",
         "hybrid_layer_pattern": "*-",
+        "branch_multipliers": "mlp-output=0.5",
         "rotary_short_factors": "[1.0,1.5]",
         "rotary_long_factors": "[1.0,1.5]",
         "mtp_num_layers": "2",

@@ -293,7 +293,7 @@ NEVER_SHADOWED = set(
     normalization layernorm_1p
     norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
-    hybrid_layer_pattern
+    hybrid_layer_pattern branch_multipliers
     softmax_type v_head_dim attention_value_scale attention_output_gate parallel_residual logit_scale
     attention_temperature_scale
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids

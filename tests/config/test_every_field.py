@@ -134,7 +134,7 @@ OBSERVED_FIELDS = {
         linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_allow_neg_eigval
         linear_norm_epsilon linear_norm_placement linear_full_rank_gates linear_decay_limit mamba_state_dim
         mamba_head_dim mamba_num_groups mamba_num_heads mamba_conv_kernel_dim mamba_conv_bias mamba_proj_bias mamba_norm
-        mamba_norm_groups mamba_dt_limit_min mamba_dt_limit_max
+        mamba_norm_groups mamba_dt_limit_min mamba_dt_limit_max branch_multipliers
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """
