@@ -63,9 +63,7 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(
-    MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers, MultiplierFeatures
-):
+class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers, MultiplierFeatures):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(

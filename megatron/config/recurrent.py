@@ -298,12 +298,6 @@ def _mamba_problems(model: Any, t: int) -> Iterator[str]:
         yield (
             f"--mamba-num-heads must be a multiple of --model-parallel-size, got {heads} and {t}. Change one of them"
         )
-    for flag, number in (("--mamba-num-groups", groups), ("--mamba-norm-groups", norm_groups)):
-        if number % t and t % number:
-            yield (
-                f"{flag} must be a multiple or a divisor of --model-parallel-size, got {number} and {t}. Change one of "
-                "them"
-            )
     if model.mamba_dt_limit_max and model.mamba_dt_limit_max <= model.mamba_dt_limit_min:
         yield (
             "--mamba-dt-limit-max must exceed --mamba-dt-limit-min, got "

@@ -294,12 +294,9 @@ class MambaCosts(RecurrentCosts):
         reads, by_head = self._read_width(tensor), heads * self.model.mamba_state_dim
         states = 2 * values * self.model.mamba_state_dim / CHUNK_SIZE
         groups = max(self.model.mamba_num_groups / tensor, 1)
-        core = 5 * values + 2 * reads + 2 * by_head + states + CHUNK_SIZE * (2 * heads + groups) + 3 * heads
-        channels = values + 2 * reads
-        norm = 2 * values + (0 if self.model.mamba_norm == NO_NORM else 2 * values)
-        convolved = channels * (wide + width + (width if width == wide else 0))
-        outside = convolved + wide * (norm + 3 * heads) + values * width
-        outside += 0 if width == wide else wide * (channels + values)  # copies in fp32
+        core = 4 * values + 2 * reads + 2 * by_head + states + CHUNK_SIZE * (2 * heads + groups) + heads
+        norm = 0 if self.model.mamba_norm == NO_NORM else 2 * wide * values
+        outside = (wide + 2 * width) * (values + 2 * reads) + (3 * wide + width) * values + norm + 3 * wide * heads
         return round(tokens * (wide * core + outside)), round(tokens * wide * core)
 
     @property

@@ -9,6 +9,7 @@ from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import divide
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
+from tds.param_info import InitialValues
 
 # A layer has a heads of d channels and g groups, each read by a/g neighbouring heads, as a key head is by its query
 # heads. Heads are sharded over the t tensor ranks.
@@ -63,10 +64,14 @@ class Mamba2Parts:
             return self._state_size
         return self._num_rows[part] // self._group.size
 
-    def make_weight(self, part: str, num_columns: int) -> nn.Parameter:
-        """Return an uninitialized weight [rows, num_columns] of ``part`` with its shard."""
+    def make_weight(self, part: str, num_columns: int, initial_values: InitialValues | None = None) -> nn.Parameter:
+        """Return an uninitialized weight [rows, num_columns] of ``part`` with its shard.
+
+        Args:
+            initial_values: as in ``empty_weight``.
+        """
         shape, shard = self._shard(part, num_columns)
-        return self._mark(part, empty_weight(shape, shard))
+        return self._mark(part, empty_weight(shape, shard, initial_values))
 
     def make_bias(self, part: str) -> nn.Parameter:
         """Return a bias of zeros [rows] of ``part`` with its shard."""

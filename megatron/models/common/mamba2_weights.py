@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.models.common.initial_values import Uniform
 from megatron.models.common.mamba2_parts import CONVOLVED, GATE, TIME_STEP, Mamba2Parts
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
@@ -58,8 +59,9 @@ class Mamba2Convolution(nn.Module):
         super().__init__()
         self.parts, self.kernel_size = parts, args.mamba_conv_kernel_dim
         self.has_bias = args.mamba_conv_bias
+        bound = self.kernel_size**-0.5
         for name in self.names:
-            self.register_parameter(name, parts.make_weight(name, self.kernel_size))
+            self.register_parameter(name, parts.make_weight(name, self.kernel_size, Uniform(-bound, bound)))
             self.register_parameter(f"{name}_bias", parts.make_bias(name) if self.has_bias else None)
 
     def forward(
