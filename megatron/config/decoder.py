@@ -25,6 +25,7 @@ from megatron.config.layer_features import (
     layer_feature_problems,
     unused_layer_features,
 )
+from megatron.config.layer_types import has_attention
 from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
 from megatron.config.recurrent import RecurrentLayers, recurrent_problems, unused_recurrent_features
@@ -501,6 +502,8 @@ def window_notes(config: Any) -> Iterator[str]:
 
 
 def _group_problems(model: Any, t: int) -> Iterator[str]:
+    if not has_attention(model):
+        return
     heads = model.num_attention_heads
     counts = {"--num-query-groups": model.num_query_groups}
     if model.window_num_query_groups:

@@ -168,6 +168,15 @@ def is_hybrid(model: Any) -> bool:
         return False
 
 
+def has_attention(model: Any) -> bool:
+    """Return True if any layer has attention; also if the model has no layers or invalid layer types."""
+    try:
+        types = layer_types(model)
+    except ValueError:
+        return True
+    return not types or any(layer_type.has_attention for layer_type in types)
+
+
 def recurrent_mixers(model: Any) -> frozenset[str]:
     """Return the recurrent mixers of a model; empty if it has none or if its layer types are invalid."""
     try:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_sinks, window_pattern
 from megatron.config.layer_features import LEARNABLE, VANILLA, has_rotary
-from megatron.config.layer_types import EXPERTS, MLP, NO_MLP, LayerType, layer_types
+from megatron.config.layer_types import EXPERTS, MLP, NO_MLP, LayerType, has_attention, layer_types
 from megatron.config.recurrent import norm_placement_of
 from megatron.costs import memory
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, flops_of, scores
@@ -290,8 +290,7 @@ class DecoderCosts(Costs):
     @property
     def has_attention(self) -> bool:
         """True if any layer has attention; also in a model without layers."""
-        types = self.layer_types
-        return not types or any(layer_type.has_attention for layer_type in types)
+        return has_attention(self.model)
 
     def recurrent(self, layer: int) -> RecurrentCosts | None:
         """Return the costs of the recurrent mixer of a layer, or None."""
@@ -789,8 +788,8 @@ class DecoderCosts(Costs):
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
         if not self.has_segments or self.uses_document_starts or self.model.position_embedding_type != ALIBI:
             return []
-        layers = (*range(1, 1 + self.model.num_layers), *self.mtp_units)
-        return [Shared(samples * self._mask_bytes(tensor, width), layers)]
+        layers = [unit for unit, layer_type in enumerate(self.layer_types, 1) if layer_type.has_attention]
+        return [Shared(samples * self._mask_bytes(tensor, width), (*layers, *self.mtp_units))]
 
     def memory_per_stage(self, bounds: Sequence[int], **options: Any) -> list[Memory]:
         """See ``Costs``. Includes the mask that all micro-batches of a stage share."""
@@ -800,7 +799,7 @@ class DecoderCosts(Costs):
 
     def _mask_bytes(self, tensor: int, width: int) -> int:
         """Return the bytes of the ALiBi biases or of the window's mask."""
-        if self.uses_document_starts:
+        if self.uses_document_starts or not self.has_attention:
             return 0
         num_scores = self.local_length * self.seq_length
         if self.model.position_embedding_type == ALIBI:

@@ -200,6 +200,14 @@ def test_heads_that_tensor_ranks_cannot_share_are_one_error() -> None:
         )
 
 
+def test_heads_of_attention_do_not_matter_without_attention() -> None:
+    flags = "--num-attention-heads 3 --kv-channels 8 --model-parallel-size 2 --num-layers 2"
+    mamba = f"--experimental-attention-variant mamba2 {flags}"
+    assert make_config(mamba, world_size=2).model.mamba_num_heads == 8
+    with pytest.raises(ConfigError, match="--num-attention-heads must be a multiple of --model-parallel-size"):
+        make_config(f"{mamba} --linear-attention-freq 2", world_size=2)
+
+
 def test_zero_2_and_3_need_a_layout_without_pipeline() -> None:
     flags = "--num-layers 2 --experimental-attention-variant gdn --zero-stage 2"
     assert make_config(flags, world_size=2).optimizer.zero_stage == 2
