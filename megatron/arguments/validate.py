@@ -9,9 +9,9 @@ from megatron.arguments import run_checks, seq_length_checks, unused_flags
 from megatron.config import decoder, run_length
 from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
+from megatron.config.layer_types import has_attention
 from megatron.config.option import is_derived, options_of
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
-from megatron.config.layer_types import has_attention
 from megatron.config.pipeline_layout import num_layers, parse_layout
 from megatron.errors import raise_all
 from megatron.mpu.topology import format_axes, format_sizes
