@@ -55,19 +55,6 @@ def gated_delta_rule(
     return ChunkedDeltaRule(query, key, value, log_decay, beta, starts=starts, chunk_size=chunk_size)(initial_state)
 
 
-def delta_rule_transition(
-    key: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, *, starts: torch.Tensor | None = None,
-    chunk_size: int = 64,
-) -> torch.Tensor:  # fmt: skip
-    """Return the matrix [b, a, d_k, d_k] that maps the initial state to its summand of the final state.
-
-    It is zero if a document starts within the sequence. Shapes and arguments: as in ``gated_delta_rule``.
-    """
-    no_values = key.new_empty(*beta.shape, 0)
-    rule = ChunkedDeltaRule(key, key, no_values, log_decay, beta, starts=starts, chunk_size=chunk_size)
-    return rule.transition_and_state()[0]
-
-
 class ChunkedDeltaRule:
     """The gated delta rule of a sequence, prepared for any initial state.
 

@@ -25,7 +25,7 @@ from megatron.models.common.short_convolution import ShortConvolution
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
-from megatron.ops.delta_rule import ChunkedDeltaRule
+from megatron.ops.delta_rule import ChunkedDeltaRule, gated_delta_rule
 from megatron.ops.fla_delta_rule import fla_delta_rule, is_available
 from tds.param_info import InitialValues
 
@@ -155,14 +155,13 @@ class DeltaMixer(nn.Module):
         query, key = (l2_norm(x.unflatten(-1, (-1, self.key_size))) for x in (query, key))
         query, value = query * self.key_size**-0.5, value.unflatten(-1, (-1, self.value_size))
         inputs = query, key, value, log_decay, beta
-        group, initial_state = self.parallel.context, None if cache is None else cache.state
-        if group.size == 1 and self.parallel.uses_kernels(value) and is_available(value):
-            output, state = fla_delta_rule(*inputs, starts=starts, initial_state=initial_state)
-        else:
+        group = self.parallel.context
+        if group.size > 1:
             rule = ChunkedDeltaRule(*inputs, starts=starts)
-            if group.size > 1:
-                initial_state = prefix_states(*rule.transition_and_state(), group)
-            output, state = rule(initial_state)
+            return rule(prefix_states(*rule.transition_and_state(), group))[0]
+        has_kernel = self.parallel.uses_kernels(value) and is_available(value)
+        function = fla_delta_rule if has_kernel else gated_delta_rule
+        output, state = function(*inputs, starts=starts, initial_state=None if cache is None else cache.state)
         if cache is not None:
             cache.state = state
         return output

@@ -87,11 +87,10 @@ def left_tokens(x: torch.Tensor, num_tokens: int, group: Group) -> torch.Tensor 
     )
 
 
-def prefix_states(transition: torch.Tensor, state: torch.Tensor, group: Group) -> torch.Tensor | None:
-    """Return the initial state of each of this rank's chunks. Collective, also in backward.
+def prefix_states(transition: torch.Tensor, state: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the initial state of each of this rank's chunks; zeros without context parallelism.
 
-    The final state of a chunk is ``transition @ initial + state``. Returns None without context parallelism: the state
-    before the sequence is zero.
+    The final state of a chunk is ``transition @ initial + state``. Collective, also in backward.
 
     Shapes:
         transition [m b, a, d_k, d_k]; or [m b, a, 1, 1] if the state is multiplied by a number per head
@@ -99,7 +98,7 @@ def prefix_states(transition: torch.Tensor, state: torch.Tensor, group: Group) -
         output     as state
     """
     if group.size == 1:
-        return None
+        return torch.zeros_like(state)
     packed = torch.cat((transition.flatten(1), state.flatten(1)), dim=1).unflatten(0, (2, -1))
     sizes = [transition[0].numel(), state[0].numel()]
     transitions, finals = gather_from_context_region(packed, group).split(sizes, dim=2)
