@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.ops.state_space import state_space_scan
 
 from megatron.config import ModelConfig, parse
 from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2
@@ -21,6 +20,7 @@ from megatron.models.registry import costs_of
 from megatron.mpu.groups import Group, build_grid
 from megatron.mpu.topology import Topology
 from megatron.ops.delta_rule import gated_delta_rule
+from megatron.ops.state_space import state_space_scan
 from megatron.planner.layout import Layout
 from megatron.planner.machine import gpu_machine
 from megatron.planner.time_model import CommunicationModel
