@@ -187,7 +187,7 @@ _RECURRENT_REQUIRED_FLAGS = {
             "--linear-norm-placement",
         )
     },
-    "--linear-num-key-heads": _mixer_flags("gated_delta_net", "--linear-num-key-heads", linear_num_value_heads="12"),
+    "--linear-num-key-heads": _mixer_flags("gated_delta_net", "--linear-num-key-heads", linear_num_value_heads="48"),
     **{
         flag: _mixer_flags("kimi_delta", linear_num_key_heads="4")
         for flag in ("--linear-full-rank-gates", "--linear-decay-limit")
@@ -205,6 +205,7 @@ _RECURRENT_REQUIRED_FLAGS = {
             "--mamba-dt-limit-max",
         )
     },
+    "--mamba-num-groups": _mixer_flags("mamba2", "--mamba-num-groups", mamba_num_heads="24"),
 }
 _DECODER_REQUIRED_FLAGS = {
     **_RECURRENT_REQUIRED_FLAGS,
