@@ -14,7 +14,9 @@ from megatron.models.common.cache_slots import KVCacheSlots
 from megatron.models.common.mamba2 import Mamba2
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.recurrent_cache import RecurrentCache
+from megatron.mpu.context_parallel import split_along_context, to_sequence_order
 from megatron.mpu.groups import Group
+from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import is_partial, shard_of
 from megatron.ops.document_attention import document_starts
 from megatron.optim.gradients.sum_group import SumGroup
@@ -76,7 +78,7 @@ CASES = {
         ("nemotron_h", "NemotronHMamba2Mixer", "NemotronHConfig"),
         {"hidden_size": HIDDEN, "mamba_num_heads": 8, "mamba_head_dim": 3, "ssm_state_size": 5, "n_groups": 4,
          "conv_kernel": 4, "chunk_size": 16, "layer_norm_epsilon": 1e-3, "layers_block_type": ["linear_attention"]},
-        {"mamba_num_groups": 4},
+        {"mamba_num_groups": 4, "mamba_dt_limit_min": 0.001},
     ),
     "granitemoehybrid": MixerCase(
         ("granitemoehybrid", "GraniteMoeHybridMambaLayer", "GraniteMoeHybridConfig"),
@@ -259,6 +261,38 @@ def test_tensor_ranks_match_one_process(size: int, is_sequence_parallel: bool) -
 def test_uneven_groups_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mamba2(mamba_model_args(**fields), make_parallel_context(Group(tuple(range(4)), 1)), 0)
+
+
+# Context ranks.
+
+
+def run_context_rank(rank: int, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return this rank's tokens of the output and of the input's gradient, and the weights' gradients of all ranks."""
+    context = group_of_all_ranks(rank, size)
+    mixer = Mamba2(mamba_model_args(mamba_num_groups=1), ParallelContext(context=context), 0).double()
+    for name, parameter in mixer.named_parameters():
+        fill_shard(parameter, make_full_weight(name, parameter.shape))
+    x, factor = (random_tensor(seed, length, BATCH, HIDDEN) for seed in (7, 8))
+    starts = document_starts(torch.tensor([[0] * 3 + [1] * 8 + [2] * (length - 11), [5] * length]))
+    x = split_along_context(x, context, 0).requires_grad_()
+    y = mixer(x, starts=starts)
+    (y * split_along_context(factor, context, 0)).sum().backward()
+    return y.detach(), x.grad, {name: all_reduce(p.grad, context) for name, p in mixer.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("size", "length"),
+    [(2, 16), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 300), (4, 16), (4, 600)))],
+)
+def test_context_ranks_match_one_process(size: int, length: int) -> None:
+    """One document is shorter than the convolution, another one is on all ranks; chunks of 2 to 75 tokens."""
+    *expected, expected_grads = run_context_rank(0, 1, length)
+    ranks = run_ranks(size, run_context_rank, size, length)
+    for idx, tensor in enumerate(expected):
+        assert_close(to_sequence_order(torch.cat([rank[idx] for rank in ranks]), size), tensor, 1e-12)
+    for rank in ranks:
+        worst, name = worst_relative_error(rank[2], expected_grads)
+        assert worst <= 1e-11, name
 
 
 # Cache.
