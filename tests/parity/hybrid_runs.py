@@ -32,7 +32,8 @@ VARIANTS = {
     "nemotron_h": f"--hybrid-layer-pattern M-*EM- {MAMBA} --activation squared-relu --position-embedding-type none "
     f"--num-query-groups 2 {EXPERTS}",
     "falcon_h1": f"--num-layers 4 --experimental-attention-variant parallel_mamba2 {MAMBA} --mamba-norm norm-first "
-    "--mamba-norm-groups 1 --mamba-proj-bias --mamba-dt-limit-min 0.01 --mamba-dt-limit-max 1",
+    "--mamba-norm-groups 1 --mamba-proj-bias --mamba-dt-limit-min 0.01 --mamba-dt-limit-max 1 --branch-multipliers "
+    "attention-input=0.7,key=1.3,mamba-z=0.8,mamba-c=1.4,mamba-output=0.65,mlp-gate=1.25,mlp-output=0.55",
 }
 """Each with more than its model has, so that every mechanism is in one of them."""
 
